@@ -1,0 +1,83 @@
+"""What training asks of a data source. `energon_data` implements it; tests may too."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Optional, Protocol
+
+from dit.batch import PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSpec:
+    """What the model and the layout fix about every micro-batch.
+
+    Attributes:
+        patch_temporal, patch_spatial: patch sizes, from the model.
+        latent_channels: channels of a latent before patchifying, from the model.
+        num_classes: labels must lie in `[0, num_classes)`; None if the model takes no label.
+        context_size: width of the text embeddings; None if the model takes no text.
+        micro_batch_size: samples per micro-batch when not packing.
+        multiple_of: every sample is padded to a multiple of this many tokens (context and sequence parallel).
+    """
+
+    patch_temporal: int
+    patch_spatial: int
+    latent_channels: int
+    num_classes: Optional[int]
+    context_size: Optional[int]
+    micro_batch_size: int
+    multiple_of: int = 1
+
+
+class DataStream(Protocol):
+    """An endless, resumable sequence of micro-batches for one data-parallel rank."""
+
+    def __next__(self) -> PackedBatch: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of every stream this rank reads, keyed by global stream number, in plain containers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a union of `state_dict`s; called before the first `next`."""
+
+    def skipped(self) -> dict[str, int]:
+        """Return how many samples were lost or dropped so far, by reason."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class DataConfig(ABC):
+    """A data source. `validate` and the builders raise `DataError` or `ConfigError` with the cure."""
+
+    @abstractmethod
+    def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
+        """Check folder, sizes and stream count before anything is built.
+
+        Args:
+            micro_batches_per_step: micro-batches of one optimizer step over all data-parallel ranks.
+        """
+
+    @abstractmethod
+    def build_train(
+        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+    ) -> DataStream:
+        """Build this rank's endless stream; samples lost are written to `log_dir` when it is given."""
+
+    @abstractmethod
+    def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
+        """Build a finite pass over the held-out part, the same at every call; ranks share the samples.
+
+        Every rank gets the same number of micro-batches.
+        """
+
+    @abstractmethod
+    def class_names(self) -> Optional[list[str]]:
+        """Return the name of each class, or None for an unlabelled source."""
+
+
+def sample_id(key: str) -> int:
+    """Return the 63-bit address of a sample: the same for the same key on every machine."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,56 @@
+"""Errors a user can cause, each with the exit code its process leaves behind.
+
+Codes 16 and 17 stay reserved for Megatron-Core's rerun state machine.
+"""
+
+EXIT_OK = 0
+EXIT_CONFIG = 2
+EXIT_DATA = 3
+EXIT_NOT_FINITE = 4
+EXIT_CHECKPOINT = 5
+EXIT_UNEXPECTED = 70
+EXIT_PREEMPTED = 75
+
+
+class UserError(ValueError):
+    """Base of every error with a known cause and cure."""
+
+    exit_code = EXIT_UNEXPECTED
+
+
+class ConfigError(UserError):
+    """A setting is impossible, or two settings do not fit together."""
+
+    exit_code = EXIT_CONFIG
+
+
+class DataError(UserError):
+    """Data is missing, unreadable, refused, or lost beyond the budget."""
+
+    exit_code = EXIT_DATA
+
+
+class BatchError(DataError):
+    """A batch breaks the contract between data and training."""
+
+
+class NotFiniteError(UserError):
+    """The loss or the gradient norm is not finite."""
+
+    exit_code = EXIT_NOT_FINITE
+
+
+class CheckpointError(UserError):
+    """No valid checkpoint where one is required, or one cannot be written."""
+
+    exit_code = EXIT_CHECKPOINT
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the process exit code that stands for `error`.
+
+    `SystemExit` keeps its own code; an error that is not a `UserError` is unexpected (70).
+    """
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return error.exit_code if isinstance(error, UserError) else EXIT_UNEXPECTED

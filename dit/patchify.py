@@ -1,0 +1,58 @@
+"""Latents to tokens and back. The inverse is exact: both are permutations."""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from dit.errors import BatchError
+
+Grid = tuple[int, int, int]
+
+
+def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[Tensor, Grid]:
+    """Cut a latent into patches, one token each, time slowest and width fastest.
+
+    Args:
+        latent: `[C, T, H, W]`; an image has T = 1.
+
+    Returns:
+        Tokens `[(t h w), (ph pw pt C)]` in NeMo's channel order, and the grid (t, h, w) in patches.
+
+    Raises:
+        BatchError: a side is not a multiple of its patch size.
+    """
+    _, frames, height, width = latent.shape
+    if frames % patch_temporal or height % patch_spatial or width % patch_spatial:
+        raise BatchError(
+            f"latent of {frames} x {height} x {width} (T x H x W) cannot be cut into patches of "
+            f"{patch_temporal} x {patch_spatial} x {patch_spatial}; crop it to a multiple or change the patch size"
+        )
+    tokens = rearrange(
+        latent,
+        "c (t pt) (h ph) (w pw) -> (t h w) (ph pw pt c)",
+        pt=patch_temporal,
+        ph=patch_spatial,
+        pw=patch_spatial,
+    )
+    return tokens, (frames // patch_temporal, height // patch_spatial, width // patch_spatial)
+
+
+def unpatchify(tokens: Tensor, grid: Grid, patch_temporal: int, patch_spatial: int) -> Tensor:
+    """Undo `patchify`: tokens `[(t h w), (ph pw pt C)]` become a latent `[C, T, H, W]`."""
+    t, h, w = grid
+    return rearrange(
+        tokens,
+        "(t h w) (ph pw pt c) -> c (t pt) (h ph) (w pw)",
+        t=t,
+        h=h,
+        w=w,
+        pt=patch_temporal,
+        ph=patch_spatial,
+        pw=patch_spatial,
+    )
+
+
+def grid_positions(grid: Grid) -> Tensor:
+    """Return the (t, h, w) index of every token of a grid, int64 `[t * h * w, 3]`, in `patchify` order."""
+    t, h, w = grid
+    return torch.stack(torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij"), -1).view(-1, 3)

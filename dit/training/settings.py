@@ -1,0 +1,127 @@
+"""Settings of a training run, as recipes write them."""
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW.
+
+    Attributes:
+        lr: peak learning rate.
+        beta1, beta2, eps: Adam's constants.
+        weight_decay: decoupled; not applied to biases, norms and other one-dimensional parameters.
+        clip_grad: largest global gradient norm; 0 switches clipping off.
+    """
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """Learning rate over optimizer steps.
+
+    Attributes:
+        kind: after the linear warm-up, hold the peak, or fall as a cosine to `min_lr` at the last step; `one_cycle`
+            rises and falls as a cosine (Smith and Topin 2017), `warmup_steps` being the length of the rise.
+        warmup_steps: optimizer steps until the peak.
+        min_lr: lowest learning rate after the peak.
+    """
+
+    kind: Literal["constant", "cosine", "one_cycle"] = "constant"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """The run itself.
+
+    Attributes:
+        run_dir: folder of everything the run writes.
+        num_steps: optimizer steps of the whole run, resumed parts included.
+        micro_batch_size: samples (or packs) per forward pass of one data-parallel rank.
+        global_batch_size: samples (or packs) per optimizer step over all ranks.
+        precision: `bf16` keeps fp32 master weights; `fp32` everywhere.
+        seed: addresses initial weights, data order and all noise.
+        ema_decay: decay of the weight average per step (fp32); None for no average.
+        ema_start_step: the average equals the weights until this step.
+        log_interval: steps between log lines.
+        validation_interval: steps between held-out losses; 0 for never.
+        sample_interval: steps between sample grids; 0 for never.
+        stop_at_step: leave after this step as if preempted, with a checkpoint (for tests and short jobs).
+    """
+
+    run_dir: str = "runs/default"
+    num_steps: int = 1000
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    precision: Literal["bf16", "fp32"] = "bf16"
+    seed: int = 1234
+    ema_decay: Optional[float] = 0.9999
+    ema_start_step: int = 0
+    log_interval: int = 10
+    validation_interval: int = 0
+    sample_interval: int = 0
+    stop_at_step: Optional[int] = None
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Checkpoints.
+
+    Attributes:
+        interval: steps between checkpoints; 0 saves only at the end.
+        keep_last: newest checkpoints kept, at least 1.
+        keep_every: also keep every checkpoint whose step is a multiple of this; 0 for none.
+        keep_best: also keep this many with the lowest held-out loss.
+        resume: continue from the newest valid checkpoint if there is one, never, or fail without one.
+    """
+
+    interval: int = 1000
+    keep_last: int = 2
+    keep_every: int = 0
+    keep_best: int = 0
+    resume: Literal["auto", "never", "must"] = "auto"
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Where scalars and pictures go besides the console and `metrics.jsonl`.
+
+    Attributes:
+        tensorboard: write `events/` in the run folder.
+        wandb: mirror to Weights & Biases; offline when no key is at hand.
+        wandb_project: project of the run.
+        wandb_artifacts: log each kept checkpoint as an artifact that references its folder.
+    """
+
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "megatron-dit"
+    wandb_artifacts: bool = False
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """Sample grids while training, and the defaults of the sample command.
+
+    Attributes:
+        solver: how the sampling equation is integrated.
+        num_steps: solver steps; `heun` calls the network twice per step.
+        guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
+        samples_per_class: rows of the grid.
+        seed: addresses the initial noise.
+    """
+
+    solver: Literal["euler", "heun", "ddim", "ancestral", "dpmpp_2m"] = "euler"
+    num_steps: int = 30
+    guidance_scale: float = 2.0
+    samples_per_class: int = 1
+    seed: int = 7
