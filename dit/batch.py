@@ -84,10 +84,9 @@ class SequenceLayout:
 
     @property
     def uniform_length(self) -> Optional[int]:
-        """The common sample length if the pack is a dense batch without any padding, else None."""
+        """The common sample length if the whole pack is a dense batch without any padding, else None."""
         n = self.lengths[0]
-        dense = len(set(self.lengths)) == 1 and self.total_tokens == n * self.num_samples and self.rows is None
-        return n if dense else None
+        return n if len(set(self.lengths)) == 1 and self.total_tokens == n * self.num_samples else None
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -140,6 +139,11 @@ class SequenceLayout:
         out = x_T.new_zeros(self.num_samples, *x_T.shape[1:])
         return out.index_add(0, self.segment_ids_T, torch.where(mask, x_T, torch.zeros_like(x_T)))
 
+    @property
+    def whole(self) -> "SequenceLayout":
+        """The layout of the whole pack, as attention sees it after gathering the tokens."""
+        return self if self.rows is None else replace(self, rows=None)
+
     def select(self, rows: Tensor) -> "SequenceLayout":
         """Describe the same pack on a rank that holds only `rows` (indices into the rows held here)."""
         held = rows if self.rows is None else self.rows[rows]
@@ -164,6 +168,7 @@ class PackedBatch:
         labels_S: class of each sample, int64.
         context_KD: text embeddings of all samples.
         context_layout: where the texts lie in K.
+        context_dropped_S: True where the text is replaced by the model's null text; None for nowhere.
         fps_S: frames per second, float32.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
     """
@@ -177,6 +182,7 @@ class PackedBatch:
     labels_S: Optional[Tensor] = None
     context_KD: Optional[Tensor] = None
     context_layout: Optional[SequenceLayout] = None
+    context_dropped_S: Optional[Tensor] = None
     fps_S: Optional[Tensor] = None
     loss_weight_S: Optional[Tensor] = None
 

@@ -1,0 +1,93 @@
+"""Initial weights by address: (seed, global parameter name, row, column) give the value, whatever rank holds it.
+
+Every layout therefore starts from the same model, and copies of a parameter on several ranks start equal.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dit.philox import MASK32, philox, to_normal, to_uniform
+
+_CHUNK_ROWS_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: `normal` with standard deviation `scale`, `uniform` in +-`scale`, or all `scale`."""
+
+    kind: Literal["normal", "uniform", "constant"]
+    scale: float
+
+
+ZEROS = Init("constant", 0.0)
+ONES = Init("constant", 1.0)
+
+
+def normal(std: float) -> Init:
+    """Return a normal start with the given standard deviation."""
+    return Init("normal", std)
+
+
+def xavier_uniform(fan_in: int, fan_out: int) -> Init:
+    """Return the uniform start of Glorot and Bengio 2010, Eq. 16, from the global sizes of a linear layer."""
+    return Init("uniform", math.sqrt(6.0 / (fan_in + fan_out)))
+
+
+def draw(init: Init, seed: int, name: str, rows: range, columns: range, device: torch.device) -> Tensor:
+    """Draw one block of a global matrix, float32 `[len(rows), len(columns)]`.
+
+    Args:
+        name: global name of the parameter.
+        rows, columns: the block, in global indices with step 1.
+    """
+    if init.kind == "constant":
+        return torch.full((len(rows), len(columns)), init.scale, device=device)
+    address = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    first, last = columns.start // 4, -(-columns.stop // 4)
+    blocks = torch.arange(first, last, device=device)[None, :]
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    row, blocks = torch.broadcast_tensors(row, blocks)
+    words = philox(
+        (blocks, row, torch.full_like(row, address & MASK32), torch.full_like(row, address >> 32)),
+        (seed & MASK32, (seed >> 32) & MASK32),
+    )
+    lanes = to_normal(words) if init.kind == "normal" else tuple(2 * to_uniform(w) - 1 for w in words)
+    offset = columns.start - 4 * first
+    return init.scale * torch.stack(lanes, -1).flatten(1)[:, offset : offset + len(columns)]
+
+
+def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
+    """Note on a parameter how it starts; `initialize_weights` reads the note."""
+    parameter.init = init  # type: ignore[attr-defined]
+    return parameter
+
+
+@torch.no_grad()
+def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: int) -> None:
+    """Fill every parameter of a built model with its own slice of the addressed start.
+
+    A parameter split over tensor-parallel ranks carries Megatron-Core's `tensor_model_parallel` and `partition_dim`.
+
+    Args:
+        module: the model; its parameter names must be global (pipeline stages number layers globally).
+        seed: seed of the run.
+    """
+    for name, parameter in module.named_parameters():
+        matrix = parameter.data.view(parameter.shape[0], -1) if parameter.dim() > 1 else parameter.data[None]
+        rows, columns = range(matrix.shape[0]), range(matrix.shape[1])
+        if getattr(parameter, "tensor_model_parallel", False) and tp_size > 1:
+            by_row = parameter.dim() > 1 and parameter.partition_dim == 0  # type: ignore[attr-defined]
+            start = tp_rank * matrix.shape[0 if by_row else 1]
+            if by_row:
+                rows = range(start, start + len(rows))
+            else:
+                columns = range(start, start + len(columns))
+        step = max(1, _CHUNK_ROWS_ELEMENTS // len(columns))
+        for i in range(0, len(rows), step):
+            block = draw(parameter.init, seed, name, rows[i : i + step], columns, matrix.device)  # type: ignore[attr-defined]
+            matrix[i : i + step].copy_(block)

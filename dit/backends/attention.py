@@ -1,0 +1,92 @@
+"""Bidirectional attention over packed sequences: an fp32 reference, and one path per device behind one call.
+
+Tensors are THD: `[T, N, H]` tokens, heads, head size. Segment i of the queries attends to segment i of the keys and to
+nothing else. Padding rows are in no segment and come out as zeros.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from dit.batch import SequenceLayout
+
+Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], Tensor]
+
+
+def reference_attention(
+    q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+) -> Tensor:
+    """Compute softmax(q k^T / sqrt(H)) v with an explicit segment mask in float32, for any device.
+
+    Returns:
+        `[T, N, H]` in the dtype of `q_TNH`.
+    """
+    full_q, full_k = layout_q.whole, layout_k.whole
+    same = full_q.segment_ids_T[:, None] == full_k.segment_ids_T[None, :]
+    mask = same & full_q.valid_T[:, None] & full_k.valid_T[None, :]
+    scores = torch.einsum("tnh,knh->ntk", q_TNH.float(), k_KNH.float()) * q_TNH.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("ntk,knh->tnh", weights, v_KNH.float()).to(q_TNH.dtype)
+
+
+def segment_sdpa(
+    q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+) -> Tensor:
+    """Run scaled-dot-product attention on groups of equally long segments, each group as one dense batch.
+
+    Works on every device that torch has; a dense batch is one call without any copy of rows.
+    """
+    dense_q, dense_k = layout_q.uniform_length, layout_k.uniform_length
+    if dense_q and dense_k:
+        return _dense(q_TNH, k_KNH, v_KNH, layout_q.num_samples).flatten(0, 1)
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for i, lengths in enumerate(zip(layout_q.lengths, layout_k.lengths)):
+        groups[lengths].append(i)
+    out = torch.zeros_like(q_TNH)
+    for (n_q, n_k), samples in groups.items():
+        rows_q = _rows(layout_q, samples, n_q)
+        rows_k = _rows(layout_k, samples, n_k)
+        attended = _dense(q_TNH[rows_q], k_KNH[rows_k], v_KNH[rows_k], len(samples))
+        out = out.index_copy(0, rows_q, attended.flatten(0, 1))
+    return out
+
+
+def _rows(layout: SequenceLayout, samples: list[int], length: int) -> Tensor:
+    starts = torch.tensor([layout.starts[i] for i in samples], device=layout.device)
+    return (starts[:, None] + torch.arange(length, device=layout.device)).flatten()
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
+    """Attend inside `batch` equal segments; returns `[batch, n, N, H]`."""
+    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
+    return sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def varlen_attention(
+    q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+) -> Tensor:
+    """Run torch's varlen kernel (CUDA, bf16 or fp16) on ragged packs; dense packs go to scaled-dot-product attention.
+
+    The kernel wants segments side by side, so padding rows are taken out before and put back as zeros.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    if layout_q.uniform_length and layout_k.uniform_length:
+        return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
+    full_q, full_k = layout_q.whole, layout_k.whole
+    keep_q = full_q.valid_T.nonzero()[:, 0] if full_q.valid_tokens < full_q.total_tokens else None
+    keep_k = full_k.valid_T.nonzero()[:, 0] if full_k.valid_tokens < full_k.total_tokens else None
+    q = q_TNH if keep_q is None else q_TNH[keep_q]
+    k, v = (x if keep_k is None else x[keep_k] for x in (k_KNH, v_KNH))
+    out = varlen_attn(q, k, v, full_q.cu_seqlens, full_k.cu_seqlens, full_q.max_seqlen, full_k.max_seqlen)
+    return out if keep_q is None else torch.zeros_like(q_TNH).index_copy(0, keep_q, out)
+
+
+def resolve_attention(device: torch.device, dtype: torch.dtype) -> tuple[str, Attention]:
+    """Choose the attention path of this process once; the name goes into the log and the run record."""
+    if device.type == "cpu" or dtype == torch.float32:
+        return "segment_sdpa", segment_sdpa
+    return "varlen", varlen_attention

@@ -1,0 +1,37 @@
+"""The one place that knows which device this process trains on."""
+
+import os
+
+import torch
+
+
+def use_cuda() -> bool:
+    """Tell whether this process trains on CUDA; `DIT_DEVICE=cpu` keeps it on CPU beside a GPU."""
+    return os.environ.get("DIT_DEVICE", "") != "cpu" and torch.cuda.is_available()
+
+
+def local_device() -> torch.device:
+    """Return the device of this process; each local rank has its own GPU."""
+    if not use_cuda():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def describe() -> str:
+    """Name the device for log lines and benchmark records."""
+    return torch.cuda.get_device_name() if use_cuda() else "CPU"
+
+
+def synchronize() -> None:
+    """Wait until the device has finished its queue."""
+    if use_cuda():
+        torch.cuda.synchronize()
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory this process has held: allocated on the GPU, or resident on CPU."""
+    if use_cuda():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

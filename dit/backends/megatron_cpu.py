@@ -1,0 +1,185 @@
+"""Let Megatron-Core 0.16 run on CPU with gloo: every redirection it takes, in one room.
+
+Megatron-Core assumes CUDA in four ways: it asks for the current CUDA device, it makes tensors with `device="cuda"`, it
+tells parameters apart by `tensor.type()`, and it orders asynchronous collectives by CUDA streams. `install` answers
+each of these on CPU. It changes process-wide functions of torch, so it runs only in processes that train on CPU.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_strided", "as_tensor")
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast",
+)
+_BOUND_AT_IMPORT = {
+    "dist_all_gather_func": "all_gather_into_tensor",
+    "dist_reduce_scatter_func": "reduce_scatter_tensor",
+}
+_MODULES_THAT_BIND = (
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.tensor_parallel.mappings",
+    "megatron.core.distributed.param_and_grad_buffer",
+)
+
+
+class _FinishedWork:
+    """The handle of a collective that already ran."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event; on CPU work is ordered by the program itself."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+    def __enter__(self) -> "_NoStream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "_NoStream") -> float:
+        return 0.0
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, int) and not isinstance(device, bool)
+    )
+
+
+def _factory_on_cpu(factory: Callable) -> Callable:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _waiting(collective: Callable) -> Callable:
+    """Run a collective to its end before returning, whatever `async_op` says.
+
+    The streams that order asynchronous collectives on CUDA are no-ops here: a buffer could be reused while gloo reads it.
+    """
+
+    @functools.wraps(collective)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        work = collective(*args, **kwargs)
+        if work is None:
+            return None
+        work.wait()
+        return _FinishedWork()
+
+    return run
+
+
+@contextmanager
+def _run_at_once(*_: Any, **__: Any) -> Any:
+    """Stand in for `_coalescing_manager`: the calls inside already ran when they returned."""
+    yield _FinishedWork()
+
+
+def _answer(value: Any) -> Callable:
+    """Make a function of its own (torch.compile keeps a table by identity) that always returns `value`."""
+    return lambda *_, **__: value
+
+
+def _redirect_cuda_calls() -> None:
+    cuda: Any = torch.cuda
+    cpu = torch.device("cpu")
+    for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect"):
+        setattr(cuda, name, _answer(None))
+    for name in ("reset_peak_memory_stats", "_lazy_init", "_lazy_call"):
+        setattr(cuda, name, _answer(None))
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, _answer(0))
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, _answer(None))
+    cuda.current_device = _answer(cpu)
+    cuda.Stream, cuda.Event = type("Stream", (_NoStream,), {}), type("Event", (_NoStream,), {})
+    cuda.current_stream, cuda.default_stream = _answer(_NoStream()), _answer(_NoStream())
+    cuda.stream = lambda *_, **__: nullcontext()
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _redirect_tensors() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
+    tensor_type, tensor_to = torch.Tensor.type, torch.Tensor.to
+
+    def type_like_cuda(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return tensor_type(self, dtype, **kwargs)
+        return tensor_type(self).replace("torch.", "torch.cuda.", 1)
+
+    def to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _is_cuda(args[0]):
+            args = ("cpu", *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return tensor_to(self, *args, **kwargs)
+
+    torch.Tensor.type = type_like_cuda  # type: ignore[method-assign]
+    torch.Tensor.to = to_cpu  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def _redirect_collectives() -> None:
+    dist: Any = torch.distributed
+    for name in _COLLECTIVES:
+        setattr(dist, name, _waiting(getattr(dist, name)))
+    dist._coalescing_manager = _run_at_once
+    for module_name in _MODULES_THAT_BIND:
+        module = importlib.import_module(module_name)
+        for bound, name in _BOUND_AT_IMPORT.items():
+            if hasattr(module, bound):
+                setattr(module, bound, getattr(dist, name))
+    importlib.import_module("megatron.core.distributed.param_and_grad_buffer")._coalescing_manager = _run_at_once
+
+
+def _redirect_rng_tracker() -> None:
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+@functools.cache
+def install() -> None:
+    """Redirect Megatron-Core to CPU, once per process, before its groups, modules or optimizers are built."""
+    _redirect_cuda_calls()
+    _redirect_tensors()
+    _redirect_collectives()
+    _redirect_rng_tracker()

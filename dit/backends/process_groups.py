@@ -1,0 +1,94 @@
+"""Process groups: torch.distributed and Megatron-Core's parallel state, from one `ParallelConfig`."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dit.backends import megatron_cpu
+from dit.backends.device import local_device, use_cuda
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The groups of this rank.
+
+    Attributes:
+        collection: Megatron-Core's `ProcessGroupCollection`, passed to its layers, optimizer and schedules.
+        world_size, rank: of the whole job.
+        dp_size, dp_rank: replicas that read different samples (context-parallel ranks share samples).
+    """
+
+    collection: Any
+    world_size: int
+    rank: int
+    dp_size: int
+    dp_rank: int
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        return self.collection.tp
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """Ranks that hold different tokens; gradients and losses are summed over them."""
+        return self.collection.dp_cp
+
+
+def world_size_from_environment() -> int:
+    """Return the number of ranks that torchrun (or Slurm's torchrun) started; 1 for a plain process."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
+    """Start torch.distributed (NCCL on CUDA, gloo on CPU) and build Megatron-Core's groups.
+
+    A plain process becomes a world of one rank, so nothing behind this call asks whether it runs distributed.
+
+    Args:
+        parallel: a checked `ParallelConfig`.
+        timeout_s: a rank that waits longer for its peers fails.
+    """
+    if not use_cuda():
+        megatron_cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        kwargs: dict[str, Any] = {}
+        if "RANK" not in os.environ:
+            kwargs = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+        if use_cuda():
+            torch.cuda.set_device(local_device())
+        dist.init_process_group("nccl" if use_cuda() else "gloo", timeout=timedelta(seconds=timeout_s), **kwargs)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    # Megatron-Core's tracker must exist for its layers; no draw of ours comes from it.
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    return ProcessGroups(
+        collection=ProcessGroupCollection.use_mpu_process_groups(),
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def destroy() -> None:
+    """Tear down Megatron-Core's groups and torch.distributed."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

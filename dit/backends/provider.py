@@ -1,0 +1,121 @@
+"""The layer provider: parallel linears for the layers, from Megatron-Core or from Transformer Engine.
+
+Layers ask for a linear by what it does (split its outputs, split its inputs, replicate) and never for a library.
+"""
+
+from typing import Any, Optional
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from dit.backends.addressed_init import ZEROS, Init, with_init
+from dit.errors import ConfigError
+
+
+def _mark_split(weight: nn.Parameter, dim: int) -> None:
+    """Say which dimension of a weight is split; Megatron-Core leaves it unsaid when it does not initialise."""
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    weight.partition_dim = dim  # type: ignore[attr-defined]
+    weight.partition_stride = 1  # type: ignore[attr-defined]
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """y = x W^T + b with the output features split over tensor-parallel ranks; gathers the tokens under SP."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x_TD)[0]
+
+
+class RowLinear(RowParallelLinear):
+    """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x_TD)[0]
+
+
+class LayerProvider:
+    """Builds the parallel parts of a model for one rank.
+
+    Args:
+        config: Megatron-Core's view of the layout and precision.
+        groups: its `ProcessGroupCollection`; None builds the whole model on one rank (meta device, export).
+    """
+
+    def __init__(self, config: TransformerConfig, groups: Optional[Any] = None) -> None:
+        self.config = config
+        self.tp_group = None if groups is None else groups.tp
+        self.tp_size = 1 if groups is None else groups.tp.size()
+        self.tp_rank = 0 if groups is None else groups.tp.rank()
+
+    @property
+    def _device(self) -> Optional[torch.device]:
+        """Where Megatron-Core puts parameters; None leaves it to torch's default device (meta builds)."""
+        return None if self.config.use_cpu_initialization else torch.cuda.current_device()
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.config.sequence_parallel and self.tp_size > 1
+
+    def split(self, count: int, what: str) -> int:
+        """Return this rank's share of `count` equal parts.
+
+        Raises:
+            ConfigError: tensor parallelism cannot split them.
+        """
+        if count % self.tp_size:
+            fits = [n for n in range(1, count + 1) if count % n == 0 and n <= 64]
+            raise ConfigError(
+                f"{what}={count} cannot be split over tensor_model_parallel_size={self.tp_size}; use one of {fits}"
+            )
+        return count // self.tp_size
+
+    def column_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> ColumnLinear:
+        """Build a linear layer whose output features are split."""
+        self.split(out_features, "output features")
+        layer = ColumnLinear(
+            in_features, out_features, config=self.config, init_method=None, bias=bias, tp_group=self.tp_group
+        )
+        _mark_split(layer.weight, 0)
+        with_init(layer.weight, init)
+        if bias:
+            with_init(layer.bias, ZEROS)
+        return layer
+
+    def row_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> RowLinear:
+        """Build a linear layer whose input features are split."""
+        self.split(in_features, "input features")
+        layer = RowLinear(
+            in_features,
+            out_features,
+            config=self.config,
+            init_method=None,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=self.tp_group,
+        )
+        _mark_split(layer.weight, 1)
+        with_init(layer.weight, init)
+        if bias:
+            with_init(layer.bias, ZEROS)
+        return layer
+
+    def replicated_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> nn.Linear:
+        """Build a linear layer that every tensor-parallel rank holds whole."""
+        layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
+        self.replicate(layer.weight, init)
+        if bias:
+            self.replicate(layer.bias, ZEROS)
+        return layer
+
+    def parameter(self, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+        """Build a parameter that every tensor-parallel rank holds whole."""
+        empty = torch.empty(shape, dtype=self.config.params_dtype, device=self._device)
+        return self.replicate(nn.Parameter(empty), init)
+
+    def replicate(self, parameter: nn.Parameter, init: Init) -> nn.Parameter:
+        """Mark a whole parameter: under SP each rank's gradient covers its own tokens, so the ranks' sum is taken."""
+        parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        return with_init(parameter, init)

@@ -1,0 +1,79 @@
+"""Embedders of the conditioning vector: time, class, pooled text. All replicated on every tensor-parallel rank."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dit.backends.addressed_init import ZEROS, normal, xavier_uniform
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+
+
+def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0) -> Tensor:
+    """Embed continuous times as cosines, then sines, of `size / 2` frequencies from 1 to 1 / max_period; float32.
+
+    Source: DDPM's (Ho et al. 2020) sinusoid in the cosine-first order of ADM and DiT.
+    """
+    half = size // 2
+    frequency = torch.exp(-math.log(max_period) * torch.arange(half, device=time_S.device, dtype=torch.float32) / half)
+    angle = time_S.float()[:, None] * frequency
+    return torch.cat([angle.cos(), angle.sin()], -1)
+
+
+class TimestepEmbedder(nn.Module):
+    """Sinusoid of the scaled time, then Linear-SiLU-Linear (DiT).
+
+    Args:
+        hidden_size: width of the conditioning vector.
+        time_scale: factor on the objective's time before the sinusoid; 1000 spans DDPM's classic timesteps.
+        features: width of the sinusoid.
+    """
+
+    def __init__(self, hidden_size: int, provider: LayerProvider, *, time_scale: float, features: int = 256) -> None:
+        super().__init__()
+        self.features, self.time_scale = features, time_scale
+        self.linear_1 = provider.replicated_linear(features, hidden_size, bias=True, init=normal(0.02))
+        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
+
+    def forward(self, time_S: Tensor) -> Tensor:
+        features = timestep_features(time_S * self.time_scale, self.features).to(self.linear_1.weight.dtype)
+        return self.linear_2(nn.functional.silu(self.linear_1(features)))
+
+
+class LabelEmbedder(nn.Module):
+    """A learned vector per class, and one more for "no class" (index `num_classes`) that guidance needs."""
+
+    def __init__(self, num_classes: int, hidden_size: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.weight = provider.parameter((num_classes + 1, hidden_size), normal(0.02))
+
+    def forward(self, labels_S: Tensor) -> Tensor:
+        return nn.functional.embedding(labels_S, self.weight)
+
+
+class PooledTextEmbedder(nn.Module):
+    """The mean of each sample's real text tokens through Linear-SiLU-Linear; a learned vector stands for no text.
+
+    Args:
+        context_size: width of the text embeddings.
+        hidden_size: width of the conditioning vector.
+    """
+
+    def __init__(self, context_size: int, hidden_size: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.null = provider.parameter((context_size,), ZEROS)
+        init = xavier_uniform(context_size, hidden_size)
+        self.linear_1 = provider.replicated_linear(context_size, hidden_size, bias=True, init=init)
+        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        context_KD, layout, dropped_S = batch.context_KD, batch.context_layout, batch.context_dropped_S
+        if context_KD is None or layout is None:
+            pooled = self.null.expand(batch.layout.num_samples, -1)
+        else:
+            lengths = torch.tensor(layout.lengths, device=layout.device, dtype=torch.float32)[:, None]
+            pooled = (layout.sum_per_sample(context_KD.float()) / lengths).to(self.null.dtype)
+            if dropped_S is not None:
+                pooled = torch.where(dropped_S[:, None], self.null, pooled)
+        return self.linear_2(nn.functional.silu(self.linear_1(pooled)))

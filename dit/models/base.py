@@ -1,0 +1,96 @@
+"""What every backbone is to the rest of the house."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import Tensor, nn
+
+from dit.batch import PackedBatch
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of a model that one pipeline rank (or virtual chunk) holds.
+
+    Attributes:
+        layers: global indices of its layers.
+        first: it embeds the input.
+        last: it holds the head.
+    """
+
+    layers: range
+    first: bool = True
+    last: bool = True
+
+
+@dataclass(kw_only=True)
+class ModelConfig(ABC):
+    """Sizes of a backbone, as recipes write them. Subclasses add their own fields.
+
+    Attributes:
+        in_channels: channels of a latent before patchifying.
+        patch_spatial, patch_temporal: patch sizes.
+        num_classes: classes the model is conditioned on; None for none.
+        class_dropout: share of samples trained without their class, for guidance.
+        context_size: width of the text embeddings; None if the model takes no text.
+        context_dropout: share of samples trained without their text, for guidance.
+    """
+
+    in_channels: int = 4
+    patch_spatial: int = 2
+    patch_temporal: int = 1
+    num_classes: Optional[int] = None
+    class_dropout: float = 0.1
+    context_size: Optional[int] = None
+    context_dropout: float = 0.1
+
+    @property
+    def token_channels(self) -> int:
+        """Width of a patchified latent."""
+        return self.in_channels * self.patch_temporal * self.patch_spatial**2
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Check the sizes against each other; raise `ConfigError` with the numbers."""
+
+    @abstractmethod
+    def megatron_sizes(self) -> dict[str, Any]:
+        """Return what Megatron-Core's `TransformerConfig` must know of this model."""
+
+    @abstractmethod
+    def build(self, provider: Any, attention: Any, stage: Stage) -> "Backbone":
+        """Build the part of the model that `stage` names."""
+
+
+class Backbone(nn.Module, ABC):
+    """A network from (noised tokens, time, conditions) to a prediction per token.
+
+    Megatron-Core's wrappers and schedules read `config` and call `set_input_tensor`.
+    """
+
+    config: Any
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+        self.pre_process, self.post_process = stage.first, stage.last
+        self.input_tensor: Optional[Tensor] = None
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take the activations of the previous pipeline stage."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    @abstractmethod
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        """Predict the objective's target.
+
+        Args:
+            inputs_TC: noised latents of the whole pack, float32.
+            time_S: the objective's time per sample, float32.
+            batch: positions, layout and conditions; its latents are not read.
+
+        Returns:
+            `[T, out_channels]` on the last stage, else the activations for the next one.
+        """

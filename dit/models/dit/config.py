@@ -1,0 +1,87 @@
+"""Sizes of the original DiT."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig, Stage
+
+
+@dataclass(kw_only=True)
+class DiTConfig(ModelConfig):
+    """DiT with adaLN-Zero, conditioned on class and/or pooled text.
+
+    Attributes:
+        hidden_size, num_layers, num_attention_heads: Megatron's words.
+        ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
+        out_channels: channels predicted per latent position; `in_channels` if None (twice that for a learned variance).
+        qk_layernorm: RMSNorm on queries and keys per head.
+        add_bias: biases in attention, MLP and modulation.
+        layernorm_epsilon: of the layer norms.
+        position_embedding: fixed sine-cosine over (h, w) as in the paper, or over (t, h, w).
+        time_scale: factor on the objective's time before its sinusoid.
+    """
+
+    hidden_size: int = 384
+    num_layers: int = 12
+    num_attention_heads: int = 6
+    ffn_hidden_size: Optional[int] = None
+    out_channels: Optional[int] = None
+    qk_layernorm: bool = False
+    add_bias: bool = True
+    layernorm_epsilon: float = 1e-6
+    position_embedding: Literal["sincos_2d", "sincos_3d"] = "sincos_2d"
+    time_scale: float = 1000.0
+
+    @property
+    def ffn_size(self) -> int:
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def output_features(self) -> int:
+        """Width of the head: predicted channels of one patch."""
+        out = self.in_channels if self.out_channels is None else self.out_channels
+        return self.token_channels // self.in_channels * out
+
+    def validate(self) -> None:
+        from dit.layers.positions import check_size
+
+        sizes = {
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "in_channels": self.in_channels,
+            "patch_spatial": self.patch_spatial,
+            "patch_temporal": self.patch_temporal,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise ConfigError(f"model.{name}={value} must be at least 1")
+        if self.hidden_size % self.num_attention_heads:
+            fits = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0 and n <= 64]
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size} is not a multiple of "
+                f"model.num_attention_heads={self.num_attention_heads}; use one of {fits} heads"
+            )
+        for name, share in (("class_dropout", self.class_dropout), ("context_dropout", self.context_dropout)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"model.{name}={share} is a share; use a value from 0 to 1")
+        if self.num_classes is not None and self.num_classes < 1:
+            raise ConfigError(f"model.num_classes={self.num_classes} must be at least 1, or None for no classes")
+        check_size(self.hidden_size, self.position_embedding)
+
+    def megatron_sizes(self) -> dict[str, Any]:
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "ffn_hidden_size": self.ffn_size,
+            "add_bias_linear": self.add_bias,
+            "layernorm_epsilon": self.layernorm_epsilon,
+            "qk_layernorm": self.qk_layernorm,
+        }
+
+    def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
+        from dit.models.dit.model import DiT
+
+        return DiT(self, provider, attention, stage)

@@ -1,0 +1,41 @@
+"""One DiT block."""
+
+from torch import Tensor, nn
+
+from dit.backends.attention import Attention
+from dit.backends.fused_ops import gated_residual
+from dit.backends.provider import LayerProvider
+from dit.batch import SequenceLayout
+from dit.layers.adaln import Modulation
+from dit.layers.attention import SelfAttention
+from dit.layers.mlp import MLP
+from dit.models.dit.config import DiTConfig
+
+
+class DiTLayer(nn.Module):
+    """Self-attention and MLP, each behind its own modulated norm and gate.
+
+    Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2, "DiT block with adaLN-Zero".
+    """
+
+    def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        bias, eps = config.add_bias, config.layernorm_epsilon
+        self.modulation = Modulation(config.hidden_size, 2, provider, bias=bias, eps=eps)
+        self.attention = SelfAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            provider,
+            attention,
+            bias=bias,
+            qk_layernorm=config.qk_layernorm,
+            eps=eps,
+        )
+        self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias)
+
+    def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
+        attention_mod, mlp_mod = self.modulation(cond_SD)
+        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout)
+        x_TD = gated_residual(x_TD, y_TD, attention_mod.gate_SD, layout)
+        y_TD = self.mlp(mlp_mod.norm_and_modulate(x_TD, layout))
+        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)

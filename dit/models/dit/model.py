@@ -1,0 +1,98 @@
+"""The original DiT on Megatron-Core linears."""
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from dit.backends.addressed_init import xavier_uniform
+from dit.backends.attention import Attention
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, TimestepEmbedder
+from dit.layers.heads import FinalLayer
+from dit.layers.positions import sincos
+from dit.models.base import Backbone, Stage
+from dit.models.dit.config import DiTConfig
+from dit.models.dit.layer import DiTLayer
+
+
+class Conditioner(nn.Module):
+    """The conditioning vector c: the sum of the embedded time, class and pooled text.
+
+    Every pipeline stage holds a copy and computes c from the same inputs; the copies' gradients are summed.
+    """
+
+    def __init__(self, config: DiTConfig, provider: LayerProvider) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.time = TimestepEmbedder(size, provider, time_scale=config.time_scale)
+        self.label = LabelEmbedder(config.num_classes, size, provider) if config.num_classes else None
+        self.text = PooledTextEmbedder(config.context_size, size, provider) if config.context_size else None
+        for parameter in self.parameters():
+            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        cond_SD = self.time(time_S)
+        if self.label is not None:
+            cond_SD = cond_SD + self.label(batch.labels_S)
+        if self.text is not None:
+            cond_SD = cond_SD + self.text(batch)
+        return cond_SD
+
+
+class DiT(Backbone):
+    """DiT with adaLN-Zero: patch embedding, blocks, modulated zero-initialised head.
+
+    The positions are computed from the patch indices instead of being read from a table, so the count of parameters is
+    that of the paper's code less its frozen table. Labels equal to `num_classes` mean "no class".
+
+    Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: text may join the conditioning vector (mean-pooled);
+    QK-layernorm and (t, h, w) positions are options.
+    """
+
+    def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
+        super().__init__(stage)
+        self.config = provider.config
+        self.model_config = config
+        self.provider = provider
+        self.conditioner = Conditioner(config, provider)
+        if stage.first:
+            init = xavier_uniform(config.token_channels, config.hidden_size)
+            self.embed = provider.replicated_linear(config.token_channels, config.hidden_size, bias=True, init=init)
+        self.layers = nn.ModuleDict({str(i): DiTLayer(config, provider, attention) for i in stage.layers})
+        if stage.last:
+            self.head = FinalLayer(config.hidden_size, config.output_features, provider, eps=config.layernorm_epsilon)
+
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        layout = batch.layout
+        if self.provider.sequence_parallel:
+            layout = layout.select(self._own_rows(layout.total_tokens, layout.device))
+        cond_SD = self.conditioner(time_S, batch)
+        if self.pre_process:
+            x_TD = self._embed(inputs_TC, batch.positions_T3, layout.rows)
+        else:
+            assert self.input_tensor is not None
+            x_TD = self.input_tensor.flatten(0, 1)
+        for layer in self.layers.values():
+            x_TD = layer(x_TD, cond_SD, layout)
+        if not self.post_process:
+            return x_TD[:, None]
+        out_TC = self.head(x_TD, cond_SD, layout)
+        if self.provider.sequence_parallel:
+            # Every rank computes the same loss from all rows, so the backward pass keeps this rank's rows.
+            out_TC = gather_from_sequence_parallel_region(
+                out_TC, tensor_parallel_output_grad=False, group=self.provider.tp_group
+            )
+        return out_TC
+
+    def _embed(self, inputs_TC: Tensor, positions_T3: Tensor, rows: Tensor | None) -> Tensor:
+        if rows is not None:
+            inputs_TC, positions_T3 = inputs_TC[rows], positions_T3[rows]
+        x_TD = self.embed(inputs_TC.to(self.embed.weight.dtype))
+        positions = sincos(positions_T3, self.model_config.hidden_size, self.model_config.position_embedding)
+        return x_TD + positions.to(x_TD.dtype)
+
+    def _own_rows(self, total: int, device: torch.device) -> Tensor:
+        share = total // self.provider.tp_size
+        start = self.provider.tp_rank * share
+        return torch.arange(start, start + share, device=device)
