@@ -83,7 +83,10 @@ class CheckpointStore:
         return sorted({step for step, _ in self._folders()})
 
     def begin(self, step: int) -> Path:
-        """Remove what dead processes left unfinished and make the empty folder for a new checkpoint.
+        """Remove what dead processes left and make the empty folder for a new checkpoint.
+
+        Left are unfinished and half-deleted folders, and checkpoints that the keep rules no longer protect: so there is
+        never more than one too many, however often a run dies between publishing and deleting.
 
         Returns:
             The folder to fill, `partial_path(step)`.
@@ -94,6 +97,7 @@ class CheckpointStore:
         with self.writing(step):
             self.root.mkdir(parents=True, exist_ok=True)
             self._clean()
+            self.prune(up_to=step - 1)
             self.partial_path(step).mkdir()
         return self.partial_path(step)
 
@@ -152,7 +156,7 @@ class CheckpointStore:
             os.rename(partial, final)
             fsync_dir(self.root)
         self._discard(self._replaced_path(step))
-        self.prune(published=step)
+        self.prune(up_to=step, proven=step)
         return manifest
 
     def verify(self, path: Path | str, *, hashes: bool = True) -> Manifest:
@@ -175,27 +179,26 @@ class CheckpointStore:
                 logger.warning("skipping checkpoint %s: %s", folder.name, error)
         return None
 
-    def prune(self, *, published: Optional[int] = None) -> list[int]:
+    def prune(self, *, up_to: Optional[int] = None, proven: Optional[int] = None) -> list[int]:
         """Delete what no keep rule protects: the newest `keep_last`, multiples of `keep_every`, the `keep_best` best.
 
-        Damaged checkpoints count for no rule. Checkpoints newer than `published` are left alone until the run overtakes
-        them. Nothing is deleted unless one of the kept checkpoints is proven valid.
+        Damaged checkpoints count for no rule. Nothing is deleted unless one of the kept checkpoints is proven valid.
 
         Args:
-            published: the step just published, known to be valid; None has the kept ones verified.
+            up_to: leave newer checkpoints alone, and out of the rules; a run that fell back behind damaged ones
+                overtakes them in time. None for no limit.
+            proven: a step known to be valid, kept in any case; None has the kept ones verified.
 
         Returns:
             The deleted steps.
         """
         manifests: dict[int, Optional[Manifest]] = {}
         for step in self.steps():
-            if self.path(step).exists() and (published is None or step <= published):
+            if self.path(step).exists() and (up_to is None or step <= up_to):
                 manifests[step] = self._whole(step)
         keep = self._kept({step: m for step, m in manifests.items() if m is not None})
-        doomed = sorted(manifests.keys() - keep)
-        if published is not None:
-            doomed = [step for step in doomed if step != published]
-        elif doomed and not any(self._is_valid(step) for step in sorted(keep, reverse=True)):
+        doomed = sorted(manifests.keys() - keep - {proven})
+        if proven is None and doomed and not any(self._is_valid(step) for step in sorted(keep, reverse=True)):
             logger.warning("deleting no checkpoint: none of those to keep (%s) is valid", sorted(keep))
             return []
         for step in doomed:
