@@ -306,6 +306,8 @@ def test_crash_at_every_system_call_leaves_a_valid_checkpoint(two_checkpoints, t
         outcomes.add((manifest.step, manifest.meta.get("attempt")))
         assert manifest.step in (20, step), f"crash at call {n}"
         assert store.verify(path) == manifest
+        for folder in store.root.glob("iter_" + "[0-9]" * 7):
+            store.verify(folder)  # nothing half-written or half-deleted carries a checkpoint's name
         store.begin(40)
         assert leftovers(store) == ["iter_0000040.tmp"], f"crash at call {n}"
         assert newest_step(store) == manifest.step
@@ -448,6 +450,16 @@ def test_checkpoints_ahead_of_the_run_do_not_push_out_the_new_one(tmp_path):
     save(store, 5)
     assert store.steps() == [5]
     assert newest_step(store) == 5
+
+
+def test_dying_before_every_deletion_leaves_one_too_many_at_most(tmp_path, monkeypatch):
+    """A run that always dies between publishing and deleting does not fill the disk."""
+    store = make_store(tmp_path, keep_last=2)
+    prune = store.prune
+    monkeypatch.setattr(store, "prune", lambda **limits: None if "proven" in limits else prune(**limits))
+    for step in range(1, 9):
+        save(store, step)
+        assert store.steps() == list(range(max(1, step - 2), step + 1))
 
 
 def test_failed_deletion_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
