@@ -2,6 +2,7 @@
 
 import ast
 import io
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -42,7 +43,7 @@ def read_npy(data: bytes) -> np.ndarray:
         start = 10 if data[6] == 1 else 12
         end = start + int.from_bytes(data[8:start], "little")
         dtype, shape, fortran = _npy_header(data[start:end])
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         if len(data) != end + count * dtype.itemsize:
             raise ValueError(
                 f"{len(data) - end} bytes of values, shape {shape} of {dtype} needs {count * dtype.itemsize}"

@@ -29,7 +29,7 @@ class ShardWriter:
         self.folder, self.split, self.samples_per_shard = folder, split, samples_per_shard
         self.shards: dict[str, dict[str, int]] = {}
         self._tar: tarfile.TarFile | None = None
-        self._count = 0
+        self._name, self._count = "", 0
 
     def add(self, key: str, metadata: dict[str, Any], parts: dict[str, bytes]) -> None:
         """Append a sample; the metadata is sealed with the checksums of its parts."""
@@ -37,6 +37,7 @@ class ShardWriter:
             raise DataError(f"a sample name must not be empty or hold a dot, got {key!r}")
         if self._tar is None:
             name = f"{self.split}-{len(self.shards):06d}.tar"
+            self._name = name
             self._tar = tarfile.open(self.folder / name, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
             self._count = 0
         # Sorted names, no time, no owner: the same samples always give the same bytes.
@@ -52,10 +53,9 @@ class ShardWriter:
         """Finish the open shard."""
         if self._tar is None:
             return
-        name = Path(os.fspath(self._tar.name)).name
         self._tar.close()
-        size = (self.folder / name).stat().st_size
-        self.shards[name] = {"samples": self._count, "bytes": size}
+        size = (self.folder / self._name).stat().st_size
+        self.shards[self._name] = {"samples": self._count, "bytes": size}
         self._tar = None
 
 
