@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 from torch import Tensor, nn
 
-from dit.batch import PackedBatch
+from dit.batch import PackedBatch, SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,24 @@ class ModelConfig(ABC):
     @abstractmethod
     def megatron_sizes(self) -> dict[str, Any]:
         """Return what Megatron-Core's `TransformerConfig` must know of this model."""
+
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Count the trainable parameters of the whole model."""
+
+    @abstractmethod
+    def forward_flops(
+        self, layout: SequenceLayout, context_layout: Optional[SequenceLayout] = None, *, padding: bool = False
+    ) -> int:
+        """Count the floating-point operations of the matrix products of one forward pass, two per multiply-add.
+
+        Attention counts every pair of tokens of a sample; what depends on the sample alone counts once per sample.
+
+        Args:
+            layout: the tokens of the whole pack; rows held by one rank only make no difference.
+            context_layout: the texts, for a model that reads them token by token.
+            padding: count the padding rows too, as the device computes them.
+        """
 
     @abstractmethod
     def build(self, provider: Any, attention: Any, stage: Stage) -> "Backbone":

@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
+from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Stage
+
+TIME_FEATURES = 256
+"""Width of the time's sinusoid."""
 
 
 @dataclass(kw_only=True)
@@ -66,8 +70,15 @@ class DiTConfig(ModelConfig):
         for name, share in (("class_dropout", self.class_dropout), ("context_dropout", self.context_dropout)):
             if not 0 <= share <= 1:
                 raise ConfigError(f"model.{name}={share} is a share; use a value from 0 to 1")
-        if self.num_classes is not None and self.num_classes < 1:
-            raise ConfigError(f"model.num_classes={self.num_classes} must be at least 1, or None for no classes")
+        optional = {
+            "num_classes": self.num_classes,
+            "context_size": self.context_size,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "out_channels": self.out_channels,
+        }
+        for name, size in optional.items():
+            if size is not None and size < 1:
+                raise ConfigError(f"model.{name}={size} must be at least 1, or None")
         check_size(self.hidden_size, self.position_embedding)
 
     def megatron_sizes(self) -> dict[str, Any]:
@@ -80,6 +91,34 @@ class DiTConfig(ModelConfig):
             "layernorm_epsilon": self.layernorm_epsilon,
             "qk_layernorm": self.qk_layernorm,
         }
+
+    def num_parameters(self) -> int:
+        h, f, bias = self.hidden_size, self.ffn_size, int(self.add_bias)
+        attention = 4 * h * h + 4 * h * bias + (2 * (h // self.num_attention_heads) if self.qk_layernorm else 0)
+        mlp = 2 * h * f + (f + h) * bias
+        modulation = 6 * h * (h + bias)
+        embed = (self.token_channels + 1) * h + (TIME_FEATURES + 1) * h + (h + 1) * h
+        if self.num_classes is not None:
+            embed += (self.num_classes + 1) * h
+        if self.context_size is not None:
+            embed += self.context_size + (self.context_size + 1) * h + (h + 1) * h
+        head = 2 * h * (h + 1) + (h + 1) * self.output_features
+        return embed + self.num_layers * (attention + mlp + modulation) + head
+
+    def forward_flops(
+        self, layout: SequenceLayout, context_layout: Optional[SequenceLayout] = None, *, padding: bool = False
+    ) -> int:
+        h, samples = self.hidden_size, layout.num_samples
+        rows = layout.total_tokens if padding else layout.valid_tokens
+        per_row = 4 * h * h + 2 * h * self.ffn_size
+        pairs = sum(n * n for n in layout.lengths)
+        layer = rows * per_row + 2 * pairs * h + samples * 6 * h * h
+        embed = rows * self.token_channels * h + samples * (TIME_FEATURES + h) * h
+        if self.context_size is not None:
+            # The text is pooled before its first matrix product, so its length does not count.
+            embed += samples * (self.context_size + h) * h
+        head = rows * h * self.output_features + samples * 2 * h * h
+        return 2 * (embed + self.num_layers * layer + head)
 
     def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
         from dit.models.dit.model import DiT

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dit.backends.addressed_init import xavier_uniform
 from dit.backends.attention import Attention
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch
+from dit.batch import PackedBatch, SequenceLayout
 from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, TimestepEmbedder
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import sincos
@@ -69,7 +69,7 @@ class DiT(Backbone):
             layout = layout.select(self._own_rows(layout.total_tokens, layout.device))
         cond_SD = self.conditioner(time_S, batch)
         if self.pre_process:
-            x_TD = self._embed(inputs_TC, batch.positions_T3, layout.rows)
+            x_TD = self._embed(inputs_TC, batch.positions_T3, layout)
         else:
             assert self.input_tensor is not None
             x_TD = self.input_tensor.flatten(0, 1)
@@ -85,9 +85,12 @@ class DiT(Backbone):
             )
         return out_TC
 
-    def _embed(self, inputs_TC: Tensor, positions_T3: Tensor, rows: Tensor | None) -> Tensor:
-        if rows is not None:
-            inputs_TC, positions_T3 = inputs_TC[rows], positions_T3[rows]
+    def _embed(self, inputs_TC: Tensor, positions_T3: Tensor, layout: SequenceLayout) -> Tensor:
+        if layout.rows is not None:
+            inputs_TC, positions_T3 = inputs_TC[layout.rows], positions_T3[layout.rows]
+        if layout.valid_tokens < layout.total_tokens:
+            # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
+            inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
         x_TD = self.embed(inputs_TC.to(self.embed.weight.dtype))
         positions = sincos(positions_T3, self.model_config.hidden_size, self.model_config.position_embedding)
         return x_TD + positions.to(x_TD.dtype)

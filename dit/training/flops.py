@@ -1,0 +1,83 @@
+"""Floating-point operations of a training step, in three conventions that must never be mixed.
+
+| convention | rows | adaLN | for |
+|---|---|---|---|
+| `model` | real tokens | once per sample | the default: work the maths asks for |
+| `hardware` | all rows, padding included | once per sample | what the device does, recomputed activations included |
+| `nemo` | real tokens | once per token | the published tables of NeMo's diffusion framework, and nothing else |
+
+All count two operations per multiply-add, and attention over every pair of tokens of a sample. A step's backward pass
+costs twice its forward pass. Counts are for the whole pack: divide by the ranks that share it.
+"""
+
+from typing import Literal, Optional
+
+from dit.batch import SequenceLayout
+from dit.models.base import ModelConfig
+
+Convention = Literal["model", "hardware", "nemo"]
+
+
+def forward_flops(
+    config: ModelConfig,
+    layout: SequenceLayout,
+    context_layout: Optional[SequenceLayout] = None,
+    *,
+    convention: Convention = "model",
+) -> int:
+    """Count the operations of one forward pass over a pack.
+
+    Args:
+        layout: the tokens of the pack.
+        context_layout: its texts, if the model takes text.
+    """
+    if convention == "nemo":
+        h, layers = config.megatron_sizes()["hidden_size"], config.megatron_sizes()["num_layers"]
+        pairs = sum(n * n for n in layout.lengths)
+        return 2 * config.num_parameters() * layout.valid_tokens + 4 * layers * h * pairs
+    return config.forward_flops(layout, context_layout, padding=convention == "hardware")
+
+
+def training_flops(
+    config: ModelConfig,
+    layout: SequenceLayout,
+    context_layout: Optional[SequenceLayout] = None,
+    *,
+    convention: Convention = "model",
+) -> int:
+    """Count the operations of a forward and a backward pass over a pack; no activation is recomputed.
+
+    Args:
+        layout: the tokens of the pack.
+        context_layout: its texts, if the model takes text.
+    """
+    return 3 * forward_flops(config, layout, context_layout, convention=convention)
+
+
+def flops_per_token(
+    config: ModelConfig,
+    sequence_length: int,
+    context_length: Optional[int] = None,
+    *,
+    convention: Convention = "model",
+) -> float:
+    """Return the training operations per token of samples of one length.
+
+    Args:
+        sequence_length: tokens of a sample.
+        context_length: tokens of its text, if the model takes text.
+    """
+    layout = SequenceLayout.from_lengths([sequence_length])
+    context_layout = None if context_length is None else SequenceLayout.from_lengths([context_length])
+    return training_flops(config, layout, context_layout, convention=convention) / sequence_length
+
+
+def nemo_flops_per_token(num_parameters: float, num_layers: int, hidden_size: int, sequence_length: int) -> float:
+    """Return 6 N + 12 L h s, the training operations per token behind NeMo's published TFLOPS.
+
+    N includes the adaLN projections, which run once per sample: the figure overstates the work of the 7B model at 8k
+    tokens by 45 %. Use it only beside those tables.
+
+    Source: fitted to the four rows of the NeMo diffusion README (Nov 2024), each met within 0.6 %.
+    """
+    return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length

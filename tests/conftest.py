@@ -1,0 +1,55 @@
+"""Fixtures shared by the CPU tests: one Megatron-Core world of a single rank, and models built on it."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from dit.backends.process_groups import ProcessGroups
+from dit.models.base import Backbone, ModelConfig
+
+BuildModel = Callable[..., Backbone]
+
+
+@pytest.fixture(scope="session")
+def one_rank_world() -> Iterator[ProcessGroups]:
+    """Start a world of one rank on CPU, also beside a GPU; it redirects this process's CUDA calls for good."""
+    from dit.backends import process_groups
+    from dit.parallel.dims import ParallelConfig
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIT_DEVICE", "cpu")
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        yield process_groups.initialize(ParallelConfig())
+        process_groups.destroy()
+
+
+@pytest.fixture
+def build_model(one_rank_world: ProcessGroups) -> BuildModel:
+    """Build a whole fp32 model on one rank from its config, with its addressed initial weights.
+
+    With `perturb`, every parameter, also one that starts as zeros or ones, moves by seeded normal noise of that size.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    from dit.backends.addressed_init import initialize_weights
+    from dit.backends.attention import segment_sdpa
+    from dit.backends.provider import LayerProvider
+    from dit.models.base import Stage
+
+    def build(model_config: ModelConfig, *, seed: int = 3, perturb: float = 0.0) -> Backbone:
+        sizes = model_config.megatron_sizes()
+        config = TransformerConfig(
+            **sizes, perform_initialization=False, gradient_accumulation_fusion=False, params_dtype=torch.float32
+        )
+        provider = LayerProvider(config, one_rank_world.collection)
+        model = model_config.build(provider, segment_sdpa, Stage(range(sizes["num_layers"])))
+        initialize_weights(model, seed, tp_rank=0, tp_size=1)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=perturb)
+        return model
+
+    return build

@@ -1,0 +1,154 @@
+"""The DiT of the paper in plain PyTorch, written from its formulas: dense `[B, n, D]`, one device, no packing.
+
+It shares no code with `dit`, holds separate query, key and value projections, and runs in any precision, so that in
+float64 it stands for the exact answer.
+
+Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 and figure 3; layer norm without affine parameters, tanh
+GELU, cosine-first time features and the position order follow the published class-conditional models.
+"""
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+
+def time_features(time_B: Tensor, width: int = 256) -> Tensor:
+    """Return [cos(w_i t), sin(w_i t)] with w_i = 10000 ** (-2 i / width), float64."""
+    columns = []
+    for trig in (torch.cos, torch.sin):
+        for i in range(width // 2):
+            columns.append(trig(time_B.double() * 10000.0 ** (-2 * i / width)))
+    return torch.stack(columns, dim=1)
+
+
+def position_features(height: int, width: int, size: int) -> Tensor:
+    """Return the 2-D sine-cosine embedding of a row-major grid, float64 `[height * width, size]`.
+
+    The first half of the features embeds the column, the second the row; each half is sines, then cosines, of
+    `size / 4` frequencies 10000 ** (-4 i / size).
+    """
+    quarter = size // 4
+    table = torch.zeros(height * width, size, dtype=torch.float64)
+    for y in range(height):
+        for x in range(width):
+            for i in range(quarter):
+                frequency = 10000.0 ** (-i / quarter)
+                row = table[y * width + x]
+                row[i], row[quarter + i] = math.sin(x * frequency), math.cos(x * frequency)
+                row[2 * quarter + i], row[3 * quarter + i] = math.sin(y * frequency), math.cos(y * frequency)
+    return table
+
+
+def normalise(x: Tensor, eps: float) -> Tensor:
+    """Return layer norm without affine parameters, from mean and biased variance."""
+    mean = x.mean(-1, keepdim=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdim=True)
+    return (x - mean) / torch.sqrt(variance + eps)
+
+
+def rms_normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) * weight over the last axis."""
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return the tanh form of GELU (Hendrycks and Gimpel 2016, section 2)."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+class ReferenceBlock(nn.Module):
+    """DiT block with adaLN-Zero: two sub-layers, six vectors from one linear map of SiLU(c)."""
+
+    def __init__(self, size: int, heads: int, inner: int, *, bias: bool, qk_norm: bool, eps: float) -> None:
+        super().__init__()
+        self.heads, self.eps = heads, eps
+        self.query, self.key, self.value, self.out = (nn.Linear(size, size, bias=bias) for _ in range(4))
+        self.up, self.down = nn.Linear(size, inner, bias=bias), nn.Linear(inner, size, bias=bias)
+        self.modulation = nn.Linear(size, 6 * size, bias=bias)
+        self.query_norm = nn.Parameter(torch.ones(size // heads)) if qk_norm else None
+        self.key_norm = nn.Parameter(torch.ones(size // heads)) if qk_norm else None
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in (self.query, self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = rms_normalise(q, self.query_norm, self.eps), rms_normalise(k, self.key_norm, self.eps)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+        weights = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
+        return self.out(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(silu(cond))[:, None].chunk(6, dim=-1)
+        x = x + gate_1 * self.attend(normalise(x, self.eps) * (1 + scale_1) + shift_1)
+        hidden = self.up(normalise(x, self.eps) * (1 + scale_2) + shift_2)
+        return x + gate_2 * self.down(gelu_tanh(hidden))
+
+
+class ReferenceDiT(nn.Module):
+    """The whole network on patches `[B, n, patch features]` of one grid size.
+
+    `null_label` stands for "no class" and `null_text` for "no text"; a text is the mean of its tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        depth: int,
+        heads: int,
+        inner: int,
+        patch_in: int,
+        patch_out: int,
+        classes: Optional[int] = None,
+        text_size: Optional[int] = None,
+        bias: bool = True,
+        qk_norm: bool = False,
+        eps: float = 1e-6,
+        time_scale: float = 1000.0,
+    ) -> None:
+        super().__init__()
+        self.size, self.eps, self.time_scale = size, eps, time_scale
+        self.patch = nn.Linear(patch_in, size)
+        self.time_1, self.time_2 = nn.Linear(256, size), nn.Linear(size, size)
+        if classes is not None:
+            self.labels, self.null_label = nn.Parameter(torch.zeros(classes, size)), nn.Parameter(torch.zeros(size))
+        if text_size is not None:
+            self.null_text = nn.Parameter(torch.zeros(text_size))
+            self.text_1, self.text_2 = nn.Linear(text_size, size), nn.Linear(size, size)
+        self.blocks = nn.ModuleList(
+            ReferenceBlock(size, heads, inner, bias=bias, qk_norm=qk_norm, eps=eps) for _ in range(depth)
+        )
+        self.final_modulation, self.final = nn.Linear(size, 2 * size), nn.Linear(size, patch_out)
+
+    def condition(
+        self, time_B: Tensor, labels: Optional[list[Optional[int]]], texts: Optional[list[Optional[Tensor]]]
+    ) -> Tensor:
+        """Sum the embedded time, labels (None for no class) and texts (None for no text)."""
+        features = time_features(time_B.double() * self.time_scale).to(self.time_1.weight.dtype)
+        cond = self.time_2(silu(self.time_1(features)))
+        if labels is not None:
+            cond = cond + torch.stack([self.null_label if i is None else self.labels[i] for i in labels])
+        if texts is not None:
+            pooled = torch.stack([self.null_text if text is None else text.mean(0) for text in texts])
+            cond = cond + self.text_2(silu(self.text_1(pooled)))
+        return cond
+
+    def forward(
+        self,
+        patches: Tensor,
+        time_B: Tensor,
+        grid: tuple[int, int],
+        labels: Optional[list[Optional[int]]] = None,
+        texts: Optional[list[Optional[Tensor]]] = None,
+    ) -> Tensor:
+        cond = self.condition(time_B, labels, texts)
+        x = self.patch(patches) + position_features(*grid, self.size).to(patches.dtype)
+        for block in self.blocks:
+            x = block(x, cond)
+        shift, scale = self.final_modulation(silu(cond))[:, None].chunk(2, dim=-1)
+        return self.final(normalise(x, self.eps) * (1 + scale) + shift)

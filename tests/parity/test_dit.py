@@ -1,0 +1,243 @@
+"""Our packed, parallel-ready DiT computes what the paper's formulas say: outputs and every gradient."""
+
+from dataclasses import dataclass, replace
+from typing import Optional
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dit.batch import PackedBatch, SequenceLayout
+from dit.models.dit.config import DiTConfig
+from dit.patchify import grid_positions
+from tests.conftest import BuildModel
+from tests.parity.reference_dit import ReferenceBlock, ReferenceDiT
+from tests.parity.weights import copy_weights, reference_gradients, reference_of
+
+# float32 against float64: a few hundred roundings of 6e-8 each, seen at most 3e-6.
+RTOL = 1e-5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a pack: image grid, label (None for no class) and text tokens (None for no text)."""
+
+    grid: tuple[int, int]
+    label: Optional[int] = None
+    text: Optional[Tensor] = None
+
+
+def config(**changes: object) -> DiTConfig:
+    sizes = {"hidden_size": 48, "num_layers": 3, "num_attention_heads": 4, "in_channels": 3, "num_classes": 7}
+    return DiTConfig(**{**sizes, **changes})
+
+
+def pack(
+    samples: list[Sample], model: DiTConfig, *, multiple_of: int = 1, tail: int = 0, context_multiple_of: int = 1
+) -> PackedBatch:
+    """Pack samples as the data side does; a sample without text gets a text that it must not be able to see."""
+    lengths = [h * w for h, w in (sample.grid for sample in samples)]
+    layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
+    layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of, total_tokens=layout.total_tokens + tail)
+    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.long)
+    for sample, start, length in zip(samples, layout.starts, layout.lengths):
+        positions[start : start + length] = grid_positions((1, *sample.grid))
+    batch = PackedBatch(
+        latents_TC=torch.zeros(layout.total_tokens, model.token_channels),
+        positions_T3=positions,
+        layout=layout,
+        sample_ids_S=torch.arange(len(samples)),
+        grids=tuple((1, *sample.grid) for sample in samples),
+        keys=tuple(map(str, range(len(samples)))),
+    )
+    if model.num_classes is not None:
+        labels = [model.num_classes if sample.label is None else sample.label for sample in samples]
+        batch = replace(batch, labels_S=torch.tensor(labels))
+    if model.context_size is not None:
+        texts = [torch.full((2, model.context_size), 1e3) if s.text is None else s.text for s in samples]
+        context_layout = SequenceLayout.from_lengths([len(text) for text in texts], multiple_of=context_multiple_of)
+        context = torch.full((context_layout.total_tokens, model.context_size), 1e3)
+        for text, start in zip(texts, context_layout.starts):
+            context[start : start + len(text)] = text
+        dropped = torch.tensor([sample.text is None for sample in samples])
+        batch = replace(batch, context_KD=context, context_layout=context_layout, context_dropped_S=dropped)
+    return batch.validate(num_classes=None if model.num_classes is None else model.num_classes + 1)
+
+
+def rows_of(layout: SequenceLayout) -> list[slice]:
+    return [slice(start, start + length) for start, length in zip(layout.starts, layout.lengths)]
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    """Return |ours - exact| / |exact| in the Euclidean norm; a tensor that must be zero counts by its own norm."""
+    ours, exact = ours.detach().double(), exact.detach()
+    return float((ours - exact).norm() / exact.norm().clamp(min=1e-12))
+
+
+def check_gradients(model: nn.Module, reference: ReferenceDiT, heads: int) -> None:
+    exact = reference_gradients(model, reference, heads)
+    errors = {}
+    for name, parameter in model.named_parameters():
+        ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        errors[name] = relative_error(ours, exact[name])
+    wrong = {name: error for name, error in errors.items() if not error <= RTOL}
+    assert not wrong, wrong
+
+
+def compare(model: nn.Module, model_config: DiTConfig, batch: PackedBatch, samples: list[Sample]) -> None:
+    """Run the pack once through ours, each sample alone through the reference; compare outputs and all gradients."""
+    heads = model_config.num_attention_heads
+    reference = reference_of(model_config)
+    copy_weights(model, reference, heads)
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(batch.latents_TC.shape, generator=generator)
+    time = torch.rand(len(samples), generator=generator)
+    out = model(inputs, time, batch)
+    cotangent = torch.randn(out.shape, generator=generator)
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, (sample, rows) in enumerate(zip(samples, rows_of(batch.layout))):
+        exact = reference(
+            inputs[None, rows].double(),
+            time[i : i + 1],
+            sample.grid,
+            [sample.label] if model_config.num_classes else None,
+            [None if sample.text is None else sample.text.double()] if model_config.context_size else None,
+        )[0]
+        assert relative_error(out[rows], exact) <= RTOL, f"sample {i}"
+        loss = loss + (exact * cotangent[rows].double()).sum()
+    loss.backward()
+    valid = batch.layout.valid_T
+    (out[valid] * cotangent[valid]).sum().backward()
+    check_gradients(model, reference, heads)
+
+
+def text(tokens: int, size: int, seed: int) -> Tensor:
+    return torch.randn(tokens, size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("qk_layernorm", [False, True])
+@pytest.mark.parametrize("add_bias", [False, True])
+def test_block_is_the_papers(build_model: BuildModel, qk_layernorm: bool, add_bias: bool):
+    """One block in the middle of a ragged pack: outputs, and the gradients of tokens, conditioning and weights."""
+    model_config = config(qk_layernorm=qk_layernorm, add_bias=add_bias, num_layers=1)
+    model = build_model(model_config, perturb=0.1)
+    reference = reference_of(model_config)
+    copy_weights(model, reference, model_config.num_attention_heads)
+    layout = SequenceLayout.from_lengths([9, 4, 6], multiple_of=4, total_tokens=28)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(28, 48, generator=generator).requires_grad_()
+    cond = torch.randn(3, 48, generator=generator).requires_grad_()
+    cotangent = torch.randn(28, 48, generator=generator)
+    exact_x, exact_cond = (t.detach().double().requires_grad_() for t in (x, cond))
+    out = model.layers["0"](x, cond, layout)
+    block = reference.blocks[0]
+    assert isinstance(block, ReferenceBlock)
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, rows in enumerate(rows_of(layout)):
+        exact = block(exact_x[None, rows], exact_cond[i : i + 1])[0]
+        assert relative_error(out[rows], exact) <= RTOL
+        loss = loss + (exact * cotangent[rows].double()).sum()
+    loss.backward()
+    valid = layout.valid_T
+    (out[valid] * cotangent[valid]).sum().backward()
+    assert relative_error(x.grad, exact_x.grad) <= RTOL
+    assert relative_error(cond.grad, exact_cond.grad) <= RTOL
+    check_gradients(model, reference, model_config.num_attention_heads)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_layernorm": True},
+        {"add_bias": False},
+        {"num_classes": None, "ffn_hidden_size": 100, "out_channels": 6},
+        {"layernorm_epsilon": 1e-2, "time_scale": 50.0, "patch_spatial": 1, "qk_layernorm": True},
+    ],
+    ids=lambda changes: ",".join(changes) or "default",
+)
+def test_dense_batch_is_the_papers_model(build_model: BuildModel, changes: dict):
+    model_config = config(**changes)
+    samples = [Sample((3, 4), label=i) for i in (2, 0, 6)]
+    compare(build_model(model_config, perturb=0.1), model_config, pack(samples, model_config), samples)
+
+
+@pytest.mark.parametrize(("multiple_of", "tail"), [(1, 0), (1, 5), (8, 0), (8, 16)])
+def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple_of: int, tail: int):
+    """Samples of one pack differ in label, time, length and shape, and none feels its neighbours or the padding."""
+    model_config = config(qk_layernorm=True)
+    samples = [Sample((4, 4), 3), Sample((2, 5), None), Sample((1, 3), 0), Sample((4, 4), 5), Sample((5, 2), 3)]
+    batch = pack(samples, model_config, multiple_of=multiple_of, tail=tail)
+    compare(build_model(model_config, perturb=0.1), model_config, batch, samples)
+
+
+def test_no_class_has_a_vector_of_its_own(build_model: BuildModel):
+    """A batch without classes trains the row behind the last class and no other."""
+    model_config = config()
+    samples = [Sample((2, 2)), Sample((2, 2))]
+    model = build_model(model_config, perturb=0.1)
+    compare(model, model_config, pack(samples, model_config), samples)
+    grad = model.conditioner.label.weight.grad
+    assert grad[-1].norm() > 0
+    assert grad[:-1].norm() == 0
+
+
+@pytest.mark.parametrize("num_classes", [None, 7])
+@pytest.mark.parametrize("context_multiple_of", [1, 4])
+def test_pooled_text_conditions_each_sample(
+    build_model: BuildModel, num_classes: Optional[int], context_multiple_of: int
+):
+    """Texts of different lengths are averaged over their own real tokens; a dropped text becomes the null vector."""
+    model_config = config(num_classes=num_classes, context_size=10)
+    texts = [text(5, 10, seed=1), text(1, 10, seed=2), None, text(8, 10, seed=3)]
+    samples = [Sample((3, 3), 1, t) if i % 2 else Sample((2, 4), 4, t) for i, t in enumerate(texts)]
+    batch = pack(samples, model_config, multiple_of=4, tail=4, context_multiple_of=context_multiple_of)
+    compare(build_model(model_config, perturb=0.1), model_config, batch, samples)
+
+
+def test_missing_text_is_the_dropped_text(build_model: BuildModel):
+    """A batch without any text gives what a batch with every text dropped gives (guidance relies on it)."""
+    model_config = config(context_size=10)
+    model = build_model(model_config, perturb=0.1)
+    samples = [Sample((2, 3), 1), Sample((3, 3), 2)]
+    dropped = pack(samples, model_config)
+    inputs, time = torch.randn(15, 12, generator=torch.Generator().manual_seed(0)), torch.tensor([0.2, 0.9])
+    absent = replace(dropped, context_KD=None, context_layout=None, context_dropped_S=None)
+    torch.testing.assert_close(model(inputs, time, dropped), model(inputs, time, absent))
+
+
+def test_adaln_zero_starts_as_the_identity(build_model: BuildModel):
+    """At initialisation each block returns its input bit for bit, and the network predicts exactly zero."""
+    model_config = config(qk_layernorm=True, context_size=10)
+    model = build_model(model_config)
+    samples = [Sample((3, 3), 1, text(3, 10, seed=1)), Sample((2, 2), None)]
+    batch = pack(samples, model_config, multiple_of=4)
+    generator = torch.Generator().manual_seed(2)
+    x, cond = torch.randn(16, 48, generator=generator), torch.randn(2, 48, generator=generator)
+    for layer in model.layers.values():
+        assert torch.equal(layer(x, cond, batch.layout), x)
+    out = model(torch.randn(16, 12, generator=generator), torch.rand(2, generator=generator), batch)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
+def test_padding_rows_never_reach_real_ones(build_model: BuildModel, garbage: float):
+    """Whatever lies in the padding rows of tokens and texts, outputs of real rows and all gradients stay the same."""
+    model_config = config(qk_layernorm=True, context_size=10)
+    samples = [Sample((3, 3), 1, text(3, 10, seed=1)), Sample((2, 2), None), Sample((3, 1), 0, text(2, 10, seed=2))]
+    batch = pack(samples, model_config, multiple_of=4, tail=8, context_multiple_of=4)
+    valid = batch.layout.valid_T
+    generator = torch.Generator().manual_seed(3)
+    clean = torch.randn(batch.layout.total_tokens, 12, generator=generator).masked_fill(~valid[:, None], 0.0)
+    cotangent = torch.randn(int(valid.sum()), 12, generator=generator)
+    context_valid = batch.context_layout.valid_T[:, None]
+    runs = []
+    for fill in (0.0, garbage):
+        model = build_model(model_config, perturb=0.1)
+        context = batch.context_KD.masked_fill(~context_valid, fill)
+        inputs = clean.masked_fill(~valid[:, None], fill)
+        out = model(inputs, torch.tensor([0.1, 0.5, 0.9]), replace(batch, context_KD=context))[valid]
+        (out * cotangent).sum().backward()
+        runs.append({"out": out.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+    for name, expected in runs[0].items():
+        assert torch.equal(expected, runs[1][name]), name

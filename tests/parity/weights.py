@@ -1,0 +1,100 @@
+"""Carry weights and gradients between `dit`'s DiT and the plain reference."""
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from dit.models.dit.config import DiTConfig
+from tests.parity.reference_dit import ReferenceDiT
+
+_DIRECT = {
+    "conditioner.time.linear_1": "time_1",
+    "conditioner.time.linear_2": "time_2",
+    "conditioner.text.linear_1": "text_1",
+    "conditioner.text.linear_2": "text_2",
+    "conditioner.text.null": "null_text",
+    "embed": "patch",
+    "head.modulation": "final_modulation",
+    "head.linear": "final",
+    "modulation.linear": "modulation",
+    "attention.linear_proj": "out",
+    "attention.q_layernorm.weight": "query_norm",
+    "attention.k_layernorm.weight": "key_norm",
+    "mlp.linear_fc1": "up",
+    "mlp.linear_fc2": "down",
+}
+
+
+def reference_of(config: DiTConfig) -> ReferenceDiT:
+    """Build the reference of a DiT config, in float64."""
+    assert config.position_embedding == "sincos_2d"
+    reference = ReferenceDiT(
+        size=config.hidden_size,
+        depth=config.num_layers,
+        heads=config.num_attention_heads,
+        inner=config.ffn_size,
+        patch_in=config.token_channels,
+        patch_out=config.output_features,
+        classes=config.num_classes,
+        text_size=config.context_size,
+        bias=config.add_bias,
+        qk_norm=config.qk_layernorm,
+        eps=config.layernorm_epsilon,
+        time_scale=config.time_scale,
+    )
+    return reference.double()
+
+
+def reference_names(name: str) -> list[str]:
+    """Return the reference's parameters that one of ours holds; three for the fused qkv, two for the label table."""
+    prefix = ""
+    if match := re.match(r"layers\.(\d+)\.(.*)", name):
+        prefix, name = f"blocks.{match[1]}.", match[2]
+    if match := re.fullmatch(r"attention\.linear_qkv\.(weight|bias)", name):
+        return [f"{prefix}{part}.{match[1]}" for part in ("query", "key", "value")]
+    if name == "conditioner.label.weight":
+        return ["labels", "null_label"]
+    if name in _DIRECT:
+        return [prefix + _DIRECT[name]]
+    module, _, kind = name.rpartition(".")
+    return [f"{prefix}{_DIRECT[module]}.{kind}"]
+
+
+def split_ours(name: str, x: Tensor, heads: int) -> list[Tensor]:
+    """Cut one of our tensors into the reference's; the rows of a fused qkv lie head by head: q, k, v of head 0, ..."""
+    if "linear_qkv" in name:
+        return [part.flatten(0, 1) for part in x.unflatten(0, (heads, 3, -1)).unbind(1)]
+    if name == "conditioner.label.weight":
+        return [x[:-1], x[-1]]
+    return [x]
+
+
+def join_theirs(name: str, parts: list[Tensor], heads: int) -> Tensor:
+    """Undo `split_ours`."""
+    if "linear_qkv" in name:
+        return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 2)
+    if name == "conditioner.label.weight":
+        return torch.cat([parts[0], parts[1][None]])
+    return parts[0]
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, reference: ReferenceDiT, heads: int) -> None:
+    """Give the reference our weights; every parameter of both sides must be met exactly once."""
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        for target, part in zip(reference_names(name), split_ours(name, parameter, heads), strict=True):
+            tensor = theirs.pop(target)
+            assert tensor.shape == part.shape, (name, target)
+            tensor.copy_(part)
+    assert not theirs, f"parameters of the reference that ours lacks: {sorted(theirs)}"
+
+
+def reference_gradients(model: nn.Module, reference: ReferenceDiT, heads: int) -> dict[str, Tensor]:
+    """Return the reference's gradients under our names and in our shapes; zeros where it has none."""
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in reference.named_parameters()}
+    return {
+        name: join_theirs(name, [grads[target] for target in reference_names(name)], heads)
+        for name, _ in model.named_parameters()
+    }
