@@ -208,7 +208,6 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         ConfigError: the settings do not fit together.
     """
     from dit.training.flops import flops_per_token
-
     from launch.config_file import summary
 
     parts = {name: fiddle.build(getattr(task, name)) for name in task.__arguments__}
@@ -225,7 +224,8 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         f"parameters   {num_parameters(model):,}",
         f"ranks        {layout.world} = {sharing} ({layout.data_parallel})",
         f"batch        {batch_line(training, layout)}",
-        f"operations   {flops / 1e9:,.3f} GFLOP per token, {step / 1e12:,.3f} TFLOP per step ({tokens} tokens per sample)",
+        f"operations   {flops / 1e9:,.3f} GFLOP per token, {step / 1e12:,.3f} TFLOP per step "
+        f"({tokens} tokens per sample)",
         "",
         "memory of the fullest rank",
         *(f"  {name:<12} {value / GIB:9.3f} GiB" for name, value in need.__dict__.items()),

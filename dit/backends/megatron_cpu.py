@@ -149,8 +149,8 @@ def _redirect_tensors() -> None:
             kwargs["device"] = "cpu"
         return tensor_to(self, *args, **kwargs)
 
-    torch.Tensor.type = type_like_cuda  # type: ignore[method-assign]
-    torch.Tensor.to = to_cpu  # type: ignore[method-assign]
+    torch.Tensor.type = type_like_cuda  # type: ignore[method-assign, assignment]
+    torch.Tensor.to = to_cpu  # type: ignore[method-assign, assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign]
@@ -167,11 +167,12 @@ def _redirect_collectives() -> None:
         for bound, name in _BOUND_AT_IMPORT.items():
             if hasattr(module, bound):
                 setattr(module, bound, getattr(dist, name))
-    importlib.import_module("megatron.core.distributed.param_and_grad_buffer")._coalescing_manager = _run_at_once
+    buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    buffers._coalescing_manager = _run_at_once
 
 
 def _redirect_rng_tracker() -> None:
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
