@@ -80,7 +80,8 @@ class MockData(DataConfig):
             if t % spec.patch_temporal or h % spec.patch_spatial or w % spec.patch_spatial:
                 raise ConfigError(
                     f"a mock latent of {t} x {h} x {w} (T x H x W) cannot be cut into patches of "
-                    f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}; change data.shapes or the patch size"
+                    f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}; "
+                    "change data.shapes or the patch size"
                 )
         pack = self.max_tokens_per_pack
         if pack is None:
