@@ -156,7 +156,9 @@ def test_module_entry_point() -> None:
     assert "letters" in run.stdout
 
 
-def test_a_failing_run_leaves_nothing_behind(bundled_fonts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_run_leaves_nothing_behind(
+    bundled_fonts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
