@@ -71,7 +71,11 @@ class MockData(DataConfig):
             ConfigError: something does not fit.
         """
         check_streams(self.num_streams, dp_size, micro_batches_per_step)
-        counts = (self.text_tokens, self.validation_micro_batches, 1 if self.dataset_size is None else self.dataset_size)
+        counts = (
+            self.text_tokens,
+            self.validation_micro_batches,
+            1 if self.dataset_size is None else self.dataset_size,
+        )
         if min(counts) < 1:
             raise ConfigError(
                 f"data.text_tokens={self.text_tokens}, data.validation_micro_batches={self.validation_micro_batches} "

@@ -133,6 +133,8 @@ def test_command_line_and_exit_codes(bundled_fonts: Path, tmp_path: Path, capsys
     assert "only one font family" in capsys.readouterr().out
     assert main(args) == 2
     assert "--force" in capsys.readouterr().err
+    killed = tmp_path / ".out.tmp-999999999"
+    killed.mkdir()
     assert main([*args, "--force", "--size", "8"]) == 0
     images, _, _ = load_letters(out, "val")
     assert images.shape[-2:] == (8, 8)

@@ -132,7 +132,7 @@ def test_one_epoch_has_every_sample_once(mixed_folder: Path) -> None:
     assert len(keys) == len(set(keys)) == 75
 
 
-def test_packs_from_disk_keep_the_laws(mixed_folder: Path) -> None:
+def test_packs_from_disk_keep_the_laws(mixed_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = EnergonData(path=str(mixed_folder), shuffle_buffer=0, **PACKED)
     lengths = {(1, 2, 2): 4, (2, 2, 2): 8, (1, 3, 4): 12}
     filled = []
@@ -144,6 +144,7 @@ def test_packs_from_disk_keep_the_laws(mixed_folder: Path) -> None:
         for row, key in zip(batch.latents_TC[batch.layout.cu_seqlens_padded[:-1].long()], batch.keys):
             assert row.unique().tolist() == [float(key[-5:])]
     assert sum(filled) / len(filled) > 0.9
+    assert capfd.readouterr() == ("", ""), "no progress bars, no prints"
 
 
 def test_buckets_hold_one_shape(mixed_folder: Path) -> None:
