@@ -88,7 +88,7 @@ def _factory_on_cpu(factory: Callable) -> Callable:
 def _waiting(collective: Callable) -> Callable:
     """Run a collective to its end before returning, whatever `async_op` says.
 
-    The streams that order asynchronous collectives on CUDA are no-ops here: buffers could be reused while gloo reads them.
+    The streams that order asynchronous collectives on CUDA are no-ops here: gloo could read a buffer that is reused.
     """
 
     @functools.wraps(collective)

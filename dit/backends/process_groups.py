@@ -85,10 +85,15 @@ def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
     )
 
 
-def destroy() -> None:
-    """Tear down Megatron-Core's groups and torch.distributed."""
+def release() -> None:
+    """Tear down Megatron-Core's groups; torch.distributed stays up for another layout."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+
+
+def destroy() -> None:
+    """Tear down Megatron-Core's groups and torch.distributed."""
+    release()
     if dist.is_initialized():
         dist.destroy_process_group()

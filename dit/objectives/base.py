@@ -6,12 +6,13 @@ Network, loss and solver meet only here: the step, the backbones and the solvers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch, SequenceLayout
+from dit.errors import ConfigError
 from dit.objectives.addressed_noise import AddressedNoise
 
 LossKind = Literal["l2", "l1", "huber"]
@@ -37,7 +38,10 @@ class Prepared:
 
 
 class Path(ABC):
-    """The noising path x_u = alpha(u) x0 + sigma(u) eps; sigma grows with u and sigma(0) = 0 (float64 scalars)."""
+    """The noising path x_u = alpha(u) x0 + sigma(u) eps (float64 scalars).
+
+    sigma grows with u; alpha(0) = 1 and sigma(0) = 0.
+    """
 
     @abstractmethod
     def alpha_sigma(self, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,6 +79,28 @@ class Objective(ABC):
         """Return `num_steps + 1` falling path positions, float64, from pure noise to 0."""
 
 
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Check that the setting `name` holds one of the words of the `Literal` type `choices`.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if value not in get_args(choices):
+        raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, get_args(choices)))}")
+
+
+def sample_weights(batch: PackedBatch) -> Tensor:
+    """Return the batch's own loss weight of each sample, float32 `[S]`; ones if it has none."""
+    if batch.loss_weight_S is None:
+        return torch.ones(batch.layout.num_samples, device=batch.latents_TC.device)
+    return batch.loss_weight_S.float()
+
+
+def shared_time(time: Tensor, layout: SequenceLayout) -> Tensor:
+    """Give every sample the same conditioning value, float32 `[S]` on the layout's device (`time` is a host scalar)."""
+    return torch.full((layout.num_samples,), float(time), dtype=torch.float32, device=layout.device)
+
+
 def pointwise_error(prediction: Tensor, target: Tensor, kind: LossKind) -> Tensor:
     """Return the elementwise error in float32; `huber` is the smooth l1 with unit threshold."""
     difference = prediction.float() - target.float()
@@ -96,7 +122,10 @@ def masked_loss(
     Returns:
         Weighted error sum (float32 scalar) and number of real tokens (float32 scalar).
     """
-    error_T = pointwise_error(prediction_TC, prepared.target_TC, kind).mean(-1)
-    error_T = error_T * layout.per_token(prepared.weight_S)[:, 0]
-    valid = layout.valid_T
-    return torch.where(valid, error_T, torch.zeros_like(error_T)).sum(), valid.sum().float()
+    valid_T = layout.valid_T
+    # Mask before the error, not after: a NaN in a padding row would come back as 0 * NaN in the gradient.
+    prediction_TC, target_TC = (
+        torch.where(valid_T[:, None], x_TC.float(), 0.0) for x_TC in (prediction_TC, prepared.target_TC)
+    )
+    error_T = pointwise_error(prediction_TC, target_TC, kind).mean(-1)
+    return (error_T * layout.per_token(prepared.weight_S)[:, 0]).sum(), valid_T.sum().float()

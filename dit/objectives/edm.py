@@ -1,0 +1,126 @@
+"""EDM: the network behind a preconditioner that keeps its input and its target at unit variance."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch, SequenceLayout
+from dit.errors import ConfigError
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import (
+    LossKind,
+    Network,
+    Objective,
+    Path,
+    Prepared,
+    check_choice,
+    sample_weights,
+    shared_time,
+)
+from dit.objectives.noise_levels import log_normal
+
+_PAPER = {"sigma_data": 0.5, "p_std": 1.2, "rho": 7.0}
+
+
+class VarianceExplodingPath(Path):
+    """x_u = x0 + u eps: the position on the path is sigma itself."""
+
+    def alpha_sigma(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(u), u
+
+    def derivatives(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(u), torch.ones_like(u)
+
+
+@dataclass(kw_only=True)
+class EDM(Objective):
+    """EDM training objective, one noise level per packed sample.
+
+    The loss is taken in network space, where lambda(sigma) * c_out**2 == 1 and every noise level weighs the same. For
+    `l1` and `huber` this is the error of sqrt(lambda) * D against sqrt(lambda) * x0, because sqrt(lambda) = 1 / c_out.
+
+    Training draws are not clipped to [sigma_min, sigma_max]; these bound the sampling grid only. NeMo's pipeline
+    trains with p_mean 0, p_std 1 where the paper has -1.2 and 1.2.
+
+    Args:
+        sigma_data: standard deviation of clean latents (dimensionless, after VAE scale and shift).
+        p_mean: mean of log sigma.
+        p_std: standard deviation of log sigma.
+        sigma_min: last noise level of the sampling grid before 0.
+        sigma_max: first noise level of the sampling grid.
+        rho: how strongly the grid crowds at low noise.
+        loss_kind: pointwise error.
+
+    Raises:
+        ConfigError: a constant lies outside its range.
+
+    Source: Karras et al. 2022, arXiv:2206.00364, Table 1 and Eq. 5, 7 and 8.
+    """
+
+    sigma_data: float = 0.5
+    p_mean: float = -1.2
+    p_std: float = 1.2
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+    loss_kind: LossKind = "l2"
+
+    def __post_init__(self) -> None:
+        self.path = VarianceExplodingPath()
+        check_choice("loss_kind", self.loss_kind, LossKind)
+        for name in ("sigma_data", "p_std", "rho"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"EDM {name}={getattr(self, name)} must be positive; the paper's is {_PAPER[name]}")
+        if not 0 < self.sigma_min < self.sigma_max:
+            raise ConfigError(
+                f"EDM needs 0 < sigma_min < sigma_max, got sigma_min={self.sigma_min} and sigma_max={self.sigma_max}; "
+                "the paper's are 0.002 and 80"
+            )
+
+    def level(self, quantile_S: Tensor) -> Tensor:
+        """Return sigma drawn by each quantile."""
+        return log_normal(quantile_S, self.p_mean, self.p_std)
+
+    def scalings(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return c_skip, c_out and c_in at `sigma`."""
+        total = sigma.square() + self.sigma_data**2
+        return self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt(), total.rsqrt()
+
+    def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
+        """Corrupt a packed micro-batch and state what the backbone must output.
+
+        Returns:
+            Prepared, all float32: inputs_TC = c_in x, time_S = log(sigma) / 4, target_TC = (x0 - c_skip x) / c_out and
+            the batch's own loss weights.
+        """
+        x0_TC = batch.latents_TC.float()
+        sigma_S = self.level(noise.level_S())
+        sigma_T1 = batch.layout.per_token(sigma_S)
+        x_TC = x0_TC + sigma_T1 * noise.normal_TC("eps", x0_TC.shape[-1])
+        c_skip, c_out, c_in = self.scalings(sigma_T1)
+        return Prepared(
+            inputs_TC=c_in * x_TC,
+            time_S=sigma_S.log() / 4,
+            target_TC=(x0_TC - c_skip * x_TC) / c_out,
+            weight_S=sample_weights(batch),
+        )
+
+    def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return D(x; sigma) = c_skip x + c_out F(c_in x, log(sigma) / 4) with sigma = `u`."""
+        c_skip, c_out, c_in = self.scalings(u)
+        output_TC = network((c_in * x_TC).float(), shared_time(u.log() / 4, layout))
+        return c_skip * x_TC + c_out * output_TC.to(x_TC.dtype)
+
+    def sampling_grid(self, num_steps: int) -> Tensor:
+        """Return sigma_max ... sigma_min, evenly spaced in sigma**(1 / rho), then 0.
+
+        Raises:
+            ConfigError: `num_steps` is below 1.
+        """
+        if num_steps < 1:
+            raise ConfigError(f"num_steps={num_steps} must be at least 1")
+        ramp = torch.linspace(0, 1, num_steps, dtype=torch.float64)
+        first, last = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
+        sigmas = (first + ramp * (last - first)) ** self.rho
+        return torch.cat([sigmas, torch.zeros(1, dtype=torch.float64)])

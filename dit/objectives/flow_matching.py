@@ -1,0 +1,109 @@
+"""Flow matching on the straight path from data to noise (rectified flow)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch, SequenceLayout
+from dit.errors import ConfigError
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import (
+    LossKind,
+    Network,
+    Objective,
+    Path,
+    Prepared,
+    check_choice,
+    sample_weights,
+    shared_time,
+)
+from dit.objectives.noise_levels import logit_normal, shift_time
+
+TimeDistribution = Literal["uniform", "logit_normal"]
+
+
+class StraightPath(Path):
+    """x_u = (1 - u) x0 + u eps: the position on the path is flow time."""
+
+    def alpha_sigma(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        return 1 - u, u
+
+    def derivatives(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        return -torch.ones_like(u), torch.ones_like(u)
+
+
+@dataclass(kw_only=True)
+class FlowMatching(Objective):
+    """Flow matching: the network outputs the velocity v = eps - x0, one time per packed sample.
+
+    Time runs from 0 (data) to 1 (noise), and the network is told t itself.
+
+    Args:
+        time_distribution: how training draws t before the shift.
+        logit_mean: mean of logit(t), for `logit_normal`.
+        logit_std: standard deviation of logit(t), for `logit_normal`.
+        time_shift: moves t towards noise, in training and on the sampling grid; 1 for none. More tokens per sample
+            want a larger one.
+        loss_kind: pointwise error.
+
+    Raises:
+        ConfigError: a constant lies outside its range.
+
+    Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
+    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23.
+    """
+
+    time_distribution: TimeDistribution = "uniform"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    time_shift: float = 1.0
+    loss_kind: LossKind = "l2"
+
+    def __post_init__(self) -> None:
+        self.path = StraightPath()
+        check_choice("time_distribution", self.time_distribution, TimeDistribution)
+        check_choice("loss_kind", self.loss_kind, LossKind)
+        for name in ("logit_std", "time_shift"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
+
+    def level(self, quantile_S: Tensor) -> Tensor:
+        """Return the shifted time drawn by each quantile."""
+        if self.time_distribution == "logit_normal":
+            quantile_S = logit_normal(quantile_S, self.logit_mean, self.logit_std)
+        return shift_time(quantile_S, self.time_shift)
+
+    def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
+        """Corrupt a packed micro-batch and state what the backbone must output.
+
+        Returns:
+            Prepared, all float32: inputs_TC = (1 - t) x0 + t eps, time_S = t, target_TC = eps - x0 and the batch's own
+            loss weights.
+        """
+        x0_TC = batch.latents_TC.float()
+        t_S = self.level(noise.level_S())
+        t_T1 = batch.layout.per_token(t_S)
+        eps_TC = noise.normal_TC("eps", x0_TC.shape[-1])
+        return Prepared(
+            inputs_TC=(1 - t_T1) * x0_TC + t_T1 * eps_TC,
+            time_S=t_S,
+            target_TC=eps_TC - x0_TC,
+            weight_S=sample_weights(batch),
+        )
+
+    def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return x0 = x - t v with t = `u`."""
+        v_TC = network(x_TC.float(), shared_time(u, layout))
+        return x_TC - u * v_TC.to(x_TC.dtype)
+
+    def sampling_grid(self, num_steps: int) -> Tensor:
+        """Return times from 1 to 0, evenly spaced before the shift.
+
+        Raises:
+            ConfigError: `num_steps` is below 1.
+        """
+        if num_steps < 1:
+            raise ConfigError(f"num_steps={num_steps} must be at least 1")
+        return shift_time(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), self.time_shift)

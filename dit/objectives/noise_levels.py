@@ -1,0 +1,234 @@
+"""Where the noise levels come from: monotone inverse CDFs of a quantile in (0, 1), and the DDPM noise schedules.
+
+A quantile stands for a draw, so that a sample's noise level is a function of its address and grows with the quantile:
+a larger quantile is never a cleaner sample.
+
+DDPM schedules speak in the angle phi with alpha = cos(phi) and sigma = sin(phi), so alpha**2 + sigma**2 = 1 holds by
+construction, clean is phi = 0, pure noise is phi = pi / 2, and nothing divides by an alpha that has gone to zero.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Literal, Optional
+
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+from dit.objectives.base import check_choice
+
+ScheduleName = Literal["linear", "cosine", "scaled_linear"]
+
+# The published tables have this many steps; tables of another length scale beta so that the total noise stays.
+REFERENCE_STEPS = 1000
+LINEAR_BETA = (1e-4, 0.02)
+SCALED_LINEAR_BETA = (0.00085, 0.012)
+COSINE_OFFSET = 0.008
+COSINE_MAX_BETA = 0.999
+
+
+def log_normal(quantile: Tensor, mean: float, std: float) -> Tensor:
+    """Return the value below which the share `quantile` of exp(N(mean, std**2)) lies.
+
+    Source: Karras et al. 2022, arXiv:2206.00364, Table 1 (training noise distribution).
+    """
+    return torch.exp(mean + std * torch.special.ndtri(quantile))
+
+
+def logit_normal(quantile: Tensor, mean: float, std: float) -> Tensor:
+    """Return the value in (0, 1) below which the share `quantile` of sigmoid(N(mean, std**2)) lies.
+
+    Source: Esser et al. 2024, arXiv:2403.03206, Eq. 19.
+    """
+    return torch.sigmoid(mean + std * torch.special.ndtri(quantile))
+
+
+def shift_time(t: Tensor, time_shift: float) -> Tensor:
+    """Move flow time towards noise: t' = shift * t / (1 + (shift - 1) * t); 1 changes nothing, 0 and 1 stay.
+
+    Source: Esser et al. 2024, arXiv:2403.03206, Eq. 23 (resolution-dependent shift).
+    """
+    return time_shift * t / (1 + (time_shift - 1) * t)
+
+
+class Schedule(ABC):
+    """A variance-preserving noise schedule: time t in [0, 1] against the angle phi = atan2(sigma, alpha)."""
+
+    @abstractmethod
+    def training_time(self, quantile: Tensor) -> Tensor:
+        """Return the time drawn by a quantile; every time is equally likely."""
+
+    @abstractmethod
+    def angle(self, t: Tensor) -> Tensor:
+        """Return phi at time `t`, in the dtype of `t`."""
+
+    @abstractmethod
+    def time(self, angle: Tensor) -> Tensor:
+        """Return the time a network must be told at `angle`; angles beyond the schedule give its ends."""
+
+    @abstractmethod
+    def sampling_angles(self, num_steps: int, max_angle: float) -> Tensor:
+        """Return `num_steps` falling angles, float64, evenly spaced in time from at most `max_angle`, without 0.
+
+        Raises:
+            ConfigError: the schedule has fewer steps than that.
+        """
+
+
+class ContinuousSchedule(Schedule):
+    """A schedule with every time in [0, 1]."""
+
+    def training_time(self, quantile: Tensor) -> Tensor:
+        return quantile
+
+    def sampling_angles(self, num_steps: int, max_angle: float) -> Tensor:
+        last = self.time(torch.tensor(max_angle, dtype=torch.float64))
+        return self.angle(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)[:-1] * last)
+
+
+class CosineSchedule(ContinuousSchedule):
+    """The angle grows linearly, from just above 0 to pi / 2.
+
+    Source: Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17; in log-SNR, as Imagen's continuous time has it,
+    -ln(cos((t + s) / (1 + s) * pi / 2)**-2 - 1).
+    """
+
+    def angle(self, t: Tensor) -> Tensor:
+        return (t + COSINE_OFFSET) / (1 + COSINE_OFFSET) * (math.pi / 2)
+
+    def time(self, angle: Tensor) -> Tensor:
+        return (angle * (2 / math.pi) * (1 + COSINE_OFFSET) - COSINE_OFFSET).clamp(0, 1)
+
+
+class LinearSchedule(ContinuousSchedule):
+    """beta linear in time: -ln(alpha**2) = 1e-4 + 10 t**2.
+
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, log-SNR = -ln(expm1(1e-4 + 10 t**2)); it stays within
+    0.015 rad of the 1000-step table of Ho et al. 2020, arXiv:2006.11239.
+    """
+
+    def angle(self, t: Tensor) -> Tensor:
+        return _angle_of_decay(1e-4 + 10 * t.square())
+
+    def time(self, angle: Tensor) -> Tensor:
+        return ((_decay_of_angle(angle) - 1e-4).clamp(min=0) / 10).sqrt().clamp(0, 1)
+
+
+class ScaledLinearSchedule(ContinuousSchedule):
+    """sqrt(beta) linear in time; the limit of infinitely many steps of the latent-diffusion table.
+
+    Source: Rombach et al. 2022, arXiv:2112.10752 (beta from 0.00085 to 0.012 over 1000 steps);
+    -ln(alpha**2) is the integral of 1000 * (a + (b - a) t)**2 with a, b the roots of the two betas.
+    """
+
+    def angle(self, t: Tensor) -> Tensor:
+        a, b = (math.sqrt(beta) for beta in SCALED_LINEAR_BETA)
+        return _angle_of_decay(REFERENCE_STEPS * ((a + (b - a) * t) ** 3 - a**3) / (3 * (b - a)))
+
+    def time(self, angle: Tensor) -> Tensor:
+        a, b = (math.sqrt(beta) for beta in SCALED_LINEAR_BETA)
+        cube = a**3 + 3 * (b - a) * _decay_of_angle(angle) / REFERENCE_STEPS
+        return ((cube ** (1 / 3) - a) / (b - a)).clamp(0, 1)
+
+
+class TableSchedule(Schedule):
+    """A discrete schedule of N steps, numbered from 0; the time of step k is k / N.
+
+    Step 0 is already noised (beta_0 > 0); the clean latent lies before it. Between two steps the network is told the
+    nearest one, because it has seen no other.
+
+    Args:
+        betas: variance added by each step, float64 `[N]`.
+    """
+
+    def __init__(self, betas: Tensor) -> None:
+        self._angles = {torch.device("cpu"): _angle_of_decay(-torch.log1p(-betas).cumsum(0))}
+        self.num_steps = len(betas)
+
+    def angles(self, device: torch.device) -> Tensor:
+        """Return phi of every step, float64 `[N]`, on `device` (copied there once)."""
+        if device not in self._angles:
+            self._angles[device] = self._angles[torch.device("cpu")].to(device)
+        return self._angles[device]
+
+    def training_time(self, quantile: Tensor) -> Tensor:
+        return (quantile * self.num_steps).floor().clamp(0, self.num_steps - 1) / self.num_steps
+
+    def angle(self, t: Tensor) -> Tensor:
+        step = (t * self.num_steps).round().long().clamp(0, self.num_steps - 1)
+        return self.angles(t.device)[step].to(t.dtype)
+
+    def time(self, angle: Tensor) -> Tensor:
+        angles = self.angles(angle.device)
+        middles = (angles[1:] + angles[:-1]) / 2
+        return torch.searchsorted(middles, angle.to(angles.dtype)).to(angle.dtype) / self.num_steps
+
+    def sampling_angles(self, num_steps: int, max_angle: float) -> Tensor:
+        angles = self.angles(torch.device("cpu"))
+        if num_steps > self.num_steps:
+            raise ConfigError(
+                f"{num_steps} sampling steps asked of a network trained with discrete_steps={self.num_steps}; "
+                f"sample with at most {self.num_steps}, or train with discrete_steps=None"
+            )
+        # Asking for (nearly) every step is asking for the chain as trained, to its very end.
+        usable = max(int((angles <= max_angle).sum()), num_steps)
+        # Trailing spacing, so that sampling starts at the noisiest step. Lin et al. 2023, arXiv:2305.08891, Table 2.
+        steps = [(2 * usable * left + num_steps) // (2 * num_steps) - 1 for left in range(num_steps, 0, -1)]
+        return angles[steps]
+
+
+def discrete_betas(name: ScheduleName, num_steps: int) -> Tensor:
+    """Return the variance added by each of `num_steps` steps, float64.
+
+    Raises:
+        ConfigError: the schedule is unknown, or too short for it (some beta would reach 1).
+
+    Source: linear, Ho et al. 2020, arXiv:2006.11239; cosine, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17 with
+    beta capped at 0.999; scaled_linear, Rombach et al. 2022, arXiv:2112.10752. Other lengths than 1000 scale the two
+    linear ones by 1000 / num_steps.
+    """
+    check_choice("schedule", name, ScheduleName)
+    if num_steps < 1:
+        raise ConfigError(f"discrete_steps={num_steps} must be at least 1; use 1000, or None for continuous time")
+    if name == "cosine":
+        edges = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
+        alpha2 = CosineSchedule().angle(edges).cos().square()
+        return (1 - alpha2[1:] / alpha2[:-1]).clamp(max=COSINE_MAX_BETA)
+    first, last = LINEAR_BETA if name == "linear" else SCALED_LINEAR_BETA
+    power = 1.0 if name == "linear" else 2.0
+    roots = torch.linspace(first ** (1 / power), last ** (1 / power), num_steps, dtype=torch.float64)
+    betas = roots**power * (REFERENCE_STEPS / num_steps)
+    if betas.max() >= 1:
+        fits = math.floor(REFERENCE_STEPS * last) + 1
+        raise ConfigError(
+            f"discrete_steps={num_steps} is too short for the {name} schedule: beta would reach "
+            f"{betas.max():.3g}; use at least {fits} steps, or None for continuous time"
+        )
+    return betas
+
+
+def make_schedule(name: ScheduleName, discrete_steps: Optional[int]) -> Schedule:
+    """Build the schedule `name`, continuous if `discrete_steps` is None.
+
+    Raises:
+        ConfigError: as in `discrete_betas`.
+    """
+    check_choice("schedule", name, ScheduleName)
+    if discrete_steps is not None:
+        return TableSchedule(discrete_betas(name, discrete_steps))
+    schedules: dict[str, type[Schedule]] = {
+        "linear": LinearSchedule,
+        "cosine": CosineSchedule,
+        "scaled_linear": ScaledLinearSchedule,
+    }
+    return schedules[name]()
+
+
+def _angle_of_decay(decay: Tensor) -> Tensor:
+    """Return phi where -ln(alpha**2) = `decay`: tan(phi)**2 = sigma**2 / alpha**2 = expm1(decay)."""
+    return torch.expm1(decay).sqrt().atan()
+
+
+def _decay_of_angle(angle: Tensor) -> Tensor:
+    """Return -ln(alpha**2) at phi."""
+    return -2 * angle.cos().log()

@@ -1,0 +1,138 @@
+"""Picture grids: tiles with a caption above each, written so that a reader never sees half a file."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+BACKGROUND = (24, 24, 27)
+INK = (228, 228, 231)
+CAPTION_HEIGHT = 16
+GAP = 4
+MIN_TILE = 64
+
+
+def to_bytes(images: Tensor) -> Tensor:
+    """Map images in [-1, 1] to uint8 in [0, 255], rounding to nearest; values outside are clipped.
+
+    Args:
+        images: `[..., C, H, W]` with 1 or 3 channels; one channel becomes three equal ones.
+
+    Returns:
+        uint8 `[..., H, W, 3]`.
+
+    Raises:
+        ConfigError: the images have neither 1 nor 3 channels, so they are latents and must be decoded first.
+    """
+    channels = images.shape[-3]
+    if channels not in (1, 3):
+        raise ConfigError(f"a picture has 1 or 3 channels, got {channels}; decode latents, or show 3 of their channels")
+    pixels = ((images.detach().float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return pixels.expand(*pixels.shape[:-3], 3, *pixels.shape[-2:]).movedim(-3, -1)
+
+
+def to_pictures(samples: Tensor) -> Tensor:
+    """Return something that can be looked at: pictures as they are, latents as a preview without their decoder.
+
+    The preview shows the first three channels, each sample scaled so that three standard deviations fill the range.
+    Shapes are right in it, colours are not.
+
+    Args:
+        samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
+
+    Returns:
+        `[N, 1 or 3, T, H, W]` in [-1, 1], float32.
+    """
+    samples = samples.detach().float()
+    if samples.shape[1] in (1, 3):
+        return samples.clamp(-1, 1)
+    shown = samples[:, : 3 if samples.shape[1] > 3 else 1]
+    mean, std = shown.mean((1, 2, 3, 4), keepdim=True), shown.std((1, 2, 3, 4), keepdim=True)
+    return ((shown - mean) / (3 * std).clamp(min=1e-6)).clamp(-1, 1)
+
+
+def tile_origin(index: int, columns: int, height: int, width: int, *, captions: bool) -> tuple[int, int]:
+    """Return the (left, top) pixel of tile `index` in a grid of tiles of the given (enlarged) size."""
+    row, column = divmod(index, columns)
+    caption = CAPTION_HEIGHT if captions else 0
+    return GAP + column * (width + GAP), GAP + row * (height + caption + GAP) + caption
+
+
+def enlargement(height: int, width: int) -> int:
+    """Return the whole factor that makes the shorter side of a tile at least `MIN_TILE` pixels."""
+    return max(1, -(-MIN_TILE // min(height, width)))
+
+
+def image_grid(
+    images: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None, scale: Optional[int] = None
+) -> "Image":
+    """Draw images row by row, each under its caption.
+
+    Args:
+        images: `[N, C, H, W]` in [-1, 1], C = 1 or 3.
+        captions: one text per image; None for no captions at all.
+        columns: tiles per row; about square if None.
+        scale: whole enlargement factor (nearest pixel, so a 16 x 16 image stays crisp); `enlargement` if None.
+
+    Raises:
+        ConfigError: there is no image, or the captions do not match the images.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    count, height, width = len(images), *images.shape[-2:]
+    if not count:
+        raise ConfigError("a grid needs at least one image, got 0")
+    if captions is not None and len(captions) != count:
+        raise ConfigError(f"{count} images cannot carry {len(captions)} captions; give one per image")
+    columns = columns or max(1, round(count**0.5))
+    scale = scale or enlargement(height, width)
+    tile_h, tile_w = height * scale, width * scale
+    rows = -(-count // columns)
+    right, bottom = tile_origin(rows * columns - 1, columns, tile_h, tile_w, captions=captions is not None)
+    canvas = Image.new("RGB", (right + tile_w + GAP, bottom + tile_h + GAP), BACKGROUND)
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=12)
+    for index, pixels in enumerate(to_bytes(images)):
+        left, top = tile_origin(index, columns, tile_h, tile_w, captions=captions is not None)
+        tile = Image.fromarray(pixels.numpy()).resize((tile_w, tile_h), Image.Resampling.NEAREST)
+        if captions is not None:
+            text = _shorten(captions[index], tile_w, lambda t: draw.textlength(t, font=font))
+            draw.text((left + tile_w // 2, top - CAPTION_HEIGHT // 2), text, fill=INK, font=font, anchor="mm")
+        canvas.paste(tile, (left, top))
+    return canvas
+
+
+def _shorten(text: str, width: int, measure: Callable[[str], float]) -> str:
+    """Cut a caption so that it never runs into its neighbour."""
+    if measure(text) <= width:
+        return text
+    while text and measure(text + "…") > width:
+        text = text[:-1]
+    return text + "…"
+
+
+def save_png(image: "Image", path: str | Path) -> Path:
+    """Write a PNG under its final name only when it is complete.
+
+    Returns:
+        The path written; its folder is made if missing.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            image.save(file, format="PNG")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,124 @@
+"""Classifier-free guidance and thresholding, as combinators around networks and denoisers.
+
+A denoiser is affine in the network's output at a fixed input, and so is guidance; it may therefore be applied to the
+raw outputs of two network calls, to one call over a doubled pack, or to two clean estimates, with the same result.
+
+The scale is the classic one: 1 is no guidance, 0 is unconditional. (NeMo writes cond + g (cond - uncond); its g is
+this scale minus 1.) A negative prompt is nothing special: it is the context of the unconditional branch in place of
+the empty one.
+
+Source: Ho and Salimans 2022, arXiv:2207.12598, Eq. 6 (their w is this scale minus 1).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dit.batch import SequenceLayout
+from dit.errors import ConfigError
+from dit.objectives.base import Network
+from dit.sampling.solvers import Denoiser
+
+Branch = Callable[[Tensor, Tensor], Tensor]
+"""A `Network` (inputs_TC, time_S) or a `Denoiser` (x_TC, u)."""
+
+
+def needs_unconditional(scale: float) -> bool:
+    """Return whether guidance at this scale looks at the unconditional branch at all."""
+    return scale != 1
+
+
+def combine(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+    """Return uncond + scale * (cond - uncond)."""
+    return uncond + scale * (cond - uncond)
+
+
+def guided(cond: Branch, uncond: Branch, scale: float) -> Branch:
+    """Guide one branch by another; at scale 1 this is `cond` itself and `uncond` is never called.
+
+    Args:
+        cond: network or denoiser with the caption or class.
+        uncond: the same without it, or with the negative prompt.
+        scale: 1 for none.
+    """
+    if not needs_unconditional(scale):
+        return cond
+    return lambda x_TC, level: combine(cond(x_TC, level), uncond(x_TC, level), scale)
+
+
+def guided_pair(network: Network, scale: float) -> Network:
+    """Guide with one call per evaluation over the doubled pack [cond; uncond].
+
+    Both halves see the same noised input. At scale 1 do not double: call the network over the conditional pack.
+
+    Args:
+        network: bound to a doubled layout (`doubled_layout`), conditional samples first.
+        scale: anything but 1.
+
+    Raises:
+        ConfigError: the scale is 1, so that half of every call would be thrown away.
+    """
+    if not needs_unconditional(scale):
+        raise ConfigError("guidance_scale=1 needs no unconditional half; call the network over the conditional pack")
+
+    def call(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
+        cond_TC, uncond_TC = network(torch.cat([inputs_TC, inputs_TC]), torch.cat([time_S, time_S])).chunk(2)
+        return combine(cond_TC, uncond_TC, scale)
+
+    return call
+
+
+def doubled_layout(layout: SequenceLayout) -> SequenceLayout:
+    """Describe a pack laid behind itself: samples and rows of the first half, then those of the second.
+
+    The first half's tail pad becomes padding of its last sample.
+    """
+    tail = layout.total_tokens - sum(layout.padded_lengths)
+    padded = (*layout.padded_lengths[:-1], layout.padded_lengths[-1] + tail)
+    rows = None if layout.rows is None else torch.cat([layout.rows, layout.rows + layout.total_tokens])
+    return replace(
+        layout,
+        lengths=layout.lengths * 2,
+        padded_lengths=padded * 2,
+        total_tokens=2 * layout.total_tokens,
+        rows=rows,
+    )
+
+
+def statically_thresholded(denoiser: Denoiser, limit: float = 1.0) -> Denoiser:
+    """Clamp the clean estimate to [-limit, limit], for pixels."""
+    return lambda x_TC, u: denoiser(x_TC, u).clamp(-limit, limit)
+
+
+def dynamically_thresholded(denoiser: Denoiser, layout: SequenceLayout, quantile: float = 0.995) -> Denoiser:
+    """Clamp each sample's clean estimate to its own large quantile and divide by it, for pixels at a large scale.
+
+    Samples whose quantile of |x0| stays below 1 are clamped to [-1, 1] only.
+
+    Raises:
+        ConfigError: the quantile is not in (0, 1], or this rank holds only a part of the rows.
+
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, Section 2.3.
+    """
+    if not 0 < quantile <= 1:
+        raise ConfigError(f"quantile={quantile} must lie in (0, 1]; Imagen's is 0.995")
+    if layout.rows is not None:
+        raise ConfigError(
+            f"dynamic thresholding needs whole samples, but this rank holds {len(layout.rows)} of "
+            f"{layout.total_tokens} rows; sample with context_parallel_size=1 or use static thresholding"
+        )
+
+    def call(x_TC: Tensor, u: Tensor) -> Tensor:
+        x0_TC = denoiser(x_TC, u)
+        # kthvalue: torch.quantile refuses more than 2**24 numbers, which one video exceeds.
+        limits = []
+        for start, length in zip(layout.starts, layout.lengths):
+            size = x0_TC[start : start + length].detach().abs().flatten()
+            limits.append(size.kthvalue(math.ceil(quantile * len(size))).values.clamp(min=1))
+        limit_T1 = layout.per_token(torch.stack(limits))
+        return torch.maximum(torch.minimum(x0_TC, limit_T1), -limit_T1) / limit_T1
+
+    return call

@@ -1,0 +1,217 @@
+"""Solvers: integrate from noise to data with a denoiser, on any noising path.
+
+A solver knows neither network nor objective. It asks `denoiser(x_TC, u)` for the clean estimate x0 and the path
+x_u = alpha x0 + sigma eps for its coefficients, and uses two identities at a fixed estimate:
+
+    x_s   = alpha_s x0 + (sigma_s / sigma_t) (x_t - alpha_t x0)
+    dx/du = alpha' x0 + sigma' eps,  eps = (x - alpha x0) / sigma
+
+Nothing divides by alpha, so sampling may start at pure noise (flow time 1, angle pi / 2). Every solver ends with the
+clean estimate itself, which is where both identities lead when sigma goes to 0 (Heun's last step is a first-order one,
+as in Karras et al.). Coefficients are float64; the state keeps its own precision.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+from dit.objectives.base import Path
+
+Denoiser = Callable[[Tensor, Tensor], Tensor]
+"""Maps x_TC and the path position u (float64 scalar on the host) to the clean estimate x0_TC."""
+
+NoiseAt = Callable[[int], Tensor]
+"""Gives the standard normal noise_TC of a step, counted from 0; addressed by the caller."""
+
+
+def euler(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
+    """Follow the probability flow by straight steps in u: first order, one network call per step.
+
+    Source: Song et al. 2021, arXiv:2011.13456, Eq. 13, written along the path.
+    """
+    for u, u_next in _steps(grid):
+        x0_TC = denoiser(x_TC, u)
+        x_TC = x0_TC if u_next == 0 else x_TC + float(u_next - u) * _derivative(path, x_TC, x0_TC, u)
+    return x_TC
+
+
+def heun(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
+    """Follow the probability flow by the trapezoid rule in u: second order, two network calls per step (last: one).
+
+    The correction takes the slope at the Euler point (x_next, u_next).
+
+    Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 1.
+    """
+    for u, u_next in _steps(grid):
+        x0_TC = denoiser(x_TC, u)
+        if u_next == 0:
+            return x0_TC
+        h = float(u_next - u)
+        slope_TC = _derivative(path, x_TC, x0_TC, u)
+        x_next_TC = x_TC + h * slope_TC
+        slope_next_TC = _derivative(path, x_next_TC, denoiser(x_next_TC, u_next), u_next)
+        x_TC = x_TC + h / 2 * (slope_TC + slope_next_TC)
+    return x_TC
+
+
+def ddim(
+    denoiser: Denoiser,
+    path: Path,
+    x_TC: Tensor,
+    grid: Tensor,
+    *,
+    eta: float = 0.0,
+    noise_at: Optional[NoiseAt] = None,
+) -> Tensor:
+    """Renoise the clean estimate to the next level: first order, one network call per step.
+
+    Args:
+        eta: share of the posterior's standard deviation that is drawn fresh; 0 is deterministic, 1 is `ancestral`.
+        noise_at: the fresh noise; needed unless `eta` is 0.
+
+    Source: Song et al. 2021, arXiv:2010.02502, Eq. 12 and 16, for any alpha and sigma.
+    """
+    for step, (u, u_next) in enumerate(_steps(grid)):
+        x0_TC = denoiser(x_TC, u)
+        if u_next == 0:
+            return x0_TC
+        alpha, sigma = _alpha_sigma(path, u)
+        alpha_next, sigma_next = _alpha_sigma(path, u_next)
+        # Posterior variance of x_s given x_t and x0: sigma_s**2 (1 - SNR_t / SNR_s).
+        fresh = eta * sigma_next * math.sqrt(1 - (alpha * sigma_next / (alpha_next * sigma)) ** 2)
+        kept = math.sqrt(sigma_next**2 - fresh**2)
+        x_TC = alpha_next * x0_TC + kept / sigma * (x_TC - alpha * x0_TC)
+        if fresh and noise_at is not None:
+            x_TC = x_TC + fresh * noise_at(step).to(x_TC)
+    return x_TC
+
+
+def ancestral(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor, *, noise_at: NoiseAt) -> Tensor:
+    """Draw each level from the Gaussian posterior given the clean estimate: stochastic, one network call per step.
+
+    On the table of steps a DDPM was trained with, this is its own reverse chain with the smaller of the two variances.
+
+    Source: Ho et al. 2020, arXiv:2006.11239, Eq. 7.
+    """
+    return ddim(denoiser, path, x_TC, grid, eta=1.0, noise_at=noise_at)
+
+
+def dpmpp_2m(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
+    """Extrapolate the clean estimate from the last two: second order, one network call per step.
+
+    With h the step in log(alpha / sigma), an infinite h behind (start at alpha = 0) makes the step first order.
+
+    Source: Lu et al. 2022, DPM-Solver++, arXiv:2211.01095, Algorithm 2.
+    """
+    previous_TC: Optional[Tensor] = None
+    h_previous = math.inf
+    for u, u_next in _steps(grid):
+        x0_TC = denoiser(x_TC, u)
+        if u_next == 0:
+            return x0_TC
+        alpha, sigma = _alpha_sigma(path, u)
+        alpha_next, sigma_next = _alpha_sigma(path, u_next)
+        h = math.log(alpha_next * sigma / (sigma_next * alpha)) if alpha > 0 else math.inf
+        estimate_TC = x0_TC
+        if previous_TC is not None and h_previous < math.inf:
+            estimate_TC = x0_TC + h / (2 * h_previous) * (x0_TC - previous_TC)
+        x_TC = alpha_next * estimate_TC + sigma_next / sigma * (x_TC - alpha * estimate_TC)
+        previous_TC, h_previous = x0_TC, h
+    return x_TC
+
+
+@dataclass(frozen=True)
+class Solver:
+    """One entry of `SOLVERS`.
+
+    Attributes:
+        integrate: the function.
+        order: error falls as num_steps**-order (of the deterministic part).
+        calls_per_step: network calls per step, the last step excepted (always one).
+        stochastic: draws fresh noise (`ddim` does when its `eta` is above 0).
+    """
+
+    integrate: Callable[..., Tensor]
+    order: int
+    calls_per_step: int
+    stochastic: bool = False
+
+
+SOLVERS = {
+    "euler": Solver(euler, order=1, calls_per_step=1),
+    "heun": Solver(heun, order=2, calls_per_step=2),
+    "ddim": Solver(ddim, order=1, calls_per_step=1),
+    "ancestral": Solver(ancestral, order=1, calls_per_step=1, stochastic=True),
+    "dpmpp_2m": Solver(dpmpp_2m, order=2, calls_per_step=1),
+}
+
+
+def solve(
+    name: str,
+    denoiser: Denoiser,
+    path: Path,
+    x_TC: Tensor,
+    grid: Tensor,
+    *,
+    noise_at: Optional[NoiseAt] = None,
+    eta: float = 0.0,
+    dtype: Optional[torch.dtype] = None,
+) -> Tensor:
+    """Integrate from `x_TC` at `grid[0]` to clean latents at 0.
+
+    Args:
+        name: key of `SOLVERS`.
+        denoiser: clean estimate at a position.
+        path: where the coefficients come from (`objective.path`).
+        x_TC: start, sigma(grid[0]) times standard normal noise.
+        grid: falling positions that end with 0 (`objective.sampling_grid`).
+        noise_at: fresh noise per step, for the stochastic ones.
+        eta: only for `ddim`.
+        dtype: precision of the state, float32 or float64; that of `x_TC` if None.
+
+    Returns:
+        x0_TC in the precision of the state.
+
+    Raises:
+        ConfigError: the solver is unknown, its noise is missing, `eta` does not fit, or the grid does not fall to 0.
+    """
+    if name not in SOLVERS:
+        raise ConfigError(f"solver={name!r} is unknown; use one of {', '.join(map(repr, SOLVERS))}")
+    if grid.dim() != 1 or len(grid) < 2 or grid[-1] != 0 or not bool((grid.diff() < 0).all()):
+        raise ConfigError(
+            f"a sampling grid must fall strictly and end with 0, got {grid.tolist()}; "
+            "take it from the objective's sampling_grid"
+        )
+    if not 0 <= eta <= 1 or (eta and name != "ddim"):
+        raise ConfigError(f"eta={eta} does not fit solver={name!r}; only 'ddim' takes one, between 0 and 1")
+    if noise_at is None and (SOLVERS[name].stochastic or eta):
+        raise ConfigError(f"solver={name!r} with eta={eta} draws fresh noise at every step; pass noise_at")
+    options: dict[str, Any] = {}
+    if name == "ddim":
+        options["eta"] = eta
+    if name in ("ddim", "ancestral"):
+        options["noise_at"] = noise_at
+    x_TC = x_TC if dtype is None else x_TC.to(dtype)
+    return SOLVERS[name].integrate(denoiser, path, x_TC, grid.to("cpu", torch.float64), **options)
+
+
+def _steps(grid: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(pairwise(grid))
+
+
+def _alpha_sigma(path: Path, u: Tensor) -> tuple[float, float]:
+    alpha, sigma = path.alpha_sigma(u)
+    return float(alpha), float(sigma)
+
+
+def _derivative(path: Path, x_TC: Tensor, x0_TC: Tensor, u: Tensor) -> Tensor:
+    """Return dx/du of the probability flow at a fixed clean estimate."""
+    alpha, sigma = _alpha_sigma(path, u)
+    d_alpha, d_sigma = (float(d) for d in path.derivatives(u))
+    return d_alpha * x0_TC + d_sigma / sigma * (x_TC - alpha * x0_TC)

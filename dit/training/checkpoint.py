@@ -1,0 +1,180 @@
+"""Saving and resuming a run: sharded state, loader position and settings in one proven folder."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dit.backends.process_groups import ProcessGroups
+from dit.data_api import DataStream
+from dit.errors import CheckpointError, ConfigError
+from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
+from dit.training.ema import EMA
+from dit.training.optim import MasterShard
+from dit.training.sharded_state import load_state, save_state
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass
+class TrainState:
+    """Everything a step changes.
+
+    Attributes:
+        step: optimizer steps done.
+        consumed_samples: samples trained on by all ranks.
+    """
+
+    wrapped: Any
+    backbone: nn.Module
+    optimizer: Any
+    shards: list[MasterShard]
+    ema: Optional[EMA]
+    stream: DataStream
+    groups: ProcessGroups
+    step: int = 0
+    consumed_samples: int = 0
+
+
+def global_shapes(model: nn.Module, tp_size: int) -> dict[str, list[int]]:
+    """Return the shape of every whole parameter by name, the same on every layout."""
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        shape = list(parameter.shape)
+        if getattr(parameter, "tensor_model_parallel", False):
+            shape[parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]
+        shapes[name] = shape
+    return shapes
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run; every rank calls every method.
+
+    Args:
+        store: the folder of checkpoints.
+        config_record: settings of the run, as plain JSON; a checkpoint can be sampled from with nothing else.
+    """
+
+    def __init__(self, store: CheckpointStore, config_record: dict[str, Any]) -> None:
+        self.store = store
+        self.config_record = config_record
+
+    def save(self, state: TrainState, held_out_loss: Optional[float]) -> Path:
+        """Write a checkpoint of `state.step` and make it current.
+
+        Raises:
+            CheckpointError: a rank could not write; the checkpoints before are untouched.
+        """
+        groups, step = state.groups, state.step
+        failure: Optional[BaseException] = None
+        if groups.rank == 0:
+            try:
+                self.store.begin(step)
+            except CheckpointError as error:
+                failure = error
+        self._agree(failure)
+        try:
+            with self.store.writing(step):
+                folder = self.store.partial_path(step)
+                save_state(folder, state.shards, state.ema, state.optimizer, groups)
+                if groups.tp.rank() == 0:
+                    (folder / "loader").mkdir(exist_ok=True)
+                    torch.save(state.stream.state_dict(), folder / "loader" / f"dp_{groups.dp_rank:05d}.pt")
+                if groups.rank == 0:
+                    (folder / CONFIG_FILE).write_text(json.dumps(self.config_record, indent=1))
+        except CheckpointError as error:
+            failure = error
+        self._agree(failure)
+        if groups.rank == 0:
+            meta = {
+                "consumed_samples": state.consumed_samples,
+                "held_out_loss": held_out_loss,
+                "fingerprint": model_fingerprint(global_shapes(state.backbone, groups.tp.size())),
+                "torch": torch.__version__,
+            }
+            try:
+                self.store.publish(step, meta)
+            except CheckpointError as error:
+                failure = error
+        self._agree(failure)
+        return self.store.path(step)
+
+    def resume(self, state: TrainState, mode: str) -> bool:
+        """Continue from the newest valid checkpoint.
+
+        Args:
+            mode: `auto`, `never` or `must`.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            CheckpointError: `must` and there is none.
+            ConfigError: it belongs to another model.
+        """
+        if mode == "never":
+            if self.store.steps():
+                raise ConfigError(
+                    f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {self.store.steps()}, which "
+                    "a later resume would take for this run's; use another training.run_dir or remove them"
+                )
+            return False
+        found: list[Any] = [None]
+        if state.groups.rank == 0:
+            found = [self.store.newest_valid()]
+        dist.broadcast_object_list(found)
+        if found[0] is None:
+            if mode == "must":
+                raise CheckpointError(
+                    f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
+                    "use checkpoint.resume=auto to start anew"
+                )
+            return False
+        folder, manifest = found[0]
+        self._restore(state, folder, manifest)
+        return True
+
+    def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
+        check_same_model(manifest, model_fingerprint(global_shapes(state.backbone, state.groups.tp.size())))
+        self._check_ema(state, folder)
+        load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
+        state.stream.load_state_dict(read_loader_state(folder))
+        state.step = manifest.step
+        state.consumed_samples = int(manifest.meta["consumed_samples"])
+
+    def _check_ema(self, state: TrainState, folder: Path) -> None:
+        saved = json.loads((folder / CONFIG_FILE).read_text())
+        had_ema = saved["training"]["ema_decay"] is not None
+        if state.ema is not None and not had_ema:
+            raise CheckpointError(
+                f"{folder} holds no weight average but training.ema_decay={state.ema.decay} asks for one; "
+                "set training.ema_decay=None or start in a new training.run_dir"
+            )
+
+    def _agree(self, failure: Optional[BaseException]) -> None:
+        """Raise on every rank if any rank failed, its own error first."""
+        flag = torch.tensor([float(failure is not None)])
+        if dist.get_backend() == "nccl":
+            flag = flag.cuda()
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if failure is not None:
+            raise failure
+        if flag.item():
+            raise CheckpointError("another rank could not write its part of the checkpoint; see its error")
+
+
+def read_loader_state(folder: Path) -> dict[str, Any]:
+    """Join the loader positions of all data-parallel ranks of a checkpoint, whatever ranks there are now."""
+    merged: dict[str, Any] = {}
+    for path in sorted((folder / "loader").glob("dp_*.pt")):
+        part = torch.load(path, weights_only=True)
+        streams = {**merged.get("streams", {}), **part.get("streams", {})}
+        merged = {**merged, **part, "streams": streams}
+    return merged

@@ -1,0 +1,66 @@
+"""Small files that are either the old one or the new one, whatever dies in between."""
+
+import json
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make renames and new names inside `folder` survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write every byte; one `os.write` may take fewer than it was given."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the file at `path` as a whole and durably: write beside it, flush to disk, rename, flush the folder.
+
+    Raises:
+        OSError: one of these steps failed; the old file is then still there (or the new, if only the last step failed).
+    """
+    # The process id keeps ranks apart that write the same file on one machine.
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            write_all(descriptor, text.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(part, path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    fsync_dir(path.parent)
+
+
+def strict_json(value: Any, *, indent: int | None = None) -> str:
+    """Serialise plain containers as JSON that every reader accepts.
+
+    Finite floats keep their exact value. JSON has no other floats, so these become the strings "NaN", "Infinity" and
+    "-Infinity", which `float` reads back.
+    """
+    return json.dumps(_name_non_finite(value), allow_nan=False, indent=indent)
+
+
+def _name_non_finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(key): _name_non_finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_name_non_finite(item) for item in value]
+    return value

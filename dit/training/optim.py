@@ -1,0 +1,167 @@
+"""The optimizer step, and one view of the fp32 master weights whatever optimizer holds them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class MasterShard:
+    """The part of one parameter's fp32 master copy that this rank updates.
+
+    Attributes:
+        name: global parameter name.
+        parameter: the model's own (tensor-parallel) parameter.
+        start, stop: range of the flattened parameter that this rank updates.
+        main: the master values, any shape with `stop - start` elements.
+        state: Adam's state of `main`; empty before the first step.
+        group: ranks among which the parameter's shards are spread; None if every rank holds it whole.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    main: Tensor
+    state: dict[str, Any]
+    group: Any
+
+    def ensure_state(self) -> None:
+        """Give Adam's state its tensors, as before the first step."""
+        for slot in SLOTS:
+            if slot not in self.state:
+                self.state[slot] = torch.zeros_like(self.main)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the parameter-shaped fp32 tensor whose shard here is `values`, on every rank of the group.
+
+        The shards are joined as integers: adding zero bits changes none, not even the sign of a zero.
+        """
+        if self.group is None or self.group.size() == 1:
+            return values.detach().view(self.parameter.shape).clone()
+        flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=values.device)
+        flat[self.start : self.stop] = values.detach().flatten()
+        dist.all_reduce(flat.view(torch.int32), group=self.group)
+        return flat.view(self.parameter.shape)
+
+    def scatter(self, full: Tensor) -> Tensor:
+        """Return this rank's part of a parameter-shaped tensor, in the shape of `main`."""
+        return full.flatten()[self.start : self.stop].view(self.main.shape)
+
+
+def sub_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers behind Megatron-Core's chain (dense and expert parameters have one each)."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
+    """Yield (model parameter, master tensor, start, stop) of one Megatron-Core optimizer."""
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+            span = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, optimizer.optimizer.param_groups[group]["params"][order], span.start, span.end
+        return
+    if hasattr(optimizer, "float16_groups"):
+        models = [p for g in optimizer.float16_groups for p in g] + [
+            p for g in optimizer.fp32_from_fp32_groups for p in g
+        ]
+        mains = [p for g in optimizer.fp32_from_float16_groups for p in g]
+        mains += [p for g in optimizer.fp32_from_fp32_groups for p in g]
+    else:
+        models = mains = [p for g in optimizer.optimizer.param_groups for p in g["params"]]
+    for parameter, main in zip(models, mains, strict=True):
+        yield parameter, main, 0, parameter.numel()
+
+
+def master_shards(optimizer: Any, model: nn.Module) -> list[MasterShard]:
+    """List this rank's master shards in the order of the model's parameters.
+
+    Args:
+        optimizer: Megatron-Core's optimizer over `model`.
+        model: the bare backbone, whose parameter names are global.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {}
+    for part in sub_optimizers(optimizer):
+        group = part.data_parallel_group if isinstance(part, DistributedOptimizer) else None
+        for parameter, main, start, stop in _pairs(part):
+            state = part.optimizer.state[main]
+            found[names[parameter]] = MasterShard(names[parameter], parameter, start, stop, main, state, group)
+    if isinstance(sub_optimizers(optimizer)[0], DistributedOptimizer):
+        found |= _absent_shards(sub_optimizers(optimizer)[0], names, found)
+    return [found[name] for name in names.values()]
+
+
+def _absent_shards(
+    optimizer: DistributedOptimizer, names: dict[nn.Parameter, str], found: dict[str, MasterShard]
+) -> dict[str, MasterShard]:
+    """Add an empty shard for every parameter that lies wholly on other ranks, so that collectives line up."""
+    empty = {}
+    for parameter, name in names.items():
+        if name not in found:
+            main = torch.empty(0, dtype=torch.float32, device=parameter.device)
+            empty[name] = MasterShard(name, parameter, 0, 0, main, {}, optimizer.data_parallel_group)
+    return empty
+
+
+def get_step_count(optimizer: Any) -> int:
+    """Return Adam's own step count (bias correction), 0 before the first step."""
+    for part in sub_optimizers(optimizer):
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                return int(group["step"])
+        for state in part.optimizer.state.values():
+            if "step" in state:
+                return int(state["step"])
+    return 0
+
+
+def set_step_count(optimizer: Any, step: int) -> None:
+    """Set Adam's step count, wherever the implementation at hand keeps it."""
+    for part in sub_optimizers(optimizer):
+        fused = type(part.optimizer).__module__.startswith(("transformer_engine", "apex"))
+        for group in part.optimizer.param_groups:
+            if fused:
+                group["step"] = step
+                continue
+            for parameter in group["params"]:
+                part.optimizer.state[parameter]["step"] = torch.tensor(float(step))
+
+
+def publish_masters(optimizer: Any, wrapped: Any) -> None:
+    """Copy the master weights into the model, on every rank that holds a part of it."""
+    for part in sub_optimizers(optimizer):
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
+    if any(isinstance(part, DistributedOptimizer) for part in sub_optimizers(optimizer)):
+        wrapped.start_param_sync(force_sync=True)
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def gradient_norm(optimizer: Any) -> float:
+    """Ready the master gradients and return their global norm, before clipping."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def apply_update(optimizer: Any, grad_norm: float, clip_grad: float) -> None:
+    """Clip by the global norm and update the weights; call after `gradient_norm`."""
+    if 0.0 < clip_grad < grad_norm:
+        for part in sub_optimizers(optimizer):
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=grad_norm)
+    optimizer.step_with_ready_grads()

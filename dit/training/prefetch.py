@@ -1,0 +1,58 @@
+"""From the loader to the device: check every micro-batch, move it, and count what went by."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Optional
+
+import torch
+
+from dit.batch import PackedBatch
+from dit.data_api import DataStream
+
+
+@dataclass
+class Consumed:
+    """What one rank has trained on since the counters were last reset."""
+
+    samples: int = 0
+    valid_tokens: int = 0
+    padded_tokens: int = 0
+    flops: int = 0
+    keys: list[str] = field(default_factory=list)
+
+
+class DeviceBatches(Iterator[PackedBatch]):
+    """Micro-batches on the device, checked against the model.
+
+    Args:
+        stream: where they come from.
+        device: where they go.
+        num_classes: labels of the model.
+        flops: executed training FLOPs of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        stream: DataStream,
+        device: torch.device,
+        num_classes: Optional[int],
+        flops: Callable[[PackedBatch], int],
+    ) -> None:
+        self._stream, self._device, self._num_classes, self._flops = stream, device, num_classes, flops
+        self.consumed = Consumed()
+        self.last_grid: Optional[tuple[int, int, int]] = None
+
+    def __next__(self) -> PackedBatch:
+        batch = next(self._stream).validate(num_classes=self._num_classes)
+        self.consumed.samples += batch.layout.num_samples
+        self.consumed.valid_tokens += batch.layout.valid_tokens
+        self.consumed.padded_tokens += batch.layout.total_tokens
+        self.consumed.flops += self._flops(batch)
+        self.consumed.keys.extend(batch.keys)
+        self.last_grid = batch.grids[0]
+        return batch.to(self._device, non_blocking=True)
+
+    def reset(self) -> Consumed:
+        """Return the counters and start new ones."""
+        counted, self.consumed = self.consumed, Consumed()
+        return counted

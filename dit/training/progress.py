@@ -1,0 +1,116 @@
+"""The run as seen in a terminal: one live line where there is one, plain lines in a log file."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Optional, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+SMOOTHING = 0.3  # weight of the newest interval in the seconds per step that the remaining time is taken from
+
+# name in the scalars -> (how it is shown, format)
+COLUMNS: dict[str, tuple[str, str]] = {
+    "loss": ("loss", "{:.4f}"),
+    "grad_norm": ("grad norm", "{:.3g}"),
+    "learning_rate": ("lr", "{:.3g}"),
+    "samples_per_s": ("samples/s", "{:,.1f}"),
+    "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "tflops_per_rank": ("TFLOPS/rank", "{:.4g}"),
+}
+
+
+def format_duration(seconds: float) -> str:
+    """Write a duration as `42s`, `3m05s`, `2h07m` or `4d03h`."""
+    whole = round(max(0.0, seconds))
+    for unit, size, smaller, small in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // small:02d}{smaller}"
+    return f"{whole}s"
+
+
+def format_progress(step: int, num_steps: int, values: Mapping[str, float], remaining_s: Optional[float]) -> str:
+    """Write one line about a step; quantities that are not in `values` are left out.
+
+    Args:
+        step: optimizer steps done.
+        values: scalars by name, see `COLUMNS`.
+        remaining_s: seconds until the end; None while unknown.
+    """
+    width = len(str(num_steps))
+    parts = [f"step {step:>{width}}/{num_steps}"]
+    parts += [f"{label} {shape.format(values[name])}" for name, (label, shape) in COLUMNS.items() if name in values]
+    if remaining_s is not None:
+        parts.append(f"ETA {format_duration(remaining_s)}")
+    return "  ".join(parts)
+
+
+class ConsoleProgress:
+    """Show where the run is: a live line on a terminal, else one plain line per call. For rank 0.
+
+    Args:
+        header: one line that says what the run is, printed first.
+        num_steps: optimizer steps of the whole run.
+        stream: where to write; standard output if None.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        header: str,
+        num_steps: int,
+        stream: Optional[TextIO] = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_steps = num_steps
+        self._clock = clock
+        self._stream = sys.stdout if stream is None else stream
+        self._seconds_per_step: Optional[float] = None
+        self._last: Optional[tuple[int, float]] = None
+        self._live: Optional[Live] = None
+        self.message(header)
+        if self._stream.isatty():
+            console = Console(file=self._stream)
+            # Without a refresh thread nothing is drawn while a step runs, and nothing has to be locked.
+            self._live = Live(Text(""), console=console, auto_refresh=False, redirect_stdout=False)
+            self._live.start()
+
+    def start(self, step: int) -> None:
+        """Start the clock at `step` steps done, so that start-up time is not taken for training time."""
+        self._last = (step, self._clock())
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show a step; call once per logging interval, with host values."""
+        line = format_progress(step, self.num_steps, values, self._remaining_s(step))
+        if self._live is None:
+            self._print(line)
+        else:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def message(self, text: str) -> None:
+        """Print a line that stays, above the live line if there is one."""
+        if self._live is None:
+            self._print(text)
+        else:
+            self._live.console.print(Text(text))
+
+    def close(self) -> None:
+        """Leave the last line standing."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, line: str) -> None:
+        # Flushed, so that a job's log file can be followed.
+        print(line, file=self._stream, flush=True)
+
+    def _remaining_s(self, step: int) -> Optional[float]:
+        now = self._clock()
+        if self._last is not None and step > self._last[0]:
+            newest = (now - self._last[1]) / (step - self._last[0])
+            smooth = newest if self._seconds_per_step is None else self._seconds_per_step
+            self._seconds_per_step = smooth + SMOOTHING * (newest - smooth)
+        self._last = (step, now)
+        return None if self._seconds_per_step is None else self._seconds_per_step * (self.num_steps - step)

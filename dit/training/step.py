@@ -1,0 +1,49 @@
+"""One micro-batch: drop conditions, corrupt, predict, compare. The forward step of Megatron-Core's schedules."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.models.base import ModelConfig
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import Objective, Prepared, masked_loss
+
+ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, Callable]]
+
+
+def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfig) -> PackedBatch:
+    """Take class and text away from some samples, each drawn for itself (classifier-free guidance, Ho and Salimans)."""
+    changes: dict[str, Any] = {}
+    if model.num_classes is not None and batch.labels_S is not None:
+        dropped = noise.uniform_S("drop class") < model.class_dropout
+        changes["labels_S"] = torch.where(dropped, model.num_classes, batch.labels_S)
+    if batch.context_KD is not None:
+        changes["context_dropped_S"] = noise.uniform_S("drop text") < model.context_dropout
+    return replace(batch, **changes)
+
+
+def training_forward_step(objective: Objective, model: ModelConfig, seed: int, step: int) -> ForwardStep:
+    """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
+
+    Its loss function returns (loss sum, real tokens, what the step logs); Megatron-Core's `finalize_model_grads` divides
+    the gradients by the real tokens of the whole global batch.
+    """
+
+    def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, dict]:
+        total, count = masked_loss(prediction_TC, prepared, batch.layout, objective.loss_kind)
+        return total, count.int(), {"loss_sum": total.detach(), "tokens": count.detach()}
+
+    def forward_step(batches: Iterator[PackedBatch], network: Any) -> tuple[Tensor, Callable]:
+        batch = next(batches)
+        noise = AddressedNoise(seed, step, batch.sample_ids_S, batch.layout)
+        batch = drop_conditions(batch, noise, model)
+        prepared = objective.prepare(batch, noise)
+        prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
+        return prediction_TC, partial(loss_function, prepared, batch)
+
+    return forward_step

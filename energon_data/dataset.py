@@ -1,0 +1,245 @@
+"""Energon data sets as a `DataConfig`: what a recipe writes, checked before anything is built."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from dit.batch import PackedBatch
+from dit.data_api import BatchSpec, DataConfig
+from dit.errors import ConfigError, DataError
+from energon_data.folder import check_dataset
+from energon_data.ledger import SkipLog
+from energon_data.packing import padded_length
+from energon_data.streams import Delivery, StreamGroup, check_streams
+
+if TYPE_CHECKING:
+    from energon_data.task_encoder import EncoderOptions
+
+SKIP_FILE = "data_skipped.jsonl"
+
+
+@dataclass(kw_only=True)
+class EnergonData(DataConfig):
+    """Samples from WebDataset shards, read by Megatron-Energon.
+
+    Attributes:
+        path: a data set folder with `.nv-meta`, or a metadataset `.yaml` that blends several.
+        num_streams: global streams the run reads; None for one per data-parallel rank. Fix it to keep the order of
+            the data when the number of ranks changes.
+        background: read every stream in a worker process of its own.
+        shuffle_buffer: samples mixed in memory before batching; 0 for none.
+        max_samples_per_sequence: cut shards into runs of about this many samples and shuffle the runs; None for whole
+            shards.
+        max_tokens_per_pack: pack samples of any length up to this many tokens (micro_batch_size must then be 1); None
+            for dense batches.
+        packing_buffer_size: samples among which the members of packs are chosen.
+        pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
+        bucket_by_shape: batch only samples of one latent shape together, as convolutional backbones need.
+        max_text_tokens: longer texts are cut; None keeps them whole.
+        max_tokens_per_sample: longer samples are dropped and counted; None for as long as a pack.
+        max_abs_latent: a latent beyond this absolute value counts as damaged.
+        min_aesthetic_score: samples with a lower score, or none, are dropped and counted; None asks for none.
+        max_lost_samples: damaged samples the streams of one data-parallel rank may lose before the run ends.
+        require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Checksums that
+            are there are always verified.
+        train_split, validation_split: names of the splits.
+        validation_micro_batches: held-out micro-batches of one pass over all ranks; None for the whole split.
+    """
+
+    path: str = ""
+    num_streams: Optional[int] = None
+    background: bool = False
+    shuffle_buffer: int = 1000
+    max_samples_per_sequence: Optional[int] = None
+    max_tokens_per_pack: Optional[int] = None
+    packing_buffer_size: int = 256
+    pad_packs: bool = False
+    bucket_by_shape: bool = False
+    max_text_tokens: Optional[int] = 512
+    max_tokens_per_sample: Optional[int] = None
+    max_abs_latent: float = 1e3
+    min_aesthetic_score: Optional[float] = None
+    max_lost_samples: int = 0
+    require_checksums: bool = True
+    train_split: str = "train"
+    validation_split: str = "val"
+    validation_micro_batches: Optional[int] = 64
+
+    def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
+        """Check settings, streams, folder and every shard's size against its index.
+
+        Raises:
+            ConfigError: settings do not fit each other, the model, or the layout.
+            DataError: the data set is missing, incomplete, or could execute code.
+        """
+        num_streams = check_streams(self.num_streams, dp_size, micro_batches_per_step)
+        self._check_settings(spec)
+        infos = check_dataset(self.path, self.train_split)
+        for info in infos:
+            if info.samples < num_streams:
+                raise ConfigError(
+                    f"{info.path} has {info.samples} samples in split {info.split!r}, fewer than data.num_streams="
+                    f"{num_streams}; use fewer streams or ranks, or more data"
+                )
+            shape = info.description.get("latent_shape")
+            if shape and shape[0] != spec.latent_channels:
+                raise ConfigError(
+                    f"{info.path} holds latents of {shape[0]} channels, the model takes {spec.latent_channels}; "
+                    "set the model's channels"
+                )
+        names = self.class_names()
+        if names is not None and spec.num_classes is not None and len(names) > spec.num_classes:
+            raise ConfigError(
+                f"{self.path} has {len(names)} classes, model.num_classes is {spec.num_classes}; "
+                f"raise it to {len(names)}"
+            )
+
+    def _check_settings(self, spec: BatchSpec) -> None:
+        """Check what needs no look at the data."""
+        for name in ("shuffle_buffer", "max_lost_samples"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"data.{name} must not be negative, got {getattr(self, name)}")
+        names = ("max_samples_per_sequence", "max_tokens_per_pack", "packing_buffer_size", "max_text_tokens")
+        for name in (*names, "max_tokens_per_sample", "validation_micro_batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"data.{name} must be at least 1, got {value}")
+        if self.max_tokens_per_pack is None:
+            if self.pad_packs:
+                raise ConfigError("data.pad_packs needs data.max_tokens_per_pack")
+            return
+        if spec.micro_batch_size != 1:
+            raise ConfigError(
+                f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
+                f"{spec.micro_batch_size}; set micro_batch_size=1 and a longer pack"
+            )
+        if self.bucket_by_shape:
+            raise ConfigError("data.bucket_by_shape and data.max_tokens_per_pack exclude each other; choose one")
+        if self.max_tokens_per_pack % spec.multiple_of:
+            raise ConfigError(
+                f"data.max_tokens_per_pack={self.max_tokens_per_pack} must be a multiple of {spec.multiple_of} "
+                f"(context and sequence parallel); use {padded_length(self.max_tokens_per_pack, spec.multiple_of)}"
+            )
+
+    def _options(self) -> "EncoderOptions":
+        from energon_data.filters import Filters
+        from energon_data.task_encoder import EncoderOptions
+
+        limits = [n for n in (self.max_tokens_per_sample, self.max_tokens_per_pack) if n is not None]
+        return EncoderOptions(
+            filters=Filters(
+                max_abs=self.max_abs_latent,
+                min_aesthetic_score=self.min_aesthetic_score,
+                max_tokens=min(limits) if limits else None,
+            ),
+            require_checksums=self.require_checksums,
+            max_text_tokens=self.max_text_tokens,
+            max_tokens_per_pack=self.max_tokens_per_pack,
+            pad_packs=self.pad_packs,
+            bucket_by_shape=self.bucket_by_shape,
+        )
+
+    def build_train(
+        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+    ) -> StreamGroup:
+        """Build this rank's streams; skipped samples are appended to `log_dir/data_skipped.jsonl`.
+
+        Raises:
+            ConfigError: the stream count does not fit the data-parallel size.
+            DataError: the data set is missing, incomplete, or could execute code.
+        """
+        from energon_data.energon_source import EnergonSource
+
+        check_dataset(self.path, self.train_split)
+        num_streams = check_streams(self.num_streams, dp_size, self.num_streams or dp_size)
+        sources = {
+            stream: EnergonSource(
+                self.path,
+                spec,
+                self._options(),
+                split=self.train_split,
+                stream=stream,
+                num_streams=num_streams,
+                background=self.background,
+                seed=seed,
+                budget=self.max_lost_samples,
+                shuffle_buffer=self.shuffle_buffer,
+                max_samples_per_sequence=self.max_samples_per_sequence,
+                packing_buffer_size=self.packing_buffer_size,
+            )
+            for stream in range(dp_rank, num_streams, dp_size)
+        }
+        log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
+        return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=log, origin=self.path)
+
+    def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
+        """Build a pass over the held-out split.
+
+        The micro-batches are cut from one global order, whatever the number of ranks; rank `r` gets number `r`,
+        `r + dp_size`, ... Every rank reads (but does not keep) the others' samples, too. When the ranks do not share
+        the micro-batches evenly, the first ones are given out again to the ranks that would go without.
+
+        Raises:
+            DataError: the split is missing or damaged, or a sample is lost beyond the budget.
+        """
+        from energon_data.energon_source import validation_pass
+
+        check_dataset(self.path, self.validation_split)
+
+        def read() -> Iterator[Delivery]:
+            return validation_pass(
+                self.path,
+                spec,
+                self._options(),
+                split=self.validation_split,
+                budget=self.max_lost_samples,
+                packing_buffer_size=self.packing_buffer_size,
+            )
+
+        return share_validation(
+            read, self.validation_micro_batches, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.path
+        )
+
+    def class_names(self) -> Optional[list[str]]:
+        """Return the class names that `dataset.json` lists; those of the first member for a blend."""
+        names = check_dataset(self.path, self.train_split)[0].description.get("class_names")
+        return list(names) if names else None
+
+
+def share_validation(
+    read: Callable[[], Iterator[Delivery]], limit: Optional[int], dp_rank: int, dp_size: int, log: SkipLog, origin: str
+) -> Iterator[PackedBatch]:
+    """Deal a finite pass out to the data-parallel ranks, equally many micro-batches each.
+
+    Args:
+        read: starts the pass.
+        limit: micro-batches of the pass over all ranks; None for all.
+
+    Raises:
+        DataError: the pass is empty or broken.
+    """
+
+    def batches(count: Optional[int]) -> Iterator[PackedBatch]:
+        for delivery in islice(read(), count):
+            log.record(0, delivery.skips)
+            if delivery.is_bug:
+                raise RuntimeError(f"reading {origin} failed:\n{delivery.failure}")
+            if delivery.batch is None:
+                raise DataError(
+                    f"validation on {origin} ended: {delivery.failure}; skipped: {log.counts() or 'nothing'}"
+                )
+            yield delivery.batch
+
+    total = 0
+    for number, batch in enumerate(batches(limit)):
+        total = number + 1
+        if number % dp_size == dp_rank:
+            yield batch
+    if total == 0:
+        raise DataError(f"validation on {origin} gives no micro-batch; skipped: {log.counts() or 'nothing'}")
+    if total % dp_size and dp_rank >= total % dp_size:
+        again = (total // dp_size * dp_size + dp_rank) % total
+        log = SkipLog(log.budget)
+        yield next(islice(batches(again + 1), again, None))

@@ -1,0 +1,142 @@
+"""Decode the parts of a sample from a closed list of formats. Nothing that is read can execute code."""
+
+import ast
+import io
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from energon_data.samples import META_PART, SampleError, unseal, verify_parts
+
+PICKLES = frozenset({"pyd", "pkl", "pickle", "pth", "pt", "bin", "ckpt", "joblib", "dill"})
+IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff"})
+RAW = frozenset({"txt", "mp4", "webm", "mov", "mkv", "avi"})
+
+
+@lru_cache(maxsize=256)
+def _npy_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
+    """Parse the dictionary of an `.npy` header; a data set has few distinct ones, so they are remembered."""
+    fields = ast.literal_eval(header.decode("latin1"))
+    dtype, shape, fortran = np.dtype(fields["descr"]), fields["shape"], fields["fortran_order"]
+    if dtype.hasobject:
+        raise SampleError("pickled", "an .npy part holds Python objects, which are pickles; store plain numbers")
+    if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ValueError(f"shape {shape!r}")
+    return dtype, shape, bool(fortran)
+
+
+def read_npy(data: bytes) -> np.ndarray:
+    """Read an `.npy` part without ever unpickling; some thirty times faster than `numpy.load` for small arrays.
+
+    Raises:
+        SampleError: the part is damaged, or holds Python objects.
+
+    Source: NumPy enhancement proposal 1, "A simple file format for NumPy arrays".
+    """
+    try:
+        if data[:6] != b"\x93NUMPY" or data[6] not in (1, 2, 3):
+            raise ValueError("no .npy magic")
+        start = 10 if data[6] == 1 else 12
+        end = start + int.from_bytes(data[8:start], "little")
+        dtype, shape, fortran = _npy_header(data[start:end])
+        count = math.prod(shape)
+        if len(data) != end + count * dtype.itemsize:
+            raise ValueError(
+                f"{len(data) - end} bytes of values, shape {shape} of {dtype} needs {count * dtype.itemsize}"
+            )
+        # bytearray: torch wants memory it may write to.
+        array = np.frombuffer(bytearray(data[end:]), dtype=dtype)
+        return array.reshape(shape, order="F" if fortran else "C")
+    except SampleError:
+        raise
+    except Exception as error:
+        raise SampleError("bad_npy", f"unreadable .npy part: {error}") from error
+
+
+def read_safetensors(data: bytes) -> dict[str, Tensor]:
+    """Read a `.safetensors` part.
+
+    Raises:
+        SampleError: the part is damaged.
+    """
+    from safetensors.torch import load
+
+    try:
+        return load(data)
+    except Exception as error:
+        raise SampleError("bad_safetensors", f"unreadable .safetensors part: {error}") from error
+
+
+def read_image(data: bytes) -> Tensor:
+    """Read a picture as RGB, uint8 `[3, H, W]`.
+
+    Raises:
+        SampleError: the part is damaged.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except Exception as error:
+        raise SampleError("bad_image", f"unreadable picture: {error}") from error
+
+
+def decode_part(name: str, data: bytes) -> Any:
+    """Decode one part by the last extension of its name.
+
+    Raises:
+        SampleError: the format is a pickle, unknown, or the part is damaged.
+    """
+    extension = name.rpartition(".")[2].lower()
+    if extension == "npy":
+        return read_npy(data)
+    if extension == "safetensors":
+        return read_safetensors(data)
+    if extension in IMAGES:
+        return read_image(data)
+    if extension in RAW:
+        return data
+    if extension == "json":
+        return unseal(data)
+    if extension in PICKLES:
+        raise SampleError(
+            "pickled", f"part {name!r} is a pickle, which can execute code; convert it to .npy or .safetensors"
+        )
+    raise SampleError(
+        "unknown_part", f"part {name!r} has an unknown format; known are .npy, .safetensors, images, .txt"
+    )
+
+
+def decode_sample(key: str, parts: dict[str, bytes], *, require_checksums: bool) -> dict[str, Any]:
+    """Verify and decode all parts of a sample.
+
+    Args:
+        key: name of the sample.
+        parts: raw bytes by part name.
+        require_checksums: refuse samples whose metadata does not name the CRC32 of every part.
+
+    Returns:
+        Decoded parts by part name; the metadata under `json`.
+
+    Raises:
+        SampleError: the sample is damaged, incomplete, or of a refused format.
+    """
+    if key.startswith(("/", "\\")) or ".." in key.replace("\\", "/").split("/"):
+        raise SampleError("path_escape", f"the name {key!r} points outside the shard")
+    raw = parts.get(META_PART)
+    if raw is None:
+        raise SampleError("missing_part", "the sample has no .json part")
+    metadata = unseal(raw)
+    rest = {name: data for name, data in parts.items() if name != META_PART}
+    for name in rest:
+        if name.rpartition(".")[2].lower() in PICKLES:
+            decode_part(name, b"")
+    verify_parts(metadata, rest, required=require_checksums)
+    decoded: dict[str, Any] = {name: decode_part(name, data) for name, data in rest.items()}
+    decoded[META_PART] = metadata
+    return decoded

@@ -1,0 +1,63 @@
+"""Which decoded samples are used. Pure functions: the same sample always meets the same fate."""
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from energon_data.samples import Clip, SampleError
+
+
+class FilteredOutError(Exception):
+    """A sound sample that the settings do not want.
+
+    Args:
+        reason: a short word that samples are counted under.
+        detail: what the settings ask for and what the sample has.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filters:
+    """Limits a sample has to keep.
+
+    Attributes:
+        max_abs: largest sound absolute value of a latent.
+        min_aesthetic_score: lowest `aesthetic_score` in the metadata; a sample without one fails. None asks for none.
+        max_tokens: longest sample in tokens, its own padding included; None for any.
+    """
+
+    max_abs: float = 1e3
+    min_aesthetic_score: Optional[float] = None
+    max_tokens: Optional[int] = None
+
+    def check_values(self, x: Tensor, what: str) -> None:
+        """Refuse values that are not finite or absurdly large.
+
+        Raises:
+            SampleError: a value is NaN, infinite, or beyond `max_abs`.
+        """
+        low, high = torch.aminmax(x)
+        largest = max(-low.item(), high.item())
+        # A NaN fails every comparison, so it must be the one that lets a sample pass.
+        if not largest <= self.max_abs or math.isnan(low.item()):
+            raise SampleError("not_finite", f"{what} reach {largest:g}, sound are at most {self.max_abs:g}")
+
+    def check(self, clip: Clip, padded_tokens: int) -> None:
+        """Apply the score and the length limit.
+
+        Raises:
+            FilteredOutError: the sample is outside.
+        """
+        if self.min_aesthetic_score is not None:
+            score = clip.metadata.get("aesthetic_score")
+            if not isinstance(score, (int, float)) or not score >= self.min_aesthetic_score:
+                raise FilteredOutError("aesthetic_score", f"score {score}, asked for {self.min_aesthetic_score:g}")
+        if self.max_tokens is not None and padded_tokens > self.max_tokens:
+            raise FilteredOutError("too_long", f"{padded_tokens} tokens with padding, at most {self.max_tokens} fit")

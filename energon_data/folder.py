@@ -1,0 +1,185 @@
+"""Check a data set before anything is read from it: complete, untouched, and unable to execute code."""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from dit.errors import ConfigError, DataError
+
+_META = ".nv-meta"
+_DATASET_KEYS = {"__module__", "__class__", "subflavors"}
+_METADATASETS = {"Metadataset", "MetadatasetV2"}
+_ADVICE = "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or make it anew"
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """One split of one data set folder, checked."""
+
+    path: Path
+    split: str
+    samples: int
+    description: dict[str, Any]
+
+
+def _load(file: Path) -> Any:
+    """Parse a YAML or JSON file without running anything in it."""
+    try:
+        text = file.read_text()
+        return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"cannot read {file}: {error}; {_ADVICE}") from error
+
+
+def _check_shard_name(folder: Path, name: str) -> Path:
+    parts = PurePosixPath(name).parts
+    if not name or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name:
+        raise DataError(f"{folder / _META} names the shard {name!r}, which lies outside the data set; {_ADVICE}")
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"shard {path} is a link that leads outside the data set; copy the file instead")
+    return path
+
+
+def _check_shard(path: Path, count: int, written_bytes: int | None) -> None:
+    """Compare a shard with its index and with what its writer noted, without reading the samples."""
+    if not path.is_file():
+        raise DataError(f"shard {path} is missing; restore the file, or {_ADVICE}")
+    index = path.with_suffix(".tar.idx")
+    if not index.is_file():
+        raise DataError(f"shard {path} has no index {index.name}; {_ADVICE}")
+    entries, rest = divmod(index.stat().st_size, 8)
+    if rest or entries != count + 1:
+        raise DataError(f"index {index} lists {entries - 1} samples, the metadata {count}; {_ADVICE}")
+    with index.open("rb") as f:
+        f.seek(-8, 2)
+        (end,) = struct.unpack("<Q", f.read(8))
+    size = path.stat().st_size
+    if size < end:
+        raise DataError(f"shard {path} is truncated: {size} bytes, its last sample ends at {end}; restore the file")
+    if written_bytes is not None and size != written_bytes:
+        raise DataError(f"shard {path} has {size} bytes and had {written_bytes} when it was written; restore the file")
+
+
+def check_folder(folder: Path, split: str) -> SplitInfo:
+    """Check one data set folder.
+
+    Raises:
+        DataError: something is missing, damaged, or could execute code.
+    """
+    meta = folder / _META
+    if not meta.is_dir():
+        raise DataError(f"{folder} has no {_META} folder, so Energon cannot read it; {_ADVICE}")
+    scripts = sorted(p.name for p in meta.rglob("*") if p.suffix in (".py", ".pyc", ".so"))
+    if scripts:
+        raise DataError(f"{meta} holds {scripts}, which Energon would execute; only data sets without code are read")
+    description = _load(meta / "dataset.yaml")
+    if not isinstance(description, dict) or set(description) - _DATASET_KEYS:
+        raise DataError(
+            f"{meta / 'dataset.yaml'} must hold only {sorted(_DATASET_KEYS)}, got {description!r}; {_ADVICE}"
+        )
+    target = f"{description.get('__module__')}.{description.get('__class__')}"
+    if target != "megatron.energon.CrudeWebdataset" or _nested_targets(description.get("subflavors")):
+        raise DataError(f"{meta / 'dataset.yaml'} asks for {target}; only megatron.energon.CrudeWebdataset is read")
+    info_file = meta / ".info.json"
+    info = _load(info_file if info_file.is_file() else meta / ".info.yaml")
+    split_file = meta / "split.yaml"
+    splits = _load(split_file if split_file.is_file() else meta / "split.json")
+    counts = info.get("shard_counts") if isinstance(info, dict) else None
+    parts = splits.get("split_parts") if isinstance(splits, dict) else None
+    if not isinstance(counts, dict) or not isinstance(parts, dict):
+        raise DataError(f"{meta} has no valid .info.json and split.yaml; {_ADVICE}")
+    if split not in parts:
+        raise DataError(f"{folder} has no split {split!r}, only {sorted(parts)}; {_ADVICE}")
+
+    import braceexpand
+
+    excluded = {name for entry in splits.get("exclude") or () for name in braceexpand.braceexpand(entry)}
+    names = [name for entry in parts[split] or () for name in braceexpand.braceexpand(entry) if name not in excluded]
+    if not names:
+        raise DataError(f"split {split!r} of {folder} is empty; {_ADVICE}")
+    own_file = folder / "dataset.json"
+    own = _load(own_file) if own_file.is_file() else {}
+    written = own.get("shards", {}) if isinstance(own, dict) else {}
+    for name in names:
+        path = _check_shard_name(folder, name)
+        count = counts.get(name)
+        if not isinstance(count, int) or count < 1:
+            raise DataError(f"{info_file} does not say how many samples shard {name!r} holds; {_ADVICE}")
+        _check_shard(path, count, written.get(name, {}).get("bytes"))
+    return SplitInfo(folder, split, sum(counts[name] for name in names), own if isinstance(own, dict) else {})
+
+
+def _nested_targets(value: Any) -> list[str]:
+    """Return every class or function that a configuration asks Energon to import."""
+    if isinstance(value, dict):
+        own = [f"{value.get('__module__')}.{value[k]}" for k in ("__class__", "__function__") if k in value]
+        return own + [t for v in value.values() for t in _nested_targets(v)]
+    return [t for v in value for t in _nested_targets(v)] if isinstance(value, list) else []
+
+
+def _nested(value: Any, key: str) -> list[Any]:
+    """Return every value that stands under `key` anywhere in a configuration."""
+    if isinstance(value, dict):
+        return [v for k, v in value.items() if k == key] + [x for v in value.values() for x in _nested(v, key)]
+    return [x for v in value for x in _nested(v, key)] if isinstance(value, list) else []
+
+
+def _check_blend_file(file: Path, above: tuple[Path, ...] = ()) -> None:
+    """Refuse a metadataset file, or one it refers to, that makes Energon import anything but metadatasets.
+
+    Raises:
+        DataError: it does, or files refer to each other in a circle.
+    """
+    if file in above:
+        raise DataError(f"the blends {[str(p) for p in (*above, file)]} refer to each other in a circle")
+    content = _load(file)
+    targets = _nested_targets(content)
+    allowed = {f"megatron.energon.{name}" for name in _METADATASETS}
+    if not targets or set(targets) - allowed:
+        raise DataError(f"{file} asks for {targets or 'no class'}; a blend may only use {sorted(allowed)}")
+    for key in ("dataset_config", "split_config", "aux", "join"):
+        if _nested(content, key):
+            raise DataError(f"{file} uses {key!r}, which is not supported; blend plain data set folders")
+    for member in _nested(content, "path"):
+        if isinstance(member, str) and member.endswith((".yaml", ".yml")):
+            _check_blend_file((file.parent / member).resolve(), (*above, file))
+
+
+def _check_blend(file: Path, split: str) -> list[SplitInfo]:
+    """Check a metadataset file and every data set it blends."""
+    _check_blend_file(file.resolve())
+    from megatron.energon.metadataset.loader import traverse_metadataset
+
+    try:
+        members = traverse_metadataset(file, split_part=split)
+    except Exception as error:
+        raise DataError(
+            f"cannot read the blend {file}, split {split!r}: {error}; compare it with Energon's docs"
+        ) from error
+    return [check_folder(Path(str(member.path.local_path())), member.split_part) for member in members]
+
+
+def check_dataset(path: str, split: str) -> list[SplitInfo]:
+    """Check a data set folder, or a metadataset file and all its members.
+
+    Raises:
+        ConfigError: no path is given.
+        DataError: something is missing, damaged, or could execute code.
+    """
+    if not path:
+        raise ConfigError("data.path is empty; name a data set folder or a metadataset file")
+    file = Path(path).absolute()
+    if file.is_dir():
+        return [check_folder(file, split)]
+    if file.is_file() and file.suffix in (".yaml", ".yml"):
+        return _check_blend(file, split)
+    if file.exists():
+        raise DataError(f"{path} is neither a data set folder nor a metadataset .yaml file")
+    raise DataError(
+        f"{path} does not exist; `python -m energon_data.prepare letters --out {path}` makes a small data set"
+    )

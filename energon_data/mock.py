@@ -1,0 +1,231 @@
+"""Synthetic data with the stream rules of real data: every sample is a function of the seed and its number."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.data_api import BatchSpec, DataConfig, sample_id
+from dit.errors import ConfigError, DataError
+from energon_data.dataset import share_validation
+from energon_data.ledger import SkipLog
+from energon_data.packing import collate, padded_length
+from energon_data.samples import Clip
+from energon_data.streams import Delivery, StreamGroup, check_streams
+
+_CACHED = 64
+"""A data set of at most this many samples is kept in memory, so that benchmarks do not time the drawing."""
+
+
+@dataclass(kw_only=True)
+class MockData(DataConfig):
+    """Random latents around one pattern per class.
+
+    Attributes:
+        frames, height, width: size of every latent.
+        shapes: sizes that take turns, such as `["1x32x32", "8x16x16"]` (frames x height x width), instead.
+        text_tokens: tokens of the longest text; texts have from half of them up to all.
+        dataset_size: distinct samples before they repeat; None for no end.
+        num_streams: global streams; None for one per data-parallel rank.
+        max_tokens_per_pack: fill packs, in order, up to this many tokens and pad them to it (micro_batch_size must
+            then be 1); None for dense batches.
+        validation_micro_batches: micro-batches of one validation pass over all ranks.
+    """
+
+    frames: int = 1
+    height: int = 16
+    width: int = 16
+    shapes: Optional[list[str]] = None
+    text_tokens: int = 16
+    fps: float = 24.0
+    dataset_size: Optional[int] = None
+    num_streams: Optional[int] = None
+    max_tokens_per_pack: Optional[int] = None
+    validation_micro_batches: int = 4
+
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Return the latent sizes (frames, height, width) that take turns.
+
+        Raises:
+            ConfigError: a shape is not written as `FRAMESxHEIGHTxWIDTH`.
+        """
+        if self.shapes is None:
+            return [(self.frames, self.height, self.width)]
+        sizes = []
+        for text in self.shapes:
+            numbers = text.lower().split("x")
+            if len(numbers) != 3 or not all(n.isdigit() and int(n) > 0 for n in numbers):
+                raise ConfigError(f"data.shapes must hold texts like '8x16x16' (frames x height x width), got {text!r}")
+            sizes.append((int(numbers[0]), int(numbers[1]), int(numbers[2])))
+        if not sizes:
+            raise ConfigError("data.shapes is empty; name at least one shape such as '1x16x16', or leave it out")
+        return sizes
+
+    def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
+        """Check streams, shapes and pack length.
+
+        Raises:
+            ConfigError: something does not fit.
+        """
+        check_streams(self.num_streams, dp_size, micro_batches_per_step)
+        if self.text_tokens < 1 or self.validation_micro_batches < 1 or (self.dataset_size or 1) < 1:
+            raise ConfigError(
+                f"data.text_tokens={self.text_tokens}, data.validation_micro_batches={self.validation_micro_batches} "
+                f"and data.dataset_size={self.dataset_size} must be at least 1"
+            )
+        for t, h, w in self.sizes():
+            if t % spec.patch_temporal or h % spec.patch_spatial or w % spec.patch_spatial:
+                raise ConfigError(
+                    f"a mock latent of {t} x {h} x {w} (T x H x W) cannot be cut into patches of "
+                    f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}; change data.shapes or the patch size"
+                )
+        pack = self.max_tokens_per_pack
+        if pack is None:
+            return
+        if spec.micro_batch_size != 1:
+            raise ConfigError(
+                f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
+                f"{spec.micro_batch_size}; set it to 1"
+            )
+        longest = max(self._padded_tokens(size, spec) for size in self.sizes())
+        if longest > pack or pack % spec.multiple_of:
+            raise ConfigError(
+                f"data.max_tokens_per_pack={pack} must be a multiple of {spec.multiple_of} and hold the longest "
+                f"sample, {longest} tokens"
+            )
+
+    @staticmethod
+    def _padded_tokens(size: tuple[int, int, int], spec: BatchSpec) -> int:
+        t, h, w = size
+        tokens = t // spec.patch_temporal * (h // spec.patch_spatial) * (w // spec.patch_spatial)
+        return padded_length(tokens, spec.multiple_of)
+
+    def build_train(
+        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+    ) -> StreamGroup:
+        """Build this rank's endless streams."""
+        num_streams = check_streams(self.num_streams, dp_size, self.num_streams or dp_size)
+        sources = {
+            stream: MockSource(self, spec, seed=seed, split="train", stream=stream, num_streams=num_streams)
+            for stream in range(dp_rank, num_streams, dp_size)
+        }
+        return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=SkipLog(0), origin="mock data")
+
+    def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
+        """Build a finite pass over samples that training never sees; see `share_validation`."""
+
+        def read() -> Iterator[Delivery]:
+            source = MockSource(self, spec, seed=0, split="val", stream=0, num_streams=1)
+            while True:
+                yield source.next()
+
+        return share_validation(read, self.validation_micro_batches, dp_rank, dp_size, SkipLog(0), "mock data")
+
+    def class_names(self) -> Optional[list[str]]:
+        """Return None: mock classes have no names."""
+        return None
+
+
+class MockSource:
+    """One global stream of synthetic samples; sample `k` of stream `s` is number `k * num_streams + s`."""
+
+    def __init__(
+        self, data: MockData, spec: BatchSpec, *, seed: int, split: str, stream: int, num_streams: int
+    ) -> None:
+        self._data, self._spec, self._seed, self._split = data, spec, seed, split
+        self._stream, self._num_streams = stream, num_streams
+        self._sizes = data.sizes()
+        self._taken = 0
+        self._cache: dict[int, Clip] = {}
+        self._patterns: dict[tuple[int, int, int, int], Tensor] = {}
+
+    def next(self) -> Delivery:
+        """Return the next micro-batch."""
+        pack = self._data.max_tokens_per_pack
+        if pack is None:
+            return Delivery(collate([self._take() for _ in range(self._spec.micro_batch_size)], self._spec), [])
+        clips: list[Clip] = []
+        room = pack
+        while (need := MockData._padded_tokens(self._size(self._number()), self._spec)) <= room:
+            room -= need
+            clips.append(self._take())
+        return Delivery(collate(clips, self._spec, total_tokens=pack), [])
+
+    def _number(self) -> int:
+        """Return the number of the next sample."""
+        number = self._taken * self._num_streams + self._stream
+        return number if self._data.dataset_size is None else number % self._data.dataset_size
+
+    def _size(self, number: int) -> tuple[int, int, int]:
+        # Streams often are as many as shapes, or a multiple; going by a hash lets each stream see every shape.
+        if len(self._sizes) == 1:
+            return self._sizes[0]
+        return self._sizes[sample_id(f"shape-{self._seed}-{number}") % len(self._sizes)]
+
+    def _take(self) -> Clip:
+        number = self._number()
+        self._taken += 1
+        if self._data.dataset_size is None or self._data.dataset_size > _CACHED:
+            return self.sample(number)
+        if number not in self._cache:
+            self._cache[number] = self.sample(number)
+        return self._cache[number]
+
+    def _pattern(self, label: int, size: tuple[int, int, int]) -> Tensor:
+        """Return the mean latent of a class: a wave of its own direction and phase, so that there is much to learn."""
+        found = self._patterns.get((label, *size))
+        if found is None:
+            t, h, w = (torch.arange(n, dtype=torch.float32) for n in size)
+            phase = 0.7 * label + torch.arange(self._spec.latent_channels, dtype=torch.float32)
+            angle = 0.2 * t[:, None, None] + (0.3 + 0.1 * (label % 5)) * h[:, None] + (0.2 + 0.1 * (label % 3)) * w
+            found = self._patterns[label, *size] = torch.sin(phase[:, None, None, None] + angle)
+        return found
+
+    def sample(self, number: int) -> Clip:
+        """Draw a sample from its number."""
+        key = f"mock-{self._split}-{self._seed}-{number}"
+        address = sample_id(key)
+        generator = torch.Generator().manual_seed(address)
+        size = self._size(number)
+        spec = self._spec
+        label = address % (spec.num_classes or 10)
+        latent = 0.5 * torch.randn(spec.latent_channels, *size, generator=generator) + self._pattern(label, size)
+        text = None
+        if spec.context_size is not None:
+            most = self._data.text_tokens
+            length = int(torch.randint((most + 1) // 2, most + 1, (), generator=generator))
+            text = torch.randn(length, spec.context_size, generator=generator)
+        t, h, w = size
+        return Clip(
+            __key__=key,
+            __restore_key__=(),
+            latent=latent,
+            metadata={},
+            text=text,
+            id=address,
+            label=label,
+            fps=self._data.fps if t > 1 else None,
+            grid=(t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return how many samples were taken."""
+        return {"taken": self._taken, "seed": self._seed}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue behind the samples that were taken.
+
+        Raises:
+            DataError: the state was made with another seed.
+        """
+        if state["seed"] != self._seed:
+            raise DataError(
+                f"the data state was made with seed {state['seed']}, this run has {self._seed}; set it back"
+            )
+        self._taken = state["taken"]
+
+    def close(self) -> None:
+        """Do nothing: there is no worker."""

@@ -1,0 +1,263 @@
+"""Find the text fonts of a machine: real capitals, no symbols, no duplicates, grouped into families and styles."""
+
+import hashlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dit.errors import DataError
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+CANVAS = 64
+"""Side of the square each glyph is drawn on before it is shrunk."""
+
+_CLASSES = ("serif", "sans", "mono")
+_NOT_TEXT = re.compile(
+    r"symbol|\bsym|sym\b|math|emoji|icon|dingbat|webding|wingding|ornament|braille|barcode|music|awesome|lastresort|"
+    r"last resort|nonuni|stixsiz|^cm(mi|sy|ex)\d|^esint|^msam|^msbm|^wasy|chess|playing|mahjong",
+    re.IGNORECASE,
+)
+# TeX's Computer Modern files name every cut a family of its own and carry wrong style tables.
+_COMPUTER_MODERN = {
+    "cmr10": ("Computer Modern Roman", "serif", ()),
+    "cmb10": ("Computer Modern Roman", "serif", ("bold",)),
+    "cmti10": ("Computer Modern Roman", "serif", ("italic",)),
+    "cmss10": ("Computer Modern Sans", "sans", ()),
+    "cmtt10": ("Computer Modern Typewriter", "mono", ()),
+}
+
+
+@dataclass(frozen=True)
+class Face:
+    """One font file: a family in one style.
+
+    Attributes:
+        style_class: `serif`, `sans` or `mono`.
+        styles: further style words such as `bold`, `italic`, `condensed`.
+        glyphs: the 26 capitals, float32 `[26, CANVAS, CANVAS]` in [0, 1].
+    """
+
+    path: Path
+    family: str
+    style_class: str
+    styles: tuple[str, ...]
+    glyphs: np.ndarray = field(repr=False, compare=False)
+
+    @property
+    def description(self) -> str:
+        """Style words as a caption uses them, such as `bold italic serif`."""
+        return " ".join((*self.styles, self.style_class))
+
+
+@dataclass(frozen=True)
+class FontReport:
+    """Faces that may be used, and the dropped files with the reason."""
+
+    faces: list[Face]
+    dropped: dict[str, str]
+
+
+def font_files(folders: Iterable[str | Path] | None) -> list[Path]:
+    """List TrueType and OpenType files, in the given folders or in matplotlib's and the system's.
+
+    Raises:
+        DataError: there is none.
+    """
+    import matplotlib
+    from matplotlib import font_manager
+
+    if folders is not None:
+        roots = [Path(f) for f in folders]
+        for root in roots:
+            if not root.is_dir():
+                raise DataError(f"font folder {root} does not exist; pass a folder that holds .ttf files to --fonts")
+        found = {p for root in roots for p in root.rglob("*") if p.suffix.lower() in (".ttf", ".otf")}
+        where = ", ".join(str(root) for root in roots)
+    else:
+        bundled = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+        found = set(bundled.glob("*.ttf"))
+        found |= {Path(p) for p in font_manager.findSystemFonts() if p.lower().endswith((".ttf", ".otf"))}
+        where = f"{bundled} and the system's font folders"
+    if not found:
+        raise DataError(f"no TrueType font in {where}; install fonts (for example fonts-dejavu) or pass --fonts FOLDER")
+    return sorted(found, key=lambda p: (p.name, str(p)))
+
+
+def draw_capitals(path: Path) -> np.ndarray:
+    """Draw A-Z in their natural proportions: one size for all letters, each centred on its own box.
+
+    Returns:
+        Grey glyphs, float32 `[26, CANVAS, CANVAS]`, ink 1, paper 0.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    probe = ImageFont.truetype(str(path), 100)
+    boxes = [probe.getbbox(c) for c in LETTERS]
+    width, height = max(b[2] - b[0] for b in boxes), max(b[3] - b[1] for b in boxes)
+    # Leaves room for shifts and turns: W may take 88 % of the width, Q 76 % of the height.
+    size = 100 * CANVAS * min(0.88 / max(width, 1), 0.76 / max(height, 1))
+    font = ImageFont.truetype(str(path), max(1, math.floor(size)))
+    glyphs = np.zeros((len(LETTERS), CANVAS, CANVAS), np.float32)
+    for i, letter in enumerate(LETTERS):
+        left, top, right, bottom = font.getbbox(letter)
+        image = Image.new("L", (CANVAS, CANVAS), 0)
+        corner = ((CANVAS - (right - left)) / 2 - left, (CANVAS - (bottom - top)) / 2 - top)
+        ImageDraw.Draw(image).text(corner, letter, fill=255, font=font)
+        glyphs[i] = np.asarray(image, np.float32) / 255
+    return glyphs
+
+
+def _fingerprints(glyphs: np.ndarray) -> np.ndarray:
+    """Return a small normalised picture of each glyph's own box, `[26, 256]`, for comparing shapes across fonts."""
+    from PIL import Image
+
+    rows = []
+    for glyph in glyphs:
+        ys, xs = np.nonzero(glyph > 0.3)
+        box = (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) if len(xs) else (0, 0, CANVAS, CANVAS)
+        small = Image.fromarray(np.uint8(glyph * 255)).resize((16, 16), Image.Resampling.BOX, box=box)
+        row = np.asarray(small, np.float32).ravel() - 128
+        rows.append(row / (np.linalg.norm(row) + 1e-6))
+    return np.stack(rows)
+
+
+def _reference() -> np.ndarray:
+    """Return fingerprints of plain fonts that ship with matplotlib, upright and slanted, `[4, 26, 256]`."""
+    import matplotlib
+
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    names = ("DejaVuSans.ttf", "DejaVuSerif.ttf", "DejaVuSans-Oblique.ttf", "DejaVuSerif-Italic.ttf")
+    return np.stack([_fingerprints(draw_capitals(folder / name)) for name in names])
+
+
+def _classify(font, family: str, glyphs: np.ndarray) -> tuple[str, tuple[str, ...]]:
+    """Return style class and style words from the font's tables, its names, and the shape of its letters."""
+    words = f"{family} {font.style_name}".lower()
+    os2 = font.get_sfnt_table("OS/2") or {}
+    post = font.get_sfnt_table("post") or {}
+    panose = os2.get("panose") or bytes(10)
+    weight = os2.get("usWeightClass", 400)
+    styles = []
+    if "condensed" in words or "narrow" in words:
+        styles.append("condensed")
+    if "light" in words or "thin" in words or 0 < weight <= 300:
+        styles.append("light")
+    elif re.search(r"bold|black|heavy", words) or weight >= 600:
+        styles.append("bold")
+    if re.search(r"italic|oblique|slanted", words) or "ITALIC" in str(font.style_flags).upper():
+        styles.append("italic")
+    if re.search(r"\bmono|mono\b|typewriter|courier|\bcode\b|console", words) or post.get("isFixedPitch"):
+        return "mono", tuple(styles)
+    if re.search(r"sans|gothic|grotesk|arial|helvetica", words):
+        return "sans", tuple(styles)
+    if re.search(r"serif|roman|times|garamond|georgia|antiqua", words):
+        return "serif", tuple(styles)
+    if panose[0] == 2 and panose[1] >= 2:
+        return ("sans" if panose[1] >= 11 else "serif"), tuple(styles)
+    # No table says it: a serif I is much wider at its foot than in the middle.
+    ink = glyphs[LETTERS.index("I")] > 0.5
+    widths = ink.sum(1)[ink.any(1)]
+    return ("serif" if len(widths) and widths[-3:].max() > 1.5 * widths[len(widths) // 2] else "sans"), tuple(styles)
+
+
+def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240) -> FontReport:
+    """Load every text font once.
+
+    A font is dropped with a reason when it lacks a capital, is named or shaped like a symbol font, cannot be read, or
+    draws the same capitals as one already kept.
+
+    Args:
+        folders: look here instead of in matplotlib's and the system's folders.
+        limit: most faces kept.
+
+    Raises:
+        DataError: no text font is left.
+    """
+    from matplotlib.ft2font import FT2Font
+
+    faces: list[Face] = []
+    dropped: dict[str, str] = {}
+    seen: dict[bytes, str] = {}
+    reference = _reference()
+    files = font_files(folders)
+    for path in files:
+        if len(faces) == limit:
+            dropped[str(path)] = f"more than {limit} faces"
+            continue
+        try:
+            font = FT2Font(str(path))
+            family = " ".join(font.family_name.split())
+            # cmsy10 and its like claim to hold capitals, so the name is asked first.
+            if _NOT_TEXT.search(family) or _NOT_TEXT.search(path.stem):
+                dropped[str(path)] = "symbol, math or emoji font"
+                continue
+            known = font.get_charmap()
+            lacking = [c for c in LETTERS if ord(c) not in known]
+            if lacking:
+                dropped[str(path)] = f"lacks {len(lacking)} of 26 capitals"
+                continue
+            glyphs = draw_capitals(path)
+        except Exception as error:
+            dropped[str(path)] = f"unreadable: {error}"
+            continue
+        prints = _fingerprints(glyphs)
+        nearest = (prints @ reference.transpose(0, 2, 1)).max(0).argmax(1)
+        readable = int((nearest == np.arange(26)).sum())
+        if readable < 18:
+            dropped[str(path)] = f"only {readable} of 26 capitals look like letters"
+            continue
+        digest = hashlib.sha256(np.uint8(glyphs * 15).tobytes()).digest()
+        if digest in seen:
+            dropped[str(path)] = f"same capitals as {seen[digest]}"
+            continue
+        seen[digest] = path.name
+        if family in _COMPUTER_MODERN:
+            family, style_class, styles = _COMPUTER_MODERN[family]
+        else:
+            style_class, styles = _classify(font, family, glyphs)
+        faces.append(Face(path, family, style_class, styles, glyphs))
+    if not faces:
+        raise DataError(
+            f"none of the {len(files)} font files is a text font with 26 capitals "
+            f"({'; '.join(f'{Path(p).name}: {why}' for p, why in list(dropped.items())[:3])}); pass --fonts FOLDER"
+        )
+    return FontReport(faces, dropped)
+
+
+def held_out_families(faces: list[Face], share: float = 0.2) -> set[str]:
+    """Choose the font families that are held out for validation.
+
+    About `share` of the families (at least one) is taken, one style class after the other, starting with the class
+    that has most families, so that both sides hold several styles. A class never loses its only family, and within
+    a class the family with most faces is taken that has at most `share` of all faces, so training keeps the bulk.
+    Nothing here is random: the same fonts always give the same split.
+
+    Returns:
+        Held-out families; empty if there is only one family.
+    """
+    by_class: dict[str, dict[str, int]] = {c: defaultdict(int) for c in _CLASSES}
+    for face in faces:
+        by_class[face.style_class][face.family] += 1
+    total = len({face.family for face in faces})
+    held: set[str] = set()
+    if total < 2:
+        return held
+    order = sorted(_CLASSES, key=lambda c: (-len(by_class[c]), _CLASSES.index(c)))
+    # A class with a single family may give it up only when no class has two.
+    spare = 1 if any(len(by_class[c]) > 1 for c in _CLASSES) else 0
+    while len(held) < math.ceil(share * total):
+        before = len(held)
+        for name in order:
+            left = {f: n for f, n in by_class[name].items() if f not in held}
+            if len(left) <= spare or len(held) >= math.ceil(share * total) or total - len(held) < 2:
+                continue
+            small = {f: n for f, n in left.items() if n <= share * len(faces)}
+            held.add(max(small, key=lambda f: (small[f], f)) if small else min(left, key=lambda f: (left[f], f)))
+        if len(held) == before:
+            break
+    return held

@@ -1,0 +1,117 @@
+"""Write WebDataset shards and the metadata Energon reads, completely or not at all."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dit.errors import ConfigError, DataError
+from energon_data.samples import META_PART, seal
+
+DATASET_FILE = "dataset.json"
+
+
+class ShardWriter:
+    """Collects samples into shards of one split.
+
+    Args:
+        folder: where the shards go.
+        split: name of the split; shards are called `SPLIT-000000.tar`.
+        samples_per_shard: samples in every shard but the last.
+    """
+
+    def __init__(self, folder: Path, split: str, samples_per_shard: int) -> None:
+        self.folder, self.split, self.samples_per_shard = folder, split, samples_per_shard
+        self.shards: dict[str, dict[str, int]] = {}
+        self._tar: tarfile.TarFile | None = None
+        self._name, self._count = "", 0
+
+    def add(self, key: str, metadata: dict[str, Any], parts: dict[str, bytes]) -> None:
+        """Append a sample; the metadata is sealed with the checksums of its parts."""
+        if "." in key or not key:
+            raise DataError(f"a sample name must not be empty or hold a dot, got {key!r}")
+        if self._tar is None:
+            name = f"{self.split}-{len(self.shards):06d}.tar"
+            self._name = name
+            self._tar = tarfile.open(self.folder / name, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+            self._count = 0
+        # Sorted names, no time, no owner: the same samples always give the same bytes.
+        for part, data in [(META_PART, seal(metadata, parts)), *sorted(parts.items())]:
+            member = tarfile.TarInfo(f"{key}.{part}")
+            member.size, member.mode = len(data), 0o644
+            self._tar.addfile(member, io.BytesIO(data))
+        self._count += 1
+        if self._count == self.samples_per_shard:
+            self.close()
+
+    def close(self) -> None:
+        """Finish the open shard."""
+        if self._tar is None:
+            return
+        self._tar.close()
+        size = (self.folder / self._name).stat().st_size
+        self.shards[self._name] = {"samples": self._count, "bytes": size}
+        self._tar = None
+
+
+def write_energon_metadata(folder: Path, shards: Iterable[str], splits: Iterable[str]) -> None:
+    """Index the shards and write `.nv-meta` for a `CrudeWebdataset`, without any prompt.
+
+    Raises:
+        DataError: Energon did not write what it must.
+    """
+    from megatron.energon.flavors import BaseWebdatasetFactory
+
+    names = sorted(shards)
+    with contextlib.redirect_stdout(io.StringIO()):
+        BaseWebdatasetFactory.prepare_dataset(
+            folder,
+            names,
+            split_parts_patterns=[(split, f"{split}-[0-9]*[.]tar") for split in splits],
+            shuffle_seed=None,
+            workers=min(2, len(names)),
+        )
+    meta = folder / ".nv-meta"
+    (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+    needed = [meta / ".info.json", meta / "split.yaml", meta / "index.sqlite"]
+    needed += [(folder / name).with_suffix(".tar.idx") for name in names]
+    missing = [path.name for path in needed if not path.is_file()]
+    if missing:
+        raise DataError(f"indexing the shards in {folder} did not write {missing}; is the disk full?")
+
+
+@contextlib.contextmanager
+def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """Give a temporary folder beside `out` that takes its place when the block ends well, and vanishes otherwise.
+
+    Raises:
+        ConfigError: `out` exists and `force` is not set.
+    """
+    if out.exists() and not force:
+        raise ConfigError(f"{out} exists already; choose another --out, or replace it with --force")
+    if out.exists() and not (out.is_dir() and ((out / DATASET_FILE).is_file() or not any(out.iterdir()))):
+        raise ConfigError(
+            f"{out} is not a data set made by this command, so --force will not delete it; remove it first"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        if out.exists():
+            shutil.rmtree(out)
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_dataset_file(folder: Path, content: dict[str, Any]) -> None:
+    """Write `dataset.json`, the description our readers start from."""
+    (folder / DATASET_FILE).write_text(json.dumps(content, indent=1) + "\n")

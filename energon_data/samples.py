@@ -1,0 +1,131 @@
+"""What a sample is: its parts inside a shard, the checksums that seal them, and the decoded clip.
+
+A sample named `KEY` consists of `KEY.json` (metadata) and of parts such as `KEY.latent.npy` and `KEY.text.npy`. The
+metadata names the CRC32 of every part, its own included, so a flipped bit never passes for data.
+"""
+
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import Tensor
+
+from dit.errors import DataError
+
+META_PART = "json"
+LATENT, TEXT = "latent", "text"
+_SELF = re.compile(rb'"json": "([0-9a-f]{8})"')
+_BLANK = b'"json": "00000000"'
+
+
+@dataclass(slots=True, kw_only=True)
+class Clip:
+    """A decoded sample on its way into a pack; an image has one frame.
+
+    Attributes:
+        latent: `[C, T, H, W]` float32, dimensionless after VAE scale and shift.
+        text: text embeddings `[K, context_size]` in their stored dtype.
+        id: 63-bit address of the sample.
+        grid: (t, h, w) in patches; (0, 0, 0) before encoding.
+    """
+
+    __key__: str
+    __restore_key__: tuple
+    __sources__: Optional[tuple] = None
+    latent: Tensor
+    metadata: dict[str, Any]
+    text: Optional[Tensor] = None
+    shard: str = ""
+    id: int = 0
+    label: Optional[int] = None
+    fps: Optional[float] = None
+    loss_weight: float = 1.0
+    grid: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        t, h, w = self.grid
+        return t * h * w
+
+
+class SampleError(Exception):
+    """A sample cannot be used.
+
+    Args:
+        reason: a short word that samples are counted under.
+        detail: what is wrong, with the numbers.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+def checksum(data: bytes) -> str:
+    """Return the CRC32 of `data` as eight hexadecimal digits."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def seal(metadata: dict[str, Any], parts: dict[str, bytes]) -> bytes:
+    """Serialise the metadata of a sample together with the checksums of all its parts.
+
+    The metadata's own checksum is that of the JSON text with eight zeros in its place.
+
+    Raises:
+        DataError: the metadata holds a key `crc32`, which is ours.
+    """
+    if "crc32" in metadata:
+        raise DataError("sample metadata must not hold the key 'crc32', the writer adds it; rename the key")
+    sums = {META_PART: "00000000"} | {name: checksum(data) for name, data in parts.items()}
+    blank = json.dumps({"crc32": sums} | metadata).encode()
+    return blank.replace(_BLANK, f'"json": "{checksum(blank)}"'.encode(), 1)
+
+
+def unseal(raw: bytes) -> dict[str, Any]:
+    """Parse sealed or foreign metadata, verifying its own checksum when it has one.
+
+    Raises:
+        SampleError: the text is no JSON object, or not the one that was written.
+    """
+    try:
+        metadata = json.loads(raw)
+    except ValueError as error:
+        raise SampleError("bad_json", f"the metadata is no JSON: {error}") from error
+    if not isinstance(metadata, dict):
+        raise SampleError("bad_json", f"the metadata is a {type(metadata).__name__}, not an object")
+    sums = metadata.get("crc32")
+    if isinstance(sums, dict) and META_PART in sums:
+        match = _SELF.search(raw)
+        if match is None or checksum(raw[: match.start()] + _BLANK + raw[match.end() :]) != match[1].decode():
+            raise SampleError("checksum", "the metadata differs from what was written (CRC32)")
+    return metadata
+
+
+def verify_parts(metadata: dict[str, Any], parts: dict[str, bytes], *, required: bool) -> None:
+    """Compare every part with the checksum that the metadata names.
+
+    Args:
+        parts: raw bytes by part name, the metadata itself excluded.
+        required: a part (or metadata) without a checksum is damage, too.
+
+    Raises:
+        SampleError: a part is missing, differs, or has no checksum.
+    """
+    sums = metadata.get("crc32")
+    if not isinstance(sums, dict):
+        if required:
+            raise SampleError("no_checksum", "the metadata names no checksums; write them, or set require_checksums")
+        return
+    if required and META_PART not in sums:
+        raise SampleError("no_checksum", "the metadata has no checksum of its own")
+    for name, data in parts.items():
+        if name not in sums:
+            if required:
+                raise SampleError("no_checksum", f"part {name!r} has no checksum")
+        elif checksum(data) != sums[name]:
+            raise SampleError("checksum", f"part {name!r} has CRC32 {checksum(data)}, written as {sums[name]}")
+    for name in sums:
+        if name not in parts and name != META_PART:
+            raise SampleError("missing_part", f"part {name!r} is named by the metadata but not in the shard")

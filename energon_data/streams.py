@@ -1,0 +1,160 @@
+"""Global streams: the order of the data is a property of the run, not of how many ranks read it.
+
+A run reads `num_streams` streams. Micro-batch `j` of the run comes from stream `j % num_streams`. Data-parallel rank
+`r` runs the micro-batches `r, r + dp_size, ...`, so it owns the streams `s` with `s % dp_size == r`, taken in turn.
+Changing `dp_size` to another divisor of `num_streams` only moves streams between ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional, Protocol
+
+from dit.batch import PackedBatch
+from dit.errors import ConfigError, DataError
+from energon_data.ledger import Skip, SkipLog
+
+
+@dataclass
+class Delivery:
+    """What a stream hands over: a micro-batch, or the reason there is none, and what was skipped on the way."""
+
+    batch: Optional[PackedBatch]
+    skips: list[Skip]
+    failure: Optional[str] = None
+    is_bug: bool = False
+
+
+class Source(Protocol):
+    """One global stream."""
+
+    def next(self) -> Delivery: ...
+
+    def state(self) -> Any:
+        """Return the position behind the last delivery, in plain containers."""
+
+    def load(self, state: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_streams(num_streams: Optional[int], dp_size: int, micro_batches_per_step: int) -> int:
+    """Return the number of global streams.
+
+    Raises:
+        ConfigError: it does not fit the data-parallel size or the batch size.
+    """
+    n = dp_size if num_streams is None else num_streams
+    if n < 1 or n % dp_size:
+        near = sorted({max(dp_size, n // dp_size * dp_size), (n // dp_size + 1) * dp_size})
+        raise ConfigError(
+            f"data.num_streams={n} must be a multiple of the data-parallel size {dp_size}; "
+            f"nearest are {' and '.join(map(str, near))}"
+        )
+    if micro_batches_per_step % n:
+        low = micro_batches_per_step // n * n
+        near = [m for m in (low, low + n) if m]
+        fitting = [d for d in range(dp_size, micro_batches_per_step + 1, dp_size) if micro_batches_per_step % d == 0]
+        raise ConfigError(
+            f"a step of {micro_batches_per_step} micro-batches (global_batch_size / micro_batch_size) must be a "
+            f"multiple of data.num_streams={n}; use {' or '.join(map(str, near))} micro-batches, or num_streams one of "
+            f"{fitting}"
+        )
+    return n
+
+
+class StreamGroup:
+    """The streams of one data-parallel rank, taken in turn.
+
+    Args:
+        sources: this rank's streams by global number.
+        num_streams: streams of the whole run.
+        log: counts what is skipped.
+        origin: name of the data, for messages.
+    """
+
+    def __init__(
+        self, sources: Mapping[int, Source], *, num_streams: int, dp_size: int, log: SkipLog, origin: str
+    ) -> None:
+        self._sources = dict(sorted(sources.items()))
+        self._order = list(self._sources)
+        self._num_streams, self._dp_size = num_streams, dp_size
+        self._log, self._origin = log, origin
+        self._cursor = 0
+
+    def __iter__(self) -> "StreamGroup":
+        return self
+
+    def __next__(self) -> PackedBatch:
+        number = self._order[self._cursor]
+        delivery = self._sources[number].next()
+        self._log.record(number, delivery.skips)
+        if delivery.is_bug:
+            raise RuntimeError(f"reading stream {number} of {self._origin} failed:\n{delivery.failure}")
+        if delivery.batch is None:
+            raise DataError(
+                f"stream {number} of {self._origin} ended: {delivery.failure or 'there is no more data'}; "
+                f"skipped so far: {self._log.counts() or 'nothing'}"
+            )
+        self._cursor = (self._cursor + 1) % len(self._order)
+        return delivery.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of every stream this rank reads, in plain containers."""
+        return {
+            "format": 1,
+            "num_streams": self._num_streams,
+            "dp_size": self._dp_size,
+            "next": self._cursor * self._dp_size,
+            "streams": {
+                s: {"position": source.state(), "skipped": self._log.state(s)} for s, source in self._sources.items()
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a union of `state_dict`s.
+
+        Raises:
+            DataError: the state belongs to another number of streams, lacks one of ours, or was saved between two
+                micro-batches of a step on another data-parallel size.
+        """
+        if state.get("format") != 1 or "streams" not in state:
+            raise DataError("this is no data state of format 1; start the data anew or use the version that saved it")
+        if state["num_streams"] != self._num_streams:
+            raise DataError(
+                f"the data state has {state['num_streams']} streams, this run reads {self._num_streams}, which would "
+                f"repeat some samples and lose others; set data.num_streams={state['num_streams']}"
+            )
+        if state["next"] and state["dp_size"] != self._dp_size:
+            raise DataError(
+                f"the data state was saved inside a step on {state['dp_size']} data-parallel ranks; resume on as many "
+                f"ranks, not {self._dp_size}"
+            )
+        streams = {int(s): value for s, value in state["streams"].items()}
+        missing = [s for s in self._order if s not in streams]
+        if missing:
+            raise DataError(f"the data state lacks the streams {missing}; merge the states of all data-parallel ranks")
+        for s, source in self._sources.items():
+            source.load(streams[s]["position"])
+            self._log.load(s, streams[s]["skipped"])
+        self._cursor = state["next"] // self._dp_size
+
+    def skipped(self) -> dict[str, int]:
+        """Return how many samples were lost or dropped so far, by reason."""
+        return self._log.counts()
+
+    def close(self) -> None:
+        """Stop all workers."""
+        for source in self._sources.values():
+            source.close()
+
+
+def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the union of the `state_dict`s of all data-parallel ranks.
+
+    Raises:
+        DataError: the states do not belong together.
+    """
+    heads = [{k: v for k, v in state.items() if k != "streams"} for state in states]
+    if any(head != heads[0] for head in heads):
+        raise DataError(f"the data states of the ranks do not belong together: {heads}")
+    return heads[0] | {"streams": {s: v for state in states for s, v in state["streams"].items()}}

@@ -1,0 +1,160 @@
+"""The command line of `launch.train`: flags, overrides and help. Imports nothing heavy, so mistakes are told at once.
+
+nemo-run (0.11) ignores flags it does not know and answers every failure with exit code 0, so the flags are read here;
+only the factory and the overrides go on to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Optional
+
+from dit.errors import ConfigError
+from recipes import registry
+
+HELP = """\
+Train a diffusion backbone.
+
+usage: python -m launch.train --factory RECIPE [flags] [key.path=value ...]
+       torchrun --nproc-per-node N -m launch.train --yes --factory RECIPE [flags] [key.path=value ...]
+
+first steps
+  python -m launch.train --list                                  what can be trained
+  python -m launch.train --factory tiny_dit --yes                a run of seconds on made-up data, any machine
+  python -m launch.train --factory letters_dit --dryrun          look at a recipe: settings, parameters, memory
+  torchrun --nproc-per-node 2 -m launch.train --yes --factory letters_dit
+  python -m launch.sample --checkpoint runs/letters_dit          draw what it learned
+
+change any setting
+  training.num_steps=500 optimizer.lr=3e-4                       dotted path = value
+  optimizer.lr*=2                                                also +=  -=  /=
+  objective=edm objective.p_mean=-0.4                            swap a part by name, then set its fields
+  "objective=ddpm(prediction='v')"                               the same in one word (quote it for the shell)
+  parallel.tensor_model_parallel_size=2                          split over ranks; see parallel.* with --print-config
+
+flags
+  -f, --factory RECIPE     recipe to run (a name from --list, or package.module.function of your own)
+      --yaml FILE          start from a saved configuration instead of a recipe
+      --yes                do not ask before starting (required under torchrun and in scripts)
+      --dryrun             settings, parameter count, memory per rank, FLOPs; needs no GPU and no data
+      --world-size N       ranks to plan for with --dryrun (default: as launched, or the smallest that fits)
+      --tokens N           tokens per sample to plan for with --dryrun (default: 256)
+      --print-config       print the complete configuration as YAML
+      --to-yaml FILE       write it to FILE (readable by --yaml)
+  -l, --list               list the recipes
+  -v, --verbose            debug messages, and tracebacks of usage errors
+  -h, --help               this page
+
+exit codes
+  0 target reached    2 usage or configuration    3 data    4 not finite    5 checkpoint
+  70 unexpected       75 preempted, checkpoint written (requeue)
+  torchrun turns each non-zero code of a rank into 1; RUN_DIR/exit.json keeps the true one.
+"""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """A parsed command line; each field is the flag of the same name (`list_recipes` is `--list`)."""
+
+    factory: Optional[str] = None
+    yaml: Optional[str] = None
+    yes: bool = False
+    dryrun: bool = False
+    world_size: Optional[int] = None
+    tokens: Optional[int] = None
+    print_config: bool = False
+    to_yaml: Optional[str] = None
+    list_recipes: bool = False
+    verbose: bool = False
+    help: bool = False
+    overrides: list[str] = field(default_factory=list)
+
+    @property
+    def starts_training(self) -> bool:
+        return not (self.dryrun or self.print_config or self.to_yaml)
+
+
+_FLAGS = {"--" + f.name.replace("_", "-"): f.name for f in fields(Options) if f.name != "overrides"}
+_ALIASES = {
+    "-f": "factory",
+    "-l": "list_recipes",
+    "--list": "list_recipes",
+    "-v": "verbose",
+    "-h": "help",
+    "--dry-run": "dryrun",
+}
+_TAKES_VALUE = {"factory", "yaml", "to_yaml", "world_size", "tokens"}
+_NUMBERS = {"world_size", "tokens"}
+# nemo-run's own flags, refused with the way that works here.
+_ELSEWHERE = {
+    "--load": "load a saved configuration with --yaml FILE",
+    "--repl": "inspect a recipe with --print-config or --dryrun",
+    "--detach": "launch jobs with launch.experiment",
+    "--direct": "training always runs in this process",
+    "--tail-logs": "logs already go to this console",
+    "--to-json": "write YAML with --to-yaml FILE",
+    "--to-toml": "write YAML with --to-yaml FILE",
+    "-y": "write --yes or --yaml FILE in full",
+}
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Read the flags and collect the overrides.
+
+    Raises:
+        ConfigError: a flag is unknown, lacks its value or has a needless one, or a word is neither flag nor override.
+    """
+    options, words = Options(), iter(argv)
+    for word in words:
+        if not word.startswith("-"):
+            if "=" not in word:
+                raise ConfigError(_stray(word))
+            options.overrides.append(word)
+            continue
+        flag, has_value, value = word.partition("=")
+        name = _FLAGS.get(flag) or _ALIASES.get(flag)
+        if name is None:
+            raise ConfigError(_unknown_flag(flag))
+        if name not in _TAKES_VALUE:
+            if has_value:
+                raise ConfigError(f"{flag} is a switch and takes no value, got {word!r}; write {flag}")
+            setattr(options, name, True)
+            continue
+        if not has_value:
+            value = next(words, "")
+        if not value or value.startswith("-"):
+            raise ConfigError(f"{flag} needs a value, got {value!r}; write {flag} {name.upper()}")
+        setattr(options, name, _number(flag, value) if name in _NUMBERS else value)
+    return options
+
+
+def check_factory(name: str) -> None:
+    """Check a plain recipe name against the registry, before anything heavy is imported.
+
+    Raises:
+        ConfigError: there is no such recipe.
+    """
+    base = name.partition("(")[0]
+    known = [entry.name for entry in registry.recipes()]
+    if "." not in base and base not in known:
+        hint = registry.did_you_mean(base, known) or "."
+        raise ConfigError(f"--factory {base}: no such recipe{hint} --list shows all {len(known)}")
+
+
+def _number(flag: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{flag} must be a whole number of at least 1, got {value!r}")
+    return int(value)
+
+
+def _stray(word: str) -> str:
+    known = [entry.name for entry in registry.recipes()]
+    if word in known:
+        return f"{word!r} stands alone; recipes are chosen by --factory {word}"
+    return f"{word!r} is neither a flag nor an override; overrides are key.path=value, recipes --factory NAME"
+
+
+def _unknown_flag(flag: str) -> str:
+    if flag in _ELSEWHERE:
+        return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag]}"
+    hint = registry.did_you_mean(flag, [*_FLAGS, *(s for s in _ALIASES if s.startswith("--"))])
+    return f"unknown flag {flag}{hint or '; --help shows all flags'}"

@@ -1,0 +1,154 @@
+"""A configuration as YAML: complete, readable, and equal after a round trip.
+
+The layout is nemo-run's (`_target_` names the class, `_partial_` marks the run), with every default written out, so a
+file still says what ran after a default has changed. nemo-run's own reader (0.11) refuses its `_partial_`, and imports
+and calls whatever `_target_` names; this one only accepts a subclass of what the setting asks for, from packages that
+are already trusted.
+"""
+
+import importlib
+import inspect
+import os
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from nemo_run.config import Config, Partial
+
+from dit.errors import ConfigError
+from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value
+from recipes.registry import TRAINING_FUNCTION
+
+TRUSTED_PACKAGES = ("dit", "energon_data", "recipes")
+
+
+def complete(node: Config | Partial) -> dict[str, Any]:
+    """Return a configuration as nested dictionaries, with defaults filled in."""
+    fn = node.__fn_or_cls__
+    values: dict[str, Any] = {"_target_": f"{fn.__module__}.{fn.__qualname__}"}
+    if isinstance(node, Partial):
+        values["_partial_"] = True
+    for name, parameter in inspect.signature(fn).parameters.items():
+        value = getattr(node, name, parameter.default)
+        if value is not inspect.Parameter.empty:
+            values[name] = _plain(value)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Config | Partial):
+        return complete(value)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def summary(task: Partial) -> str:
+    """Return what the recipe and the overrides have set, one part per line, without the defaults."""
+    names = [name for name in parameters(task) if hasattr(task, name)]
+    width = max(map(len, names))
+    lines = []
+    for name in names:
+        text = f"{name:<{width}}  {_short(getattr(task, name))}"
+        lines.append(textwrap.fill(text, 118, subsequent_indent=" " * (width + 4), break_long_words=False))
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Config | Partial):
+        settings = ", ".join(f"{k}={_short(v)}" for k, v in value.__arguments__.items())
+        return f"{value.__fn_or_cls__.__name__}({settings})"
+    return f"[{', '.join(map(_short, value))}]" if isinstance(value, list) else repr(value)
+
+
+def dump(task: Partial) -> str:
+    """Return the complete configuration as YAML, in the order of the signatures."""
+    return yaml.safe_dump(complete(task), sort_keys=False, default_flow_style=False, width=110)
+
+
+def write(task: Partial, path: str | Path) -> None:
+    """Write the complete configuration to a file, which appears only when it is whole.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(dump(task), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the configuration to {path}: {error.strerror}; choose another file") from error
+
+
+def load(path: str | Path, function: Callable, load_component: Callable[[str], None]) -> Partial:
+    """Read a configuration of `function` from a YAML file.
+
+    Args:
+        function: the training function; its signature says what each part must be.
+
+    Raises:
+        ConfigError: the file is missing, is no YAML, or a setting in it does not exist or has the wrong type.
+    """
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read --yaml {path}: {error.strerror}; --to-yaml FILE writes one") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}; --to-yaml FILE writes one") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a {type(raw).__name__}, not settings; --to-yaml FILE writes such a file")
+    target = raw.pop("_target_", f"{function.__module__}.{function.__qualname__}")
+    raw.pop("_partial_", None)
+    if str(target).rpartition(".")[2] != TRAINING_FUNCTION:
+        raise ConfigError(f"{path} configures {target}, not a training run; save one with --to-yaml")
+    task = Partial(function)
+    _fill(task, raw, "", load_component)
+    missing = [name for name in parameters(task) if not hasattr(task, name)]
+    if missing:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}; --to-yaml writes complete files")
+    return task
+
+
+def _fill(node: Config | Partial, raw: dict[str, Any], path: str, load_component: Callable[[str], None]) -> None:
+    for name, value in raw.items():
+        key = f"{path}.{name}" if path else str(name)
+        setattr(node, name, _read(value, normalise(annotation_of(node, str(name), path)), key, load_component))
+
+
+def _read(value: Any, annotation: Any, key: str, load_component: Callable[[str], None]) -> Any:
+    targets = component_types(annotation)
+    if isinstance(value, dict) and (targets or "_target_" in value):
+        settings = dict(value)
+        config = Config(_target(settings.pop("_target_", None), targets, key))
+        _fill(config, settings, key, load_component)
+        return config
+    if isinstance(value, list):
+        element = (getattr(annotation, "__args__", None) or (Any,))[0]
+        return [_read(v, element, f"{key}[{i}]", load_component) for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        return value
+    # A scalar is read like the same text on the command line, so both accept and refuse the same.
+    return parse_value("none" if value is None else str(value), annotation, key, load_component)
+
+
+def _target(name: Any, wanted: list[type], key: str) -> type:
+    """Import the class a part names, if it is one of ours and of the kind that the setting asks for."""
+    if name is None and len(wanted) == 1 and not inspect.isabstract(wanted[0]):
+        return wanted[0]
+    module, _, attribute = str(name).rpartition(".")
+    kinds = " or ".join(t.__name__ for t in wanted) or "a plain value"
+    if module.partition(".")[0] not in TRUSTED_PACKAGES:
+        raise ConfigError(f"{key}: _target_ {name!r} is not in {', '.join(TRUSTED_PACKAGES)}, so it is not imported")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}: there is no {name!r}; write the class as package.module.Class") from error
+    if not inspect.isclass(found) or not issubclass(found, tuple(wanted)):
+        raise ConfigError(f"{key}: {name} is not {kinds}; change _target_")
+    return found

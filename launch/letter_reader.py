@@ -1,0 +1,272 @@
+"""A judge for generated letters: a small classifier that has only ever seen real ones.
+
+It is trained on the font families that the generator trains on too, and its own accuracy is measured on families that
+neither has seen, so a sample that it reads correctly looks like a letter in general, not like one picture of the data.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dit.errors import DataError, UserError, exit_code
+
+FILE = "letter_reader.safetensors"
+VERSION = "1"  # of the network and its training; another one is trained again
+NUM_STEPS = 500
+BATCH_SIZE = 128
+PEAK_LR = 3e-3
+SEED = 0
+
+logger = logging.getLogger(__name__)
+
+
+class LetterNetwork(nn.Module):
+    """Two convolutions and two linears on small grey pictures of any size from 8 x 8.
+
+    Args:
+        num_classes: letters to tell apart.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 32, 5, stride=2, padding=2),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.AdaptiveMaxPool2d(4),
+        )
+        self.head = nn.Sequential(
+            nn.Flatten(), nn.Dropout(0.3), nn.Linear(64 * 16, 128), nn.ReLU(), nn.Linear(128, num_classes)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits `[N, num_classes]` of images `[N, 1, H, W]` in [-1, 1]."""
+        return self.head(self.features(images))
+
+
+@dataclass(frozen=True)
+class LetterReader:
+    """A trained network and how well it reads letters of font families it has not seen.
+
+    Attributes:
+        network: in evaluation mode.
+        accuracy: share of held-out letters read correctly.
+        num_held_out: how many there were.
+        class_names: name of each class.
+    """
+
+    network: nn.Module
+    accuracy: float
+    num_held_out: int
+    class_names: tuple[str, ...]
+
+    @torch.no_grad()
+    def read_letters(self, images: Tensor) -> Tensor:
+        """Return the class read in each image, int64 `[N]`.
+
+        Args:
+            images: `[N, 1, H, W]` in [-1, 1], ink 1 and paper -1.
+        """
+        return torch.cat([self.network(part.float()).argmax(1) for part in images.split(1024)])
+
+
+def load_letters(folder: str | Path, split: str) -> tuple[Tensor, Tensor]:
+    """Read a whole split of a prepared letters data set.
+
+    Args:
+        folder: what `python -m energon_data.prepare letters --out FOLDER` made.
+        split: `train` or `val`.
+
+    Returns:
+        Images float32 `[N, 1, H, W]` in [-1, 1] and labels int64 `[N]`, in the order of the shards.
+
+    Raises:
+        DataError: the data set is missing or damaged.
+    """
+    from energon_data.decoder import decode_sample
+    from energon_data.samples import SampleError
+
+    images, labels = [], []
+    for name in sorted(n for n in describe_data(folder)["shards"] if n.startswith(f"{split}-")):
+        samples: dict[str, dict[str, bytes]] = {}
+        try:
+            with tarfile.open(Path(folder) / name) as shard:
+                for member in shard:
+                    file = shard.extractfile(member)
+                    key, _, part = member.name.partition(".")
+                    samples.setdefault(key, {})[part] = file.read() if file else b""
+            for key, parts in samples.items():
+                sample = decode_sample(key, parts, require_checksums=True)
+                images.append(torch.as_tensor(sample["latent.npy"])[:, 0].float())
+                labels.append(int(sample["json"]["label"]))
+        except (OSError, tarfile.TarError, SampleError, KeyError) as error:
+            raise DataError(f"{Path(folder) / name} cannot be read: {error}; prepare the data set again") from error
+    if not images:
+        raise DataError(f"{folder} has no split {split!r}; prepare it with {_cure(folder)}")
+    return torch.stack(images), torch.tensor(labels)
+
+
+def describe_data(folder: str | Path) -> dict:
+    """Return `dataset.json` of a letters data set.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        return json.loads((Path(folder) / "dataset.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} holds no letters ({error}); make them with {_cure(folder)}") from error
+
+
+def _cure(folder: str | Path) -> str:
+    return f"`python -m energon_data.prepare letters --out {folder}`"
+
+
+def vary(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Move, scale, turn, slant, blur, fade and roughen pictures at random, so that the reader judges shape only.
+
+    Generated letters differ from rendered ones in exactly such ways.
+    """
+    count, size = len(images), images.shape[-1]
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.rand(count, generator=generator) * (high - low) + low
+
+    turn, slant = uniform(-0.2, 0.2), uniform(-0.25, 0.25)
+    scale_x, scale_y = uniform(0.8, 1.25), uniform(0.8, 1.25)
+    rows = torch.stack(
+        [
+            torch.stack([turn.cos() * scale_x, slant - turn.sin() * scale_y, uniform(-0.2, 0.2)], 1),
+            torch.stack([turn.sin() * scale_x, turn.cos() * scale_y, uniform(-0.2, 0.2)], 1),
+        ],
+        1,
+    )
+    grid = functional.affine_grid(rows, list(images.shape), align_corners=False)
+    # Ink in [0, 1], so that what comes in from outside is paper.
+    ink = functional.grid_sample((images + 1) / 2, grid, align_corners=False)
+    blurred = functional.avg_pool2d(functional.pad(ink, (1, 1, 1, 1)), 3, stride=1)
+    thick = functional.max_pool2d(ink, 3, stride=1, padding=1)
+    mix, weight = (uniform(low, high)[:, None, None, None] for low, high in ((0.0, 0.6), (-0.3, 0.4)))
+    ink = (1 - mix) * ink + mix * blurred + weight.clamp(min=0) * (thick - ink)
+    noise = torch.randn(count, 1, size, size, generator=generator) * uniform(0.0, 0.2)[:, None, None, None]
+    return (ink * uniform(0.7, 1.1)[:, None, None, None] * 2 - 1 + noise).clamp(-1, 1)
+
+
+def train_reader(
+    images: Tensor, labels: Tensor, num_classes: int, *, num_steps: int = NUM_STEPS, seed: int = SEED
+) -> nn.Module:
+    """Train a network on real letters; the same data and seed give the same network on one machine."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = LetterNetwork(num_classes).train()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=PEAK_LR, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=num_steps)
+        for _ in range(num_steps):
+            rows = torch.randint(len(images), (BATCH_SIZE,), generator=generator)
+            logits = network(vary(images[rows], generator))
+            loss = functional.cross_entropy(logits, labels[rows], label_smoothing=0.05)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return network.eval()
+
+
+def load_reader(folder: str | Path) -> LetterReader:
+    """Return the reader of a letters data set, training it (under a minute) the first time and when the data change.
+
+    The network is kept as `letter_reader.safetensors` beside the data, with the digest of what it was trained on.
+
+    Raises:
+        DataError: the data set is missing or damaged.
+    """
+    train_images, train_labels = load_letters(folder, "train")
+    held_images, held_labels = load_letters(folder, "val")
+    names = tuple(describe_data(folder)["class_names"])
+    digest = digest_of(train_images, train_labels, held_images, held_labels)
+    path = Path(folder) / FILE
+    network = _read_network(path, digest, len(names))
+    if network is None:
+        logger.info("training the letter reader on %d real letters", len(train_images))
+        network = train_reader(train_images, train_labels, len(names))
+        _write_network(network, path, digest)
+    reader = LetterReader(network, 0.0, len(held_labels), names)
+    accuracy = (reader.read_letters(held_images) == held_labels).float().mean().item()
+    return LetterReader(network, accuracy, len(held_labels), names)
+
+
+def digest_of(*tensors: Tensor) -> str:
+    """Return the SHA-256 of tensors and of the reader's version."""
+    digest = hashlib.sha256(VERSION.encode())
+    for tensor in tensors:
+        digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read_network(path: Path, digest: str, num_classes: int) -> Optional[nn.Module]:
+    """Return the kept network, or None if there is none for these data."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("digest") != digest:
+                return None
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError) as error:
+        logger.warning("%s is damaged and is made again: %s", path, error)
+        return None
+    network = LetterNetwork(num_classes)
+    network.load_state_dict(state)
+    return network.eval()
+
+
+def _write_network(network: nn.Module, path: Path, digest: str) -> None:
+    """Keep the network; a folder that cannot be written to only costs the training next time."""
+    from safetensors.torch import save
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(save(dict(network.state_dict()), metadata={"digest": digest}))
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.warning("the letter reader cannot be kept at %s: %s", path, error)
+        temporary.unlink(missing_ok=True)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Train the reader if needed and print its accuracy."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m launch.letter_reader", description=main.__doc__)
+    parser.add_argument("--data", default="data/letters", help="letters data set (%(default)s)")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        reader = load_reader(args.data)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error)
+    print(f"letters of held-out families read correctly: {reader.accuracy:.1%} of {reader.num_held_out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Overrides `key.path=value` on a recipe, typed by the signature of what is configured.
+
+nemo-run reads the values; the path is walked here, because nemo-run 0.11 answers a misspelt key without the names that
+exist, takes any word for a factory before it takes it for a string (a run folder named like a function of the main
+module would call it), and does not know `X | None`.
+"""
+
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import catalogue
+from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser
+from nemo_run.config import Config, Partial, get_type_namespace
+
+from dit.errors import ConfigError
+from recipes import registry
+
+_PLAIN = (bool, int, float, str, list, dict, tuple, Path, type(None))
+_CALL = re.compile(r"^([A-Za-z_][\w.]*)(?:\((.*)\))?$", re.DOTALL)
+
+
+def apply_overrides(task: Partial, overrides: list[str], load_component: Callable[[str], None]) -> None:
+    """Apply overrides to a recipe in place.
+
+    A part that is swapped whole (`objective=edm`) comes before the settings below it, wherever it stands; otherwise the
+    order on the command line counts.
+
+    Args:
+        task: what a recipe returned.
+        load_component: imports the module that registers the component of this name, if there is one.
+
+    Raises:
+        ConfigError: a key does not exist, or a value has the wrong type.
+    """
+    parsed = [(*_split(text), text) for text in overrides]
+    for key, op, value, text in sorted(parsed, key=lambda item: item[0].count(".")):
+        _apply(task, key, op, value, text, load_component)
+
+
+def _split(text: str) -> tuple[str, Operation, str]:
+    try:
+        ((key, (op, value)),) = PythonicParser().parse(text).items()
+    except CLIException as error:
+        raise ConfigError(f"{text!r} is not an override; write key.path=value, with a value behind the sign") from error
+    return key, op, value
+
+
+def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: Callable[[str], None]) -> None:
+    *parents, name = key.split(".")
+    node: Any = task
+    for depth, parent in enumerate(parents):
+        node = _child(node, parent, ".".join(parents[:depth]))
+    path = ".".join(parents)
+    try:
+        annotation = annotation_of(node, name, path)
+    except ConfigError as error:
+        elsewhere = [k for k in all_keys(task) if k.rpartition(".")[2] == name and k != key]
+        if elsewhere:
+            raise ConfigError(f"{key} does not exist; did you mean {' or '.join(elsewhere)}?") from error
+        raise
+    if op is Operation.ASSIGN:
+        setattr(node, name, parse_value(value, annotation, key, load))
+        return
+    try:
+        old = getattr(node, name)
+        setattr(node, name, PythonicParser().apply_operation(op, old, parse_value(value, annotation, key, load)))
+    except (AttributeError, CLIException) as error:
+        raise ConfigError(f"{text}: {key} has no value that {op.value} could change; write {key}=VALUE") from error
+
+
+def _child(node: Any, part: str, path: str) -> Any:
+    """Follow one step of a path, `name` or `name[3]`."""
+    name, *indices = re.findall(r"[^\[\]]+", part)
+    annotation_of(node, name, path)
+    child = getattr(node, name, None)
+    for index in indices:
+        if not isinstance(child, list) or not index.isdecimal() or int(index) >= len(child):
+            size = f"has {len(child)} entries" if isinstance(child, list) else "is not a list"
+            raise ConfigError(f"{_join(path, part)}: {_join(path, name)} {size}; choose an index below that")
+        child = child[int(index)]
+    if not isinstance(child, Config | Partial):
+        raise ConfigError(f"{_join(path, part)}={child!r} has no settings of its own; assign it whole first")
+    return child
+
+
+def parameters(target: Any) -> dict[str, Any]:
+    """Return the settings of a configured function or class and their annotations."""
+    fn = target.__fn_or_cls__
+    init = fn.__init__ if inspect.isclass(fn) else fn
+    hints = typing.get_type_hints(init)
+    return {name: hints.get(name, Any) for name in inspect.signature(fn).parameters}
+
+
+def annotation_of(node: Any, name: str, path: str) -> Any:
+    """Return the annotation of a setting.
+
+    Raises:
+        ConfigError: there is no setting of that name; the nearest ones are named with their path.
+    """
+    known = parameters(node)
+    name = name.partition("[")[0]
+    if name in known:
+        return known[name]
+    owner = node.__fn_or_cls__.__name__
+    near = [_join(path, k) for k in registry.closest(name, known)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+    raise ConfigError(f"{_join(path, name)}: {owner} has no setting {name!r}; {hint}")
+
+
+def all_keys(node: Any, path: str = "") -> list[str]:
+    """Return the dotted paths of all settings below a configuration."""
+    keys = []
+    for name in parameters(node):
+        keys.append(_join(path, name))
+        child = getattr(node, name, None)
+        if isinstance(child, Config | Partial):
+            keys += all_keys(child, _join(path, name))
+    return keys
+
+
+def parse_value(text: str, annotation: Any, key: str, load_component: Callable[[str], None]) -> Any:
+    """Turn the text of an override into a value of the annotated type.
+
+    Raises:
+        ConfigError: the text is no such value; what would be one is named.
+    """
+    annotation = normalise(annotation)
+    targets = component_types(annotation)
+    if targets and not (text.lower() in ("none", "null") and _is_optional(annotation)):
+        return _component(text, targets, key, load_component)
+    if annotation is str:
+        return _unquote(text)
+    if annotation is Any:
+        return TypeParser().parse_any(text, Any)
+    try:
+        value = TypeParser().get_parser(annotation)(text, annotation)
+    except Exception as error:
+        raise ConfigError(f"{key}={text} is not {describe(annotation)}") from error
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{key}={text} is not {describe(annotation)}")
+    return value
+
+
+def _component(text: str, targets: list[type], key: str, load_component: Callable[[str], None]) -> Config:
+    """Build the named part, with the settings in its parentheses if there are any."""
+    match = _CALL.match(text.strip())
+    name, inner = (match.group(1), match.group(2)) if match else (text, None)
+    load_component(name)
+    for target in targets:
+        namespace = get_type_namespace(target)
+        if catalogue.check_exists(namespace, name):
+            part = catalogue._get((namespace, name))()
+            for argument in split_arguments(inner or ""):
+                sub_key, op, value = _split(argument)
+                try:
+                    _apply(part, sub_key, op, value, argument, load_component)
+                except ConfigError as error:
+                    raise ConfigError(f"{key}={text}: {error}") from error
+            return part
+    wanted = {t.__name__ for t in targets}
+    known = [entry.name for entry in registry.components() if entry.target.split(".")[-1] in wanted]
+    names = f"; choose one of {', '.join(known)}" if known else "; none has a name, so set its fields one by one"
+    raise ConfigError(f"{key}={text}: no {' or '.join(sorted(wanted))} of that name{names}")
+
+
+def split_arguments(text: str) -> list[str]:
+    """Split `a=1, b=[2, 3], c='x, y'` at the commas outside brackets and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for i, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part.strip() for part in [*parts, text[start:]] if part.strip()]
+
+
+def normalise(annotation: Any) -> Any:
+    """Spell `X | None` as `Optional[X]`, the form nemo-run reads, at any depth."""
+    origin, args = get_origin(annotation), tuple(map(normalise, get_args(annotation)))
+    if origin is types.UnionType or origin is Union:
+        return Union[args]
+    if origin is list and args:
+        return list[args[0]]  # type: ignore[valid-type]
+    return annotation
+
+
+def component_types(annotation: Any) -> list[type]:
+    """Return the classes of ours that an annotation asks for; empty for plain values."""
+    if get_origin(annotation) is Union:
+        return [t for arg in get_args(annotation) for t in component_types(arg)]
+    is_part = inspect.isclass(annotation) and not issubclass(annotation, _PLAIN)
+    return [annotation] if is_part and get_origin(annotation) is None else []
+
+
+def describe(annotation: Any) -> str:
+    """Say in words what a setting accepts."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin is Union:
+        return " or ".join(describe(a) for a in args)
+    if origin is list:
+        return f"a list such as [{'1, 2' if args and args[0] in (int, float) else 'a, b'}] of {_plural(args)}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "none"}
+    return words.get(annotation) or f"a {getattr(annotation, '__name__', annotation)}"
+
+
+def _plural(args: tuple[Any, ...]) -> str:
+    words = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values"}
+    return words.get(args[0], "values") if args else "values"
+
+
+def _is_optional(annotation: Any) -> bool:
+    return get_origin(annotation) is Union and type(None) in get_args(annotation)
+
+
+def _unquote(text: str) -> str:
+    return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,178 @@
+"""The door to training: `python -m launch.train --factory RECIPE ...`, alone or under torchrun.
+
+nemo-run holds the recipes, reads the overrides and runs the task. Its own `main` is not used: it exits 0 whatever
+happens and ignores flags it does not know. This one returns the exit codes of `dit.errors`.
+"""
+
+import importlib
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Optional
+
+from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError, UserError, exit_code
+from launch import cli, environment
+from recipes import registry
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command line and return the exit code of the process."""
+    verbose = False
+    try:
+        options = cli.parse(sys.argv[1:] if argv is None else argv)
+        verbose = options.verbose
+        return _execute(options)
+    except UserError as error:
+        _report(error, verbose)
+        return exit_code(error)
+    except SystemExit as leave:
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+        return exit_code(leave)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception:
+        print(f"rank {environment.rank()}: unexpected error", file=sys.stderr)
+        traceback.print_exc()
+        return EXIT_UNEXPECTED
+
+
+def _execute(options: cli.Options) -> int:
+    if options.help:
+        print(cli.HELP, end="")
+        return EXIT_OK
+    if options.list_recipes:
+        print(registry.listing())
+        return EXIT_OK
+    _check(options)
+    environment.prepare()
+    from launch import config_file
+
+    task = resolve(options)
+    # Every rank resolves the same configuration; one of them shows it.
+    shows = environment.rank() == 0
+    if options.to_yaml and shows:
+        config_file.write(task, options.to_yaml)
+        print(f"configuration written to {options.to_yaml}")
+    if options.print_config and shows:
+        print(config_file.dump(task), end="")
+    if options.dryrun and shows:
+        from launch import plan
+
+        world_size = options.world_size or (environment.world_size() if environment.is_launched() else None)
+        print(plan.report(task, world_size, options.tokens or plan.DEFAULT_TOKENS))
+    if not options.starts_training:
+        return EXIT_OK
+    if shows:
+        print(config_file.summary(task), flush=True)
+    if not options.yes:
+        _ask(options)
+    environment.prepare_layout(task.parallel)
+    import nemo_run as run
+
+    logging.basicConfig(level=logging.DEBUG if options.verbose else logging.INFO, format="%(message)s")
+    run.run(task, direct=True)
+    return EXIT_OK
+
+
+def _check(options: cli.Options) -> None:
+    """Refuse an impossible command line before the heavy imports."""
+    if options.factory and options.yaml:
+        raise ConfigError("--factory and --yaml both choose the run; give one of them, and overrides for the rest")
+    if not options.factory and not options.yaml:
+        raise ConfigError("no recipe chosen; give --factory NAME (--list shows all) or --yaml FILE")
+    if (options.world_size or options.tokens) and not options.dryrun:
+        raise ConfigError("--world-size and --tokens only plan; add --dryrun, or start that many ranks with torchrun")
+    if options.factory:
+        cli.check_factory(options.factory)
+    if options.starts_training and not options.yes and not environment.can_ask():
+        raise ConfigError("nobody can be asked here (no terminal, or several ranks); add --yes to start training")
+
+
+def resolve(options: cli.Options) -> "run.Partial":
+    """Return the configured task: the recipe (or the saved configuration) with the overrides applied.
+
+    Raises:
+        ConfigError: the recipe, a key or a value does not exist.
+    """
+    from launch import config_file, overrides
+
+    if options.yaml:
+        from dit.training.pretrain import pretrain
+
+        task = config_file.load(options.yaml, pretrain, load_component)
+    else:
+        task = call_recipe(str(options.factory))
+    overrides.apply_overrides(task, options.overrides, load_component)
+    return task
+
+
+def call_recipe(text: str) -> "run.Partial":
+    """Call a recipe given as `name`, `package.module.name` or `name(argument=value)`.
+
+    Raises:
+        ConfigError: it cannot be imported, is no recipe, or does not take the arguments.
+    """
+    import nemo_run as run
+    from nemo_run.cli.cli_parser import CLIException, parse_cli_args
+
+    from launch.overrides import split_arguments
+
+    name, has_arguments, arguments = text.partition("(")
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        module, attribute = next((e.module, e.function) for e in registry.recipes() if e.name == name)
+    try:
+        factory: Any = getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        # A module missing inside the recipe's own imports is not a misspelt recipe.
+        if isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name)):
+            raise
+        raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
+    if has_arguments:
+        try:
+            call = parse_cli_args(factory, split_arguments(arguments.removesuffix(")")), output_type=run.Partial)
+        except CLIException as error:
+            raise ConfigError(f"--factory {text}: {error.args[0]}; its settings can be overridden instead") from error
+        import fiddle
+
+        factory = fiddle.build(call)
+    task = factory()
+    if not isinstance(task, run.Partial):
+        raise ConfigError(f"--factory {name} returns a {type(task).__name__}; a recipe returns run.Partial(pretrain)")
+    return task
+
+
+def load_component(name: str) -> None:
+    """Import the recipe file that registers the component of this name, if there is one."""
+    for entry in registry.components():
+        if entry.name == name:
+            importlib.import_module(entry.module)
+
+
+def _ask(options: cli.Options) -> None:
+    answer = input(f"Start {options.factory or options.yaml}? [y/N] ")
+    if answer.strip().lower() not in ("y", "yes"):
+        raise SystemExit(EXIT_OK)
+
+
+def _report(error: UserError, verbose: bool) -> None:
+    # fiddle appends where it was building; the message itself already names the setting.
+    message = str(error).partition("\n\nFiddle context:")[0]
+    several = environment.world_size() > 1
+    # All ranks read the same command line, so its mistakes are told once; other errors may be one rank's own.
+    if not several or environment.rank() == 0 or exit_code(error) != EXIT_CONFIG:
+        print(f"{f'rank {environment.rank()}: ' if several else ''}error: {message}", file=sys.stderr)
+    if verbose:
+        traceback.print_exc()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

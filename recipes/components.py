@@ -1,0 +1,82 @@
+"""Named parts for overrides: `objective=edm`, `optimizer=adamw_large`, `data=mock`.
+
+Each is a starting point; its fields follow as `objective.p_mean=-0.4` or in parentheses,
+`objective=ddpm(prediction='v')`.
+"""
+
+import nemo_run as run
+
+from dit.data_api import DataConfig
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.training.settings import OptimizerConfig, ScheduleConfig
+from energon_data.dataset import EnergonData
+from energon_data.mock import MockData
+
+
+@run.cli.factory(target=Objective)
+def edm() -> run.Config[EDM]:
+    """EDM (Karras et al. 2022): log-normal noise levels, preconditioned network."""
+    return run.Config(EDM)
+
+
+@run.cli.factory(target=Objective)
+def flow_matching() -> run.Config[FlowMatching]:
+    """Flow matching on the straight path; the network outputs the velocity."""
+    return run.Config(FlowMatching)
+
+
+@run.cli.factory(target=Objective)
+def flow_matching_logit_normal() -> run.Config[FlowMatching]:
+    """Flow matching with logit-normal times, which visit the middle of the path more often (Esser et al. 2024)."""
+    return run.Config(FlowMatching, time_distribution="logit_normal")
+
+
+@run.cli.factory(target=Objective)
+def ddpm() -> run.Config[DDPM]:
+    """DDPM (Ho et al. 2020) on the linear 1000-step table; the network outputs the noise."""
+    return run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise")
+
+
+@run.cli.factory(target=OptimizerConfig)
+def adamw() -> run.Config[OptimizerConfig]:
+    """AdamW as for the original DiT: lr 1e-4, betas 0.9 and 0.999, no weight decay."""
+    return run.Config(OptimizerConfig, lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.0)
+
+
+@run.cli.factory(target=OptimizerConfig)
+def adamw_large() -> run.Config[OptimizerConfig]:
+    """AdamW as for billions of parameters: lr 1e-4, betas 0.9 and 0.95, weight decay 0.1."""
+    return run.Config(OptimizerConfig, lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
+
+
+@run.cli.factory(target=ScheduleConfig)
+def constant() -> run.Config[ScheduleConfig]:
+    """Hold the peak learning rate from the first step."""
+    return run.Config(ScheduleConfig, kind="constant", warmup_steps=0)
+
+
+@run.cli.factory(target=ScheduleConfig)
+def warmup_hold() -> run.Config[ScheduleConfig]:
+    """Rise linearly over 100 steps, then hold the peak learning rate."""
+    return run.Config(ScheduleConfig, kind="constant", warmup_steps=100)
+
+
+@run.cli.factory(target=ScheduleConfig)
+def warmup_cosine() -> run.Config[ScheduleConfig]:
+    """Rise linearly over 100 steps, then fall as a cosine to 0 at the last step."""
+    return run.Config(ScheduleConfig, kind="cosine", warmup_steps=100, min_lr=0.0)
+
+
+@run.cli.factory(target=DataConfig)
+def energon() -> run.Config[EnergonData]:
+    """A prepared Energon data set; set data.path."""
+    return run.Config(EnergonData)
+
+
+@run.cli.factory(target=DataConfig)
+def mock() -> run.Config[MockData]:
+    """Made-up latents, the same on every machine; needs no files."""
+    return run.Config(MockData)

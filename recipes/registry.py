@@ -1,0 +1,168 @@
+"""What can be launched, read from the source of the recipe files without importing them.
+
+`launch.train --list` must answer at once, and importing a recipe costs seconds (torch, Megatron-Core, nemo-run). So the
+names and one-line descriptions are taken from the syntax tree: a module-level function under `@run.cli.factory(...)`.
+
+`python -m recipes.registry --write` renews `recipes/README.md`; without `--write` it prints the page.
+"""
+
+import argparse
+import ast
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+README = FOLDER / "README.md"
+TRAINING_FUNCTION = "pretrain"
+_SKIPPED_FILES = {"__init__.py", "registry.py"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One nemo-run factory.
+
+    Attributes:
+        name: name on the command line.
+        module: importable module that defines it.
+        function: name of the function in that module.
+        target: what the factory is registered for: the training function for a recipe, a type for a component.
+        docstring: its whole docstring, dedented.
+    """
+
+    name: str
+    module: str
+    function: str
+    target: str
+    docstring: str
+
+    @property
+    def line(self) -> str:
+        """The first line of the docstring."""
+        return self.docstring.partition("\n")[0].strip()
+
+    @property
+    def is_recipe(self) -> bool:
+        return self.target == TRAINING_FUNCTION
+
+
+def _factory_arguments(decorator: ast.expr) -> dict[str, ast.expr] | None:
+    """Return the keywords of `@run.cli.factory(...)`, or None if the decorator is another one."""
+    if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func) != "run.cli.factory":
+        return None
+    return {k.arg: k.value for k in decorator.keywords if k.arg}
+
+
+def read_entries(file: Path, package: str = "recipes") -> list[Entry]:
+    """Return the factories that a file defines, in its order."""
+    found = []
+    for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
+        for decorator in getattr(node, "decorator_list", []):
+            arguments = _factory_arguments(decorator)
+            if arguments is None or not isinstance(node, ast.FunctionDef):
+                continue
+            name = ast.literal_eval(arguments["name"]) if "name" in arguments else node.name
+            target = ast.unparse(arguments["target"]) if "target" in arguments else ""
+            docstring = ast.get_docstring(node) or ""
+            found.append(Entry(name, f"{package}.{file.stem}", node.name, target, docstring))
+    return found
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """Return every factory of this package, by file and position."""
+    files = sorted(f for f in FOLDER.glob("*.py") if f.name not in _SKIPPED_FILES)
+    return tuple(entry for file in files for entry in read_entries(file))
+
+
+def recipes() -> list[Entry]:
+    """Return what `--factory` accepts."""
+    return [e for e in entries() if e.is_recipe]
+
+
+def components() -> list[Entry]:
+    """Return the named parts that an override such as `objective=edm` accepts."""
+    return [e for e in entries() if not e.is_recipe]
+
+
+def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Return the known names that look most like `name`, best first; none if nothing is near."""
+
+    def likeness(other: str) -> float:
+        a, b = name.lower(), other.lower()
+        whole = difflib.SequenceMatcher(None, a, b).ratio()
+        return max(whole, 0.8) if len(a) > 2 and a in b else whole
+
+    ranked = sorted(((likeness(other), other) for other in known), key=lambda pair: -pair[0])
+    return [other for score, other in ranked if score >= max(0.6, ranked[0][0] - 0.15)][:count]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ", did you mean a, b or c?" for the nearest names, or an empty string."""
+    near = closest(name, known)
+    if not near:
+        return ""
+    return f"; did you mean {near[0] if len(near) == 1 else ', '.join(near[:-1]) + ' or ' + near[-1]}?"
+
+
+def listing() -> str:
+    """Return every recipe with its line, as plain text for the console."""
+    found = recipes()
+    width = max(len(e.name) for e in found)
+    families: dict[str, list[Entry]] = {}
+    for entry in found:
+        families.setdefault(entry.module, []).append(entry)
+    blocks = [
+        "\n".join([f"{module.replace('.', '/')}.py", *(f"  {e.name:<{width}}  {e.line}" for e in group)])
+        for module, group in families.items()
+    ]
+    return "\n\n".join(blocks)
+
+
+def page() -> str:
+    """Return the text of `recipes/README.md`."""
+    lines = [
+        "# Recipes",
+        "",
+        "<!-- Written by `python -m recipes.registry --write`; a test keeps it true. Edit the docstrings instead. -->",
+        "",
+        "A recipe is a function that returns a configured training run. Start one with",
+        "",
+        "```",
+        "python -m launch.train --yes --factory NAME key.path=value ...",
+        "torchrun --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
+        "```",
+        "",
+        "and look at it first with `--dryrun` (no GPU, no data needed). `--list` prints this table.",
+        "",
+        "| recipe | what it is | file |",
+        "| --- | --- | --- |",
+    ]
+    for entry in recipes():
+        file = entry.module.split(".")[-1] + ".py"
+        lines.append(f"| `{entry.name}` | {entry.line} | [{file}]({file}) |")
+    lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
+    lines += ["| component | for | what it is |", "| --- | --- | --- |"]
+    lines += [f"| `{e.name}` | {e.target} | {e.line} |" for e in components()]
+    lines += ["", "## In detail", ""]
+    for entry in recipes():
+        lines += [f"### {entry.name}", "", entry.docstring, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the page, or renew the file."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.registry", description="The page that lists all recipes.")
+    parser.add_argument("--write", action="store_true", help=f"write {README.name} instead of printing it")
+    if parser.parse_args(argv).write:
+        README.write_text(page(), encoding="utf-8")
+    else:
+        sys.stdout.write(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

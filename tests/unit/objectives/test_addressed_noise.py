@@ -1,0 +1,109 @@
+"""Laws of addressed noise: Philox is Philox, and a draw depends on its address only."""
+
+import math
+
+import pytest
+import torch
+
+from dit.batch import SequenceLayout
+from dit.objectives.addressed_noise import AddressedNoise, philox
+
+IDS = torch.tensor([3, 2**62 + 5, 41], dtype=torch.int64)
+
+
+def words(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
+    tensors = tuple(torch.tensor([c], dtype=torch.int64) for c in counter)
+    return [int(w) for w in philox(tensors, key)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0,) * 4, (0, 0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_philox_gives_the_published_known_answers(counter, key, expected):
+    """Salmon et al. publish these three vectors for philox4x32-10."""
+    assert words(counter, key) == expected
+
+
+def test_rows_held_by_a_rank_get_the_noise_they_have_in_the_whole_pack():
+    """Selecting rows and drawing noise commute, for any order of rows and for a selection of a selection."""
+    layout = SequenceLayout.from_lengths([5, 3, 4], multiple_of=4, total_tokens=20)
+    whole = AddressedNoise(1, 7, IDS, layout).normal_TC("eps", 6)
+    rows = torch.tensor([17, 0, 9, 8, 3, 12])
+    part = layout.select(rows)
+    assert torch.equal(AddressedNoise(1, 7, IDS, part).normal_TC("eps", 6), whole[rows])
+    again = torch.tensor([4, 1])
+    assert torch.equal(AddressedNoise(1, 7, IDS, part.select(again)).normal_TC("eps", 6), whole[rows[again]])
+
+
+def test_a_sample_gets_the_same_noise_in_every_pack():
+    """Neighbours, order and padding do not matter."""
+    one = SequenceLayout.from_lengths([4])
+    many = SequenceLayout.from_lengths([5, 4, 3], multiple_of=8)
+    alone = AddressedNoise(1, 7, IDS[2:], one)
+    packed = AddressedNoise(1, 7, torch.stack([IDS[0], IDS[2], IDS[1]]), many)
+    start = many.starts[1]
+    assert torch.equal(packed.normal_TC("eps", 5)[start : start + 4], alone.normal_TC("eps", 5))
+    for draw in (lambda n: n.level_S(), lambda n: n.uniform_S("dropout"), lambda n: n.normal_S("x")):
+        assert torch.equal(draw(packed)[1:2], draw(alone))
+
+
+def test_every_part_of_the_address_matters():
+    """Another seed, step, purpose or sample gives independent noise: correlation 0 within its standard error."""
+    layout = SequenceLayout.from_lengths([4096, 4096])
+    ids = torch.tensor([11, 12], dtype=torch.int64)
+    base = AddressedNoise(1, 7, ids, layout).normal_TC("eps", 4)
+    others = {
+        "seed": AddressedNoise(2, 7, ids, layout).normal_TC("eps", 4),
+        "high seed bits": AddressedNoise(1 + 2**32, 7, ids, layout).normal_TC("eps", 4),
+        "step": AddressedNoise(1, 8, ids, layout).normal_TC("eps", 4),
+        "purpose": AddressedNoise(1, 7, ids, layout).normal_TC("noise", 4),
+        "low id bits": AddressedNoise(1, 7, ids + 2, layout).normal_TC("eps", 4),
+        "high id bits": AddressedNoise(1, 7, ids + 2**40, layout).normal_TC("eps", 4),
+        "neighbour sample": base.roll(4096, 0),
+        "neighbour channel": base.roll(1, 1),
+        "neighbour token": base.roll(1, 0),
+    }
+    standard_error = base.numel() ** -0.5
+    for name, other in others.items():
+        assert abs((base * other).mean().item()) < 4 * standard_error, name
+
+
+def test_normal_noise_has_the_moments_of_a_standard_normal():
+    """Mean 0, variance 1, skewness 0, kurtosis 3, each within four standard errors."""
+    n = 1 << 17
+    x = AddressedNoise(5, 0, IDS[:1], SequenceLayout.from_lengths([n // 4])).normal_TC("eps", 4).double()
+    for power, expected, variance in ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)):
+        assert (x**power).mean().item() == pytest.approx(expected, abs=4 * math.sqrt(variance / n))
+
+
+def test_channel_counts_share_their_leading_channels():
+    """A draw of 5 channels starts with nothing else than the blocks of 4 it is made of: shapes are exact."""
+    layout = SequenceLayout.from_lengths([3])
+    noise = AddressedNoise(1, 0, IDS[:1], layout)
+    for channels in (1, 3, 4, 5, 16):
+        assert noise.normal_TC("eps", channels).shape == (3, channels)
+    assert torch.equal(noise.normal_TC("eps", 3), noise.normal_TC("eps", 4)[:, :3])
+
+
+def test_level_quantiles_are_uniform_over_samples_and_steps():
+    """Kolmogorov-Smirnov distance to the uniform law below its 0.1 % point, over samples and over steps."""
+    n = 4096
+    layout = SequenceLayout.from_lengths([1] * n)
+    over_samples = AddressedNoise(1, 0, torch.arange(n), layout).level_S()
+    one = SequenceLayout.from_lengths([1])
+    over_steps = torch.cat([AddressedNoise(1, step, IDS[:1], one).level_S() for step in range(512)])
+    for u in (over_samples, over_steps):
+        assert u.min() > 0
+        assert u.max() < 1
+        ranks = (torch.arange(len(u)) + 0.5) / len(u)
+        assert (u.sort().values - ranks).abs().max().item() < 1.95 / math.sqrt(len(u))

@@ -1,0 +1,177 @@
+"""Laws of the noise-level distributions and of the DDPM schedules."""
+
+import math
+
+import pytest
+import torch
+
+from dit.errors import ConfigError
+from dit.objectives.noise_levels import (
+    SCALED_LINEAR_BETA,
+    discrete_betas,
+    log_normal,
+    logit_normal,
+    make_schedule,
+    shift_time,
+)
+
+QUANTILES = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+NAMES = ("linear", "cosine", "scaled_linear")
+HALF_PI = math.pi / 2
+
+
+def test_log_normal_has_its_analytic_moments():
+    """Median exp(mean), mean exp(mean + std**2 / 2), and the logarithm has the given mean and deviation."""
+    sigma = log_normal(QUANTILES, -1.2, 1.2)
+    assert sigma.median().item() == pytest.approx(math.exp(-1.2), rel=1e-4)
+    assert sigma.mean().item() == pytest.approx(math.exp(-1.2 + 1.2**2 / 2), rel=1e-3)
+    assert sigma.log().mean().item() == pytest.approx(-1.2, abs=1e-6)
+    assert sigma.log().std().item() == pytest.approx(1.2, rel=1e-3)
+
+
+def test_logit_normal_has_its_quantiles_and_moments():
+    """The logit is normal; mean 0 is symmetric about one half."""
+    t = logit_normal(QUANTILES, 0.3, 0.8)
+    assert t.logit().mean().item() == pytest.approx(0.3, abs=1e-6)
+    assert t.logit().std().item() == pytest.approx(0.8, rel=1e-3)
+    symmetric = logit_normal(QUANTILES, 0.0, 1.0)
+    torch.testing.assert_close(symmetric + symmetric.flip(0), torch.ones_like(symmetric))
+
+
+def test_distributions_are_monotone_and_finite_in_float32():
+    """A larger quantile is never a cleaner sample, out to the extreme draws of addressed noise."""
+    q = torch.cat([torch.tensor([2.0**-24]), torch.linspace(0.001, 0.999, 999), torch.tensor([1 - 2.0**-24])])
+    for x in (log_normal(q, -1.2, 1.2), logit_normal(q, 0.0, 1.0), shift_time(q, 3.0)):
+        assert x.dtype == torch.float32
+        assert x.isfinite().all()
+        assert (x.diff() > 0).all()
+
+
+def test_time_shift_multiplies_the_odds():
+    """t' / (1 - t') = shift * t / (1 - t); so shifts compose by multiplication, 1 is the identity, the ends stay."""
+    t = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    torch.testing.assert_close((shift_time(t, 3.0) / (1 - shift_time(t, 3.0))), 3 * t / (1 - t))
+    torch.testing.assert_close(shift_time(shift_time(t, 3.0), 2.0), shift_time(t, 6.0))
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert torch.equal(shift_time(ends, 3.0), ends)
+    assert torch.equal(shift_time(t, 1.0), t)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("steps", [None, 1000, 50])
+def test_schedules_grow_and_invert(name, steps):
+    """The angle grows strictly with time inside (0, pi / 2], and `time` undoes it."""
+    schedule = make_schedule(name, steps)
+    n = steps or 500
+    t = torch.arange(n, dtype=torch.float64) / n
+    angle = schedule.angle(t)
+    assert (angle.diff() > 0).all()
+    assert angle[0] >= 0
+    assert angle[-1] <= HALF_PI
+    # 1e-8: the linear schedule takes the square root of one rounding error at t = 0.
+    torch.testing.assert_close(schedule.time(angle), t, atol=1e-8, rtol=0)
+    ends = schedule.time(torch.tensor([0.0, HALF_PI], dtype=torch.float64))
+    assert ends.tolist() == pytest.approx([0.0, 1.0 if steps is None else (n - 1) / n])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_table_is_the_cumulative_product_of_its_betas(name):
+    """cos(phi_k)**2 is the product of 1 - beta up to step k."""
+    table = make_schedule(name, 1000)
+    betas = discrete_betas(name, 1000)
+    alpha2 = table.angle(torch.arange(1000, dtype=torch.float64) / 1000).cos().square()
+    torch.testing.assert_close(alpha2, (1 - betas).cumprod(0), rtol=1e-9, atol=1e-15)
+
+
+def test_tables_have_the_published_constants():
+    """First and last beta, and the alpha-bar they end in."""
+    linear, scaled, cosine = (discrete_betas(n, 1000) for n in ("linear", "scaled_linear", "cosine"))
+    assert [linear[0].item(), linear[-1].item()] == pytest.approx([1e-4, 0.02])
+    assert (1 - linear).prod().item() == pytest.approx(4.0358e-5, rel=1e-4)
+    assert [scaled[0].item(), scaled[-1].item()] == pytest.approx(list(SCALED_LINEAR_BETA))
+    assert scaled[500].sqrt().item() == pytest.approx(
+        sum(math.sqrt(b) * w for b, w in zip(SCALED_LINEAR_BETA, (499 / 999, 500 / 999)))
+    )
+    assert (1 - scaled).prod().sqrt().item() == pytest.approx(0.0682649, rel=1e-5)
+    f = [math.cos((k / 1000 + 0.008) / 1.008 * HALF_PI) ** 2 for k in range(1001)]
+    assert cosine[0].item() == pytest.approx(1 - f[1] / f[0])
+    assert (1 - cosine[:500]).prod().item() == pytest.approx(f[500] / f[0])
+    assert cosine[-1].item() == 0.999
+
+
+def test_continuous_schedules_have_the_published_log_snr():
+    """The closed forms of Imagen's continuous time."""
+    t = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    log_snr = {n: -2 * make_schedule(n, None).angle(t).tan().log() for n in ("linear", "cosine")}
+    torch.testing.assert_close(log_snr["linear"], -torch.expm1(1e-4 + 10 * t**2).log())
+    cosine = ((t + 0.008) / 1.008 * HALF_PI).cos() ** -2 - 1
+    torch.testing.assert_close(log_snr["cosine"], -cosine.log())
+    assert make_schedule("cosine", None).angle(torch.ones(1, dtype=torch.float64)).item() == pytest.approx(HALF_PI)
+
+
+@pytest.mark.parametrize(("name", "distance"), [("linear", 0.015), ("scaled_linear", 0.001), ("cosine", 0.008)])
+def test_continuous_time_is_the_limit_of_the_table(name, distance):
+    """The angle after step k of 1000 is that of time (k + 1) / 1000, up to the distances stated."""
+    t = torch.arange(1000, dtype=torch.float64) / 1000
+    gap = make_schedule(name, 1000).angle(t) - make_schedule(name, None).angle(t + 1e-3)
+    assert gap.abs().max().item() < distance
+
+
+def test_shorter_tables_end_at_the_same_noise():
+    """beta scales with 1000 / N, so the noise at the end hardly depends on the number of steps."""
+    for name in NAMES:
+        ends = [make_schedule(name, n).sampling_angles(1, HALF_PI).item() for n in (250, 1000)]
+        assert ends[0] == pytest.approx(ends[1], abs=0.02)
+
+
+def test_training_visits_every_step_equally_often():
+    """A table of N steps splits the quantiles into N equal parts."""
+    table = make_schedule("linear", 40)
+    q = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    steps = (table.training_time(q) * 40).round().long()
+    assert torch.equal(steps.bincount(), torch.full((40,), 100))
+    assert table.training_time(torch.tensor([1 - 2.0**-24])).item() == pytest.approx(39 / 40)
+
+
+def test_sampling_angles_lie_on_the_table_and_start_at_its_end():
+    """Trailing spacing: the noisiest step first, distinct trained steps, all of them when asked for all."""
+    table = make_schedule("linear", 1000)
+    angles = table.angle(torch.arange(1000, dtype=torch.float64) / 1000)
+    for n in (1, 7, 30, 999, 1000):
+        grid = table.sampling_angles(n, HALF_PI)
+        assert grid[0] == angles[-1]
+        assert len(grid) == n
+        assert (grid.diff() < 0).all()
+        assert torch.isin(grid, angles).all()
+    assert torch.equal(table.sampling_angles(1000, HALF_PI), angles.flip(0))
+
+
+def test_sampling_angles_respect_the_largest_angle_unless_every_step_is_asked_for():
+    """Twenty steps start at the last angle allowed; all steps are the chain as trained."""
+    for steps in (None, 1000):
+        grid = make_schedule("cosine", steps).sampling_angles(20, 1.5)
+        assert 1.498 < grid[0] <= 1.5 + 1e-12
+    table = make_schedule("cosine", 1000)
+    assert table.sampling_angles(1000, 1.5)[0] == table.sampling_angles(1, HALF_PI)[0] > 1.57
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: make_schedule("sqrt", None), "schedule='sqrt' is unknown; use one of 'linear', 'cosine'"),
+        (lambda: discrete_betas("linear", 20), "use at least 21 steps"),
+        (lambda: discrete_betas("cosine", 0), "discrete_steps=0 must be at least 1"),
+        (
+            lambda: make_schedule("linear", 50).sampling_angles(51, HALF_PI),
+            "51 sampling steps .* discrete_steps=50",
+        ),
+    ],
+)
+def test_impossible_schedules_are_refused_with_a_cure(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_shortest_table_named_in_the_refusal_works():
+    assert discrete_betas("linear", 21).max() < 1
+    assert discrete_betas("scaled_linear", 13).max() < 1

@@ -1,0 +1,348 @@
+"""Laws every objective obeys, and the constants of each."""
+
+import math
+
+import pytest
+import torch
+
+from dit.batch import PackedBatch, SequenceLayout
+from dit.errors import ConfigError
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import Objective, masked_loss, pointwise_error
+from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+
+DDPMS = [
+    DDPM(schedule=schedule, prediction=prediction, discrete_steps=steps)
+    for schedule in ("linear", "cosine", "scaled_linear")
+    for prediction in ("noise", "x0", "v")
+    for steps in (None, 1000)
+]
+OBJECTIVES: list[Objective] = [
+    EDM(),
+    EDM(sigma_data=1.0, p_mean=0.0, p_std=1.0),
+    FlowMatching(),
+    FlowMatching(time_distribution="logit_normal", logit_mean=0.2, logit_std=0.9, time_shift=3.0),
+    *DDPMS,
+]
+PREDICTIONS = ("noise", "x0", "v")
+every_objective = pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+
+
+def pack(lengths: list[int], channels: int = 4, *, std: float = 1.0, multiple_of: int = 1) -> PackedBatch:
+    """Make Gaussian latents of the given deviation; samples are addressed by their length."""
+    layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
+    generator = torch.Generator().manual_seed(0)
+    rows = {n: std * torch.randn(n, channels, generator=generator) for n in sorted(set(lengths))}
+    latents = torch.zeros(layout.total_tokens, channels)
+    for start, n in zip(layout.starts, lengths):
+        latents[start : start + n] = rows[n]
+    return PackedBatch(
+        latents_TC=latents,
+        positions_T3=torch.zeros(layout.total_tokens, 3, dtype=torch.int64),
+        layout=layout,
+        sample_ids_S=torch.tensor(lengths, dtype=torch.int64),
+        grids=tuple((1, 1, n) for n in lengths),
+        keys=tuple(str(n) for n in lengths),
+    )
+
+
+def noise_for(batch: PackedBatch, step: int = 0) -> AddressedNoise:
+    return AddressedNoise(1234, step, batch.sample_ids_S, batch.layout)
+
+
+@every_objective
+def test_true_target_denoises_to_the_clean_latents(objective):
+    """denoise inverts prepare: at x_u, a network that outputs the target gives back x0, and sees the same input."""
+    batch = pack(list(range(3, 19)))
+    noise = noise_for(batch)
+    prepared = objective.prepare(batch, noise)
+    eps_TC = noise.normal_TC("eps", 4).double()
+    u_S = objective.level(noise.level_S()).double()
+    for i, (start, n) in enumerate(zip(batch.layout.starts, batch.layout.lengths)):
+        rows = slice(start, start + n)
+        x0_TC = batch.latents_TC[rows].double()
+        alpha, sigma = objective.path.alpha_sigma(u_S[i])
+
+        def network(inputs_TC, time_S, rows=rows, i=i):
+            # One float32 ulp of the level may separate prepare (float32) from the path (float64).
+            torch.testing.assert_close(inputs_TC, prepared.inputs_TC[rows], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(time_S, prepared.time_S[i : i + 1], rtol=1e-5, atol=1e-6)
+            return prepared.target_TC[rows]
+
+        layout = SequenceLayout.from_lengths([n])
+        denoised = objective.denoise(network, alpha * x0_TC + sigma * eps_TC[rows], u_S[i], layout)
+        assert denoised.dtype == torch.float64
+        torch.testing.assert_close(denoised, x0_TC, rtol=1e-5, atol=1e-5)
+
+
+@every_objective
+def test_samples_of_one_pack_have_their_own_levels_and_all_is_float32(objective):
+    """Twelve samples, twelve times; each the same alone as in the pack."""
+    batch = pack(list(range(3, 15)))
+    batch.latents_TC = batch.latents_TC.bfloat16()
+    prepared = objective.prepare(batch, noise_for(batch))
+    assert len(prepared.time_S.unique()) == 12
+    for value in (prepared.inputs_TC, prepared.time_S, prepared.target_TC, prepared.weight_S):
+        assert value.dtype == torch.float32
+    alone = pack([7])
+    rows = slice(batch.layout.starts[4], batch.layout.starts[5])
+    alone.latents_TC = batch.latents_TC[rows]
+    single = objective.prepare(alone, noise_for(alone))
+    assert torch.equal(single.inputs_TC, prepared.inputs_TC[rows])
+    assert torch.equal(single.target_TC, prepared.target_TC[rows])
+    assert torch.equal(single.time_S, prepared.time_S[4:5])
+
+
+@every_objective
+def test_level_grows_with_the_quantile(objective):
+    """Validation by quantile compares equal noise, whatever the objective."""
+    u = objective.level(torch.linspace(1e-4, 1 - 1e-4, 400))
+    assert (u.diff() > 0).all()
+    _, sigma = objective.path.alpha_sigma(u)
+    assert (sigma.diff() >= 0).all()
+
+
+@every_objective
+def test_path_derivatives_are_those_of_the_path(objective):
+    """Central differences agree; the path ends clean."""
+    u = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
+    h = 1e-5
+    up, down = objective.path.alpha_sigma(u + h), objective.path.alpha_sigma(u - h)
+    for derivative, a, b in zip(objective.path.derivatives(u), up, down):
+        torch.testing.assert_close(derivative, (a - b) / (2 * h), rtol=1e-8, atol=1e-8)
+    alpha, sigma = objective.path.alpha_sigma(torch.zeros((), dtype=torch.float64))
+    assert (alpha.item(), sigma.item()) == (1.0, 0.0)
+
+
+@every_objective
+@pytest.mark.parametrize("num_steps", [1, 2, 30])
+def test_sampling_grid_falls_to_zero(objective, num_steps):
+    """num_steps + 1 positions, strictly falling, float64, ending clean."""
+    grid = objective.sampling_grid(num_steps)
+    assert grid.dtype == torch.float64
+    assert len(grid) == num_steps + 1
+    assert grid[-1] == 0
+    assert (grid.diff() < 0).all()
+
+
+@every_objective
+def test_sampling_tells_the_network_times_it_was_trained_at(objective):
+    """Every time on the grid lies among those training draws; on a table it is one of its steps."""
+    times = []
+
+    def network(inputs_TC, time_S):
+        times.append(time_S)
+        return torch.zeros_like(inputs_TC)
+
+    layout = SequenceLayout.from_lengths([1, 1])
+    for u in objective.sampling_grid(10)[:-1]:
+        objective.denoise(network, torch.zeros(2, 4), u, layout)
+    told = torch.stack(times)
+    assert torch.equal(told[:, 0], told[:, 1])
+    assert (told[:, 0].diff() < 0).all()
+    if isinstance(objective, EDM):
+        assert told[0, 0].item() == pytest.approx(math.log(80) / 4)
+    else:
+        assert 0 <= told.min() <= told.max() <= 1
+    if isinstance(objective, DDPM) and objective.discrete_steps:
+        steps = told * objective.discrete_steps
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
+
+
+@every_objective
+@pytest.mark.parametrize("kind", ["l2", "l1", "huber"])
+def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
+    """Sum and count over a padded pack equal those of every sample alone: packing weighs every token the same."""
+    lengths = [5, 9, 3]
+    batch = pack(lengths, multiple_of=4)
+    batch.loss_weight_S = torch.tensor([1.0, 0.5, 2.0])
+    prepared = objective.prepare(batch, noise_for(batch))
+    total, count = masked_loss(torch.sin(prepared.inputs_TC), prepared, batch.layout, kind)
+    parts = []
+    for n, weight in zip(lengths, (1.0, 0.5, 2.0)):
+        single = pack([n])
+        single.latents_TC = batch.latents_TC[batch.layout.starts[lengths.index(n)] :][:n]
+        single.loss_weight_S = torch.tensor([weight])
+        ready = objective.prepare(single, noise_for(single))
+        parts.append(masked_loss(torch.sin(ready.inputs_TC), ready, single.layout, kind))
+        by_hand = pointwise_error(torch.sin(ready.inputs_TC), ready.target_TC, kind).mean() * weight * n
+        torch.testing.assert_close(parts[-1][0], by_hand)
+    torch.testing.assert_close(total, sum(p[0] for p in parts))
+    assert count == sum(lengths) == sum(p[1] for p in parts)
+
+
+def test_padding_may_hold_anything():
+    """NaN in padding rows reaches neither the loss nor its gradient."""
+    batch = pack([5, 3], multiple_of=4)
+    prepared = FlowMatching().prepare(batch, noise_for(batch))
+    clean = torch.sin(prepared.inputs_TC)
+    expected, _ = masked_loss(clean, prepared, batch.layout)
+    prediction = clean.clone()
+    prediction[~batch.layout.valid_T] = math.nan
+    prepared.target_TC[~batch.layout.valid_T] = math.nan
+    prediction.requires_grad_()
+    loss, count = masked_loss(prediction, prepared, batch.layout)
+    loss.backward()
+    assert loss == expected
+    assert count == 8
+    assert prediction.grad.isfinite().all()
+    assert (prediction.grad[~batch.layout.valid_T] == 0).all()
+    assert (prediction.grad[batch.layout.valid_T] != 0).any(-1).all()
+
+
+def test_loss_over_slices_adds_up_to_the_loss_of_the_pack():
+    """Ranks that share the rows share the loss."""
+    batch = pack([6, 5, 3], multiple_of=4)
+    objective = EDM()
+    prepared = objective.prepare(batch, noise_for(batch))
+    whole = masked_loss(torch.sin(prepared.inputs_TC), prepared, batch.layout)
+    halves = []
+    for rows in torch.arange(batch.layout.total_tokens).view(2, -1, 2).unbind(0):
+        part = PackedBatch(**{**vars(batch), "latents_TC": batch.latents_TC[rows.flatten()]})
+        part.layout = batch.layout.select(rows.flatten())
+        ready = objective.prepare(part, noise_for(part))
+        halves.append(masked_loss(torch.sin(ready.inputs_TC), ready, part.layout))
+    torch.testing.assert_close(halves[0][0] + halves[1][0], whole[0])
+    assert halves[0][1] + halves[1][1] == whole[1]
+
+
+def test_edm_loss_weighs_every_noise_level_the_same():
+    """lambda(sigma) c_out**2 == 1, over the whole range in float32."""
+    edm = EDM()
+    sigma = torch.logspace(-3, 2.5, 200)
+    _, c_out, _ = edm.scalings(sigma)
+    weight = (sigma**2 + 0.5**2) / (sigma * 0.5) ** 2
+    torch.testing.assert_close(weight * c_out**2, torch.ones_like(sigma), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["l2", "l1", "huber"])
+def test_edm_loss_in_network_space_is_the_weighted_loss_on_x0(kind):
+    """error(F, target) = error(sqrt(lambda) D, sqrt(lambda) x0) for every kind of error."""
+    edm = EDM(loss_kind=kind)
+    batch = pack([40])
+    noise = noise_for(batch)
+    prepared = edm.prepare(batch, noise)
+    sigma = edm.level(noise.level_S())[0]
+    output_TC = torch.sin(3 * prepared.inputs_TC)
+    _, c_out, c_in = edm.scalings(sigma)
+    x_TC = prepared.inputs_TC / c_in
+    denoised = edm.denoise(lambda *_: output_TC, x_TC, sigma, batch.layout)
+    in_x0 = pointwise_error(denoised / c_out, batch.latents_TC / c_out, kind)
+    torch.testing.assert_close(pointwise_error(output_TC, prepared.target_TC, kind), in_x0, rtol=1e-3, atol=1e-4)
+
+
+def test_edm_has_the_papers_constants():
+    """Karras et al. 2022, Table 1: scalings at sigma = sigma_data, limits, grid ends and the training law."""
+    edm = EDM()
+    c_skip, c_out, c_in = edm.scalings(torch.tensor([0.5, 1e-6, 1e6], dtype=torch.float64))
+    assert c_skip.tolist() == pytest.approx([0.5, 1.0, 0.0], abs=1e-9)
+    assert c_out.tolist() == pytest.approx([0.5 / math.sqrt(2), 1e-6, 0.5], rel=1e-6)
+    assert c_in.tolist() == pytest.approx([math.sqrt(2), 2.0, 1e-6], rel=1e-6)
+    grid = edm.sampling_grid(18)
+    assert [grid[0].item(), grid[17].item()] == pytest.approx([80, 0.002])
+    steps = grid[:-1].pow(1 / 7).diff()
+    torch.testing.assert_close(steps, steps[:1].expand(17))
+    assert edm.level(torch.tensor(0.5)).item() == pytest.approx(math.exp(-1.2))
+
+
+@pytest.mark.parametrize(
+    "objective", [EDM(), EDM(sigma_data=1.0, p_mean=0.0), DDPM(prediction="v"), DDPM(prediction="noise")], ids=repr
+)
+def test_inputs_and_targets_have_unit_variance(objective):
+    """On data of the declared deviation, at every level; four standard errors of 32768 numbers."""
+    batch = pack([8192], std=getattr(objective, "sigma_data", 1.0))
+    for step in range(4):
+        prepared = objective.prepare(batch, noise_for(batch, step))
+        assert prepared.inputs_TC.std().item() == pytest.approx(1.0, abs=4 / math.sqrt(2 * 32768))
+        assert prepared.target_TC.std().item() == pytest.approx(1.0, abs=4 / math.sqrt(2 * 32768))
+
+
+def test_flow_matching_input_has_the_deviation_of_its_time():
+    """sqrt((1 - t)**2 s**2 + t**2) on Gaussian data of deviation s; the target's is sqrt(s**2 + 1)."""
+    batch = pack([8192], std=0.5)
+    for step in range(4):
+        prepared = FlowMatching().prepare(batch, noise_for(batch, step))
+        t = prepared.time_S.item()
+        assert prepared.inputs_TC.std().item() == pytest.approx(math.hypot((1 - t) * 0.5, t), rel=4 / 256)
+        assert prepared.target_TC.std().item() == pytest.approx(math.hypot(0.5, 1), rel=4 / 256)
+
+
+def test_flow_matching_trains_and_samples_on_the_same_shifted_times():
+    """A uniform quantile and a uniform grid are moved alike; the odds of t are multiplied by the shift."""
+    flow = FlowMatching(time_shift=3.0)
+    grid = flow.sampling_grid(4)
+    assert grid.tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5, 0.0])
+    torch.testing.assert_close(flow.level(torch.tensor([0.25, 0.5, 0.75])), grid.flip(0)[1:4].float())
+    logit = FlowMatching(time_distribution="logit_normal", logit_mean=0.4, logit_std=0.7)
+    assert logit.level(torch.tensor(0.5)).logit().item() == pytest.approx(0.4, abs=1e-5)
+    assert logit.level(torch.tensor(0.841344746)).logit().item() == pytest.approx(1.1, abs=1e-5)
+
+
+def test_ddpm_table_step_is_the_textbooks():
+    """Step k: x = sqrt(abar_k) x0 + sqrt(1 - abar_k) eps, told to the network as k / 1000."""
+    ddpm = DDPM(discrete_steps=1000)
+    alpha_bar = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
+    batch = pack([4, 5, 6])
+    noise = noise_for(batch)
+    prepared = ddpm.prepare(batch, noise)
+    steps = (noise.level_S() * 1000).floor().long()
+    torch.testing.assert_close(prepared.time_S, steps / 1000)
+    signal, spread = (batch.layout.per_token(x[steps].sqrt().float()) for x in (alpha_bar, 1 - alpha_bar))
+    expected = signal * batch.latents_TC + spread * noise.normal_TC("eps", 4)
+    torch.testing.assert_close(prepared.inputs_TC, expected)
+    assert torch.equal(prepared.target_TC, noise.normal_TC("eps", 4))
+
+
+def test_sampling_from_noise_predictions_keeps_away_from_zero_alpha():
+    """cosine ends at alpha = 0: x0 and v start there, a noise prediction where dividing by alpha is still sound."""
+    for steps in (None, 1000):
+        ddpms = {p: DDPM(schedule="cosine", prediction=p, discrete_steps=steps) for p in PREDICTIONS}
+        first = {p: ddpm.sampling_grid(20)[0] for p, ddpm in ddpms.items()}
+        assert first["noise"].cos().item() == pytest.approx(MIN_ALPHA_FROM_NOISE, rel=0.5)
+        assert first["noise"].cos() >= MIN_ALPHA_FROM_NOISE * (1 - 1e-9)
+        assert first["x0"] == first["v"]
+        assert first["v"].cos() < 1e-4
+    layout = SequenceLayout.from_lengths([2])
+    at_pure_noise = torch.tensor(math.pi / 2, dtype=torch.float64)
+    for prediction in PREDICTIONS:
+        ddpm = DDPM(schedule="cosine", prediction=prediction)
+        x0 = ddpm.denoise(lambda x, t: 0.5 * x, torch.ones(2, 3), at_pure_noise, layout)
+        assert x0.isfinite().all()
+
+
+def test_objectives_compare_and_print_by_their_settings():
+    """A run's record of its objective is its repr; equal settings are equal objectives."""
+    assert DDPM(prediction="v") == DDPM(prediction="v")
+    assert DDPM(prediction="v") != DDPM()
+    assert repr(FlowMatching(time_shift=3.0)) == (
+        "FlowMatching(time_distribution='uniform', logit_mean=0.0, logit_std=1.0, time_shift=3.0, loss_kind='l2')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: EDM(sigma_data=0), "sigma_data=0 must be positive; the paper's is 0.5"),
+        (lambda: EDM(p_std=-1.0), "p_std=-1.0 must be positive"),
+        (lambda: EDM(rho=0.0), "rho=0.0 must be positive"),
+        (lambda: EDM(sigma_min=90.0), "sigma_min=90.0 and sigma_max=80.0"),
+        (lambda: EDM(loss_kind="mse"), "loss_kind='mse' is unknown; use one of 'l2', 'l1', 'huber'"),
+        (lambda: FlowMatching(time_shift=0.0), "time_shift=0.0 must be positive"),
+        (lambda: FlowMatching(logit_std=0.0), "logit_std=0.0 must be positive"),
+        (lambda: FlowMatching(time_distribution="normal"), "time_distribution='normal' is unknown"),
+        (lambda: FlowMatching(loss_kind="mse"), "loss_kind='mse'"),
+        (lambda: DDPM(prediction="eps"), "prediction='eps' is unknown; use one of 'noise', 'x0', 'v'"),
+        (lambda: DDPM(schedule="sqrt"), "schedule='sqrt' is unknown"),
+        (lambda: DDPM(loss_kind="mse"), "loss_kind='mse'"),
+        (lambda: DDPM(discrete_steps=10), "discrete_steps=10 is too short"),
+        (lambda: EDM().sampling_grid(0), "num_steps=0"),
+        (lambda: FlowMatching().sampling_grid(0), "num_steps=0"),
+        (lambda: DDPM().sampling_grid(0), "num_steps=0"),
+        (lambda: DDPM(discrete_steps=100).sampling_grid(101), "101 sampling steps .* at most 100"),
+    ],
+)
+def test_impossible_settings_are_refused_with_a_cure(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()

@@ -1,0 +1,136 @@
+"""Laws of classifier-free guidance and of thresholding."""
+
+import pytest
+import torch
+
+from dit.batch import SequenceLayout
+from dit.errors import ConfigError
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.sampling.guidance import (
+    combine,
+    doubled_layout,
+    dynamically_thresholded,
+    guided,
+    guided_pair,
+    needs_unconditional,
+    statically_thresholded,
+)
+from dit.sampling.solvers import solve
+
+LAYOUT = SequenceLayout.from_lengths([3, 2], multiple_of=4, total_tokens=10)
+OBJECTIVES = [EDM(), FlowMatching(), DDPM(), DDPM(prediction="x0"), DDPM(prediction="v", discrete_steps=1000)]
+
+
+def conditioned(context: float):
+    """Make a network whose output depends on input, time and context."""
+
+    def network(inputs_TC, time_S):
+        return torch.tanh(inputs_TC * (1 + 0.1 * time_S.mean()) + context)
+
+    return network
+
+
+def sample(objective: Objective, network, layout: SequenceLayout = LAYOUT):
+    start = torch.randn(layout.total_tokens, 2, generator=torch.Generator().manual_seed(0))
+    grid = objective.sampling_grid(6)
+    start = objective.path.alpha_sigma(grid[0])[1] * start
+    return solve("heun", lambda x, u: objective.denoise(network, x, u, layout), objective.path, start, grid)
+
+
+def test_scale_one_is_the_conditional_branch_and_calls_nothing_else():
+    def forbidden(x, t):
+        raise AssertionError("the unconditional branch was called")
+
+    cond = conditioned(1.0)
+    assert guided(cond, forbidden, 1.0) is cond
+    assert not needs_unconditional(1.0)
+    assert needs_unconditional(0.0)
+    assert needs_unconditional(7.5)
+
+
+def test_scale_is_the_classic_one():
+    """Scale 0 is unconditional, 2 goes as far again; NeMo's cond + g (cond - uncond) is scale g + 1."""
+    cond, uncond = torch.tensor([3.0]), torch.tensor([1.0])
+    assert [combine(cond, uncond, s).item() for s in (0.0, 1.0, 2.0)] == [1.0, 3.0, 5.0]
+    for g in (0.5, 7.0):
+        assert combine(cond, uncond, g + 1) == cond + g * (cond - uncond)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+def test_guiding_outputs_equals_guiding_clean_estimates(objective):
+    """Every denoiser is affine in the network's output, so guidance commutes with it."""
+    u = objective.sampling_grid(10)[4]
+    x = torch.randn(10, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    branches = [conditioned(c) for c in (1.0, -0.5)]
+    before = objective.denoise(guided(*branches, 4.0), x, u, LAYOUT)
+    after = guided(*(lambda x, u, f=f: objective.denoise(f, x, u, LAYOUT) for f in branches), 4.0)(x, u)
+    torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+def test_negative_prompt_changes_the_result(objective):
+    """The context of the unconditional branch matters at every scale but 1, and moves the sample away from it."""
+    empty, negative = (sample(objective, guided(conditioned(1.0), conditioned(c), 3.0)) for c in (0.0, -1.0))
+    assert (empty - negative).abs().max() > 1e-3
+    alike = [sample(objective, guided(conditioned(1.0), conditioned(c), 1.0)) for c in (0.0, -1.0)]
+    assert torch.equal(*alike)
+    assert torch.equal(alike[0], sample(objective, conditioned(1.0)))
+
+
+def test_one_call_over_the_doubled_pack_equals_two_calls():
+    """The pair sees conditional samples first and one noised input for both halves."""
+    double = doubled_layout(LAYOUT)
+    context_S = torch.tensor([1.0, 2.0, 0.0, -1.0])
+
+    def per_sample(layout, context_S):
+        def network(inputs_TC, time_S):
+            return torch.tanh(inputs_TC + layout.per_token(context_S + time_S))
+
+        return network
+
+    x, t = torch.randn(10, 2, generator=torch.Generator().manual_seed(2)), torch.tensor([0.2, 0.7])
+    one = guided_pair(per_sample(double, context_S), 2.5)(x, t)
+    two = guided(per_sample(LAYOUT, context_S[:2]), per_sample(LAYOUT, context_S[2:]), 2.5)(x, t)
+    torch.testing.assert_close(one, two)
+    with pytest.raises(ConfigError, match="guidance_scale=1 needs no unconditional half"):
+        guided_pair(per_sample(double, context_S), 1.0)
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([9, 0, 4, 5])])
+def test_doubled_layout_repeats_samples_and_padding(rows):
+    """Both halves have the rows, the valid tokens and the positions of the original, with the samples counted on."""
+    layout = LAYOUT if rows is None else LAYOUT.select(rows)
+    double = doubled_layout(layout)
+    assert double.valid_tokens == 2 * layout.valid_tokens
+    assert double.total_tokens == 2 * layout.total_tokens
+    first, second = double.segment_ids_T.chunk(2)
+    assert torch.equal(first, layout.segment_ids_T)
+    assert torch.equal(second, layout.segment_ids_T + layout.num_samples)
+    assert torch.equal(double.valid_T, layout.valid_T.repeat(2))
+    assert torch.equal(double.token_index_T, layout.token_index_T.repeat(2))
+
+
+def test_dynamic_threshold_scales_each_sample_by_its_own_quantile():
+    """A sample within [-1, 1] stays; a loud one is clipped at its quantile and divided by it, alone in the pack."""
+    layout = SequenceLayout.from_lengths([100, 50], multiple_of=64)
+    x = torch.zeros(layout.total_tokens, 2)
+    x[:100] = torch.linspace(-4, 4, 200).view(100, 2)
+    x[128:178] = torch.linspace(-0.9, 0.9, 100).view(50, 2)
+    x[100:128] = 1e6
+    u = torch.tensor(0.5)
+    out = dynamically_thresholded(lambda x, u: x, layout, 0.9)(x, u)
+    limit = x[:100].abs().flatten().sort().values[179]
+    torch.testing.assert_close(out[:100], x[:100].clamp(-limit, limit) / limit)
+    assert torch.equal(out[128:178], x[128:178])
+    assert out[:100].abs().max() == 1
+    assert torch.equal(statically_thresholded(lambda x, u: x)(x, u), x.clamp(-1, 1))
+
+
+def test_dynamic_threshold_refuses_what_it_cannot_do():
+    with pytest.raises(ConfigError, match=r"quantile=1\.5"):
+        dynamically_thresholded(lambda x, u: x, LAYOUT, 1.5)
+    with pytest.raises(ConfigError, match="holds 2 of 10 rows; sample with context_parallel_size=1"):
+        dynamically_thresholded(lambda x, u: x, LAYOUT.select(torch.tensor([0, 1])))

@@ -1,0 +1,283 @@
+"""Solvers on Gaussian data, where denoiser, probability flow and every marginal are known in closed form."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.batch import SequenceLayout
+from dit.errors import ConfigError
+from dit.objectives.base import Objective, Path
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.sampling.solvers import SOLVERS, Solver, ddim, dpmpp_2m, euler, heun, solve
+from dit.training.settings import SamplingConfig
+
+STD = 0.5
+# Relative deviation a chain of n steps lacks at eta = 1 is 8 / n (from the exact variance recursion): the plug-in
+# posterior ignores the uncertainty of x0, which vanishes with the step.
+BIAS_PER_STEP = 8.0
+# Position on each path as a function of the ratio sigma / alpha.
+POSITION = {"EDM": lambda r: r, "FlowMatching": lambda r: r / (1 + r), "DDPM": torch.atan}
+PATHS = [EDM(), FlowMatching(), DDPM()]
+every_path = pytest.mark.parametrize("objective", PATHS, ids=lambda o: type(o).__name__)
+DETERMINISTIC = [name for name, solver in SOLVERS.items() if not solver.stochastic]
+
+
+def gaussian_denoiser(path: Path, x_TC: Tensor, u: Tensor) -> Tensor:
+    """Return E[x0 | x_u] for x0 ~ N(0, STD**2)."""
+    alpha, sigma = path.alpha_sigma(u)
+    return alpha * STD**2 / (alpha**2 * STD**2 + sigma**2) * x_TC
+
+
+def relative_error(name: str, objective: Objective, grid: Tensor) -> float:
+    """Return the error against the exact flow, which scales x with the marginal deviation."""
+    alpha, sigma = objective.path.alpha_sigma(grid[0])
+    start = torch.ones(1, 1, dtype=torch.float64)
+    end = solve(name, partial(gaussian_denoiser, objective.path), objective.path, start, grid)
+    return abs(end.item() * math.hypot(alpha * STD, sigma) / STD - 1)
+
+
+def log_ratio_grid(objective: Objective, num_steps: int) -> Tensor:
+    """Return positions nearly even in log(sigma / alpha), then 0, so that end effects (below 1e-7) do not show.
+
+    The warp breaks a symmetry of the circle under which Euler's first-order error cancels.
+    """
+    s = torch.linspace(0, 1, num_steps, dtype=torch.float64)
+    ratio = (8 - 16 * (s + 0.3 * s * (1 - s))).exp()
+    return torch.cat([POSITION[type(objective).__name__](ratio), torch.zeros(1, dtype=torch.float64)])
+
+
+@every_path
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_solver_has_its_order_on_every_path(name, objective):
+    """Halving the step divides the error by 2**order."""
+    coarse, fine = (relative_error(name, objective, log_ratio_grid(objective, n)) for n in (512, 1024))
+    assert math.log2(coarse / fine) == pytest.approx(SOLVERS[name].order, abs=0.2)
+
+
+@pytest.mark.parametrize("objective", [EDM(), FlowMatching(), FlowMatching(time_shift=3.0)], ids=repr)
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_solver_keeps_its_order_on_the_objectives_own_grid(name, objective):
+    """From pure noise, alpha = 0 included; the multistep solver loses a logarithm of n there."""
+    coarse, fine = (relative_error(name, objective, objective.sampling_grid(n)) for n in (128, 256))
+    expected = SOLVERS[name].order
+    assert math.log2(coarse / fine) > expected - (0.5 if name == "dpmpp_2m" else 0.1)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "scaled_linear"])
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_ddpm_grids_converge_from_zero_or_small_alpha(name, schedule):
+    """Grids even in time end in one larger step; a hundred steps are within four percent all the same."""
+    ddpm = DDPM(schedule=schedule, prediction="v")
+    assert relative_error(name, ddpm, ddpm.sampling_grid(100)) < 0.04
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(18, 0.5276), (35, 0.5065), (100, 0.5007)])
+def test_heun_reproduces_the_known_deviations_on_the_edm_grid(num_steps, expected):
+    """Gaussian of deviation 0.5, rho 7, 80 to 0.002; a correction at the old point gives 0.4230, 0.4599, 0.4858."""
+    edm = EDM(sigma_min=0.002, sigma_max=80.0, rho=7.0)
+    start = torch.full((1, 1), 80.0, dtype=torch.float64)
+    end = solve("heun", partial(gaussian_denoiser, edm.path), edm.path, start, edm.sampling_grid(num_steps))
+    assert end.item() == pytest.approx(expected, abs=6e-5)
+
+
+@every_path
+def test_solvers_are_exact_when_the_estimate_is_constant(objective):
+    """Data at one point: every solver lands on it, because it ends with the clean estimate."""
+    point = torch.tensor([[0.3, -0.7]], dtype=torch.float64)
+    for name in SOLVERS:
+        noise = torch.Generator().manual_seed(0)
+        end = solve(
+            name,
+            lambda x, u: point,
+            objective.path,
+            torch.randn(1, 2, dtype=torch.float64, generator=noise),
+            objective.sampling_grid(5),
+            noise_at=lambda step: torch.zeros(1, 2),
+        )
+        assert torch.equal(end, point)
+
+
+@every_path
+def test_euler_is_ddim_on_straight_paths_only(objective):
+    """Where alpha and sigma are linear in u both are one method; on the circle they differ in second order."""
+    grid = objective.sampling_grid(20)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    denoiser = partial(gaussian_denoiser, objective.path)
+    gap = abs(euler(denoiser, objective.path, x, grid) - ddim(denoiser, objective.path, x, grid)).item()
+    assert (gap < 1e-12) == (not isinstance(objective, DDPM))
+
+
+@pytest.mark.parametrize(("name", "eta"), [("ddim", 0.0), ("ddim", 0.4), ("ancestral", 0.0), ("dpmpp_2m", 0.0)])
+def test_exponential_solvers_do_not_depend_on_the_path(name, eta):
+    """x / alpha depends on sigma / alpha only, so three paths with the same ratios give the same sample."""
+    ends = []
+    for objective in PATHS:
+        grid = log_ratio_grid(objective, 30)
+        alpha, _ = objective.path.alpha_sigma(grid[0])
+        noise = torch.Generator().manual_seed(0)
+        start = alpha * math.exp(8) * torch.ones(1, 3, dtype=torch.float64)
+        draw = partial(torch.randn, 1, 3, dtype=torch.float64, generator=noise)
+        denoiser = partial(gaussian_denoiser, objective.path)
+        ends.append(solve(name, denoiser, objective.path, start, grid, noise_at=lambda step, d=draw: d(), eta=eta))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(ends[0], ends[2], rtol=1e-9, atol=1e-12)
+
+
+@every_path
+@pytest.mark.parametrize("name", sorted(SOLVERS))
+def test_solver_calls_the_network_as_often_as_documented(name, objective):
+    """calls_per_step in every step but the last, which takes one; never at u = 0."""
+    calls = []
+
+    def denoiser(x_TC, u):
+        calls.append(float(u))
+        return gaussian_denoiser(objective.path, x_TC, u)
+
+    x = torch.ones(1, 1)
+    solve(name, denoiser, objective.path, x, objective.sampling_grid(9), noise_at=lambda step: x)
+    assert len(calls) == 8 * SOLVERS[name].calls_per_step + 1
+    assert min(calls) > 0
+
+
+@every_path
+@pytest.mark.parametrize(("name", "eta"), [("ancestral", 0.0), ("ddim", 1.0), ("ddim", 0.5), ("ddim", 0.0)])
+def test_stochastic_solver_reproduces_the_variance(objective, name, eta):
+    """Many small steps on 20000 numbers: deviation right within standard error, start forgotten if noise is fresh."""
+    n, num_steps = 20_000, 1000
+    generator = torch.Generator().manual_seed(3)
+    grid = log_ratio_grid(objective, num_steps)
+    alpha, sigma = objective.path.alpha_sigma(grid[0])
+    start = math.hypot(alpha * STD, sigma) * torch.randn(n, 1, generator=generator)
+    asked = []
+
+    def noise_at(step):
+        asked.append(step)
+        return torch.randn(n, 1, generator=generator)
+
+    denoiser = partial(gaussian_denoiser, objective.path)
+    end = solve(name, denoiser, objective.path, start, grid, noise_at=noise_at, eta=eta)
+    stochastic = name == "ancestral" or eta > 0
+    # Each step is asked once; the last one (to 0) draws nothing.
+    assert asked == (list(range(num_steps - 1)) if stochastic else [])
+    bias = BIAS_PER_STEP / num_steps
+    assert end.std().item() == pytest.approx(STD, rel=4 / math.sqrt(2 * n) + bias)
+    correlation = torch.corrcoef(torch.stack([start, end]).squeeze(-1))[0, 1].item()
+    if eta == 0.5:  # forgets the start slowly
+        assert 0.02 < correlation < 0.5
+    else:
+        assert correlation == pytest.approx(0 if stochastic else 1, abs=4 / math.sqrt(n))
+
+
+def test_ancestral_is_the_reverse_chain_of_the_table():
+    """x_{k-1} = (x_k - (1 - a) / sqrt(1 - abar) eps) / sqrt(a) + sqrt((1 - abar') / (1 - abar) beta) z."""
+    ddpm = DDPM(discrete_steps=1000)
+    grid = ddpm.sampling_grid(1000)
+    beta = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    alpha_bar = (1 - beta).cumprod(0)
+    layout = SequenceLayout.from_lengths([3])
+    generator = torch.Generator().manual_seed(0)
+    x, eps, z = torch.randn(3, 3, 2, dtype=torch.float64, generator=generator)
+    eps = eps.float().double()
+    for k in (999, 500, 1):
+        u = grid[999 - k : 999 - k + 2]
+        states: list[Tensor] = []
+
+        def denoiser(x_TC, u, states=states):
+            states.append(x_TC)
+            return ddpm.denoise(lambda *_: eps.float(), x_TC, u, layout)
+
+        # A third point keeps the step from being the last.
+        three = torch.cat([u, torch.zeros(1, dtype=torch.float64)])
+        solve("ancestral", denoiser, ddpm.path, x, three, noise_at=lambda step: z)
+        mean = (x - beta[k] / (1 - alpha_bar[k]).sqrt() * eps) / (1 - beta[k]).sqrt()
+        spread = ((1 - alpha_bar[k - 1]) / (1 - alpha_bar[k]) * beta[k]).sqrt()
+        torch.testing.assert_close(states[1], mean + spread * z)
+
+
+@pytest.mark.parametrize("steps", [None, 1000])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "scaled_linear"])
+def test_every_prediction_type_samples_the_same(schedule, steps):
+    """Perfect networks for noise, x0 and v describe one denoiser; sampling must not favour one of them."""
+    layout = SequenceLayout.from_lengths([4])
+    start = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ends = []
+    grid = DDPM(schedule=schedule, prediction="noise", discrete_steps=steps).sampling_grid(20)
+    for prediction in ("noise", "x0", "v"):
+        ddpm = DDPM(schedule=schedule, prediction=prediction, discrete_steps=steps)
+
+        def network(x_TC, time_S, ddpm=ddpm, prediction=prediction):
+            angle = ddpm.noise_schedule.angle(time_S[0].double())
+            alpha, sigma = angle.cos(), angle.sin()
+            x0 = gaussian_denoiser(ddpm.path, x_TC.double(), angle)
+            eps = (x_TC.double() - alpha * x0) / sigma
+            return {"noise": eps, "x0": x0, "v": alpha * eps - sigma * x0}[prediction].float()
+
+        ends.append(solve("ddim", lambda x, u, d=ddpm, f=network: d.denoise(f, x, u, layout), ddpm.path, start, grid))
+    # 1e-4: float32 outputs, divided by alpha >= 0.005 in the noise case.
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ends[2], ends[1], rtol=1e-5, atol=1e-5)
+    exact = start * STD / math.hypot(grid[0].cos() * STD, grid[0].sin())
+    torch.testing.assert_close(ends[1], exact, rtol=0.15, atol=0)
+
+
+def test_multistep_solver_is_first_order_behind_zero_alpha():
+    """The first two steps from flow time 1 are DDIM steps: log(alpha / sigma) was minus infinity."""
+    flow = FlowMatching()
+    grid = torch.tensor([1.0, 0.8, 0.5, 0.0], dtype=torch.float64)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    denoiser = partial(gaussian_denoiser, flow.path)
+    assert torch.equal(dpmpp_2m(denoiser, flow.path, x, grid), ddim(denoiser, flow.path, x, grid))
+    longer = torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0], dtype=torch.float64)
+    assert not torch.equal(dpmpp_2m(denoiser, flow.path, x, longer), ddim(denoiser, flow.path, x, longer))
+
+
+@every_path
+@pytest.mark.parametrize("name", sorted(SOLVERS))
+def test_state_keeps_the_precision_asked_for(name, objective):
+    """float32 and float64 agree to float32 rounding; `dtype` decides, else the start does."""
+    grid = objective.sampling_grid(12)
+    seen = set()
+
+    def denoiser(x_TC, u):
+        seen.add(x_TC.dtype)
+        return gaussian_denoiser(objective.path, x_TC, u)
+
+    x = torch.ones(1, 1)
+    run = partial(solve, name, denoiser, objective.path, x, grid, noise_at=lambda step: torch.ones(1, 1))
+    single, double = run(), run(dtype=torch.float64)
+    assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
+    assert seen == {torch.float32, torch.float64}
+    torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=1e-6)
+
+
+def test_registry_knows_every_solver_of_the_settings():
+    """SamplingConfig.solver and SOLVERS list the same words."""
+    words = SamplingConfig.__dataclass_fields__["solver"].type.__args__
+    assert sorted(words) == sorted(SOLVERS)
+    assert isinstance(SOLVERS["heun"], Solver)
+    assert SOLVERS["heun"].integrate is heun
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "rk4"}, "solver='rk4' is unknown; use one of 'euler', 'heun'"),
+        ({"name": "ancestral"}, "pass noise_at"),
+        ({"name": "ddim", "eta": 0.5}, "pass noise_at"),
+        ({"name": "ddim", "eta": 1.5}, "eta=1.5 does not fit"),
+        ({"name": "heun", "eta": 0.5}, "eta=0.5 does not fit solver='heun'"),
+        ({"grid": torch.tensor([1.0, 0.5])}, "fall strictly and end with 0"),
+        ({"grid": torch.tensor([0.5, 1.0, 0.0])}, "fall strictly and end with 0"),
+        ({"grid": torch.tensor([0.0])}, "fall strictly and end with 0"),
+    ],
+)
+def test_impossible_requests_are_refused_with_a_cure(options, message):
+    path = FlowMatching().path
+    settings = {"name": "euler", "grid": torch.tensor([1.0, 0.5, 0.0]), **options}
+    with pytest.raises(ConfigError, match=message):
+        solve(denoiser=partial(gaussian_denoiser, path), path=path, x_TC=torch.ones(1, 1), **settings)

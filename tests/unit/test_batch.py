@@ -1,0 +1,194 @@
+"""Laws of packs and layouts."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dit.batch import PackedBatch, SequenceLayout
+from dit.errors import BatchError
+from dit.patchify import grid_positions, patchify
+
+layouts = st.builds(
+    lambda lengths, multiple, tail: SequenceLayout.from_lengths(
+        lengths, multiple_of=multiple, total_tokens=sum(-(-n // multiple) * multiple for n in lengths) + tail
+    ),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.integers(0, 5),
+)
+
+
+def make_batch(grids: list[tuple[int, int, int]], **options) -> PackedBatch:
+    """Pack latents whose every number is different, patch size 1 x 2 x 2, two channels."""
+    tokens = []
+    for i, (t, h, w) in enumerate(grids):
+        latent = torch.arange(2 * t * h * w * 4, dtype=torch.float32).view(2, t, 2 * h, 2 * w) + 1000 * i
+        tokens.append(patchify(latent, 1, 2)[0])
+    return PackedBatch(
+        latents_TC=torch.cat(tokens),
+        positions_T3=torch.cat([grid_positions(g) for g in grids]),
+        layout=SequenceLayout.from_lengths([len(x) for x in tokens]),
+        sample_ids_S=torch.arange(len(grids)),
+        grids=tuple(grids),
+        keys=tuple(f"sample{i}" for i in range(len(grids))),
+        **options,
+    )
+
+
+@given(layouts)
+@settings(max_examples=60, deadline=None)
+def test_layout_counts_every_row_once(layout):
+    """Each sample owns `length` real rows in order, at its start; padding is the rest."""
+    real = [(s, i) for s, n in enumerate(layout.lengths) for i in range(n)]
+    valid = layout.valid_T
+    pairs = torch.stack([layout.segment_ids_T, layout.token_index_T], 1)[valid]
+    assert [tuple(p) for p in pairs.tolist()] == real
+    assert layout.valid_tokens == len(real) == int(valid.sum())
+    assert len(valid) == layout.total_tokens
+    for s, start in enumerate(layout.starts):
+        assert layout.segment_ids_T[start] == s
+        assert layout.token_index_T[start] == 0
+    assert layout.cu_seqlens.diff().tolist() == list(layout.lengths)
+    assert layout.cu_seqlens_padded.diff().tolist() == list(layout.padded_lengths)
+    assert layout.cu_seqlens.dtype == layout.cu_seqlens_padded.dtype == torch.int32
+
+
+@given(layouts, st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_select_commutes_with_every_per_row_property(layout, random):
+    """What a rank knows about its rows is the whole pack's knowledge at these rows, also after a second selection."""
+    rows = list(range(layout.total_tokens))
+    random.shuffle(rows)
+    rows = torch.tensor(rows[: 1 + len(rows) // 2])
+    part = layout.select(rows)
+    again = part.select(torch.arange(len(rows)).flip(0))
+    x_S = torch.randn(layout.num_samples, 3)
+    for name in ("segment_ids_T", "token_index_T", "valid_T"):
+        assert torch.equal(getattr(part, name), getattr(layout, name)[rows])
+        assert torch.equal(getattr(again, name), getattr(layout, name)[rows.flip(0)])
+    assert torch.equal(part.per_token(x_S), layout.per_token(x_S)[rows])
+    assert (part.total_tokens, part.valid_tokens) == (layout.total_tokens, layout.valid_tokens)
+
+
+@given(layouts)
+@settings(max_examples=60, deadline=None)
+def test_sum_per_sample_is_the_adjoint_of_per_token_on_real_rows(layout):
+    """<per_token(x), y> over real rows = <x, sum_per_sample(y)>, and padding may hold NaN."""
+    generator = torch.Generator().manual_seed(0)
+    x_S = torch.randn(layout.num_samples, 2, dtype=torch.float64, generator=generator)
+    y_T = torch.randn(layout.total_tokens, 2, dtype=torch.float64, generator=generator)
+    left = (layout.per_token(x_S) * y_T)[layout.valid_T].sum()
+    y_T[~layout.valid_T] = float("nan")
+    torch.testing.assert_close((x_S * layout.sum_per_sample(y_T)).sum(), left)
+
+
+def test_sums_of_slices_add_up_to_the_sum_of_the_pack():
+    layout = SequenceLayout.from_lengths([5, 2], multiple_of=4, total_tokens=14)
+    y_T = torch.arange(14.0)
+    parts = [layout.select(torch.arange(14)[r::2]).sum_per_sample(y_T[r::2]) for r in range(2)]
+    assert torch.equal(parts[0] + parts[1], layout.sum_per_sample(y_T))
+    assert layout.sum_per_sample(y_T).tolist() == [0 + 1 + 2 + 3 + 4, 8 + 9]
+
+
+def test_per_token_gives_scalars_a_channel_axis():
+    layout = SequenceLayout.from_lengths([1, 2])
+    assert layout.per_token(torch.tensor([3.0, 4.0])).tolist() == [[3.0], [4.0], [4.0]]
+
+
+def test_uniform_length_means_a_dense_batch_held_whole():
+    dense = SequenceLayout.from_lengths([4, 4])
+    assert dense.uniform_length == 4
+    assert dense.max_seqlen == 4
+    assert SequenceLayout.from_lengths([4, 3]).uniform_length is None
+    assert SequenceLayout.from_lengths([4, 4], multiple_of=8).uniform_length is None
+    assert SequenceLayout.from_lengths([4, 4], total_tokens=9).uniform_length is None
+    assert dense.select(torch.arange(4)).uniform_length is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": []}, r"at least one token, got lengths \[\]"),
+        ({"lengths": [3, 0]}, r"got lengths \[3, 0\]"),
+        (
+            {"lengths": [5, 6], "multiple_of": 4, "total_tokens": 15},
+            "2 samples need 16 tokens .* multiple of 4.* has 15; raise the pack length",
+        ),
+    ],
+)
+def test_impossible_layouts_are_refused_with_a_cure(options, message):
+    with pytest.raises(BatchError, match=message):
+        SequenceLayout.from_lengths(**options)
+
+
+def test_grid_undoes_patchify_for_every_sample():
+    """A dense pack becomes one [S, C, t, h, w] tensor with each sample's own numbers."""
+    batch = make_batch([(2, 2, 3), (2, 2, 3)]).validate()
+    dense = batch.grid(1, 2)
+    assert dense.shape == (2, 2, 2, 4, 6)
+    expected = torch.arange(96, dtype=torch.float32).view(2, 2, 4, 6)
+    assert torch.equal(dense[0], expected)
+    assert torch.equal(dense[1], expected + 1000)
+
+
+def test_grid_refuses_mixed_or_padded_packs():
+    with pytest.raises(BatchError, match=r"one shape without padding, got grids .*bucket the data by shape"):
+        make_batch([(1, 2, 3), (1, 3, 2)]).grid(1, 2)
+    padded = make_batch([(1, 1, 3), (1, 1, 3)])
+    padded.layout = SequenceLayout.from_lengths([3, 3], total_tokens=8)
+    with pytest.raises(BatchError, match="without padding"):
+        padded.grid(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"latents_TC": torch.zeros(5, 8)}, "latents_TC has 5 rows, needs 10"),
+        ({"positions_T3": torch.zeros(9, 3)}, "positions_T3 has 9 rows, needs 10"),
+        ({"sample_ids_S": torch.zeros(3)}, "sample_ids_S has 3 rows, needs 2"),
+        ({"keys": ("a",)}, "keys has 1 rows, needs 2"),
+        ({"grids": ((1, 2, 2), (1, 2, 2))}, r"'sample1' has grid \(1, 2, 2\) but 6 tokens"),
+        ({"labels_S": torch.tensor([1])}, "labels_S has 1 rows, needs 2"),
+        (
+            {"labels_S": torch.tensor([1, 10])},
+            r"'sample1' has label 10, the model knows 0\.\.9 .*raise model.num_classes",
+        ),
+        ({"labels_S": torch.tensor([-1, 0])}, "'sample0' has label -1"),
+        ({"loss_weight_S": torch.ones(4)}, "loss_weight_S has 4 rows, needs 2"),
+        (
+            {"context_KD": torch.zeros(4, 2), "context_layout": SequenceLayout.from_lengths([2, 3])},
+            "context_KD has 4 rows, needs 5",
+        ),
+        (
+            {"context_KD": torch.zeros(4, 2), "context_layout": SequenceLayout.from_lengths([4])},
+            "context_layout has 1 rows, needs 2",
+        ),
+    ],
+)
+def test_validate_names_the_part_that_is_wrong(change, message):
+    batch = make_batch([(1, 2, 2), (1, 2, 3)], labels_S=torch.tensor([0, 9]))
+    assert batch.validate(num_classes=10) is batch
+    for name, value in change.items():
+        setattr(batch, name, value)
+    with pytest.raises(BatchError, match=message):
+        batch.validate(num_classes=10)
+
+
+def test_validate_reports_everything_that_is_wrong_at_once():
+    batch = make_batch([(1, 2, 2)])
+    batch.keys, batch.latents_TC = ("a", "b"), torch.zeros(2, 8)
+    with pytest.raises(BatchError, match=r"latents_TC has 2 rows.*; keys has 2 rows"):
+        batch.validate()
+
+
+def test_moving_a_batch_moves_every_tensor_and_both_layouts():
+    """The meta device shows what was moved; numbers on the host stay."""
+    batch = make_batch(
+        [(1, 1, 2)], fps_S=torch.ones(1), context_KD=torch.zeros(2, 4), context_layout=SequenceLayout.from_lengths([2])
+    )
+    moved = batch.to("meta")
+    for value in (moved.latents_TC, moved.positions_T3, moved.sample_ids_S, moved.fps_S, moved.context_KD):
+        assert value.device.type == "meta"
+    assert moved.layout.cu_seqlens.device.type == moved.context_layout.cu_seqlens.device.type == "meta"
+    assert (moved.grids, moved.keys, moved.labels_S) == (batch.grids, batch.keys, None)

@@ -1,0 +1,59 @@
+"""Laws of patchify: a permutation with a known order and an exact inverse."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dit.errors import BatchError
+from dit.patchify import grid_positions, patchify, unpatchify
+
+small = st.integers(1, 3)
+
+
+@given(small, small, small, small, small, small)
+@settings(max_examples=80, deadline=None)
+def test_unpatchify_is_the_exact_inverse(channels, t, h, w, patch_temporal, patch_spatial):
+    """Both ways round, for every grid and patch size; nothing is lost or repeated."""
+    shape = (channels, t * patch_temporal, h * patch_spatial, w * patch_spatial)
+    latent = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    tokens, grid = patchify(latent, patch_temporal, patch_spatial)
+    assert grid == (t, h, w)
+    assert tokens.shape == (t * h * w, channels * patch_temporal * patch_spatial**2)
+    assert torch.equal(tokens.flatten().sort().values, latent.flatten())
+    assert torch.equal(unpatchify(tokens, grid, patch_temporal, patch_spatial), latent)
+    again, _ = patchify(unpatchify(tokens, grid, patch_temporal, patch_spatial), patch_temporal, patch_spatial)
+    assert torch.equal(again, tokens)
+
+
+@given(small, small, small)
+@settings(max_examples=30, deadline=None)
+def test_token_n_lies_where_grid_positions_says(t, h, w):
+    """The token at (i, j, k) holds the patch at (i, j, k): positions and tokens have one order."""
+    where = grid_positions((t, h, w))
+    latent = where.view(t, h, w, 3).permute(3, 0, 1, 2).float()
+    tokens, _ = patchify(latent, 1, 1)
+    assert torch.equal(tokens.long(), where)
+    assert where.dtype == torch.int64
+
+
+def test_channels_of_a_token_have_nemos_order():
+    """(ph pw pt C): channel fastest, then frame, then column, then row of the patch."""
+    latent = torch.zeros(2, 2, 2, 2)
+    for c in range(2):
+        for f in range(2):
+            for y in range(2):
+                for x in range(2):
+                    latent[c, f, y, x] = ((y * 2 + x) * 2 + f) * 2 + c
+    tokens, grid = patchify(latent, 2, 2)
+    assert grid == (1, 1, 1)
+    assert tokens.flatten().tolist() == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"), [((4, 3, 4, 4), "3 x 4 x 4"), ((4, 2, 5, 4), "2 x 5 x 4"), ((4, 2, 4, 5), "2 x 4 x 5")]
+)
+def test_sides_that_do_not_divide_are_refused_with_a_cure(shape, sizes):
+    message = rf"latent of {sizes} \(T x H x W\) cannot be cut into patches of 2 x 2 x 2; crop it to a multiple"
+    with pytest.raises(BatchError, match=message):
+        patchify(torch.zeros(shape), 2, 2)

@@ -1,0 +1,89 @@
+"""Preemption flag, finite check and stack dumps, where needed in a process of their own."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dit.errors import NotFiniteError
+from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
+
+REPOSITORY = Path(__file__).parents[3]
+
+PREEMPTED_CHILD = """
+import time
+from dit.training.guards import PreemptionFlag
+with PreemptionFlag() as flag:
+    print("ready", flag.requested, flush=True)
+    steps = 0
+    while not flag.requested:
+        for _ in range(5):   # a step is finished whatever arrives meanwhile
+            time.sleep(0.01)
+            steps += 1
+    print(steps % 5, flag.signal_name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_is_honoured_at_the_end_of_the_step(number):
+    """The process lives on, finishes its step, and knows which signal came."""
+    child = subprocess.Popen([sys.executable, "-c", PREEMPTED_CHILD], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "ready False\n"
+    child.send_signal(number)
+    out, _ = child.communicate(timeout=20)
+    assert child.returncode == 0
+    assert out == f"0 {number.name}\n"
+
+
+def test_handlers_come_back():
+    """After the run the signals do what they did before, also when it failed."""
+    before = signal.getsignal(signal.SIGUSR1)
+    flag = PreemptionFlag((signal.SIGUSR1,))
+    with pytest.raises(ZeroDivisionError), flag:
+        print(os.kill(os.getpid(), signal.SIGUSR1) or 1 / 0)
+    assert flag.requested
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_finite_values_pass():
+    check_finite(1e30, 0.0, 1, [])
+    check_finite(-1.0, None, 1, ["a"])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["loss", "grad_norm"])
+def test_non_finite_value_names_step_values_and_samples(bad, where):
+    values = {"loss": 0.5, "grad_norm": 2.0, where: bad}
+    keys = [f"clip-{i}" for i in range(20)]
+    with pytest.raises(NotFiniteError) as raised:
+        check_finite(**values, step=417, sample_keys=keys)
+    message = str(raised.value)
+    for part in ("step 417", f"loss={values['loss']}", f"grad_norm={values['grad_norm']}", "clip-0", "and 12 more"):
+        assert part in message
+    assert "lower" in message
+    assert raised.value.exit_code == 4
+
+
+def test_watchdog_writes_the_stacks_of_a_hang_only(tmp_path):
+    """Beats keep it quiet; a hang shows every thread's stack; the run goes on."""
+    path = tmp_path / "stacks" / "rank_0.txt"
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name="waiting")
+    thread.start()
+    with StackWatchdog(path, timeout_s=1.0) as watchdog:
+        for _ in range(24):
+            time.sleep(0.05)
+            watchdog.beat()
+        assert path.read_text() == ""
+        time.sleep(1.3)
+    done.set()
+    thread.join()
+    text = path.read_text()
+    assert "test_watchdog_writes_the_stacks" in text
+    assert text.count("(most recent call first)") >= 2
