@@ -133,6 +133,9 @@ def _redirect_cuda_calls() -> None:
 
 
 def _redirect_tensors() -> None:
+    # `with torch.device(...)` lists the factories once and knows them by identity: it must have listed the originals,
+    # or a model built on the meta device would take memory.
+    importlib.import_module("torch.utils._device")._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
     tensor_type, tensor_to = torch.Tensor.type, torch.Tensor.to
