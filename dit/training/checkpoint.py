@@ -12,7 +12,7 @@ from torch import nn
 
 from dit.backends.process_groups import ProcessGroups
 from dit.data_api import DataStream
-from dit.errors import CheckpointError
+from dit.errors import CheckpointError, ConfigError
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
 from dit.training.optim import MasterShard
@@ -120,6 +120,11 @@ class Checkpointer:
             ConfigError: it belongs to another model.
         """
         if mode == "never":
+            if self.store.steps():
+                raise ConfigError(
+                    f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {self.store.steps()}, which "
+                    "a later resume would take for this run's; use another training.run_dir or remove them"
+                )
             return False
         found: list[Any] = [None]
         if state.groups.rank == 0:

@@ -40,6 +40,7 @@ class DeviceBatches(Iterator[PackedBatch]):
     ) -> None:
         self._stream, self._device, self._num_classes, self._flops = stream, device, num_classes, flops
         self.consumed = Consumed()
+        self.last_grid: Optional[tuple[int, int, int]] = None
 
     def __next__(self) -> PackedBatch:
         batch = next(self._stream).validate(num_classes=self._num_classes)
@@ -48,6 +49,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         self.consumed.padded_tokens += batch.layout.total_tokens
         self.consumed.flops += self._flops(batch)
         self.consumed.keys.extend(batch.keys)
+        self.last_grid = batch.grids[0]
         return batch.to(self._device, non_blocking=True)
 
     def reset(self) -> Consumed:

@@ -1,0 +1,121 @@
+"""A trained model for sampling: from a checkpoint folder alone to pictures."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import torch
+from torch import Tensor
+
+from dit.backends import process_groups
+from dit.backends.device import local_device
+from dit.data_api import BatchSpec
+from dit.errors import CheckpointError
+from dit.parallel.dims import ParallelConfig
+from dit.parallel.parallelize import build_model
+from dit.sampling.generate import empty_pack, generate
+from dit.training.checkpoint import CONFIG_FILE
+from dit.training.checkpoint_store import CheckpointStore
+from dit.training.config_record import from_record
+from dit.training.settings import CheckpointConfig
+from dit.training.sharded_state import load_weights
+
+
+class Generator:
+    """A model with trained weights, on one rank.
+
+    Attributes:
+        config: the settings it was trained with, by the names of `pretrain`'s arguments.
+        class_names: name of each class, or None.
+        step: optimizer step of its weights.
+    """
+
+    def __init__(self, config: dict[str, Any], network: torch.nn.Module, step: int) -> None:
+        self.config, self.network, self.step = config, network, step
+        self.class_names: Optional[list[str]] = config["class_names"]
+        model = config["model"]
+        self.spec = BatchSpec(
+            patch_temporal=model.patch_temporal,
+            patch_spatial=model.patch_spatial,
+            latent_channels=model.in_channels,
+            num_classes=model.num_classes,
+            context_size=model.context_size,
+            micro_batch_size=1,
+        )
+        frames, height, width = config["latent_size"]
+        self.latent_size = (frames, height, width)
+
+    def generate(
+        self,
+        labels: Optional[Sequence[int]] = None,
+        *,
+        count: Optional[int] = None,
+        contexts: Optional[Sequence[Tensor]] = None,
+        negative: Optional[Sequence[Tensor]] = None,
+        solver: Optional[str] = None,
+        num_steps: Optional[int] = None,
+        guidance_scale: Optional[float] = None,
+        seed: Optional[int] = None,
+    ) -> Tensor:
+        """Generate one sample per label (or text, or `count` samples); settings left out are the run's own.
+
+        Returns:
+            Latents `[N, C, T, H, W]`, float32.
+
+        Raises:
+            ConfigError: a label is out of range, or the solver is unknown.
+        """
+        own = self.config["sampling"]
+        device = local_device()
+        size = len(labels) if labels is not None else len(contexts) if contexts is not None else count or 1
+        batch = empty_pack(self.spec, self.latent_size, size, device, labels=labels, contexts=contexts)
+        return generate(
+            self.network,
+            self.config["objective"],
+            batch,
+            self.spec,
+            solver=own.solver if solver is None else solver,
+            num_steps=own.num_steps if num_steps is None else num_steps,
+            guidance_scale=own.guidance_scale if guidance_scale is None else guidance_scale,
+            seed=own.seed if seed is None else seed,
+            negative=negative,
+        )
+
+
+def find_checkpoint(path: Path | str) -> tuple[Path, int]:
+    """Return a proven checkpoint folder and its step, from a run folder or one of its checkpoints.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = Path(path)
+    store = CheckpointStore(path / "checkpoints", CheckpointConfig())
+    if path.name.startswith("iter_"):
+        return path, store.verify(path).step
+    found = store.newest_valid() if path.is_dir() else None
+    if found is None:
+        raise CheckpointError(
+            f"{path} is neither a run folder with a valid checkpoint nor a checkpoint (iter_NNNNNNN); "
+            "give the training.run_dir of a run that saved one"
+        )
+    return found[0], found[1].step
+
+
+def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") -> Generator:
+    """Build the model of a checkpoint with its averaged or its raw weights.
+
+    Args:
+        path: a run folder (its newest valid checkpoint is taken) or one checkpoint folder.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint, or it holds no average.
+    """
+    folder, step = find_checkpoint(path)
+    config = from_record(json.loads((folder / CONFIG_FILE).read_text()))
+    if weights == "ema" and config["training"].ema_decay is None:
+        raise CheckpointError(f"{folder} holds no weight average; ask for the raw weights")
+    groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
+    network = build_model(config["model"], ParallelConfig(), "fp32", groups, seed=0).eval()
+    load_weights(folder, network, groups, slot="ema" if weights == "ema" else "weight")
+    return Generator(config, network, step)

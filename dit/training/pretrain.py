@@ -1,0 +1,375 @@
+"""THE loop: read it from top to bottom to know what a run does."""
+
+import json
+import logging as log
+import os
+import platform
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from dit.backends import process_groups
+from dit.backends.attention import resolve_attention
+from dit.backends.device import describe, local_device
+from dit.backends.process_groups import ProcessGroups, world_size_from_environment
+from dit.data_api import BatchSpec, DataConfig
+from dit.errors import EXIT_PREEMPTED, ConfigError
+from dit.models.base import ModelConfig
+from dit.objectives.base import Objective
+from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
+from dit.training.checkpoint import Checkpointer, TrainState
+from dit.training.checkpoint_store import CheckpointStore
+from dit.training.config_record import to_record
+from dit.training.ema import EMA
+from dit.training.exit_record import ExitRecord
+from dit.training.flops import training_flops
+from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
+from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
+from dit.training.pictures import PictureWriter
+from dit.training.prefetch import DeviceBatches
+from dit.training.progress import ConsoleProgress
+from dit.training.schedules import check_schedule, learning_rate
+from dit.training.settings import (
+    CheckpointConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from dit.training.sinks import FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
+from dit.training.step import training_forward_step
+from dit.training.validate import held_out_loss
+
+logger = log.getLogger(__name__)
+
+STACK_DUMP_AFTER_S = 300.0
+
+
+def pretrain(
+    model: ModelConfig,
+    data: DataConfig,
+    objective: Objective,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    checkpoint: CheckpointConfig,
+    logging: LoggingConfig,
+    sampling: SamplingConfig,
+) -> None:
+    """Train a backbone, or continue a run that was stopped: the same call resumes.
+
+    Every rank calls this. It leaves `exit.json` in the run folder, whatever happens.
+
+    Raises:
+        ConfigError: settings do not fit together; nothing was written.
+        DataError: data are missing, unreadable or lost beyond the budget.
+        NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
+        CheckpointError: no valid checkpoint where one is required, or the disk is full.
+        SystemExit: with code 75 when stopped early, after a checkpoint.
+    """
+    settings = dict(locals())
+    dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
+    with ExitRecord(training.run_dir, rank=int(os.environ.get("RANK", "0"))) as record:
+        groups = process_groups.initialize(parallel)
+        run = Run(settings, dims, spec, groups)
+        record.step = run.state.step
+        try:
+            record.preempted = run.train(record)
+        finally:
+            run.close()
+        process_groups.destroy()
+    if record.preempted:
+        sys.exit(EXIT_PREEMPTED)
+
+
+def check_settings(
+    model: ModelConfig,
+    data: DataConfig,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+) -> tuple[ParallelDims, BatchSpec]:
+    """Check all settings against each other before anything is built or written.
+
+    Raises:
+        ConfigError, DataError: with the numbers and the cure.
+    """
+    model.validate()
+    dims = check_parallel(
+        parallel,
+        world_size=world_size_from_environment(),
+        num_attention_heads=model.megatron_sizes()["num_attention_heads"],
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+    )
+    check_schedule(training.num_steps, optimizer.lr, schedule)
+    if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
+        raise ConfigError(f"training.ema_decay={training.ema_decay} must lie in [0, 1); use None for no average")
+    if training.log_interval < 1:
+        raise ConfigError(f"training.log_interval={training.log_interval} must be at least 1")
+    spec = BatchSpec(
+        patch_temporal=model.patch_temporal,
+        patch_spatial=model.patch_spatial,
+        latent_channels=model.in_channels,
+        num_classes=model.num_classes,
+        context_size=model.context_size,
+        micro_batch_size=training.micro_batch_size,
+        multiple_of=dims.token_multiple,
+    )
+    data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
+    return dims, spec
+
+
+class Run:
+    """One process's part of a run: what is built once, and the loop over it.
+
+    Args:
+        settings: the arguments of `pretrain`.
+    """
+
+    def __init__(self, settings: dict[str, Any], dims: ParallelDims, spec: BatchSpec, groups: ProcessGroups) -> None:
+        self.settings, self.dims, self.spec, self.groups = settings, dims, spec, groups
+        self.model: ModelConfig = settings["model"]
+        self.objective: Objective = settings["objective"]
+        self.training: TrainingConfig = settings["training"]
+        self.data: DataConfig = settings["data"]
+        self.device = local_device()
+        run_dir = Path(self.training.run_dir)
+        self.config_record = to_record({**settings, "class_names": self.data.class_names()})
+        self.state = self._build()
+        self.checkpointer = Checkpointer(
+            CheckpointStore(run_dir / "checkpoints", settings["checkpoint"]), self.config_record
+        )
+        resumed = self.checkpointer.resume(self.state, settings["checkpoint"].resume)
+        self.batches = DeviceBatches(
+            self.state.stream,
+            self.device,
+            self.model.num_classes,
+            lambda batch: training_flops(self.model, batch.layout, batch.context_layout),
+        )
+        self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.data.class_names())
+        self.sinks: Optional[Sink] = None
+        self.progress: Optional[ConsoleProgress] = None
+        if groups.rank == 0:
+            self._open_logs(run_dir, resumed)
+        self.held_out: Optional[float] = None
+
+    def _build(self) -> TrainState:
+        parallel, training, groups = self.settings["parallel"], self.training, self.groups
+        backbone = build_model(self.model, parallel, training.precision, groups, training.seed)
+        wrapped = wrap(backbone, parallel, groups)
+        optimizer = build_optimizer(wrapped, self.settings["optimizer"], parallel, training.precision, groups)
+        shards = master_shards(optimizer, backbone)
+        ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, training.ema_start_step)
+        stream = self.data.build_train(
+            self.spec,
+            dp_rank=groups.dp_rank,
+            dp_size=groups.dp_size,
+            seed=training.seed,
+            log_dir=training.run_dir if groups.tp.rank() == 0 else None,
+        )
+        return TrainState(wrapped, backbone, optimizer, shards, ema, stream, groups)
+
+    def _open_logs(self, run_dir: Path, resumed: bool) -> None:
+        logging: LoggingConfig = self.settings["logging"]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.json").write_text(json.dumps(self.config_record, indent=1))
+        (run_dir / "env.json").write_text(json.dumps(environment_record(self.groups), indent=1))
+        mirrors: dict[str, Any] = {}
+        if logging.tensorboard:
+            step = self.state.step if resumed else None
+            mirrors["TensorBoard"] = lambda: TensorBoardSink(run_dir / "events", step)
+        if logging.wandb:
+            mirrors["wandb"] = lambda: WandbSink(
+                run_dir, logging.wandb_project, self.config_record, artifacts=logging.wandb_artifacts
+            )
+        self.sinks = FanOut(JsonlSink(run_dir / "metrics.jsonl"), mirrors)
+        self.progress = ConsoleProgress(self.headline(resumed), self.training.num_steps)
+
+    def headline(self, resumed: bool) -> str:
+        """Say in one line what this run is."""
+        parallel: ParallelConfig = self.settings["parallel"]
+        count = sum(p.numel() for p in self.state.backbone.parameters())
+        attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
+        return (
+            f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
+            f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
+            f"{'+SP' if parallel.sequence_parallel else ''} x DP {self.dims.data_parallel_size} "
+            f"({parallel.data_parallel}) | {self.training.precision}, attention {attention} | "
+            f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
+            + (f" | resumed at step {self.state.step}" if resumed else "")
+        )
+
+    def train(self, record: ExitRecord) -> bool:
+        """Run steps until the end or until asked to stop.
+
+        Returns:
+            Whether the run stopped early.
+        """
+        training, state, saved_at = self.training, self.state, self.state.step
+        checkpoint: CheckpointConfig = self.settings["checkpoint"]
+        stacks = Path(training.run_dir) / "stacks" / f"rank_{self.groups.rank}.txt"
+        if self.progress is not None:
+            self.progress.start(state.step)
+        with PreemptionFlag() as preemption, StackWatchdog(stacks, STACK_DUMP_AFTER_S) as watchdog:
+            started = time.perf_counter()
+            loss_sums = torch.zeros(2, device=self.device)
+            while state.step < training.num_steps:
+                grad_norm = self._step(loss_sums)
+                record.step = state.step
+                watchdog.beat()
+                if state.step % training.log_interval == 0 or state.step == training.num_steps:
+                    self._log(loss_sums, grad_norm, time.perf_counter() - started)
+                    loss_sums.zero_()
+                    started = time.perf_counter()
+                training_ended = time.perf_counter()
+                if _due(state.step, training.validation_interval):
+                    self._validate()
+                if _due(state.step, training.sample_interval):
+                    self._sample()
+                stop = self._agree_to_stop(preemption.requested or state.step == training.stop_at_step)
+                if stop or _due(state.step, checkpoint.interval):
+                    self._save()
+                    saved_at = state.step
+                started += time.perf_counter() - training_ended  # rates are those of training alone
+                if stop and state.step < training.num_steps:
+                    return True
+        if saved_at != state.step:
+            self._save()
+        return False
+
+    def _step(self, loss_sums: torch.Tensor) -> float:
+        """Make one optimizer step; nothing but the gradient norm comes back to the host."""
+        state, training = self.state, self.training
+        optimizer_settings: OptimizerConfig = self.settings["optimizer"]
+        state.wrapped.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        outputs = get_forward_backward_func()(
+            forward_step_func=training_forward_step(self.objective, self.model, training.seed, state.step),
+            data_iterator=self.batches,
+            model=state.wrapped,
+            num_microbatches=self.dims.micro_batches,
+            seq_length=1,  # sequence lengths vary and travel with the activations
+            micro_batch_size=1,
+            pg_collection=self.groups.collection,
+        )
+        step_sums = torch.stack([sum(o["loss_sum"] for o in outputs), sum(o["tokens"] for o in outputs)])
+        lr = learning_rate(state.step, training.num_steps, optimizer_settings.lr, self.settings["schedule"])
+        set_learning_rate(state.optimizer, lr)
+        grad_norm = gradient_norm(state.optimizer)
+        # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
+        check_finite(0.0, grad_norm, state.step + 1, self.batches.consumed.keys)
+        apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
+        loss_sums += step_sums
+        state.step += 1
+        if state.ema is not None:
+            state.ema.update(state.step)
+        return grad_norm
+
+    def _log(self, loss_sums: torch.Tensor, grad_norm: float, seconds: float) -> None:
+        """Reduce what was counted since the last log line, and write it."""
+        sums = loss_sums.clone()
+        dist.all_reduce(sums, group=self.groups.dp_cp)
+        mine = self.batches.reset()
+        counts = torch.tensor(
+            [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops], dtype=torch.float64, device=self.device
+        )
+        dist.all_reduce(counts, group=self.groups.dp_cp)
+        samples, valid, padded, flops = counts.tolist()
+        state, ranks = self.state, self.groups.world_size
+        state.consumed_samples += int(samples)
+        if self.sinks is None or self.progress is None:
+            return
+        lr = learning_rate(
+            state.step - 1, self.training.num_steps, self.settings["optimizer"].lr, self.settings["schedule"]
+        )
+        values = {
+            "loss": (sums[0] / sums[1]).item(),
+            "grad_norm": grad_norm,
+            "learning_rate": lr,
+            "samples_per_s": samples / seconds,
+            "tokens_per_s": valid / seconds,
+            "padded_tokens_per_s_per_rank": padded / seconds / ranks,
+            "tflops_per_rank": flops / seconds / ranks / 1e12,
+            "skipped_samples": float(sum(state.stream.skipped().values())),
+        }
+        self.sinks.scalars(state.step, values, state.consumed_samples)
+        self.progress.update(state.step, values)
+
+    def _averaged(self) -> Any:
+        """Run the model with the weight average where there is one."""
+        state = self.state
+        return nullcontext() if state.ema is None else state.ema.applied(state.optimizer, state.wrapped)
+
+    def _validate(self) -> None:
+        batches = self.data.build_validation(self.spec, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size)
+        with self._averaged():
+            losses = held_out_loss(self.state.backbone, batches, self.objective, self.device, self.groups)
+        self.held_out = losses["loss"]
+        if self.sinks is not None and self.progress is not None:
+            named = {f"held_out/{name}": value for name, value in losses.items()}
+            self.sinks.scalars(self.state.step, named, self.state.consumed_samples)
+            self.progress.message(f"step {self.state.step}: held-out loss {losses['loss']:.4f}")
+
+    def _sample(self) -> None:
+        folder = Path(self.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
+        with self._averaged():
+            # Every rank generates all samples: tensor-parallel ranks must, the others would only wait.
+            picture = self.pictures.draw(self.state.backbone, self._latent_size(), self.device)
+        if self.sinks is not None and picture is not None:
+            path = self.pictures.save(picture, folder / "ema.png" if self.state.ema else folder / "raw.png")
+            self.sinks.image("samples", self.state.step, path, "one sample per class")
+
+    def _latent_size(self) -> tuple[int, int, int]:
+        """Return (T, H, W) of the latents the run trains on, as last seen."""
+        assert self.batches.last_grid is not None
+        t, h, w = self.batches.last_grid
+        return t * self.spec.patch_temporal, h * self.spec.patch_spatial, w * self.spec.patch_spatial
+
+    def _save(self) -> None:
+        self.config_record["latent_size"] = list(self._latent_size())
+        path = self.checkpointer.save(self.state, self.held_out)
+        if self.sinks is not None and self.progress is not None:
+            self.sinks.artifact(path, {"step": self.state.step, "held_out_loss": self.held_out})
+            self.progress.message(f"step {self.state.step}: checkpoint {path}")
+
+    def _agree_to_stop(self, wanted: bool) -> bool:
+        flag = torch.tensor([float(wanted)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def close(self) -> None:
+        """Stop loaders and flush logs."""
+        self.state.stream.close()
+        if self.progress is not None:
+            self.progress.close()
+        if self.sinks is not None:
+            self.sinks.close()
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def environment_record(groups: ProcessGroups) -> dict[str, Any]:
+    """Return what a reader needs to know of where a run ran."""
+    import megatron.core
+
+    return {
+        "command": sys.argv,
+        "world_size": groups.world_size,
+        "device": describe(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron_core": megatron.core.__version__,
+    }
