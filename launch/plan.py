@@ -85,9 +85,8 @@ def estimate_memory(
     shards = data_parallel_size if parallel.data_parallel == "distributed_optimizer" else 1
     sizes = model.megatron_sizes()
     h, f = sizes["hidden_size"], sizes["ffn_hidden_size"]
-    per_token = (
-        SAVED_WHOLE_H * h / (tp if parallel.sequence_parallel else 1) + (SAVED_SPLIT_H * h + SAVED_SPLIT_F * f) / tp
-    )
+    whole = SAVED_WHOLE_H * h / (tp if parallel.sequence_parallel else 1)
+    per_token = whole + (SAVED_SPLIT_H * h + SAVED_SPLIT_F * f) / tp
     return Memory(
         weights=count * (2 if half else 4),
         gradients=count * 4,
@@ -135,7 +134,7 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         f"parameters  {count_parameters(model):,}",
         f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}",
         f"batch       {training.global_batch_size} samples = {batch}",
-        f"work        {flops / 1e9:,.4g} GFLOP per token ({tokens} tokens per sample), {step / 1e12:,.4g} TFLOP per step",
+        f"work        {flops / 1e9:,.4g} GFLOP per token ({tokens} to a sample), {step / 1e12:,.4g} TFLOP per step",
         "",
         f"memory per rank, {training.precision}",
         *(f"  {name:<12}{value / GIB:10.3f} GiB" for name, value in asdict(need).items()),

@@ -75,6 +75,7 @@ def open_generator(args: argparse.Namespace) -> Any:
         kind = "is a file" if folder.exists() else "does not exist"
         raise CheckpointError(f"--checkpoint {folder} {kind}; give a run folder, or one checkpoint folder in it")
     environment.prepare()
+    environment.quiet_libraries()
     from dit.training.generator import load_generator
 
     return load_generator(folder, weights="raw" if args.raw_weights else "ema")
