@@ -152,8 +152,10 @@ def _target(name: Any, wanted: list[type], key: str) -> type:
     """Import the class a part names, if it is one of ours and of the kind that the setting asks for."""
     if name is None and len(wanted) == 1 and not inspect.isabstract(wanted[0]):
         return wanted[0]
-    module, _, attribute = str(name).rpartition(".")
     kinds = " or ".join(t.__name__ for t in wanted) or "a plain value"
+    if name is None:
+        raise ConfigError(f"{key} names no class; add _target_ with the {kinds} to use")
+    module, _, attribute = str(name).rpartition(".")
     if module.partition(".")[0] not in TRUSTED_PACKAGES:
         raise ConfigError(f"{key}: _target_ {name!r} is not in {', '.join(TRUSTED_PACKAGES)}, so it is not imported")
     try:
