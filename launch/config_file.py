@@ -3,7 +3,7 @@
 The layout is nemo-run's (`_target_` names the class, `_partial_` marks the run), with every default written out, so a
 file still says what ran after a default has changed. nemo-run's own reader (0.11) refuses its `_partial_`, and imports
 and calls whatever `_target_` names; this one only accepts a subclass of what the setting asks for, from packages that
-are already trusted.
+are already trusted. It reads the `config.json` of a run folder too.
 """
 
 import importlib
@@ -18,10 +18,13 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.errors import ConfigError
+from dit.training.config_record import CLASS_KEY
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value
 from recipes.registry import TRAINING_FUNCTION
 
 TRUSTED_PACKAGES = ("dit", "energon_data", "recipes")
+# A run folder's config.json names classes by this key and holds two facts that are not settings.
+RECORDED_FACTS = ("class_names", "latent_size")
 
 
 def complete(node: Config | Partial) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def _plain(value: Any) -> Any:
 
 
 def summary(task: Partial) -> str:
-    """Return what the recipe and the overrides have set, one part per line, without the defaults."""
+    """Return every setting that differs from its default, one part per line."""
     names = [name for name in parameters(task) if hasattr(task, name)]
     width = max(map(len, names))
     lines = []
@@ -60,7 +63,9 @@ def summary(task: Partial) -> str:
 
 def _short(value: Any) -> str:
     if isinstance(value, Config | Partial):
-        settings = ", ".join(f"{k}={_short(v)}" for k, v in value.__arguments__.items())
+        defaults = {k: p.default for k, p in inspect.signature(value.__fn_or_cls__).parameters.items()}
+        changed = {k: v for k, v in value.__arguments__.items() if isinstance(v, Config) or v != defaults.get(k, v)}
+        settings = ", ".join(f"{k}={_short(v)}" for k, v in changed.items())
         return f"{value.__fn_or_cls__.__name__}({settings})"
     return f"[{', '.join(map(_short, value))}]" if isinstance(value, list) else repr(value)
 
@@ -107,6 +112,8 @@ def load(path: str | Path, function: Callable, load_component: Callable[[str], N
     raw.pop("_partial_", None)
     if str(target).rpartition(".")[2] != TRAINING_FUNCTION:
         raise ConfigError(f"{path} configures {target}, not a training run; save one with --to-yaml")
+    for fact in RECORDED_FACTS:
+        raw.pop(fact, None)
     task = Partial(function)
     _fill(task, raw, "", load_component)
     missing = [name for name in parameters(task) if not hasattr(task, name)]
@@ -123,9 +130,10 @@ def _fill(node: Config | Partial, raw: dict[str, Any], path: str, load_component
 
 def _read(value: Any, annotation: Any, key: str, load_component: Callable[[str], None]) -> Any:
     targets = component_types(annotation)
-    if isinstance(value, dict) and (targets or "_target_" in value):
+    if isinstance(value, dict) and (targets or "_target_" in value or CLASS_KEY in value):
         settings = dict(value)
-        config = Config(_target(settings.pop("_target_", None), targets, key))
+        name = settings.pop(CLASS_KEY, "").replace(":", ".") or settings.pop("_target_", None)
+        config = Config(_target(name, targets, key))
         _fill(config, settings, key, load_component)
         return config
     if isinstance(value, list):
@@ -133,7 +141,10 @@ def _read(value: Any, annotation: Any, key: str, load_component: Callable[[str],
         return [_read(v, element, f"{key}[{i}]", load_component) for i, v in enumerate(value)]
     if isinstance(value, dict):
         return value
-    # A scalar is read like the same text on the command line, so both accept and refuse the same.
+    accepts_text = str in (annotation, *getattr(annotation, "__args__", ()))
+    if isinstance(value, str) and accepts_text:
+        return value
+    # Any other scalar is read like the same text on the command line, so both accept and refuse the same.
     return parse_value("none" if value is None else str(value), annotation, key, load_component)
 
 
@@ -141,8 +152,10 @@ def _target(name: Any, wanted: list[type], key: str) -> type:
     """Import the class a part names, if it is one of ours and of the kind that the setting asks for."""
     if name is None and len(wanted) == 1 and not inspect.isabstract(wanted[0]):
         return wanted[0]
-    module, _, attribute = str(name).rpartition(".")
     kinds = " or ".join(t.__name__ for t in wanted) or "a plain value"
+    if name is None:
+        raise ConfigError(f"{key} names no class; add _target_ with the {kinds} to use")
+    module, _, attribute = str(name).rpartition(".")
     if module.partition(".")[0] not in TRUSTED_PACKAGES:
         raise ConfigError(f"{key}: _target_ {name!r} is not in {', '.join(TRUSTED_PACKAGES)}, so it is not imported")
     try:

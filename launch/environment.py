@@ -6,6 +6,7 @@ it starts several ranks on a machine; a single process keeps torch's own choice 
 
 import os
 import sys
+import warnings
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -17,6 +18,16 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Loader workers are forked, which the tokenizers' thread pool would not survive.
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def quiet_libraries() -> None:
+    """Hide warnings a user can do nothing about; call before importing Megatron-Core.
+
+    At import it tells which accelerators it does not find (the run's first line says what is used), and it calls
+    functions of torch.distributed that have newer names.
+    """
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
 
 def prepare_layout(parallel: Any, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Optional
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dit.errors import ConfigError, UserError, exit_code
 from launch.letter_reader import LetterReader, load_reader
-from launch.sample import _at_least_one, add_sampling_arguments, names_of_classes, open_generator, sampling_settings
+from launch.sample import add_sampling_arguments, at_least_one, names_of_classes, open_generator, sampling_settings
 
 EXIT_BELOW_MINIMUM = 1
 DEFAULT_DATA = "data/letters"
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m launch.evaluate", description=DESCRIPTION)
     add_sampling_arguments(parser)
-    parser.add_argument("--samples-per-class", type=_at_least_one, default=8, metavar="N", help="(%(default)s)")
+    parser.add_argument("--samples-per-class", type=at_least_one, default=8, metavar="N", help="(%(default)s)")
     parser.add_argument("--data", metavar="DIR", help="letters data set the reader learns from (default: the run's)")
     parser.add_argument("--minimum", type=float, metavar="SHARE", help="exit with 1 if less is read, such as 0.9")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -78,10 +78,7 @@ def data_folder(args: argparse.Namespace, generator: Any) -> str:
     """Return the data set to learn reading from: the flag, else what the run trained on."""
     if args.data:
         return args.data
-    config = generator.config
-    data = config.get("data") if isinstance(config, Mapping) else getattr(config, "data", None)
-    path = data.get("path") if isinstance(data, Mapping) else getattr(data, "path", None)
-    return path or DEFAULT_DATA
+    return getattr(generator.config["data"], "path", "") or DEFAULT_DATA
 
 
 def evaluate(args: argparse.Namespace) -> Score:
@@ -101,7 +98,7 @@ def evaluate(args: argparse.Namespace) -> Score:
             "give the data set that the model was trained on with --data"
         )
     labels = [label for label in range(len(names)) for _ in range(args.samples_per_class)]
-    samples = generator.generate(labels, **sampling_settings(args, generator))
+    samples = generator.generate(labels, **sampling_settings(args))
     if samples.shape[1] != 1 or samples.shape[2] != 1:
         raise ConfigError(
             f"the reader reads still grey pictures; the samples have {samples.shape[1]} channels and "

@@ -5,11 +5,9 @@ neither has seen, so a sample that it reads correctly looks like a letter in gen
 """
 
 import hashlib
-import json
 import logging
 import os
 import sys
-import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dit.errors import DataError, UserError, exit_code
+from dit.errors import UserError, exit_code
 
 FILE = "letter_reader.safetensors"
 VERSION = "1"  # of the network and its training; another one is trained again
@@ -84,58 +82,6 @@ class LetterReader:
         return torch.cat([self.network(part.float()).argmax(1) for part in images.split(1024)])
 
 
-def load_letters(folder: str | Path, split: str) -> tuple[Tensor, Tensor]:
-    """Read a whole split of a prepared letters data set.
-
-    Args:
-        folder: what `python -m energon_data.prepare letters --out FOLDER` made.
-        split: `train` or `val`.
-
-    Returns:
-        Images float32 `[N, 1, H, W]` in [-1, 1] and labels int64 `[N]`, in the order of the shards.
-
-    Raises:
-        DataError: the data set is missing or damaged.
-    """
-    from energon_data.decoder import decode_sample
-    from energon_data.samples import SampleError
-
-    images, labels = [], []
-    for name in sorted(n for n in describe_data(folder)["shards"] if n.startswith(f"{split}-")):
-        samples: dict[str, dict[str, bytes]] = {}
-        try:
-            with tarfile.open(Path(folder) / name) as shard:
-                for member in shard:
-                    file = shard.extractfile(member)
-                    key, _, part = member.name.partition(".")
-                    samples.setdefault(key, {})[part] = file.read() if file else b""
-            for key, parts in samples.items():
-                sample = decode_sample(key, parts, require_checksums=True)
-                images.append(torch.as_tensor(sample["latent.npy"])[:, 0].float())
-                labels.append(int(sample["json"]["label"]))
-        except (OSError, tarfile.TarError, SampleError, KeyError) as error:
-            raise DataError(f"{Path(folder) / name} cannot be read: {error}; prepare the data set again") from error
-    if not images:
-        raise DataError(f"{folder} has no split {split!r}; prepare it with {_cure(folder)}")
-    return torch.stack(images), torch.tensor(labels)
-
-
-def describe_data(folder: str | Path) -> dict:
-    """Return `dataset.json` of a letters data set.
-
-    Raises:
-        DataError: there is none.
-    """
-    try:
-        return json.loads((Path(folder) / "dataset.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder} holds no letters ({error}); make them with {_cure(folder)}") from error
-
-
-def _cure(folder: str | Path) -> str:
-    return f"`python -m energon_data.prepare letters --out {folder}`"
-
-
 def vary(images: Tensor, generator: torch.Generator) -> Tensor:
     """Move, scale, turn, slant, blur, fade and roughen pictures at random, so that the reader judges shape only.
 
@@ -195,9 +141,12 @@ def load_reader(folder: str | Path) -> LetterReader:
     Raises:
         DataError: the data set is missing or damaged.
     """
-    train_images, train_labels = load_letters(folder, "train")
-    held_images, held_labels = load_letters(folder, "val")
-    names = tuple(describe_data(folder)["class_names"])
+    from energon_data.letters import load_letters
+
+    train_images, train_labels, metadata = load_letters(folder, "train")
+    held_images, held_labels, _ = load_letters(folder, "val")
+    letters = {int(m["label"]): str(m["letter"]) for m in metadata}
+    names = tuple(letters[label] for label in sorted(letters))
     digest = digest_of(train_images, train_labels, held_images, held_labels)
     path = Path(folder) / FILE
     network = _read_network(path, digest, len(names))

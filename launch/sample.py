@@ -1,12 +1,15 @@
 """Draw samples from a checkpoint: `python -m launch.sample --checkpoint runs/letters_dit --out samples.png`."""
 
 import argparse
-import inspect
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional, get_args, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from dit.errors import CheckpointError, ConfigError, UserError, exit_code
 from dit.training.settings import SamplingConfig
@@ -29,7 +32,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder, or one checkpoint in it")
     parser.add_argument("--raw-weights", action="store_true", help="use the raw weights instead of their average (EMA)")
     group.add_argument("--solver", choices=SOLVERS, help="how the sampling equation is integrated")
-    group.add_argument("--steps", type=_at_least_one, metavar="N", help="solver steps")
+    group.add_argument("--steps", type=at_least_one, metavar="N", help="solver steps")
     group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
     group.add_argument("--seed", type=int, metavar="N", help="addresses the initial noise")
 
@@ -46,14 +49,16 @@ def build_parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
     what.add_argument("--label", metavar="N", help="one class by name or number")
-    what.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text")
-    parser.add_argument("--count", type=_at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
-    parser.add_argument("--columns", type=_at_least_one, metavar="N", help="pictures per row")
+    what.add_argument(
+        "--text-embedding", nargs="+", metavar="FILE", help="one .npy per text, for a model that takes text"
+    )
+    parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
+    parser.add_argument("--columns", type=at_least_one, metavar="N", help="pictures per row")
     parser.add_argument("--out", default="samples.png", metavar="FILE", help="picture to write (%(default)s)")
     return parser
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
@@ -70,21 +75,19 @@ def open_generator(args: argparse.Namespace) -> Any:
         kind = "is a file" if folder.exists() else "does not exist"
         raise CheckpointError(f"--checkpoint {folder} {kind}; give a run folder, or one checkpoint folder in it")
     environment.prepare()
+    environment.quiet_libraries()
     from dit.training.generator import load_generator
 
     return load_generator(folder, weights="raw" if args.raw_weights else "ema")
 
 
-def sampling_settings(args: argparse.Namespace, generator: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `generate`: the flags, else the run's own settings."""
-    config = generator.config
-    own = config.get("sampling") if isinstance(config, Mapping) else getattr(config, "sampling", None)
-    own = SamplingConfig(**own) if isinstance(own, Mapping) else own or SamplingConfig()
+def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keyword arguments of `generate`; None leaves a setting to the run's own."""
     return {
-        "solver": args.solver or own.solver,
-        "num_steps": args.steps or own.num_steps,
-        "guidance_scale": own.guidance_scale if args.guidance_scale is None else args.guidance_scale,
-        "seed": own.seed if args.seed is None else args.seed,
+        "solver": args.solver,
+        "num_steps": args.steps,
+        "guidance_scale": args.guidance_scale,
+        "seed": args.seed,
     }
 
 
@@ -118,12 +121,27 @@ def names_of_classes(generator: Any) -> list[str]:
     """
     if generator.class_names:
         return list(generator.class_names)
-    config = generator.config
-    model = config.get("model") if isinstance(config, Mapping) else getattr(config, "model", config)
-    count = model.get("num_classes") if isinstance(model, Mapping) else getattr(model, "num_classes", None)
+    count = generator.config["model"].num_classes
     if not count:
-        raise ConfigError("the model of this checkpoint takes no class; describe the picture with --prompt TEXT")
+        raise ConfigError("the model of this checkpoint takes no class; give --text-embedding or only --count")
     return [str(i) for i in range(count)]
+
+
+def read_embedding(path: str, context_size: int) -> Tensor:
+    """Read the embedding of one text, `[tokens, context_size]`, from a `.npy` file.
+
+    Raises:
+        ConfigError: the file is missing, is no array, or does not fit the model.
+    """
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--text-embedding {path} cannot be read: {error}; save it with numpy.save") from error
+    if array.ndim != 2 or array.shape[1] != context_size:
+        raise ConfigError(
+            f"--text-embedding {path} has shape {list(array.shape)}; the model takes [tokens, {context_size}]"
+        )
+    return torch.from_numpy(array).float()
 
 
 def spread(count: int, limit: int) -> list[int]:
@@ -131,20 +149,23 @@ def spread(count: int, limit: int) -> list[int]:
     return list(range(count)) if count <= limit else [i * count // limit for i in range(limit)]
 
 
-def draw(args: argparse.Namespace, generator: Any) -> tuple[Any, list[str]]:
+def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
     """Generate what the arguments ask for.
 
     Returns:
         Samples `[N, C, T, H, W]` and a caption for each.
     """
-    settings = sampling_settings(args, generator)
-    if args.prompt:
-        if "prompts" not in inspect.signature(generator.generate).parameters:
+    settings, model = sampling_settings(args), generator.config["model"]
+    if args.text_embedding:
+        if not model.context_size:
             raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
-        prompts = [text for text in args.prompt for _ in range(args.count)]
-        return generator.generate(prompts=prompts, **settings), prompts
-    names = names_of_classes(generator)
+        files = [path for path in args.text_embedding for _ in range(args.count)]
+        contexts = [read_embedding(path, model.context_size) for path in files]
+        return generator.generate(contexts=contexts, **settings), [Path(path).stem for path in files]
     chosen = args.labels if args.label is None else args.label
+    if not model.num_classes and chosen is None:
+        return generator.generate(count=args.count, **settings), [f"sample {i}" for i in range(args.count)]
+    names = names_of_classes(generator)
     labels = spread(len(names), MAX_DEFAULT_CLASSES) if chosen is None else read_labels(chosen, names)
     labels = [label for label in labels for _ in range(args.count)]
     return generator.generate(labels, **settings), [names[label] for label in labels]

@@ -53,6 +53,8 @@ def _execute(options: cli.Options) -> int:
         return EXIT_OK
     _check(options)
     environment.prepare()
+    if not options.verbose:
+        environment.quiet_libraries()
     from launch import config_file
 
     task = resolve(options)
@@ -77,7 +79,7 @@ def _execute(options: cli.Options) -> int:
     environment.prepare_layout(task.parallel)
     import nemo_run as run
 
-    logging.basicConfig(level=logging.DEBUG if options.verbose else logging.INFO, format="%(message)s")
+    _configure_logging(options.verbose)
     run.run(task, direct=True)
     return EXIT_OK
 
@@ -155,6 +157,13 @@ def load_component(name: str) -> None:
     for entry in registry.components():
         if entry.name == name:
             importlib.import_module(entry.module)
+
+
+def _configure_logging(verbose: bool) -> None:
+    """Show this project's messages; those of the libraries below only when they are warnings, or when asked for."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
+    for package in ("dit", "energon_data", "launch"):
+        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 def _ask(options: cli.Options) -> None:

@@ -7,6 +7,8 @@ Each is a starting point; its fields follow as `objective.p_mean=-0.4` or in par
 import nemo_run as run
 
 from dit.data_api import DataConfig
+from dit.models.base import ModelConfig
+from dit.models.dit.config import DiTConfig
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
@@ -14,6 +16,30 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.training.settings import OptimizerConfig, ScheduleConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_s() -> run.Config[DiTConfig]:
+    """DiT-S: 12 layers of width 384, 6 heads; latents of 4 channels, patch 2, 1000 classes."""
+    return run.Config(DiTConfig, hidden_size=384, num_layers=12, num_attention_heads=6, num_classes=1000)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_b() -> run.Config[DiTConfig]:
+    """DiT-B: 12 layers of width 768, 12 heads; otherwise as dit_s."""
+    return run.Config(DiTConfig, hidden_size=768, num_layers=12, num_attention_heads=12, num_classes=1000)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_l() -> run.Config[DiTConfig]:
+    """DiT-L: 24 layers of width 1024, 16 heads; otherwise as dit_s."""
+    return run.Config(DiTConfig, hidden_size=1024, num_layers=24, num_attention_heads=16, num_classes=1000)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_xl() -> run.Config[DiTConfig]:
+    """DiT-XL: 28 layers of width 1152, 16 heads; otherwise as dit_s."""
+    return run.Config(DiTConfig, hidden_size=1152, num_layers=28, num_attention_heads=16, num_classes=1000)
 
 
 @run.cli.factory(target=Objective)

@@ -16,11 +16,10 @@ from dit.training.settings import (
     TrainingConfig,
 )
 from energon_data.dataset import EnergonData
+from recipes.components import dit_b, dit_l, dit_s, dit_xl
 
 
-def _imagenet(
-    name: str, hidden_size: int, num_layers: int, num_attention_heads: int, micro_batch_size: int
-) -> run.Partial:
+def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
     """Return the published training setting of class-conditional DiT at patch 2 for one model size.
 
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
@@ -31,16 +30,7 @@ def _imagenet(
     """
     return run.Partial(
         pretrain,
-        model=run.Config(
-            DiTConfig,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_attention_heads=num_attention_heads,
-            in_channels=4,
-            patch_spatial=2,
-            num_classes=1000,
-            class_dropout=0.1,
-        ),
+        model=model,
         data=run.Config(EnergonData, path="data/imagenet_latents_256"),
         objective=run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise"),
         optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
@@ -50,7 +40,7 @@ def _imagenet(
             TrainingConfig,
             run_dir=f"runs/{name}",
             num_steps=400_000,
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=32,
             global_batch_size=256,
             precision="bf16",
             ema_decay=0.9999,
@@ -70,7 +60,7 @@ def dit_s2_imagenet() -> run.Partial:
 
     The smallest published size; the paper reports FID 68.4 after 400 k steps without guidance.
     """
-    return _imagenet("dit_s2_imagenet", hidden_size=384, num_layers=12, num_attention_heads=6, micro_batch_size=32)
+    return _imagenet("dit_s2_imagenet", dit_s())
 
 
 @run.cli.factory(target=pretrain)
@@ -79,7 +69,7 @@ def dit_b2_imagenet() -> run.Partial:
 
     The paper reports FID 43.5 after 400 k steps without guidance.
     """
-    return _imagenet("dit_b2_imagenet", hidden_size=768, num_layers=12, num_attention_heads=12, micro_batch_size=32)
+    return _imagenet("dit_b2_imagenet", dit_b())
 
 
 @run.cli.factory(target=pretrain)
@@ -88,7 +78,7 @@ def dit_l2_imagenet() -> run.Partial:
 
     The paper reports FID 23.3 after 400 k steps without guidance.
     """
-    return _imagenet("dit_l2_imagenet", hidden_size=1024, num_layers=24, num_attention_heads=16, micro_batch_size=32)
+    return _imagenet("dit_l2_imagenet", dit_l())
 
 
 @run.cli.factory(target=pretrain)
@@ -97,7 +87,7 @@ def dit_xl2_imagenet() -> run.Partial:
 
     The paper reports FID 19.5 after 400 k steps without guidance, 2.27 after 7 M steps with guidance 1.5.
     """
-    return _imagenet("dit_xl2_imagenet", hidden_size=1152, num_layers=28, num_attention_heads=16, micro_batch_size=32)
+    return _imagenet("dit_xl2_imagenet", dit_xl())
 
 
 @run.cli.factory(target=pretrain, name="pretrain")
@@ -106,12 +96,13 @@ def pretrain_s() -> run.Partial:
 
     The base recipe of NeMo's diffusion collection, under its name.
     """
-    recipe = _imagenet("pretrain", hidden_size=384, num_layers=12, num_attention_heads=6, micro_batch_size=1)
+    recipe = _imagenet("pretrain", dit_s())
     recipe.model.in_channels = 16
     recipe.model.add_bias = False
     recipe.model.position_embedding = "sincos_3d"
     recipe.data.path = "data/latents"
     recipe.objective = run.Config(EDM)
+    recipe.training.micro_batch_size = 1
     recipe.training.global_batch_size = 32
     recipe.sampling = run.Config(SamplingConfig, solver="heun", num_steps=35, guidance_scale=4.0)
     recipe.checkpoint.interval = 1_000

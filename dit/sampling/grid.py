@@ -1,5 +1,6 @@
 """Picture grids: tiles with a caption above each, written so that a reader never sees half a file."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def image_grid(
     Args:
         images: `[N, C, H, W]` in [-1, 1], C = 1 or 3.
         captions: one text per image; None for no captions at all.
-        columns: tiles per row; about square if None.
+        columns: tiles per row; about twice as wide as high if None.
         scale: whole enlargement factor (nearest pixel, so a 16 x 16 image stays crisp); `enlargement` if None.
 
     Raises:
@@ -92,7 +93,7 @@ def image_grid(
         raise ConfigError("a grid needs at least one image, got 0")
     if captions is not None and len(captions) != count:
         raise ConfigError(f"{count} images cannot carry {len(captions)} captions; give one per image")
-    columns = columns or max(1, round(count**0.5))
+    columns = columns or min(count, math.ceil((2 * count) ** 0.5))
     scale = scale or enlargement(height, width)
     tile_h, tile_w = height * scale, width * scale
     rows = -(-count // columns)

@@ -1,0 +1,55 @@
+"""Recipes of a user's own module, whose training fails on request; named by `--factory tests.unit.launch...`."""
+
+import os
+
+import nemo_run as run
+
+from dit import errors
+from dit.models.base import ModelConfig
+from dit.objectives.base import Objective
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.training.settings import OptimizerConfig, TrainingConfig
+from recipes.components import dit_s
+
+OUTCOMES = {
+    "config": errors.ConfigError("width 3 does not fit; use 4"),
+    "data": errors.DataError("shard 7 is gone"),
+    "not_finite": errors.NotFiniteError("the loss is not finite"),
+    "checkpoint": errors.CheckpointError("no valid checkpoint"),
+    "unexpected": RuntimeError("boom"),
+    "preempted": SystemExit(errors.EXIT_PREEMPTED),
+    "interrupted": KeyboardInterrupt(),
+}
+
+
+def pretrain(
+    model: ModelConfig,
+    objective: Objective,
+    optimizer: OptimizerConfig,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+) -> None:
+    """End as `training.run_dir` says; `RANK1:data` fails on rank 1 only."""
+    where, _, outcome = training.run_dir.rpartition(":")
+    if outcome in OUTCOMES and where in ("", f"RANK{os.environ.get('RANK')}"):
+        raise OUTCOMES[outcome]
+    print(f"trained {training.num_steps} steps")
+
+
+@run.cli.factory(target=pretrain)
+def ending(num_steps: int = 1) -> run.Partial:
+    """End in a given way."""
+    return run.Partial(
+        pretrain,
+        model=dit_s(),
+        objective=run.Config(FlowMatching),
+        optimizer=run.Config(OptimizerConfig),
+        parallel=run.Config(ParallelConfig),
+        training=run.Config(TrainingConfig, num_steps=num_steps),
+    )
+
+
+def not_a_recipe() -> int:
+    """Return no configuration."""
+    return 3

@@ -1,0 +1,101 @@
+"""A configuration survives the way through YAML, and a file cannot name foreign code."""
+
+import json
+
+import fiddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dit.errors import ConfigError
+from dit.training.config_record import to_record
+from dit.training.pretrain import pretrain
+from launch import config_file
+from launch.overrides import apply_overrides
+from launch.train import load_component
+from recipes.letters import letters_dit, tiny_dit
+
+WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=0, max_size=12)
+
+
+def built(task):
+    return {name: to_record(fiddle.build(getattr(task, name))) for name in task.__arguments__}
+
+
+def reread(task, folder):
+    config_file.write(task, folder / "config.yaml")
+    return config_file.load(folder / "config.yaml", pretrain, load_component)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    objective=st.sampled_from(["edm", "ddpm", "flow_matching"]),
+    lr=st.floats(1e-8, 1.0),
+    ema_decay=st.none() | st.floats(0, 0.99999),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    sequence_parallel=st.booleans(),
+    run_dir=WORDS,
+)
+def test_yaml_gives_the_same_configuration_back(
+    tmp_path_factory, objective, lr, ema_decay, precision, sequence_parallel, run_dir
+):
+    task = letters_dit()
+    overrides = [f"objective={objective}", f"optimizer.lr={lr!r}", f"training.ema_decay={ema_decay}"]
+    overrides += [f"training.precision={precision}", f"parallel.sequence_parallel={sequence_parallel}"]
+    apply_overrides(task, overrides, load_component)
+    task.training.run_dir = run_dir
+    assert built(reread(task, tmp_path_factory.mktemp("round"))) == built(task)
+
+
+def test_the_file_is_complete(tmp_path):
+    """Defaults are written out: a file still says what ran after a default has changed."""
+    text = config_file.dump(tiny_dit())
+    assert "weight_decay: 0.0" in text
+    assert "beta2: 0.999" in text
+    assert config_file.dump(reread(tiny_dit(), tmp_path)) == text
+
+
+def test_the_record_of_a_run_can_be_fed_back(tmp_path):
+    parts = {name: fiddle.build(getattr(tiny_dit(), name)) for name in tiny_dit().__arguments__}
+    record = to_record({**parts, "class_names": ["a"], "latent_size": [1, 16, 16]})
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert built(config_file.load(tmp_path / "config.json", pretrain, load_component)) == built(tiny_dit())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "word"),
+    [
+        ("_target_: energon_data.mock.MockData", "_target_: os.system", "os.system"),
+        ("_target_: energon_data.mock.MockData", "_target_: dit.errors.ConfigError", "DataConfig"),
+        ("_target_: energon_data.mock.MockData", "_target_: dit.errors.nothing", "dit.errors.nothing"),
+        ("  _target_: energon_data.mock.MockData\n", "", "DataConfig"),
+        ("num_steps: 20\n", "num_stepps: 20\n", "training.num_steps"),
+        ("num_steps: 20\n", "num_steps: many\n", "a whole number"),
+        ("precision: fp32", "precision: fp8", "bf16, fp32"),
+        ("sampling:\n", "sampling: [\n", "not YAML"),
+        ("dit.training.pretrain.pretrain", "shutil.rmtree", "shutil.rmtree"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(tmp_path, old, new, word):
+    text = config_file.dump(tiny_dit())
+    assert old in text
+    (tmp_path / "config.yaml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=word):
+        config_file.load(tmp_path / "config.yaml", pretrain, load_component)
+
+
+def test_a_file_without_a_part_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("training: {num_steps: 3}\n")
+    with pytest.raises(ConfigError, match="lacks model, data"):
+        config_file.load(tmp_path / "config.yaml", pretrain, load_component)
+
+
+def test_yaml_floats_without_a_dot_are_numbers(tmp_path):
+    """YAML 1.1 reads 3e-4 as a text."""
+    (tmp_path / "config.yaml").write_text(config_file.dump(tiny_dit()).replace("  lr: 0.001\n", "  lr: 3e-4\n"))
+    assert config_file.load(tmp_path / "config.yaml", pretrain, load_component).optimizer.lr == 3e-4
+
+
+def test_the_summary_shows_what_differs_from_the_defaults():
+    line = next(x for x in config_file.summary(tiny_dit()).splitlines() if x.startswith("optimizer"))
+    assert line.split(maxsplit=1)[1] == "OptimizerConfig(lr=0.001)"

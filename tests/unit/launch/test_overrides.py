@@ -1,0 +1,146 @@
+"""Overrides reach the setting they name, with the type the signature asks for."""
+
+from pathlib import Path
+from typing import Literal, Optional
+
+import nemo_run as run
+import pytest
+
+from dit.errors import ConfigError
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.training.settings import OptimizerConfig, TrainingConfig
+from energon_data.mock import MockData
+from launch.overrides import apply_overrides, parse_value, split_arguments
+from launch.train import load_component
+from tests.unit.launch.recipes_for_tests import ending
+
+
+def overridden(*texts: str) -> run.Partial:
+    task = ending()
+    apply_overrides(task, list(texts), load_component)
+    return task
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "value"),
+    [
+        (int, "-3", -3),
+        (float, "1e-4", 1e-4),
+        (float, "2", 2.0),
+        (bool, "true", True),
+        (bool, "False", False),
+        (str, "main", "main"),
+        (str, "os.path", "os.path"),
+        (str, "Config/x", "Config/x"),
+        (str, "'a=b, c'", "a=b, c"),
+        (Path, "a/b.txt", Path("a/b.txt")),
+        (Optional[int], "none", None),
+        (Optional[int], "4", 4),
+        (int | None, "4", 4),
+        (Optional[str], "None", None),
+        (Literal["x", "y"], "y", "y"),
+        (Optional[Literal["x", "y"]], "x", "x"),
+        (list[int], "[1, 2]", [1, 2]),
+        (Optional[list[str]], "['1x8x8', '2x8x8']", ["1x8x8", "2x8x8"]),
+    ],
+)
+def test_a_text_becomes_a_value_of_the_annotated_type(annotation, text, value):
+    parsed = parse_value(text, annotation, "key", load_component)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "expected"),
+    [
+        (int, "1.5", "a whole number"),
+        (int, "none", "a whole number"),
+        (float, "fast", "a number"),
+        (float, "nan", "a number"),
+        (bool, "maybe", "true or false"),
+        (Literal["x", "y"], "z", "one of x, y"),
+        (Optional[int], "x", "a whole number or none"),
+        (list[int], "[1, x]", "a list"),
+    ],
+)
+def test_a_text_of_another_type_is_refused_with_the_expected_one(annotation, text, expected):
+    with pytest.raises(ConfigError, match=expected):
+        parse_value(text, annotation, "key", load_component)
+
+
+def test_lists_are_not_shared_between_parses():
+    """nemo-run caches parsed values, so two settings with the same text would share one list."""
+    first, second = (parse_value("[1, 2]", list[int], "key", load_component) for _ in range(2))
+    assert first == second
+    assert first is not second
+
+
+def test_a_part_is_swapped_before_its_settings_wherever_it_stands():
+    for texts in (("objective=edm", "objective.p_mean=-0.4"), ("objective.p_mean=-0.4", "objective=edm")):
+        objective = overridden(*texts).objective
+        assert objective.__fn_or_cls__ is EDM
+        assert objective.p_mean == -0.4
+
+
+def test_a_part_takes_settings_in_parentheses():
+    objective = overridden("objective=ddpm(prediction='v', discrete_steps=none)").objective
+    assert objective.__fn_or_cls__ is DDPM
+    assert (objective.prediction, objective.discrete_steps) == ("v", None)
+
+
+def test_swapped_parts_are_independent():
+    first, second = overridden("objective=edm", "objective.p_mean=5.0"), overridden("objective=edm")
+    assert first.objective.p_mean == 5.0
+    assert second.objective.p_mean == EDM().p_mean
+
+
+def test_operators_work_on_the_value_so_far_in_order():
+    task = overridden("training.num_steps=5", "training.num_steps*=3", "training.num_steps+=1", "optimizer.lr/=2")
+    assert task.training.num_steps == 16
+    assert task.optimizer.lr == OptimizerConfig().lr / 2
+
+
+def test_an_operator_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match=r"training\.ema_decay"):
+        overridden("training.ema_decay=none", "training.ema_decay*=2")
+
+
+def test_a_setting_below_a_plain_value_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
+        overridden("optimizer.lr.peak=3")
+
+
+def test_a_run_folder_named_like_a_function_is_only_a_text():
+    """nemo-run takes a word for a factory first and would call `main` of the main module."""
+    assert overridden("training.run_dir=main").training.run_dir == "main"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", []),
+        ("a=1", ["a=1"]),
+        ("a=1, b=[2, 3],c='x, (y'", ["a=1", "b=[2, 3]", "c='x, (y'"]),
+        ('a="]", b={1: (2, 3)}', ['a="]"', "b={1: (2, 3)}"]),
+    ],
+)
+def test_arguments_are_split_at_outer_commas(text, parts):
+    assert split_arguments(text) == parts
+
+
+def test_every_field_of_a_settings_class_can_be_reached():
+    """A field nemo-run cannot parse would be a setting nobody can change."""
+    values = {"run_dir": "x", "precision": "fp32", "ema_decay": "0.5", "stop_at_step": "3"}
+    for name in TrainingConfig.__dataclass_fields__:
+        text = values.get(name, "7")
+        assert str(getattr(overridden(f"training.{name}={text}").training, name)) == text
+
+
+def test_data_can_be_swapped_by_name():
+    def feeds(data: MockData) -> None: ...
+
+    task = run.Partial(feeds, data=run.Config(MockData))
+    apply_overrides(task, ["data.shapes=['1x8x8']", "data.height=8"], load_component)
+    assert task.data.shapes == ["1x8x8"]
+    assert task.data.height == 8

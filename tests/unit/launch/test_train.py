@@ -1,0 +1,143 @@
+"""The door to training: the exit code tells the truth, and a mistake is answered with its cure."""
+
+import subprocess
+import sys
+
+import pytest
+
+from launch import environment, train
+
+OWN = "tests.unit.launch.recipes_for_tests.ending"
+HEAVY = ("torch", "nemo_run", "megatron", "numpy", "yaml")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        ("fine", 0),
+        ("config", 2),
+        ("data", 3),
+        ("not_finite", 4),
+        ("checkpoint", 5),
+        ("unexpected", 70),
+        ("preempted", 75),
+        ("interrupted", 130),
+    ],
+)
+def test_the_exit_code_is_that_of_the_training(outcome, code, capsys):
+    """nemo-run's own main answers 0 to every one of these."""
+    assert train.main(["--factory", OWN, "--yes", f"training.run_dir={outcome}"]) == code
+    out, err = capsys.readouterr()
+    assert ("trained" in out) == (code == 0)
+    assert ("Traceback" in err) == (outcome == "unexpected")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--factory", "--list"]),
+        (["--yes", "--factory"], ["--factory needs a value"]),
+        (["--factory", "leters_dit", "--yes"], ["leters_dit", "letters_dit?"]),
+        (["--factory", "zzz", "--yes"], ["zzz", "--list"]),
+        (["--factory", "no_such_package.recipe", "--yes"], ["no_such_package"]),
+        (["--factory", "tests.unit.launch.recipes_for_tests.not_a_recipe", "--yes"], ["int", "run.Partial"]),
+        (["--factory", OWN, "--badflag", "--yes"], ["--badflag", "--help"]),
+        (["--factory", OWN, "--yess"], ["--yess", "--yes"]),
+        (["--factory", OWN, "--yes=1"], ["switch"]),
+        (["--factory", OWN, "--detach", "--yes"], ["--detach", "nemo-run"]),
+        (["--factory", OWN, "--yes", "--yaml", "a.yaml"], ["--factory", "--yaml"]),
+        (["--factory", OWN, "--yes", "--world-size", "8"], ["--dryrun"]),
+        (["--factory", OWN, "--dryrun", "--world-size", "none"], ["--world-size", "'none'"]),
+        (["letters_dit", "--yes"], ["--factory letters_dit"]),
+        (["--factory", OWN, "--yes", "model.hiden_size=3"], ["model.hiden_size", "model.hidden_size"]),
+        (["--factory", OWN, "--yes", "modle.hidden_size=3"], ["modle", "model?"]),
+        (["--factory", OWN, "--yes", "lr=3"], ["optimizer.lr?"]),
+        (["--factory", OWN, "--yes", "model.hidden_size=wide"], ["model.hidden_size=wide", "a whole number"]),
+        (["--factory", OWN, "--yes", "training.precision=fp8"], ["bf16, fp32"]),
+        (["--factory", OWN, "--yes", "objective=emd"], ["objective=emd", "edm"]),
+        (["--factory", OWN, "--yes", "objective=ddpm(predicton='v')"], ["objective=ddpm", "prediction"]),
+        (["--factory", OWN, "--yes", "model.num_layers="], ["model.num_layers="]),
+        (["--factory", OWN, "--yes", "objective=edm", "objective.p_std=-1"], ["p_std"]),
+        (["--factory", OWN + "(num_steps=x)", "--yes"], ["num_steps"]),
+        (["--yaml", "/no/such/file.yaml", "--yes"], ["/no/such/file.yaml", "--to-yaml"]),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_code_2_and_names_the_cure(arguments, words, capsys):
+    assert train.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert "Fiddle" not in err
+    for word in words:
+        assert word in err
+
+
+def test_without_anybody_to_ask_training_needs_yes(capsys):
+    assert train.main(["--factory", OWN]) == 2
+    assert "--yes" in capsys.readouterr().err
+
+
+def test_a_person_is_asked_and_may_decline(monkeypatch, capsys):
+    monkeypatch.setattr(environment, "can_ask", lambda: True)
+    for answer, trained in (("n", False), ("", False), ("y", True)):
+        monkeypatch.setattr("builtins.input", lambda prompt, answer=answer: answer)
+        assert train.main(["--factory", OWN]) == 0
+        assert ("trained" in capsys.readouterr().out) == trained
+
+
+def test_a_recipe_takes_arguments(capsys):
+    assert train.main(["--factory", OWN + "(num_steps=7)", "--yes", "training.num_steps*=3"]) == 0
+    assert "trained 21 steps" in capsys.readouterr().out
+
+
+def test_only_rank_0_prints(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main(["--factory", OWN, "--print-config"]) == 0
+    assert train.main(["--factory", OWN, "--yes", "lr=3"]) == 2
+    assert capsys.readouterr() == ("", "")
+    assert train.main(["--factory", OWN, "--yes", "training.run_dir=data"]) == 3
+    assert "rank 1: error: shard 7 is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--list", "--help"])
+def test_help_and_list_import_nothing_heavy(flag):
+    """A newcomer's first two commands answer at once: no torch, no nemo-run."""
+    program = (
+        f"import sys; from launch import train; code = train.main([{flag!r}]); "
+        f"print([m for m in {HEAVY!r} if m in sys.modules], code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[] 0"
+    assert "letters_dit" in done.stdout
+
+
+def test_a_plain_process_exits_with_the_code():
+    """The same as in process, through the interpreter's own exit."""
+    command = [sys.executable, "-m", "launch.train", "--factory", OWN, "--yes", "training.run_dir=data"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "shard 7 is gone" in done.stderr
+
+
+def test_prepare_keeps_what_the_user_has_set():
+    environ = {"TOKENIZERS_PARALLELISM": "true", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    before = dict(environ)
+    environment.prepare(environ)
+    assert environ == before
+    empty: dict[str, str] = {}
+    environment.prepare(empty)
+    assert empty == {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_one_hardware_queue_for_tensor_parallelism_only():
+    from dit.parallel.dims import ParallelConfig
+
+    for sizes, expected in (
+        ({}, None),
+        ({"tensor_model_parallel_size": 2}, "1"),
+        ({"tensor_model_parallel_size": 2, "data_parallel": "fsdp"}, None),
+    ):
+        environ: dict[str, str] = {}
+        environment.prepare_layout(ParallelConfig(**sizes), environ)
+        assert environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
