@@ -60,20 +60,21 @@ class Recording(Iterator):
 def settings_of(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
     """Build a recipe's settings with its data replaced by synthetic latents, unless its own are asked for."""
     import fiddle
-    import nemo_run as run
 
     from energon_data.mock import MockData
 
     cli.check_factory(args.factory)
     task = resolve(cli.Options(factory=args.factory, overrides=list(args.overrides)))
-    if not args.real_data:
-        side = 16 * task.model.patch_spatial
-        shape = args.shape or f"{task.model.patch_temporal}x{side}x{side}"
-        # Few enough samples to be kept in memory: the step is timed, not the drawing.
-        task.data = run.Config(MockData, shapes=[shape], dataset_size=64)
     task.training.run_dir = run_dir
     task.logging.tensorboard = task.logging.wandb = False
-    return fiddle.build(task).keywords
+    settings = fiddle.build(task).keywords
+    if not args.real_data:
+        model = settings["model"]
+        side = 16 * model.patch_spatial
+        # Few enough samples to be kept in memory: the step is timed, not the drawing.
+        shape = args.shape or f"{model.patch_temporal}x{side}x{side}"
+        settings["data"] = MockData(shapes=[shape], dataset_size=64)
+    return settings
 
 
 def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]:

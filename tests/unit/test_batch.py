@@ -96,14 +96,14 @@ def test_per_token_gives_scalars_a_channel_axis():
     assert layout.per_token(torch.tensor([3.0, 4.0])).tolist() == [[3.0], [4.0], [4.0]]
 
 
-def test_uniform_length_means_a_dense_batch_held_whole():
+def test_uniform_length_means_a_dense_pack_without_padding():
     dense = SequenceLayout.from_lengths([4, 4])
     assert dense.uniform_length == 4
     assert dense.max_seqlen == 4
     assert SequenceLayout.from_lengths([4, 3]).uniform_length is None
     assert SequenceLayout.from_lengths([4, 4], multiple_of=8).uniform_length is None
     assert SequenceLayout.from_lengths([4, 4], total_tokens=9).uniform_length is None
-    assert dense.select(torch.arange(4)).uniform_length is None
+    assert dense.select(torch.arange(4)).uniform_length == 4  # of the whole pack, whichever rows are held
 
 
 @pytest.mark.parametrize(
