@@ -203,9 +203,17 @@ class EnergonData(DataConfig):
         )
 
     def class_names(self) -> Optional[list[str]]:
-        """Return the class names that `dataset.json` lists; those of the first member for a blend."""
-        names = check_dataset(self.path, self.train_split)[0].description.get("class_names")
-        return list(names) if names else None
+        """Return the class names that `dataset.json` lists, or None.
+
+        Raises:
+            DataError: the members of a blend name different classes.
+        """
+        infos = check_dataset(self.path, self.train_split)
+        named = {str(i.path): list(i.description["class_names"]) for i in infos if i.description.get("class_names")}
+        lists = list(named.values())
+        if any(names != lists[0] for names in lists):
+            raise DataError(f"the members of {self.path} name different classes: {named}; a label must mean one thing")
+        return lists[0] if lists else None
 
 
 def share_validation(

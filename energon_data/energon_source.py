@@ -192,6 +192,9 @@ class EnergonSource:
         """Stop the worker process."""
         workers = getattr(self._loader, "_iterator", None)
         if workers is not None and hasattr(workers, "_shutdown_workers"):
+            # The worker joins its command thread, which polls once a second unless it is told to end.
+            for queue in self._loader.cmd_queues:
+                queue.put((None,))
             workers._shutdown_workers()
         self._iterator = None
 

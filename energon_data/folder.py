@@ -23,6 +23,7 @@ class SplitInfo:
     path: Path
     split: str
     samples: int
+    shards: tuple[Path, ...]
     description: dict[str, Any]
 
 
@@ -105,13 +106,16 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     own_file = folder / "dataset.json"
     own = _load(own_file) if own_file.is_file() else {}
     written = own.get("shards", {}) if isinstance(own, dict) else {}
+    shards = []
     for name in names:
         path = _check_shard_name(folder, name)
+        shards.append(path)
         count = counts.get(name)
         if not isinstance(count, int) or count < 1:
             raise DataError(f"{info_file} does not say how many samples shard {name!r} holds; {_ADVICE}")
         _check_shard(path, count, written.get(name, {}).get("bytes"))
-    return SplitInfo(folder, split, sum(counts[name] for name in names), own if isinstance(own, dict) else {})
+    samples = sum(counts[name] for name in names)
+    return SplitInfo(folder, split, samples, tuple(shards), own if isinstance(own, dict) else {})
 
 
 def _nested_targets(value: Any) -> list[str]:

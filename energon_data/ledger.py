@@ -112,7 +112,7 @@ class SkipLog:
                 f.write("".join(lines))
         if over is not None:
             raise DataError(
-                f"lost {over}. {self._lost.total()} samples are lost, {self.budget} allowed; repair the shard or make "
+                f"lost {over}. Samples lost: {self._lost.total()}, allowed: {self.budget}; repair the shard or make "
                 "the data set anew, or raise data.max_lost_samples to train without them"
             )
 

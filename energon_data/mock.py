@@ -71,7 +71,12 @@ class MockData(DataConfig):
             ConfigError: something does not fit.
         """
         check_streams(self.num_streams, dp_size, micro_batches_per_step)
-        if self.text_tokens < 1 or self.validation_micro_batches < 1 or (self.dataset_size or 1) < 1:
+        counts = (
+            self.text_tokens,
+            self.validation_micro_batches,
+            1 if self.dataset_size is None else self.dataset_size,
+        )
+        if min(counts) < 1:
             raise ConfigError(
                 f"data.text_tokens={self.text_tokens}, data.validation_micro_batches={self.validation_micro_batches} "
                 f"and data.dataset_size={self.dataset_size} must be at least 1"
@@ -80,7 +85,8 @@ class MockData(DataConfig):
             if t % spec.patch_temporal or h % spec.patch_spatial or w % spec.patch_spatial:
                 raise ConfigError(
                     f"a mock latent of {t} x {h} x {w} (T x H x W) cannot be cut into patches of "
-                    f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}; change data.shapes or the patch size"
+                    f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}; "
+                    "change data.shapes or the patch size"
                 )
         pack = self.max_tokens_per_pack
         if pack is None:

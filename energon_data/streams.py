@@ -117,16 +117,17 @@ class StreamGroup:
             DataError: the state belongs to another number of streams, lacks one of ours, or was saved between two
                 micro-batches of a step on another data-parallel size.
         """
-        if state.get("format") != 1 or "streams" not in state:
+        if state.get("format", 1) != 1 or not {"streams", "num_streams", "next"} <= set(state):
             raise DataError("this is no data state of format 1; start the data anew or use the version that saved it")
         if state["num_streams"] != self._num_streams:
             raise DataError(
                 f"the data state has {state['num_streams']} streams, this run reads {self._num_streams}, which would "
                 f"repeat some samples and lose others; set data.num_streams={state['num_streams']}"
             )
-        if state["next"] and state["dp_size"] != self._dp_size:
+        saved_dp_size = state.get("dp_size", self._dp_size)
+        if state["next"] and saved_dp_size != self._dp_size:
             raise DataError(
-                f"the data state was saved inside a step on {state['dp_size']} data-parallel ranks; resume on as many "
+                f"the data state was saved inside a step on {saved_dp_size} data-parallel ranks; resume on as many "
                 f"ranks, not {self._dp_size}"
             )
         streams = {int(s): value for s, value in state["streams"].items()}

@@ -6,6 +6,7 @@ nothing else. Padding rows are in no segment and come out as zeros.
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def varlen_attention(
     keep_k = full_k.valid_T.nonzero()[:, 0] if full_k.valid_tokens < full_k.total_tokens else None
     q = q_TNH if keep_q is None else q_TNH[keep_q]
     k, v = (x if keep_k is None else x[keep_k] for x in (k_KNH, v_KNH))
-    out = varlen_attn(q, k, v, full_q.cu_seqlens, full_k.cu_seqlens, full_q.max_seqlen, full_k.max_seqlen)
+    out: Any = varlen_attn(q, k, v, full_q.cu_seqlens, full_k.cu_seqlens, full_q.max_seqlen, full_k.max_seqlen)
     return out if keep_q is None else torch.zeros_like(q_TNH).index_copy(0, keep_q, out)
 
 

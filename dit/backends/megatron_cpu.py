@@ -133,6 +133,9 @@ def _redirect_cuda_calls() -> None:
 
 
 def _redirect_tensors() -> None:
+    # `with torch.device(...)` lists the factories once and knows them by identity: it must have listed the originals,
+    # or a model built on the meta device would take memory.
+    importlib.import_module("torch.utils._device")._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
     tensor_type, tensor_to = torch.Tensor.type, torch.Tensor.to
@@ -149,8 +152,8 @@ def _redirect_tensors() -> None:
             kwargs["device"] = "cpu"
         return tensor_to(self, *args, **kwargs)
 
-    torch.Tensor.type = type_like_cuda  # type: ignore[method-assign]
-    torch.Tensor.to = to_cpu  # type: ignore[method-assign]
+    torch.Tensor.type = type_like_cuda  # type: ignore[method-assign, assignment]
+    torch.Tensor.to = to_cpu  # type: ignore[method-assign, assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign]
@@ -167,11 +170,12 @@ def _redirect_collectives() -> None:
         for bound, name in _BOUND_AT_IMPORT.items():
             if hasattr(module, bound):
                 setattr(module, bound, getattr(dist, name))
-    importlib.import_module("megatron.core.distributed.param_and_grad_buffer")._coalescing_manager = _run_at_once
+    buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    buffers._coalescing_manager = _run_at_once
 
 
 def _redirect_rng_tracker() -> None:
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 

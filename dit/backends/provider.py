@@ -50,7 +50,7 @@ class LayerProvider:
         self.tp_rank = 0 if groups is None else groups.tp.rank()
 
     @property
-    def _device(self) -> Optional[torch.device]:
+    def _device(self) -> Any:
         """Where Megatron-Core puts parameters; None leaves it to torch's default device (meta builds)."""
         return None if self.config.use_cpu_initialization else torch.cuda.current_device()
 
@@ -115,7 +115,7 @@ class LayerProvider:
         empty = torch.empty(shape, dtype=self.config.params_dtype, device=self._device)
         return self.replicate(nn.Parameter(empty), init)
 
-    def replicate(self, parameter: nn.Parameter, init: Init) -> nn.Parameter:
+    def replicate(self, parameter: Any, init: Init) -> nn.Parameter:
         """Mark a whole parameter: under SP each rank's gradient covers its own tokens, so the ranks' sum is taken."""
         parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         return with_init(parameter, init)

@@ -44,4 +44,5 @@ class Modulation(nn.Module):
 
     def forward(self, cond_SD: Tensor) -> list[SublayerModulation]:
         chunks = self.linear(nn.functional.silu(cond_SD)).chunk(3 * self.num_sublayers, dim=-1)
-        return [SublayerModulation(*chunks[3 * i : 3 * i + 3], eps=self.eps) for i in range(self.num_sublayers)]
+        triples = zip(chunks[0::3], chunks[1::3], chunks[2::3])
+        return [SublayerModulation(shift, scale, gate, self.eps) for shift, scale, gate in triples]

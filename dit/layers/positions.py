@@ -21,15 +21,18 @@ def sincos_1d(position_T: Tensor, size: int) -> Tensor:
 
 
 def check_size(hidden_size: int, kind: PositionEmbedding) -> None:
-    """Check that the hidden size can be divided among the axes.
+    """Check that the hidden size can be divided among the axes, each of which needs a sine and a cosine.
 
     Raises:
         ConfigError: it cannot.
     """
     if kind not in ("sincos_2d", "sincos_3d"):
         raise ConfigError(f"position_embedding={kind!r} is unknown; use 'sincos_2d' or 'sincos_3d'")
-    if hidden_size % 4:
-        raise ConfigError(f"hidden_size={hidden_size} must be a multiple of 4 for {kind} positions")
+    smallest = 4 if kind == "sincos_2d" else 12
+    if hidden_size % 4 or hidden_size < smallest:
+        raise ConfigError(
+            f"hidden_size={hidden_size} must be a multiple of 4 and at least {smallest} for {kind} positions"
+        )
 
 
 def sincos(positions_T3: Tensor, hidden_size: int, kind: PositionEmbedding) -> Tensor:

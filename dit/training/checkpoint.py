@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 
 from dit.backends.process_groups import ProcessGroups
@@ -20,7 +21,8 @@ from dit.training.sharded_state import load_state, save_state
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE = "config.yaml"
+FACTS_FILE = "facts.json"
 
 
 @dataclass
@@ -59,15 +61,18 @@ class Checkpointer:
 
     Args:
         store: the folder of checkpoints.
-        config_record: settings of the run, as plain JSON; a checkpoint can be sampled from with nothing else.
+        settings: of the run, as plain values.
     """
 
-    def __init__(self, store: CheckpointStore, config_record: dict[str, Any]) -> None:
+    def __init__(self, store: CheckpointStore, settings: dict[str, Any]) -> None:
         self.store = store
-        self.config_record = config_record
+        self.settings = settings
 
-    def save(self, state: TrainState, held_out_loss: Optional[float]) -> Path:
+    def save(self, state: TrainState, facts: dict[str, Any], held_out_loss: Optional[float]) -> Path:
         """Write a checkpoint of `state.step` and make it current.
+
+        Args:
+            facts: what sampling must know beside the settings, plain JSON.
 
         Raises:
             CheckpointError: a rank could not write; the checkpoints before are untouched.
@@ -88,7 +93,8 @@ class Checkpointer:
                     (folder / "loader").mkdir(exist_ok=True)
                     torch.save(state.stream.state_dict(), folder / "loader" / f"dp_{groups.dp_rank:05d}.pt")
                 if groups.rank == 0:
-                    (folder / CONFIG_FILE).write_text(json.dumps(self.config_record, indent=1))
+                    (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.settings, sort_keys=False))
+                    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
         except CheckpointError as error:
             failure = error
         self._agree(failure)
@@ -122,8 +128,8 @@ class Checkpointer:
         if mode == "never":
             if self.store.steps():
                 raise ConfigError(
-                    f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {self.store.steps()}, which "
-                    "a later resume would take for this run's; use another training.run_dir or remove them"
+                    f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {self.store.steps()}, "
+                    "which a later resume would take for this run's; use another training.run_dir or remove them"
                 )
             return False
         found: list[Any] = [None]
@@ -150,7 +156,7 @@ class Checkpointer:
         state.consumed_samples = int(manifest.meta["consumed_samples"])
 
     def _check_ema(self, state: TrainState, folder: Path) -> None:
-        saved = json.loads((folder / CONFIG_FILE).read_text())
+        saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
         had_ema = saved["training"]["ema_decay"] is not None
         if state.ema is not None and not had_ema:
             raise CheckpointError(

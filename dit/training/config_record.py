@@ -1,6 +1,7 @@
-"""Settings on disk: dataclasses as JSON that says which class each part is, and back.
+"""Settings on disk: dataclasses as plain values that say which class each part is, and back.
 
-Only classes of this project are rebuilt, so reading a record runs no foreign code.
+The form is that of `--to-yaml`: a run's `config.yaml` starts the same run with `--yaml`. Only classes of this project
+are rebuilt, so reading a record runs no foreign code.
 """
 
 import dataclasses
@@ -9,15 +10,15 @@ from typing import Any
 
 from dit.errors import CheckpointError
 
-CLASS_KEY = "_class"
+CLASS_KEY = "_target_"
 PACKAGES = ("dit.", "energon_data.")
 
 
 def to_record(value: Any) -> Any:
-    """Turn dataclasses (nested in lists and dicts) into plain JSON values."""
+    """Turn dataclasses (nested in lists and dicts) into plain values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: to_record(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return {CLASS_KEY: f"{type(value).__module__}:{type(value).__qualname__}", **fields}
+        return {CLASS_KEY: f"{type(value).__module__}.{type(value).__qualname__}", **fields}
     if isinstance(value, dict):
         return {str(k): to_record(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -31,7 +32,7 @@ def from_record(record: Any) -> Any:
     """Rebuild what `to_record` wrote.
 
     Raises:
-        CheckpointError: the record names a class that is not one of this project's dataclasses, or its settings changed.
+        CheckpointError: the record names a class that is not one of this project's, or its settings changed.
     """
     if isinstance(record, list):
         return [from_record(v) for v in record]
@@ -41,7 +42,7 @@ def from_record(record: Any) -> Any:
     values = {k: from_record(v) for k, v in record.items() if k != CLASS_KEY}
     if name is None:
         return values
-    module, _, qualname = name.partition(":")
+    module, _, qualname = name.rpartition(".")
     if not module.startswith(PACKAGES):
         raise CheckpointError(f"the record names {name!r}; only classes of {', '.join(PACKAGES)} are rebuilt")
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 import torch
+import yaml
 from torch import Tensor
 
 from dit.backends import process_groups
@@ -15,9 +16,9 @@ from dit.errors import CheckpointError
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.parallelize import build_model
 from dit.sampling.generate import empty_pack, generate
-from dit.training.checkpoint import CONFIG_FILE
+from dit.training.checkpoint import CONFIG_FILE, FACTS_FILE
 from dit.training.checkpoint_store import CheckpointStore
-from dit.training.config_record import from_record
+from dit.training.config_record import CLASS_KEY, from_record
 from dit.training.settings import CheckpointConfig
 from dit.training.sharded_state import load_weights
 
@@ -31,9 +32,9 @@ class Generator:
         step: optimizer step of its weights.
     """
 
-    def __init__(self, config: dict[str, Any], network: torch.nn.Module, step: int) -> None:
+    def __init__(self, config: dict[str, Any], facts: dict[str, Any], network: torch.nn.Module, step: int) -> None:
         self.config, self.network, self.step = config, network, step
-        self.class_names: Optional[list[str]] = config["class_names"]
+        self.class_names: Optional[list[str]] = facts["class_names"]
         model = config["model"]
         self.spec = BatchSpec(
             patch_temporal=model.patch_temporal,
@@ -43,7 +44,7 @@ class Generator:
             context_size=model.context_size,
             micro_batch_size=1,
         )
-        frames, height, width = config["latent_size"]
+        frames, height, width = facts["latent_size"]
         self.latent_size = (frames, height, width)
 
     def generate(
@@ -112,10 +113,12 @@ def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") 
         CheckpointError: there is no valid checkpoint, or it holds no average.
     """
     folder, step = find_checkpoint(path)
-    config = from_record(json.loads((folder / CONFIG_FILE).read_text()))
+    record = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    config = {name: from_record(part) for name, part in record.items() if name != CLASS_KEY}
+    facts = json.loads((folder / FACTS_FILE).read_text())
     if weights == "ema" and config["training"].ema_decay is None:
         raise CheckpointError(f"{folder} holds no weight average; ask for the raw weights")
     groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
     network = build_model(config["model"], ParallelConfig(), "fp32", groups, seed=0).eval()
     load_weights(folder, network, groups, slot="ema" if weights == "ema" else "weight")
-    return Generator(config, network, step)
+    return Generator(config, facts, network, step)

@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+import yaml
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dit.backends import process_groups
@@ -24,9 +25,9 @@ from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
-from dit.training.checkpoint import Checkpointer, TrainState
+from dit.training.checkpoint import CONFIG_FILE, Checkpointer, TrainState
 from dit.training.checkpoint_store import CheckpointStore
-from dit.training.config_record import to_record
+from dit.training.config_record import CLASS_KEY, to_record
 from dit.training.ema import EMA
 from dit.training.exit_record import ExitRecord
 from dit.training.flops import training_flops
@@ -135,9 +136,18 @@ class Run:
 
     Args:
         settings: the arguments of `pretrain`.
+        quiet: log nowhere (benchmarks).
     """
 
-    def __init__(self, settings: dict[str, Any], dims: ParallelDims, spec: BatchSpec, groups: ProcessGroups) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        dims: ParallelDims,
+        spec: BatchSpec,
+        groups: ProcessGroups,
+        *,
+        quiet: bool = False,
+    ) -> None:
         self.settings, self.dims, self.spec, self.groups = settings, dims, spec, groups
         self.model: ModelConfig = settings["model"]
         self.objective: Objective = settings["objective"]
@@ -145,11 +155,10 @@ class Run:
         self.data: DataConfig = settings["data"]
         self.device = local_device()
         run_dir = Path(self.training.run_dir)
-        self.config_record = to_record({**settings, "class_names": self.data.class_names()})
+        self.class_names = self.data.class_names()
+        self.record = {CLASS_KEY: f"{pretrain.__module__}.{pretrain.__name__}", **to_record(settings)}
         self.state = self._build()
-        self.checkpointer = Checkpointer(
-            CheckpointStore(run_dir / "checkpoints", settings["checkpoint"]), self.config_record
-        )
+        self.checkpointer = Checkpointer(CheckpointStore(run_dir / "checkpoints", settings["checkpoint"]), self.record)
         resumed = self.checkpointer.resume(self.state, settings["checkpoint"].resume)
         self.batches = DeviceBatches(
             self.state.stream,
@@ -157,10 +166,10 @@ class Run:
             self.model.num_classes,
             lambda batch: training_flops(self.model, batch.layout, batch.context_layout),
         )
-        self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.data.class_names())
+        self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.class_names)
         self.sinks: Optional[Sink] = None
         self.progress: Optional[ConsoleProgress] = None
-        if groups.rank == 0:
+        if groups.rank == 0 and not quiet:
             self._open_logs(run_dir, resumed)
         self.held_out: Optional[float] = None
 
@@ -183,7 +192,7 @@ class Run:
     def _open_logs(self, run_dir: Path, resumed: bool) -> None:
         logging: LoggingConfig = self.settings["logging"]
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(json.dumps(self.config_record, indent=1))
+        (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(self.record, sort_keys=False))
         (run_dir / "env.json").write_text(json.dumps(environment_record(self.groups), indent=1))
         mirrors: dict[str, Any] = {}
         if logging.tensorboard:
@@ -191,7 +200,7 @@ class Run:
             mirrors["TensorBoard"] = lambda: TensorBoardSink(run_dir / "events", step)
         if logging.wandb:
             mirrors["wandb"] = lambda: WandbSink(
-                run_dir, logging.wandb_project, self.config_record, artifacts=logging.wandb_artifacts
+                run_dir, logging.wandb_project, self.record, artifacts=logging.wandb_artifacts
             )
         self.sinks = FanOut(JsonlSink(run_dir / "metrics.jsonl"), mirrors)
         self.progress = ConsoleProgress(self.headline(resumed), self.training.num_steps)
@@ -225,7 +234,7 @@ class Run:
             started = time.perf_counter()
             loss_sums = torch.zeros(2, device=self.device)
             while state.step < training.num_steps:
-                grad_norm = self._step(loss_sums)
+                grad_norm = self.step(loss_sums)
                 record.step = state.step
                 watchdog.beat()
                 if state.step % training.log_interval == 0 or state.step == training.num_steps:
@@ -248,7 +257,7 @@ class Run:
             self._save()
         return False
 
-    def _step(self, loss_sums: torch.Tensor) -> float:
+    def step(self, loss_sums: torch.Tensor) -> float:
         """Make one optimizer step; nothing but the gradient norm comes back to the host."""
         state, training = self.state, self.training
         optimizer_settings: OptimizerConfig = self.settings["optimizer"]
@@ -337,8 +346,8 @@ class Run:
         return t * self.spec.patch_temporal, h * self.spec.patch_spatial, w * self.spec.patch_spatial
 
     def _save(self) -> None:
-        self.config_record["latent_size"] = list(self._latent_size())
-        path = self.checkpointer.save(self.state, self.held_out)
+        facts = {"class_names": self.class_names, "latent_size": list(self._latent_size())}
+        path = self.checkpointer.save(self.state, facts, self.held_out)
         if self.sinks is not None and self.progress is not None:
             self.sinks.artifact(path, {"step": self.state.step, "held_out_loss": self.held_out})
             self.progress.message(f"step {self.state.step}: checkpoint {path}")

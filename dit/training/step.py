@@ -30,8 +30,8 @@ def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfi
 def training_forward_step(objective: Objective, model: ModelConfig, seed: int, step: int) -> ForwardStep:
     """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
 
-    Its loss function returns (loss sum, real tokens, what the step logs); Megatron-Core's `finalize_model_grads` divides
-    the gradients by the real tokens of the whole global batch.
+    Its loss function returns (loss sum, real tokens, what the step logs); Megatron-Core's `finalize_model_grads`
+    divides the gradients by the real tokens of the whole global batch.
     """
 
     def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, dict]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,28 +86,42 @@ def write_energon_metadata(folder: Path, shards: Iterable[str], splits: Iterable
         raise DataError(f"indexing the shards in {folder} did not write {missing}; is the disk full?")
 
 
+def _remove_leftovers(out: Path) -> None:
+    """Remove temporary folders of earlier runs that were killed."""
+    for leftover in out.parent.glob(f".{out.name}.tmp-*"):
+        pid = leftover.name.rpartition("-")[2]
+        try:
+            os.kill(int(pid), 0)
+        except (ProcessLookupError, ValueError):
+            shutil.rmtree(leftover, ignore_errors=True)
+        except PermissionError:
+            continue
+
+
 @contextlib.contextmanager
 def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
     """Give a temporary folder beside `out` that takes its place when the block ends well, and vanishes otherwise.
 
     Raises:
-        ConfigError: `out` exists and `force` is not set.
+        ConfigError: `out` exists and `force` is not set, or `out` is not a data set of ours.
     """
     if out.exists() and not force:
         raise ConfigError(f"{out} exists already; choose another --out, or replace it with --force")
     if out.exists() and not (out.is_dir() and ((out / DATASET_FILE).is_file() or not any(out.iterdir()))):
-        raise ConfigError(
-            f"{out} is not a data set made by this command, so --force will not delete it; remove it first"
-        )
+        raise ConfigError(f"{out} was not made by this command, so --force does not delete it; remove it first")
     out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(out)
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
         if out.exists():
-            shutil.rmtree(out)
-        temporary.rename(out)
+            with tempfile.TemporaryDirectory(prefix=f".{out.name}.old-", dir=out.parent) as old:
+                out.rename(Path(old) / out.name)
+                temporary.rename(out)
+        else:
+            temporary.rename(out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -109,6 +109,7 @@ def count_on_meta(config: DiTConfig) -> int:
             params_dtype=torch.float32,
         )
         model = config.build(LayerProvider(megatron), segment_sdpa, Stage(range(config.num_layers)))
+    assert all(parameter.is_meta for parameter in model.parameters())
     return sum(parameter.numel() for parameter in model.parameters())
 
 

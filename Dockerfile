@@ -1,0 +1,23 @@
+# CUDA image: everything of the CPU install, plus Transformer Engine and flash-attn.
+ARG BASE=pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel
+FROM ${BASE}
+
+WORKDIR /workspace/megatron-dit
+COPY pyproject.toml README.md LICENSE ./
+COPY dit dit
+COPY recipes recipes
+COPY energon_data energon_data
+COPY launch launch
+COPY benchmarks benchmarks
+
+# The image's own torch stays; constraints.txt is for CPU installs. flash-attn and Transformer Engine build from source.
+RUN pip install --no-cache-dir . \
+ && MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation ".[gpu,encoders]"
+
+ENV OMP_NUM_THREADS=1 \
+    TQDM_DISABLE=1 \
+    CUDA_DEVICE_MAX_CONNECTIONS=1 \
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+
+ENTRYPOINT ["torchrun"]
+CMD ["--nproc-per-node", "gpu", "-m", "launch.train", "--yes", "--list"]

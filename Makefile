@@ -1,0 +1,48 @@
+# Two commands on a bare machine with Python 3.11 or newer: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+# Extra pip arguments for torch, for example --index-url=URL of PyTorch's CPU wheels; on Linux, pip's default is the
+# CUDA build (several GB), which also works.
+TORCH_PIP ?=
+DEMO ?= runs/letters_dit
+STEPS ?= 2100
+
+export OMP_NUM_THREADS ?= 1
+export TQDM_DISABLE ?= 1
+
+.PHONY: demo test lint test-parallel benchmark clean help
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_PIP) torch
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+data/letters/dataset.json: | $(VENV)/.installed
+	$(VENV)/bin/python -m energon_data.prepare letters --out data/letters
+
+demo: $(VENV)/.installed data/letters/dataset.json ## train letters on two ranks, draw samples.png, read them
+	$(VENV)/bin/torchrun --nproc-per-node 2 -m launch.train --yes --factory letters_dit \
+	  training.run_dir=$(DEMO) training.num_steps=$(STEPS)
+	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO) --out samples.png
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum 0.9
+
+test: lint ## lint, types and all tests that need no GPU
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.installed ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+test-parallel: $(VENV)/.installed ## every parallel layout against one rank
+	$(VENV)/bin/python -m pytest tests/parallel
+
+benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
+	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit
+
+clean: ## remove what the commands above made
+	rm -rf runs data samples.png

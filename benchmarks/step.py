@@ -1,0 +1,210 @@
+"""Time the optimizer steps of a recipe: `python -m benchmarks.step --factory NAME [key=value ...]`, on CPU or GPU.
+
+The steps are those of training, through the same code. Under torchrun every rank takes part and rank 0 reports: one
+line of JSON on the last line of the output (and appended to `--out`), and a table for people before it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, Optional
+
+from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, UserError, exit_code
+from launch import cli, environment
+from launch.train import resolve
+
+PEAK_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
+"""Dense bf16 peak by a word of the device's name; other devices have no utilisation column."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command; overrides are left over for the recipe."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
+    parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
+    parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before timing (%(default)s)")
+    parser.add_argument("--shape", metavar="TxHxW", help="synthetic latents (default: of 256 tokens)")
+    parser.add_argument("--real-data", action="store_true", help="the recipe's own data instead of synthetic latents")
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
+
+
+class Recording(Iterator):
+    """Passes micro-batches on and remembers their layouts.
+
+    Args:
+        batches: the `DeviceBatches` of a run.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self.layouts: list[tuple[Any, Any]] = []
+
+    def __next__(self) -> Any:
+        batch = next(self.batches)
+        self.layouts.append((batch.layout, batch.context_layout))
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
+
+def settings_of(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
+    """Build a recipe's settings with its data replaced by synthetic latents, unless its own are asked for."""
+    import fiddle
+    import nemo_run as run
+
+    from energon_data.mock import MockData
+
+    cli.check_factory(args.factory)
+    task = resolve(cli.Options(factory=args.factory, overrides=list(args.overrides)))
+    if not args.real_data:
+        side = 16 * task.model.patch_spatial
+        shape = args.shape or f"{task.model.patch_temporal}x{side}x{side}"
+        # Few enough samples to be kept in memory: the step is timed, not the drawing.
+        task.data = run.Config(MockData, shapes=[shape], dataset_size=64)
+    task.training.run_dir = run_dir
+    task.logging.tensorboard = task.logging.wandb = False
+    return fiddle.build(task).keywords
+
+
+def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]:
+    """Run `warmup + steps` optimizer steps and return one record; rank 0's clock counts."""
+    import torch
+    import torch.distributed as dist
+
+    from dit.backends import process_groups
+    from dit.backends.attention import resolve_attention
+    from dit.backends.device import describe, peak_memory_bytes, synchronize
+    from dit.parallel.parallelize import DTYPES
+    from dit.training.flops import Convention, training_flops
+    from dit.training.pretrain import Run, check_settings
+
+    named = ("model", "data", "optimizer", "schedule", "parallel", "training")
+    dims, spec = check_settings(*(settings[name] for name in named))
+    groups = process_groups.initialize(settings["parallel"])
+    run = Run(settings, dims, spec, groups, quiet=True)
+    batches = run.batches = Recording(run.batches)  # type: ignore[assignment]
+    model, training, parallel = settings["model"], settings["training"], settings["parallel"]
+    losses = torch.zeros(2, device=run.device)
+    seconds = []
+    for i in range(warmup + steps):
+        if i == warmup:
+            batches.reset()
+            batches.layouts.clear()
+            losses.zero_()
+        synchronize()
+        started = time.perf_counter()
+        run.step(losses)
+        synchronize()
+        seconds.append(time.perf_counter() - started)
+    counted = batches.reset()
+    conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
+    flops = [sum(training_flops(model, *pair, convention=c) for pair in batches.layouts) for c in conventions]
+    totals = torch.tensor([counted.samples, counted.valid_tokens, counted.padded_tokens, *flops], dtype=torch.float64)
+    totals = totals.to(run.device)
+    dist.all_reduce(totals, group=groups.dp_cp)
+    samples, valid, padded, *flops_per_step = (totals / steps).tolist()
+    p50, p90 = percentile(seconds[warmup:], 50), percentile(seconds[warmup:], 90)
+    ranks = groups.world_size
+    tflops = {c: count / ranks / p50 / 1e12 for c, count in zip(conventions, flops_per_step)}
+    run.close()
+    record = {
+        "device": describe(),
+        "revision": revision(),
+        "torch": torch.__version__,
+        "world_size": ranks,
+        "tp": parallel.tensor_model_parallel_size,
+        "sp": parallel.sequence_parallel,
+        "pp": parallel.pipeline_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+        "dp": dims.data_parallel_size,
+        "data_parallel": parallel.data_parallel,
+        "precision": training.precision,
+        "attention": resolve_attention(run.device, DTYPES[training.precision])[0],
+        "parameters": model.num_parameters(),
+        "micro_batch_size": training.micro_batch_size,
+        "global_batch_size": training.global_batch_size,
+        "tokens_per_step": valid,
+        "steps": steps,
+        "step_ms_p50": 1e3 * p50,
+        "step_ms_p90": 1e3 * p90,
+        "samples_per_s": samples / p50,
+        "valid_tokens_per_s_per_rank": valid / p50 / ranks,
+        "padded_tokens_per_s_per_rank": padded / p50 / ranks,
+        **{f"tflops_per_rank_{c}": value for c, value in tflops.items()},
+        "mfu": utilisation(describe(), tflops["model"]),
+        "peak_memory_gib": peak_memory_bytes() / 2**30,
+        "loss": (losses[0] / losses[1]).item(),
+    }
+    process_groups.destroy()
+    return record
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile, interpolated between the values."""
+    return values[0] if len(values) == 1 else quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def utilisation(device: str, tflops: float) -> Optional[float]:
+    """Return the share of the device's dense bf16 peak; None for a device whose peak is not listed."""
+    peaks = [peak for word, peak in PEAK_BF16_TFLOPS.items() if word in device]
+    return tflops / peaks[0] if peaks else None
+
+
+def revision() -> str:
+    """Return the git revision of the code, marked when the tree differs from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def table(record: dict[str, Any]) -> str:
+    """Lay a record out for people, one quantity per line."""
+    width = max(map(len, record))
+    shown = {k: f"{v:,.4g}" if isinstance(v, float) else v for k, v in record.items()}
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code; out of memory is a result, not a crash."""
+    args = build_parser().parse_args(argv)
+    if args.steps < 1 or args.warmup < 0:
+        print(f"error: --steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0", file=sys.stderr)
+        return EXIT_CONFIG
+    environment.prepare()
+    record: dict[str, Any] = {"recipe": args.factory, "overrides": args.overrides, "status": "ok"}
+    with tempfile.TemporaryDirectory() as run_dir:
+        try:
+            record |= measure(settings_of(args, run_dir), args.steps, args.warmup)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return exit_code(error)
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            record["status"] = "out of memory"
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(table(record))
+        line = json.dumps(record)
+        print(line)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            with open(args.out, "a") as file:
+                file.write(line + "\n")
+    return EXIT_OK if record["status"] == "ok" else EXIT_UNEXPECTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

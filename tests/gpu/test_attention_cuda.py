@@ -1,0 +1,96 @@
+"""The attention cases of the CPU tests on CUDA, for every path that this machine has."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dit.backends import megatron_cpu
+from dit.backends.attention import Attention, resolve_attention, segment_sdpa, varlen_attention
+from tests.unit.backends.attention_cases import CASES, GQA_CASES, AttentionCase, check
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# Euclidean error of a whole tensor: inputs agree exactly, so what counts is the rounding of the probabilities and of
+# the result, about one ulp (2**-8 and 2**-11) each.
+RTOL = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 2e-5}
+HALF = [torch.bfloat16, torch.float16]
+
+# Head sizes of the published models: DiT 64, DiT-XL 72, the 7B and MovieGen 128.
+LARGE_CASES = [
+    AttentionCase("dit_xl", (256, 256, 256), heads=16, kv_heads=16, head_size=72),
+    AttentionCase("image_and_video", (256, 2048, 64, 1024), multiple_of_q=64, tail_q=128, head_size=128),
+    AttentionCase("text", (700, 300), (77, 512), multiple_of_q=16, multiple_of_k=8, head_size=64),
+]
+
+
+@pytest.fixture(autouse=True)
+def real_cuda():
+    """Skip where an earlier CPU test has redirected this process's CUDA calls."""
+    if megatron_cpu.install.cache_info().currsize:
+        pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
+
+
+@pytest.fixture(autouse=True)
+def full_precision_reference(monkeypatch: pytest.MonkeyPatch):
+    """Keep TF32 out of the reference's matrix products."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def check_on_cuda(attention: Attention, case: AttentionCase, dtype: torch.dtype) -> None:
+    check(attention, case, case.qkv(dtype, torch.device("cuda")), rtol=RTOL[dtype])
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
+def test_varlen_kernel_is_the_reference(case: AttentionCase, dtype: torch.dtype):
+    check_on_cuda(varlen_attention, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *GQA_CASES, *LARGE_CASES], ids=lambda case: case.name)
+def test_segment_sdpa_is_the_reference(case: AttentionCase, dtype: torch.dtype):
+    """Whatever backend torch picks by itself."""
+    check_on_cuda(segment_sdpa, case, dtype)
+
+
+@pytest.mark.parametrize("case", [*CASES, *GQA_CASES, *LARGE_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        SDPBackend.MATH,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    ],
+    ids=lambda backend: backend.name.lower(),
+)
+def test_every_sdpa_backend_is_the_reference(backend: SDPBackend, case: AttentionCase):
+    """Each backend alone, in bf16; one that does not know a case says so and is skipped, never replaced."""
+    with sdpa_kernel(backend):
+        try:
+            check_on_cuda(segment_sdpa, case, torch.bfloat16)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            pytest.skip(f"{backend.name} refuses this case on {torch.cuda.get_device_name()}")
+
+
+@pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_resolved_path_is_the_reference(case: AttentionCase, dtype: torch.dtype):
+    """What training takes on this machine."""
+    _, attention = resolve_attention(torch.device("cuda"), dtype)
+    check_on_cuda(attention, case, dtype)
+
+
+def test_varlen_padding_may_hold_anything():
+    """NaN in padding rows reaches no output row and no gradient of a real row."""
+    case = AttentionCase("padded", (50, 3, 17), multiple_of_q=16, tail_q=32, head_size=64)
+    device = torch.device("cuda")
+    layout, _ = case.layouts(device)
+    padding = ~layout.valid_T[:, None, None]
+    leaves = [x.masked_fill(padding, float("nan")).requires_grad_() for x in case.qkv(torch.bfloat16, device)]
+    out = varlen_attention(*leaves, layout, layout)
+    assert out.isfinite().all()
+    out.float().square().sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaves)

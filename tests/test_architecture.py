@@ -1,0 +1,268 @@
+"""The rules of the house that a machine can keep: who imports whom, and where the heavy packages live."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("dit", "recipes", "energon_data", "launch", "benchmarks")
+FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+# What each part may import besides itself. Imports go one way: the table has no cycle.
+MAY_IMPORT = {
+    "dit.errors": set(),
+    "dit.philox": set(),
+    "dit.patchify": {"dit.errors"},
+    "dit.batch": {"dit.errors", "dit.patchify"},
+    "dit.data_api": {"dit.errors", "dit.batch"},
+    "dit.objectives": {"dit.errors", "dit.philox", "dit.batch"},
+    "dit.sampling": {"dit.errors", "dit.philox", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"},
+    "dit.backends": {"dit.errors", "dit.philox", "dit.batch"},
+    "dit.layers": {"dit.errors", "dit.batch", "dit.backends"},
+    "dit.models": {"dit.errors", "dit.batch", "dit.patchify", "dit.backends", "dit.layers"},
+    "dit.parallel": {"dit.errors", "dit.batch", "dit.backends", "dit.models"},
+    "dit.encoders": {"dit.errors", "dit.backends"},
+    "dit.convert": {"dit.errors", "dit.backends", "dit.models"},
+    "dit.training": {
+        *("dit.errors", "dit.philox", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
+        *("dit.backends", "dit.layers", "dit.models", "dit.parallel", "dit.encoders", "dit.convert"),
+    },
+    "energon_data": {"dit.errors", "dit.batch", "dit.patchify", "dit.data_api", "dit.encoders"},
+    "recipes": {"dit", "energon_data"},
+    "launch": {"dit", "energon_data", "recipes"},
+    "benchmarks": {"dit", "energon_data", "recipes", "launch"},
+}
+
+# Narrower than the table: (files whose path starts so, what they must not import, unless it starts so).
+EXCEPTIONS = [
+    ("dit/parallel/", "dit.models", ("dit.models.base",)),
+    ("dit/layers/", "dit.models", ()),
+]
+
+HEAVY_HOMES = {
+    "transformer_engine": ("dit/backends/",),
+    "flash_attn": ("dit/backends/",),
+    "triton": ("dit/backends/",),
+    "megatron.core": ("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/training/"),
+    "megatron.energon": ("energon_data/",),
+    "nemo_run": ("recipes/", "launch/"),
+    "wandb": ("dit/training/sinks.py",),
+}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(), filename=str(path))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of all that a file imports, at its head or inside a function, by statement or call."""
+    package = list(path.with_suffix("").parts[:-1])
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*parent, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def part_of(name: str) -> str:
+    """Return the row of `MAY_IMPORT` that a dotted name of ours belongs to."""
+    first, *rest = name.split(".")
+    return f"dit.{rest[0]}" if first == "dit" and rest else first
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk what runs when a module is imported: everything but functions (a default may name `os.environ` unread)."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and name in ("args", "body"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from at_import(child)
+
+
+def report(found: list[str]) -> None:
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_the_table_has_no_cycle():
+    """`dit` as a whole stands for all of its parts."""
+    parts = {part for part in MAY_IMPORT if part.startswith("dit.")}
+    graph = {row: {p for n in names for p in (parts if n == "dit" else {n})} for row, names in MAY_IMPORT.items()}
+    assert set().union(*graph.values()) <= set(MAY_IMPORT)
+    list(TopologicalSorter(graph).static_order())
+
+
+def test_every_part_has_a_row():
+    parts = {part_of(".".join(path.with_suffix("").parts)) for path in FILES}
+    report(sorted(parts - {"dit.__init__"} - set(MAY_IMPORT)))
+
+
+def test_imports_go_one_way():
+    found = []
+    for path in FILES:
+        own = part_of(".".join(path.with_suffix("").parts))
+        for line, name in imports(path):
+            part = part_of(name)
+            if part.split(".")[0] not in PACKAGES or part in (own, "dit.__version__"):
+                continue
+            allowed = MAY_IMPORT.get(own, set())
+            if part not in allowed and not (part.startswith("dit.") and "dit" in allowed):
+                found.append(f"{path}:{line}: {own} must not import {name}; it sees {sorted(allowed)}")
+            for start, package, unless in EXCEPTIONS:
+                excepted = any(inside(name, other) for other in unless)
+                if str(path).startswith(start) and inside(name, package) and not excepted:
+                    found.append(f"{path}:{line}: {start} must not import {name}")
+    report(found)
+
+
+def test_only_preparation_encodes():
+    """Reading data needs no VAE and no text model; `energon_data/prepare` alone may load them."""
+    report(
+        [
+            f"{path}:{line}: {name}"
+            for path in FILES
+            if str(path).startswith("energon_data/") and not str(path).startswith("energon_data/prepare/")
+            for line, name in imports(path)
+            if inside(name, "dit.encoders")
+        ]
+    )
+
+
+def test_a_backbone_never_imports_another():
+    found = []
+    for path in FILES:
+        if path.parts[:2] != ("dit", "models") or len(path.parts) < 4:
+            continue
+        own = f"dit.models.{path.parts[2]}"
+        for line, name in imports(path):
+            other = name.split(".")[2] if inside(name, "dit.models") and name.count(".") >= 2 else None
+            folder = other is not None and (ROOT / "dit" / "models" / other).is_dir()
+            if folder and not inside(name, own):
+                found.append(f"{path}:{line}: {own} must not import {name}; share it through dit.layers")
+    report(found)
+
+
+@pytest.mark.parametrize("package", HEAVY_HOMES)
+def test_heavy_packages_have_one_home(package: str):
+    homes = HEAVY_HOMES[package]
+    report(
+        [
+            f"{path}:{line}: {name} belongs to {', '.join(homes)}"
+            for path in FILES
+            if not str(path).startswith(homes)
+            for line, name in imports(path)
+            if inside(name, package)
+        ]
+    )
+
+
+def test_only_backbone_models_use_megatron_in_models():
+    """A config or a layer of a backbone asks the provider; only its model gathers tokens itself."""
+    report(
+        [
+            f"{path}:{line}: {name}"
+            for path in FILES
+            if path.parts[:2] == ("dit", "models") and path.name != "model.py"
+            for line, name in imports(path)
+            if inside(name, "megatron")
+        ]
+    )
+
+
+def test_cuda_is_named_in_backends_only():
+    found = []
+    for path in FILES:
+        if str(path).startswith("dit/backends/"):
+            continue
+        for node in ast.walk(tree(path)):
+            literal = isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if literal and re.fullmatch(r"cuda(:\d*)?", node.value):
+                found.append(f"{path}:{node.lineno}: the device {node.value!r}")
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+                found.append(f"{path}:{node.lineno}: torch.cuda; ask dit.backends.device")
+    report(found)
+
+
+def test_importing_defines_names_and_does_nothing_else():
+    """No module reads the environment or asks for a device when it is imported."""
+    forbidden = ("os.environ", "os.getenv", "torch.cuda", "torch.distributed.init_process_group")
+    report(
+        [
+            f"{path}:{node.lineno}: {ast.unparse(node)} at import"
+            for path in FILES
+            for node in at_import(tree(path))
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in forbidden
+        ]
+    )
+
+
+@pytest.mark.parametrize("module", ["dit", "dit.models", "dit.errors", "recipes", "launch", "energon_data"])
+def test_importing_a_package_imports_nothing_heavy(module: str):
+    heavy = {"torch", "megatron", "numpy", "nemo_run", "wandb"}
+    program = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_no_error_is_swallowed():
+    """No bare `except`, and no `except Exception: pass`."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            silent = all(isinstance(statement, ast.Pass) for statement in node.body)
+            if node.type is None or (broad and silent):
+                found.append(f"{path}:{node.lineno}: name the errors that are expected here")
+    report(found)
+
+
+def test_open_work_has_an_issue_number():
+    """Write `TODO(#12)`; without a number nobody will find it again."""
+    sources = [*FILES, *(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__))]
+    report(
+        [
+            f"{path}:{number}: {line.strip()}"
+            for path in sources
+            for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+            if re.search(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))", line)
+        ]
+    )
+
+
+def test_recipe_facing_annotations_stay_objects():
+    """nemo-run reads annotations at run time, so no module turns them into strings."""
+    report(
+        [f"{p}:{line}: {name}" for p in FILES for line, name in imports(p) if inside(name, "__future__.annotations")]
+    )
+
+
+def test_every_module_says_what_it_is_for():
+    """An empty `__init__.py` says it by its folder."""
+    report([str(path) for path in FILES if tree(path).body and not ast.get_docstring(tree(path))])
+
+
+def test_one_job_per_file():
+    """Past 500 lines a file has a second job."""
+    lengths = {path: len((ROOT / path).read_text().splitlines()) for path in FILES}
+    report([f"{path}: {length} lines" for path, length in lengths.items() if length > 500])

@@ -1,0 +1,271 @@
+"""One test per kind of call that is redirected so that Megatron-Core runs on CPU."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dit.backends import megatron_cpu
+from dit.backends.process_groups import ProcessGroups
+
+pytestmark = pytest.mark.usefixtures("one_rank_world")
+
+CUDA_NAMES = ["cuda", "cuda:3", torch.device("cuda"), torch.device("cuda", 1), 0]
+FACTORY_ARGUMENTS = {
+    "empty": (2,),
+    "zeros": (2,),
+    "ones": (2,),
+    "full": ((2,), 3.0),
+    "tensor": ([1.0, 2.0],),
+    "arange": (2,),
+    "rand": (2,),
+    "randn": (2,),
+    "empty_strided": ((2,), (1,)),
+    "as_tensor": ([1.0, 2.0],),
+}
+
+
+def test_importing_redirects_nothing():
+    """Only `install` changes torch: a GPU process may import the module."""
+    program = (
+        "import torch, dit.backends.megatron_cpu; x = torch.ones(1);"
+        "assert x.type() == 'torch.FloatTensor'; assert torch.Tensor.to.__class__.__name__ == 'method_descriptor'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_installing_again_wraps_nothing_twice():
+    before = torch.empty, torch.Tensor.to, dist.all_reduce
+    megatron_cpu.install()
+    assert (torch.empty, torch.Tensor.to, dist.all_reduce) == before
+
+
+@pytest.mark.parametrize("device", CUDA_NAMES, ids=str)
+@pytest.mark.parametrize("name", FACTORY_ARGUMENTS)
+def test_factories_put_cuda_tensors_on_cpu(name: str, device: object):
+    made = getattr(torch, name)(*FACTORY_ARGUMENTS[name], device=device)
+    assert made.device.type == "cpu"
+    assert made.shape == (2,)
+
+
+def test_every_redirected_factory_is_tried():
+    assert set(FACTORY_ARGUMENTS) == set(megatron_cpu._FACTORIES)
+
+
+@pytest.mark.parametrize("name", sorted(set(FACTORY_ARGUMENTS) - {"as_tensor"}))
+def test_factories_pin_no_memory(name: str):
+    """Pinned memory needs a CUDA driver; on CPU the request is dropped."""
+    assert not getattr(torch, name)(*FACTORY_ARGUMENTS[name], pin_memory=True).is_pinned()
+
+
+def test_factories_leave_other_devices_alone():
+    assert torch.empty(2, device="meta").is_meta
+    with torch.device("meta"):
+        assert torch.zeros(2).is_meta
+    assert torch.ones(2, dtype=torch.int32).dtype == torch.int32
+
+
+@pytest.mark.parametrize("device", CUDA_NAMES, ids=str)
+def test_tensors_move_to_cuda_by_staying(device: object):
+    """`to` gives the CPU tensor, and still changes the dtype when asked; gradients flow through."""
+    x = torch.ones(2, requires_grad=True)
+    assert x.to(device).device.type == "cpu"
+    assert x.to(device=device).device.type == "cpu"
+    assert x.to(device, torch.float64).dtype == torch.float64
+    x.to(device, torch.float64).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+def test_to_keeps_its_other_meanings():
+    x = torch.ones(2)
+    assert x.to(torch.float16).dtype == torch.float16
+    assert x.to(torch.zeros(1, dtype=torch.int64)).dtype == torch.int64
+    assert x.to("meta").is_meta
+    assert x.to(x.device) is x
+
+
+def test_tensor_and_module_shortcuts_stay_on_cpu():
+    x, module = torch.ones(2), torch.nn.Linear(2, 2)
+    assert x.cuda() is x
+    assert x.cuda(0, non_blocking=True) is x
+    assert x.pin_memory() is x
+    assert x.record_stream(torch.cuda.current_stream()) is None
+    assert module.cuda() is module
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "FloatTensor"), (torch.bfloat16, "BFloat16Tensor"), (torch.float16, "HalfTensor")],
+)
+def test_parameters_tell_their_type_as_on_cuda(dtype: torch.dtype, name: str):
+    """Megatron-Core's optimizers sort parameters by this string."""
+    assert torch.ones(1, dtype=dtype).type() == f"torch.cuda.{name}"
+    assert torch.ones(1).type(dtype).dtype == dtype
+
+
+def test_current_device_is_the_cpu():
+    """What Megatron-Core passes on as a device makes CPU tensors."""
+    torch.cuda.set_device(3)
+    assert torch.empty(1, device=torch.cuda.current_device()).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.cuda.synchronize(),
+        lambda: torch.cuda.empty_cache(),
+        lambda: torch.cuda.ipc_collect(),
+        lambda: torch.cuda.manual_seed(1),
+        lambda: torch.cuda.manual_seed_all(1),
+        lambda: torch.cuda.reset_peak_memory_stats(),
+        lambda: torch.cuda._lazy_init(),
+        lambda: torch.cuda._lazy_call(lambda: None),
+        lambda: torch.cuda.nvtx.range_push("x"),
+        lambda: torch.cuda.nvtx.range_pop(),
+        lambda: torch.cuda.nvtx.mark("x"),
+    ],
+)
+def test_device_orders_do_nothing(call: Callable[[], None]):
+    state = torch.get_rng_state()
+    assert call() is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"])
+def test_device_memory_is_zero(name: str):
+    assert getattr(torch.cuda, name)() == 0
+
+
+def test_streams_and_events_order_nothing():
+    """Work runs in program order, so streams and events are always finished; both remain classes of their own."""
+    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream), stream:
+        event.record(stream)
+    stream.wait_event(event)
+    stream.wait_stream(torch.cuda.default_stream())
+    event.synchronize()
+    assert event.query()
+    assert event.elapsed_time(torch.cuda.Event()) == 0.0
+    assert isinstance(stream, torch.cuda.Stream)
+    assert not isinstance(stream, torch.cuda.Event)
+
+
+def test_rng_state_is_that_of_the_cpu():
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_megatrons_tracker_forks_the_cpu_generator():
+    """A fork draws from its own stream, goes on where it stopped, and leaves the outer stream as it was."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    start = tracker.get_states()
+    outer = torch.get_rng_state()
+    with tracker.fork():
+        first = torch.rand(3)
+    with tracker.fork():
+        second = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), outer)
+    assert not torch.equal(first, second)
+    tracker.set_states(start)
+    with tracker.fork():
+        assert torch.equal(torch.rand(3), first)
+
+
+def collectives(group: dist.ProcessGroup) -> dict[str, tuple[Callable[[bool], object], torch.Tensor]]:
+    """Return each redirected collective with the tensor that must hold [1, 2] after it ran among one rank."""
+    x = torch.tensor([1.0, 2.0])
+    out = {name: torch.zeros(2) for name in megatron_cpu._COLLECTIVES}
+    out["all_reduce"], out["broadcast"] = x.clone(), x.clone()
+    calls: dict[str, Callable[[bool], object]] = {
+        "all_reduce": lambda a: dist.all_reduce(out["all_reduce"], group=group, async_op=a),
+        "broadcast": lambda a: dist.broadcast(out["broadcast"], src=0, group=group, async_op=a),
+        "all_gather": lambda a: dist.all_gather([out["all_gather"]], x, group=group, async_op=a),
+        "all_gather_into_tensor": lambda a: dist.all_gather_into_tensor(
+            out["all_gather_into_tensor"], x, group=group, async_op=a
+        ),
+        "reduce_scatter_tensor": lambda a: dist.reduce_scatter_tensor(
+            out["reduce_scatter_tensor"], x, group=group, async_op=a
+        ),
+        "all_to_all_single": lambda a: dist.all_to_all_single(out["all_to_all_single"], x, group=group, async_op=a),
+    }
+    return {name: (calls[name], out[name]) for name in calls}
+
+
+@pytest.mark.parametrize("name", megatron_cpu._COLLECTIVES)
+def test_asynchronous_collectives_return_finished(one_rank_world: ProcessGroups, name: str):
+    """The result is there before anybody waits, and the handle says so."""
+    call, out = collectives(one_rank_world.tp)[name]
+    handle = call(True)
+    assert torch.equal(out, torch.tensor([1.0, 2.0]))
+    assert handle.is_completed()
+    assert handle.wait()
+
+
+@pytest.mark.parametrize("name", megatron_cpu._COLLECTIVES)
+def test_synchronous_collectives_return_no_handle(one_rank_world: ProcessGroups, name: str):
+    call, out = collectives(one_rank_world.tp)[name]
+    assert call(False) is None
+    assert torch.equal(out, torch.tensor([1.0, 2.0]))
+
+
+def test_names_bound_at_import_are_redirected_too():
+    """Modules that took a collective by name before `install` use the one that waits."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.tensor_parallel import layers, mappings
+
+    for module in (layers, mappings, param_and_grad_buffer):
+        for bound, name in megatron_cpu._BOUND_AT_IMPORT.items():
+            if hasattr(module, bound):
+                assert getattr(module, bound) is getattr(dist, name), (module.__name__, bound)
+    assert hasattr(layers, "dist_all_gather_func")
+    assert hasattr(param_and_grad_buffer, "dist_reduce_scatter_func")
+
+
+def test_coalesced_collectives_run_at_once(one_rank_world: ProcessGroups):
+    from megatron.core.distributed import param_and_grad_buffer
+
+    out, x = torch.zeros(2), torch.tensor([1.0, 2.0])
+    for manager in (dist._coalescing_manager, param_and_grad_buffer._coalescing_manager):
+        out.zero_()
+        with manager(one_rank_world.tp, async_ops=True) as work:
+            dist.all_gather_into_tensor(out, x, group=one_rank_world.tp, async_op=True)
+            assert torch.equal(out, x)
+        assert work.is_completed()
+        assert work.wait()
+
+
+def test_megatrons_linears_train_on_cpu(one_rank_world: ProcessGroups):
+    """What all of the above is for: a column and a row linear, forward and backward, equal to plain matrix products."""
+    from megatron.core.transformer import TransformerConfig
+
+    from dit.backends.addressed_init import normal
+    from dit.backends.provider import LayerProvider
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+    )
+    provider = LayerProvider(config, one_rank_world.collection)
+    up = provider.column_linear(8, 12, bias=True, init=normal(1.0))
+    down = provider.row_linear(12, 8, bias=True, init=normal(1.0))
+    generator = torch.Generator().manual_seed(0)
+    parameters = [up.weight, up.bias, down.weight, down.bias]
+    for parameter in parameters:
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    x = torch.randn(5, 8, generator=generator)
+    expected = (x @ up.weight.T + up.bias) @ down.weight.T + down.bias
+    out = down(up(x))
+    torch.testing.assert_close(out, expected)
+    ours = torch.autograd.grad(out.square().sum(), parameters)
+    theirs = torch.autograd.grad(expected.square().sum(), parameters)
+    torch.testing.assert_close(ours, theirs)

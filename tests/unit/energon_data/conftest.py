@@ -1,0 +1,41 @@
+"""Small real data sets, made once."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import pytest
+from small_data import clips, write_dataset
+
+from energon_data.prepare.letters import LettersReport, prepare_letters
+
+
+@pytest.fixture(scope="session")
+def bundled_fonts() -> Path:
+    return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> LettersReport:
+    """A small letters data set from the fonts that every installation has."""
+    out = tmp_path_factory.mktemp("letters") / "letters"
+    return prepare_letters(out, fonts=[bundled_fonts], variations=2, samples_per_shard=200)
+
+
+@pytest.fixture(scope="session")
+def mixed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """75 images and clips of three shapes in five shards, and 21 held-out ones."""
+    sizes = [(1, 4, 4), (2, 4, 4), (1, 6, 8)]
+    splits = {"train": clips(75, sizes=sizes), "val": clips(21, sizes=sizes, seed=1)}
+    return write_dataset(tmp_path_factory.mktemp("mixed") / "data", splits)
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """Copy a data set, to damage it."""
+
+    def copy(folder: Path) -> Path:
+        return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+    return copy

@@ -1,0 +1,60 @@
+"""Small data sets with known content."""
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dit.data_api import BatchSpec
+from energon_data.prepare.shards import ShardWriter, write_dataset_file, write_energon_metadata
+
+Samples = Iterable[tuple[str, dict[str, Any], dict[str, bytes]]]
+
+
+def npy(array: np.ndarray) -> bytes:
+    """Return the bytes of an `.npy` part."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def clips(
+    count: int, *, sizes: list[tuple[int, int, int]], channels: int = 2, context: int = 3, seed: int = 0
+) -> Samples:
+    """Make latents of the given sizes in turn, with texts of 1..8 tokens; sample `i` holds the value `i` throughout."""
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        latent = np.full((channels, *sizes[i % len(sizes)]), i, np.float32)
+        text = rng.standard_normal((1 + i % 8, context), np.float32)
+        meta = {"label": i % 10, "fps": 12.0, "aesthetic_score": i / count}
+        yield f"clip{i:05d}", meta, {"latent.npy": npy(latent), "text.npy": npy(text)}
+
+
+def write_dataset(folder: Path, splits: dict[str, Samples], *, per_shard: int = 16) -> Path:
+    """Write shards and metadata of the given splits."""
+    folder.mkdir(parents=True)
+    shards: dict[str, dict[str, int]] = {}
+    for split, samples in splits.items():
+        writer = ShardWriter(folder, split, per_shard)
+        for key, metadata, parts in samples:
+            writer.add(f"{split}_{key}", metadata, parts)
+        writer.close()
+        shards |= writer.shards
+    write_dataset_file(folder, {"format": 1, "shards": shards})
+    write_energon_metadata(folder, shards, splits)
+    return folder
+
+
+def spec(**changes: Any) -> BatchSpec:
+    """Return the spec that fits `clips`."""
+    values: dict[str, Any] = {
+        "patch_temporal": 1,
+        "patch_spatial": 2,
+        "latent_channels": 2,
+        "num_classes": 10,
+        "context_size": 3,
+        "micro_batch_size": 4,
+    }
+    return BatchSpec(**(values | changes))

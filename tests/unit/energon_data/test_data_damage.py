@@ -1,0 +1,423 @@
+"""Damaged data is refused or counted, by name; nothing in a data set can execute code or lead out of it."""
+
+import json
+import pickle
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_data import clips, npy, spec, write_dataset
+
+from dit.errors import DataError, exit_code
+from energon_data.dataset import EnergonData
+from energon_data.decoder import decode_sample, read_npy
+from energon_data.ledger import GiveUp, Ledger, Skip
+from energon_data.prepare.shards import ShardWriter
+from energon_data.samples import SampleError, checksum, seal, unseal
+
+Copy = Callable[[Path], Path]
+
+
+def run(
+    folder: Path, batches: int = 40, *, log_dir: Path | None = None, **settings: Any
+) -> tuple[list[str], dict[str, int]]:
+    """Read about two epochs and return the keys seen and the samples skipped."""
+    data = EnergonData(**({"path": str(folder), "shuffle_buffer": 0} | settings))
+    stream = data.build_train(spec(), dp_rank=0, dp_size=1, seed=0, log_dir=str(log_dir) if log_dir else None)
+    try:
+        return [key for _ in range(batches) for key in next(stream).keys], stream.skipped()
+    finally:
+        stream.close()
+
+
+def patch_member(shard: Path, key: str, part: str, change: Callable[[bytearray], None]) -> None:
+    """Change the content of one member in place; offsets, sizes and headers stay."""
+    with tarfile.open(shard) as tar:
+        member = tar.getmember(f"{key}.{part}")
+    data = bytearray(shard.read_bytes())
+    content = data[member.offset_data : member.offset_data + member.size]
+    change(content)
+    assert len(content) == member.size
+    data[member.offset_data : member.offset_data + member.size] = content
+    shard.write_bytes(data)
+
+
+def flip(position: int) -> Callable[[bytearray], None]:
+    def change(content: bytearray) -> None:
+        content[position] ^= 1
+
+    return change
+
+
+def find(folder: Path, key: str) -> Path:
+    for shard in sorted(folder.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            if any(name.startswith(key + ".") for name in tar.getnames()):
+                return shard
+    raise AssertionError(key)
+
+
+KEY = "train_clip00020"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_flipped_bit_ends_the_run_and_names_the_sample(mixed_folder: Path, copy_of: Copy, background: bool) -> None:
+    folder = copy_of(mixed_folder)
+    shard = find(folder, KEY)
+    patch_member(shard, KEY, "latent.npy", flip(-1))
+    with pytest.raises(DataError) as caught:
+        run(folder, background=background)
+    message = str(caught.value)
+    for words in (KEY, shard.name, "checksum", "latent.npy", "Samples lost: 1, allowed: 0", "max_lost_samples"):
+        assert words in message
+    assert "Traceback" not in message
+    assert exit_code(caught.value) == 3
+
+
+def test_every_flip_in_metadata_or_latent_is_noticed() -> None:
+    parts = {"latent.npy": npy(np.arange(6, dtype=np.float32).reshape(1, 1, 2, 3))}
+    sealed = seal({"label": 16, "caption": "Q"}, parts)
+    decode_sample("k", {"json": sealed, **parts}, require_checksums=True)
+    for name, content in {"json": sealed, **parts}.items():
+        for position in range(len(content)):
+            for bit in (1, 64):
+                broken = bytearray(content)
+                broken[position] ^= bit
+                with pytest.raises(SampleError):
+                    decode_sample("k", {"json": sealed, **parts, name: bytes(broken)}, require_checksums=True)
+
+
+def test_budget_counts_each_lost_sample_once_with_key_shard_and_reason(
+    mixed_folder: Path, copy_of: Copy, tmp_path: Path
+) -> None:
+    folder = copy_of(mixed_folder)
+    damaged = {"train_clip00003": "latent.npy", "train_clip00020": "text.npy", "train_clip00050": "json"}
+    for key, part in damaged.items():
+        patch_member(find(folder, key), key, part, flip(-3))
+    # 75 - 3 samples are one epoch of 18 micro-batches.
+    keys, skipped = run(folder, 18, max_lost_samples=3, log_dir=tmp_path / "run")
+    assert len(set(keys)) == len(keys) == 72
+    assert not set(keys) & set(damaged)
+    assert sum(skipped.values()) == 3
+    lines = [json.loads(line) for line in (tmp_path / "run" / "data_skipped.jsonl").read_text().splitlines()]
+    assert {line["key"] for line in lines} == set(damaged)
+    for line in lines:
+        assert line["shard"] == find(folder, line["key"]).name
+        assert line["lost"]
+        assert line["reason"] in skipped
+    with pytest.raises(DataError, match="Samples lost: 3, allowed: 2"):
+        run(folder, 18, max_lost_samples=2)
+
+
+@pytest.mark.parametrize(
+    "packing", [{}, {"max_tokens_per_pack": 64, "packing_buffer_size": 16}], ids=["dense", "packed"]
+)
+def test_counts_are_exact_in_the_background_and_after_a_resume(
+    mixed_folder: Path, copy_of: Copy, packing: dict[str, Any]
+) -> None:
+    folder = copy_of(mixed_folder)
+    for key in ("train_clip00003", "train_clip00020", "train_clip00050"):
+        patch_member(find(folder, key), key, "latent.npy", flip(-1))
+    data = EnergonData(path=str(folder), shuffle_buffer=0, max_lost_samples=99, **packing)
+    s = spec(micro_batch_size=1 if packing else 4)
+
+    def build(background: bool) -> Any:
+        data.background = background
+        return data.build_train(s, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+
+    stream = build(False)
+    counts = []
+    for _ in range(30):
+        next(stream)
+        counts.append(stream.skipped().get("checksum", 0))
+    assert counts[-1] >= 3
+    worker = build(True)
+    try:
+        for count in counts[:9]:
+            next(worker)
+            assert worker.skipped().get("checksum", 0) == count
+        resumed = build(False)
+        resumed.load_state_dict(worker.state_dict())
+    finally:
+        worker.close()
+    for count in counts[9:]:
+        next(resumed)
+        assert resumed.skipped().get("checksum", 0) == count
+
+
+class _Touch:
+    """A pickle of this creates a file when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize(
+    "part", ["text.pyd", "text.pkl", "text.pickle", "text.pth", "text.pt", "latent.npy", "x.weird"]
+)
+def test_pickles_are_refused_and_never_run(tmp_path: Path, part: str) -> None:
+    marker = tmp_path / "executed"
+    payload = pickle.dumps(_Touch(marker))
+    if part == "latent.npy":
+        payload = npy(np.array([_Touch(marker)], dtype=object))
+    pickle.loads(pickle.dumps(_Touch(tmp_path / "proof")))
+    assert (tmp_path / "proof").exists(), "the payload works"
+
+    def samples() -> Any:
+        for key, meta, parts in clips(8, sizes=[(1, 4, 4)]):
+            yield key, meta, parts | ({part: payload} if key == "clip00005" else {})
+
+    folder = write_dataset(tmp_path / "data", {"train": samples()})
+    with pytest.raises(DataError, match=r"train_clip00005.*(pickle|unknown format)"):
+        run(folder)
+    assert not marker.exists()
+
+
+def test_npy_reader_agrees_with_numpy_and_refuses_the_rest() -> None:
+    for dtype in (np.float32, np.float16, np.int64, np.uint8, ">f4", bool):
+        for array in (
+            np.arange(12).reshape(3, 4),
+            np.asfortranarray(np.arange(12).reshape(3, 4)),
+            np.array(3),
+            np.zeros((0, 2)),
+        ):
+            written = npy(array.astype(dtype))
+            read = read_npy(written)
+            np.testing.assert_array_equal(read, array.astype(dtype))
+            assert read.dtype == np.dtype(dtype)
+            for cut in (3, 9, 40, len(written) - 1):
+                if cut < len(written):
+                    with pytest.raises(SampleError, match="unreadable"):
+                        read_npy(written[:cut])
+    with pytest.raises(SampleError, match="unreadable"):
+        read_npy(npy(np.arange(3)) + b"more")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "no JSON"),
+        (b"[1]", "not an object"),
+        (b'{"label": 1}', "names no checksums"),
+        (b'{"crc32": {"latent.npy": "00000000"}}', "no checksum of its own"),
+    ],
+)
+def test_metadata_that_proves_nothing_is_refused(content: bytes, words: str) -> None:
+    parts = {"json": content, "latent.npy": npy(np.zeros((1, 1, 2, 2), np.float32))}
+    with pytest.raises(SampleError, match=words):
+        decode_sample("k", parts, require_checksums=True)
+
+
+def test_checksums_that_exist_are_verified_even_when_not_required() -> None:
+    part = npy(np.zeros(3))
+    decode_sample("k", {"json": b'{"label": 1}', "latent.npy": part}, require_checksums=False)
+    right = json.dumps({"crc32": {"latent.npy": checksum(part)}}).encode()
+    decode_sample("k", {"json": right, "latent.npy": part}, require_checksums=False)
+    with pytest.raises(SampleError, match="CRC32"):
+        decode_sample("k", {"json": right, "latent.npy": part[:-1] + b"x"}, require_checksums=False)
+    with pytest.raises(SampleError, match="not in the shard"):
+        decode_sample("k", {"json": right}, require_checksums=False)
+    with pytest.raises(DataError, match="rename the key"):
+        seal({"crc32": 1}, {})
+    assert unseal(seal({"a": {"json": "00000000"}}, {}))["a"] == {"json": "00000000"}
+
+
+@pytest.mark.parametrize("key", ["../evil", "/etc/evil", "a/../../evil", "..\\evil"])
+def test_names_that_lead_out_are_refused(key: str) -> None:
+    with pytest.raises(SampleError, match="outside"):
+        decode_sample(key, {"json": seal({}, {})}, require_checksums=True)
+
+
+def _sample_of(changes: dict[str, Any]) -> Any:
+    for key, meta, parts in clips(12, sizes=[(1, 4, 4)]):
+        if key == "clip00005":
+            meta, parts = meta | changes.get("meta", {}), parts | changes.get("parts", {})
+            parts = {name: data for name, data in parts.items() if data is not None}
+        yield key, meta, parts
+
+
+def _latent(value: float, shape: tuple[int, ...] = (2, 1, 4, 4)) -> dict[str, Any]:
+    array = np.zeros(shape, np.float32)
+    array.flat[0] = value
+    return {"parts": {"latent.npy": npy(array)}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (_latent(np.nan), "not_finite"),
+        (_latent(-np.inf), "not_finite: latent values reach inf"),
+        (_latent(-1001), "reach 1001, sound are at most 1000"),
+        (_latent(0, (3, 1, 4, 4)), "3 channels, the model 2"),
+        (_latent(0, (2, 1, 5, 4)), "cannot be cut into patches"),
+        (_latent(0, (2, 4)), r"wanted \[C, T, H, W\]"),
+        ({"parts": {"latent.npy": None}}, "no latent"),
+        ({"parts": {"text.npy": None}}, "no text.npy"),
+        ({"parts": {"text.npy": npy(np.zeros((3, 4), np.float32))}}, "4 wide, the model takes 3"),
+        ({"meta": {"label": 10}}, r"label is 10, the model knows 0\.\.9"),
+        ({"meta": {"label": None}}, "label is None"),
+        ({"meta": {"fps": "fast"}}, "fps is 'fast', not a number"),
+    ],
+)
+def test_a_sample_that_does_not_fit_is_named_with_the_numbers(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    folder = write_dataset(tmp_path / "data", {"train": _sample_of(changes)})
+    with pytest.raises(DataError, match=rf"train_clip00005.*{words}"):
+        run(folder)
+    keys, skipped = run(folder, 5, max_lost_samples=9)
+    assert "train_clip00005" not in keys
+    assert sum(skipped.values()) >= 1
+
+
+def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> None:
+    keys, skipped = run(mixed_folder, 9, min_aesthetic_score=0.5)
+    assert set(skipped) == {"aesthetic_score"}
+    assert all(int(key[-5:]) >= 38 for key in keys)
+    keys, skipped = run(mixed_folder, 12, max_tokens_per_sample=8)
+    assert set(skipped) == {"too_long"}
+    assert not any(int(key[-5:]) % 3 == 2 for key in keys)
+
+
+def test_dropping_everything_ends_instead_of_looping(mixed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("energon_data.ledger.GIVE_UP_AFTER", 150)
+    with pytest.raises(DataError, match=r"too many samples were skipped.*'aesthetic_score': 150"):
+        run(mixed_folder, min_aesthetic_score=2.0)
+
+
+def test_ledger_hands_out_each_entry_once() -> None:
+    ledger = Ledger(1)
+    drop = Skip("too_long", "k", "s", "d", lost=False)
+    loss = Skip("checksum", "k", "s", "d", lost=True)
+    ledger.skip(drop)
+    ledger.skip(loss)
+    assert ledger.drain() == [drop, loss]
+    assert ledger.drain() == []
+    with pytest.raises(GiveUp):
+        ledger.skip(loss)
+
+
+def _edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        file = folder / ".nv-meta" / name
+        file.write_text(change(file.read_text()))
+
+    return do
+
+
+def _link_out(folder: Path) -> None:
+    shard = folder / "train-000001.tar"
+    outside = folder.parent / "outside.tar"
+    shutil.move(shard, outside)
+    shard.symlink_to(outside)
+
+
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+_SAFE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: shutil.rmtree(f), "does not exist; `python -m energon_data.prepare letters"),
+        (lambda f: shutil.rmtree(f / ".nv-meta"), "no .nv-meta folder.*energon prepare"),
+        (lambda f: [shutil.rmtree(f), f.mkdir()], "no .nv-meta folder"),
+        (lambda f: (f / "train-000001.tar").unlink(), "train-000001.tar is missing"),
+        (lambda f: (f / "train-000001.tar").write_bytes(b""), "train-000001.tar is truncated: 0 bytes"),
+        (lambda f: (f / "train-000001.tar").open("r+").truncate(9000), "train-000001.tar is truncated: 9000 bytes"),
+        (lambda f: (f / "train-000001.tar").open("ab").write(b"x"), "bytes and had"),
+        (lambda f: (f / "train-000001.tar.idx").unlink(), "no index train-000001.tar.idx"),
+        (lambda f: (f / "train-000001.tar.idx").open("r+").truncate(20), "lists 1 samples, the metadata 16"),
+        (_link_out, "link that leads outside"),
+        (_write(".nv-meta/sample_loader.py", "print('executed')"), "sample_loader.py.*would execute"),
+        (_write(".nv-meta/dataset.yaml", "__module__: os\n__class__: system\n"), "asks for os.system"),
+        (_write(".nv-meta/dataset.yaml", _SAFE + "sample_loader: sample_loader.py:f\n"), "must hold only"),
+        (_write(".nv-meta/dataset.yaml", _SAFE + "part_filter: x.py:f\n"), "must hold only"),
+        (_write(".nv-meta/dataset.yaml", _SAFE + "subflavors: {a: {__module__: os, __class__: x}}"), "only megatron"),
+        (_write(".nv-meta/dataset.yaml", "!!python/object/apply:os.getcwd []"), "cannot read"),
+        (_write(".nv-meta/.info.json", "{"), "cannot read .*info.json"),
+        (_write(".nv-meta/.info.json", "{}"), "no valid .info.json"),
+        (_edit(".info.json", lambda s: s.replace("train-000001", "other")), "does not say how many"),
+        (_write(".nv-meta/split.yaml", "split_parts: {val: []}"), r"no split 'train', only \['val'\]"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: []}"), "is empty"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: [../evil.tar]}"), "outside the data set"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: [/tmp/evil.tar]}"), "outside the data set"),
+    ],
+)
+def test_a_damaged_folder_is_refused_before_reading(
+    mixed_folder: Path, copy_of: Copy, damage: Callable[[Path], None], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(mixed_folder)
+    EnergonData(path=str(folder)).validate(spec(), 1, 1)
+    damage(folder)
+    for check in (lambda d: d.validate(spec(), 1, 1), lambda d: run(Path(d.path))):
+        with pytest.raises(DataError, match=words):
+            check(EnergonData(path=str(folder)))
+    assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("__module__: os\n__class__: system\nsplits: {}\n", "asks for"),
+        (_SAFE, "asks for"),
+        ("{}", "asks for no class"),
+        (
+            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    path: DATA\n"
+            "    dataset_config: evil.yaml\n",
+            "dataset_config",
+        ),
+        (
+            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {path: nested.yaml}\n",
+            "os.system",
+        ),
+        (
+            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {path: gone}\n",
+            "cannot read|no .nv",
+        ),
+    ],
+)
+def test_blends_that_import_or_lead_nowhere_are_refused(
+    mixed_folder: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "nested.yaml").write_text("__module__: os\n__class__: system\n")
+    (tmp_path / "blend.yaml").write_text(text.replace("DATA", str(mixed_folder)))
+    with pytest.raises(DataError, match=words):
+        EnergonData(path=str(tmp_path / "blend.yaml")).validate(spec(), 1, 1)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_damage_after_the_check_is_counted_not_fatal_to_the_budget(
+    mixed_folder: Path, copy_of: Copy, background: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Headers overwritten behind the check's back: the samples under them are lost by name, the others are read."""
+    folder = copy_of(mixed_folder)
+    shard = folder / "train-000002.tar"
+    with tarfile.open(shard) as tar:
+        first = tar.getmembers()[0]
+    data = bytearray(shard.read_bytes())
+    data[first.offset : first.offset + 100] = b"\xff" * 100
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=r"'#0' in shard 'train-000002.tar': unreadable: .*header.*checksum"):
+        run(folder, background=background)
+    keys, skipped = run(folder, 18, max_lost_samples=1, background=background)
+    assert len(set(keys)) == 72
+    assert skipped == {"unreadable": 1}
+    assert capfd.readouterr().out == ""
+
+
+def test_writer_refuses_names_it_could_not_read_back(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "train", 4)
+    for key in ("", "a.b"):
+        with pytest.raises(DataError, match="must not be empty or hold a dot"):
+            writer.add(key, {}, {})

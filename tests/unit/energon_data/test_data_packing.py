@@ -1,0 +1,109 @@
+"""Laws of packing: every sample once, no pack over the limit, little waste; packs hold what the samples hold."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dit.data_api import BatchSpec
+from dit.errors import BatchError
+from dit.patchify import grid_positions, patchify
+from energon_data.packing import collate, greedy_knapsack, padded_length
+from energon_data.samples import Clip
+
+
+@given(st.lists(st.integers(1, 100), max_size=200), st.integers(100, 300))
+@settings(max_examples=100, deadline=None)
+def test_every_item_in_exactly_one_bin_and_no_bin_too_full(lengths: list[int], capacity: int) -> None:
+    bins = greedy_knapsack(lengths, capacity)
+    assert sorted(i for chosen in bins for i in chosen) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in chosen) <= capacity for chosen in bins)
+    assert bins == greedy_knapsack(lengths, capacity)
+    # No two bins could have been one: the greedy choice never leaves room for an item it meets later.
+    for first, second in pairwise(bins):
+        assert sum(lengths[i] for i in first) + min(lengths[i] for i in second) > capacity
+
+
+def test_waste_is_small_on_a_realistic_mix() -> None:
+    rng = np.random.default_rng(0)
+    lengths = [int(n) for n in np.clip(np.exp(rng.normal(6.5, 1.0, 1000)), 16, 8192)]
+    bins = greedy_knapsack(lengths, 8192)
+    assert sum(lengths) / (len(bins) * 8192) > 0.95
+
+
+def test_an_item_that_cannot_fit_is_an_error_not_a_loop() -> None:
+    with pytest.raises(ValueError, match="101 tokens does not fit into a pack of 100"):
+        greedy_knapsack([5, 101], 100)
+
+
+def _clip(number: int, size: tuple[int, int, int], text: int, **changes: Any) -> Clip:
+    generator = torch.Generator().manual_seed(number)
+    return Clip(
+        __key__=f"k{number}",
+        __restore_key__=(),
+        latent=torch.randn(3, *size, generator=generator),
+        metadata={},
+        text=torch.randn(text, 5, generator=generator),
+        id=number,
+        label=number % 10,
+        grid=(size[0], size[1] // 2, size[2] // 2),
+        **changes,
+    )
+
+
+_SIZES = st.tuples(st.integers(1, 3), st.sampled_from([2, 4, 6]), st.sampled_from([2, 4]))
+
+
+@given(
+    st.lists(st.tuples(_SIZES, st.integers(1, 7)), min_size=1, max_size=6), st.sampled_from([1, 4, 8]), st.booleans()
+)
+@settings(max_examples=40, deadline=None)
+def test_a_pack_holds_each_sample_at_its_place(
+    samples: list[tuple[tuple[int, int, int], int]], multiple_of: int, tail: bool
+) -> None:
+    spec = BatchSpec(
+        patch_temporal=1,
+        patch_spatial=2,
+        latent_channels=3,
+        num_classes=10,
+        context_size=5,
+        micro_batch_size=1,
+        multiple_of=multiple_of,
+    )
+    clips = [_clip(i, size, text) for i, (size, text) in enumerate(samples)]
+    needed = sum(padded_length(c.num_tokens, multiple_of) for c in clips)
+    batch = collate(clips, spec, total_tokens=needed + 16 if tail else None).validate(num_classes=10)
+    assert batch.layout.total_tokens == needed + 16 * tail
+    assert batch.layout.lengths == tuple(c.num_tokens for c in clips)
+    at = 0
+    for clip, padded in zip(clips, batch.layout.padded_lengths):
+        tokens, grid = patchify(clip.latent, 1, 2)
+        assert grid == clip.grid
+        torch.testing.assert_close(batch.latents_TC[at : at + len(tokens)], tokens, atol=0, rtol=0)
+        assert torch.equal(batch.positions_T3[at : at + len(tokens)], grid_positions(grid))
+        assert not batch.latents_TC[at + len(tokens) : at + padded].any()
+        at += padded
+    assert not batch.latents_TC[at:].any()
+    assert batch.context_layout is not None
+    assert batch.context_layout.lengths == tuple(text for _, text in samples)
+    torch.testing.assert_close(batch.context_KD, torch.cat([c.text for c in clips]), atol=0, rtol=0)
+    assert batch.loss_weight_S is None
+    assert batch.fps_S.tolist() == [30.0] * len(clips)
+
+
+def test_conditions_the_model_does_not_take_are_left_out() -> None:
+    spec = BatchSpec(
+        patch_temporal=1, patch_spatial=2, latent_channels=3, num_classes=None, context_size=None, micro_batch_size=1
+    )
+    batch = collate([_clip(0, (1, 2, 2), 3, loss_weight=0.5), _clip(1, (2, 2, 2), 3, fps=12.0)], spec)
+    assert batch.labels_S is None
+    assert batch.context_KD is None
+    assert batch.context_layout is None
+    assert batch.loss_weight_S.tolist() == [0.5, 1.0]
+    assert batch.fps_S.tolist() == [30.0, 12.0]
+    with pytest.raises(BatchError, match="need 3 tokens"):
+        collate([_clip(0, (1, 2, 2), 3), _clip(1, (2, 2, 2), 3)], spec, total_tokens=2)

@@ -1,0 +1,271 @@
+"""Laws of the streams: the order does not depend on the ranks, and a resumed run continues bit for bit."""
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_data import spec
+
+from dit.batch import PackedBatch
+from dit.data_api import DataConfig
+from dit.errors import ConfigError, DataError
+from energon_data.dataset import EnergonData
+from energon_data.mock import MockData
+from energon_data.prepare.letters import LettersReport
+from energon_data.state_codec import from_plain, to_plain
+from energon_data.streams import StreamGroup, check_streams, merge_states
+
+PACKED: dict[str, Any] = {"max_tokens_per_pack": 40, "packing_buffer_size": 24, "pad_packs": True}
+
+
+def build(data: DataConfig, rank: int = 0, dp: int = 1, mbs: int = 4) -> StreamGroup:
+    stream = data.build_train(spec(micro_batch_size=mbs), dp_rank=rank, dp_size=dp, seed=5, log_dir=None)
+    assert isinstance(stream, StreamGroup)
+    return stream
+
+
+def take(stream: Iterator[PackedBatch], count: int) -> list[PackedBatch]:
+    return [next(stream) for _ in range(count)]
+
+
+def same(a: list[PackedBatch], b: list[PackedBatch]) -> None:
+    assert [x.keys for x in a] == [y.keys for y in b]
+    for x, y in zip(a, b):
+        for name in ("latents_TC", "positions_T3", "sample_ids_S", "labels_S", "context_KD", "fps_S"):
+            assert torch.equal(getattr(x, name), getattr(y, name)), name
+        assert x.layout.lengths == y.layout.lengths
+        assert x.context_layout.lengths == y.context_layout.lengths
+
+
+def through_disk(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+CASES: dict[str, Callable[[Path], tuple[DataConfig, int]]] = {
+    "dense": lambda f: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10), 4),
+    "packed": lambda f: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10, **PACKED), 1),
+    "buckets": lambda f: (EnergonData(path=str(f), num_streams=4, bucket_by_shape=True, shuffle_buffer=5), 4),
+    "mock": lambda f: (MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, text_tokens=5), 4),
+    "mock packed": lambda f: (MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, max_tokens_per_pack=50), 1),
+}
+
+
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest, mixed_folder: Path) -> tuple[DataConfig, int]:
+    return CASES[request.param](mixed_folder)
+
+
+def test_order_does_not_depend_on_data_parallel_size(case: tuple[DataConfig, int]) -> None:
+    data, mbs = case
+    alone = take(build(data, mbs=mbs), 24)
+    for dp in (2, 4):
+        ranks = [build(data, rank, dp, mbs) for rank in range(dp)]
+        dealt = [next(ranks[j % dp]) for j in range(24)]
+        same(alone, dealt)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 8])
+def test_resume_continues_bit_for_bit(case: tuple[DataConfig, int], steps: int) -> None:
+    data, mbs = case
+    stream = build(data, mbs=mbs)
+    take(stream, steps)
+    state = through_disk(stream.state_dict())
+    rest = take(stream, 13)
+    resumed = build(data, mbs=mbs)
+    resumed.load_state_dict(state)
+    again = through_disk(resumed.state_dict())
+    same(rest, take(resumed, 13))
+    twice = build(data, mbs=mbs)
+    twice.load_state_dict(again)
+    same(rest, take(twice, 13))
+
+
+def test_resume_on_another_number_of_ranks(case: tuple[DataConfig, int]) -> None:
+    data, mbs = case
+    alone = build(data, mbs=mbs)
+    take(alone, 8)
+    ranks = [build(data, rank, 2, mbs) for rank in range(2)]
+    for rank in ranks:
+        take(rank, 4)
+    state = through_disk(merge_states([rank.state_dict() for rank in ranks]))
+    wide = [build(data, rank, 4, mbs) for rank in range(4)]
+    for rank in wide:
+        rank.load_state_dict(state)
+    same(take(alone, 12), [next(wide[j % 4]) for j in range(12)])
+
+
+@pytest.mark.parametrize(
+    ("packing", "before", "after"),
+    [({}, True, False), ({}, False, True), (PACKED, True, True)],
+    ids=["dense on-off", "dense off-on", "packed on-on"],
+)
+def test_background_reads_the_same_and_resumes_anywhere(
+    mixed_folder: Path, packing: dict[str, Any], before: bool, after: bool
+) -> None:
+    mbs = 1 if packing else 4
+    common: dict[str, Any] = {"path": str(mixed_folder), "num_streams": 2, "shuffle_buffer": 10, **packing}
+    expected = take(build(EnergonData(**common), mbs=mbs), 15)
+    stream = build(EnergonData(**common, background=before), mbs=mbs)
+    resumed = build(EnergonData(**common, background=after), mbs=mbs)
+    try:
+        same(expected[:5], take(stream, 5))
+        resumed.load_state_dict(through_disk(stream.state_dict()))
+        same(expected[5:], take(resumed, 10))
+        # A state taken before and after the first micro-batch of a resumed run is as good.
+        third = build(EnergonData(**common), mbs=mbs)
+        third.load_state_dict(through_disk(resumed.state_dict()))
+        same(take(resumed, 4), take(third, 4))
+    finally:
+        stream.close()
+        resumed.close()
+
+
+def test_one_epoch_has_every_sample_once(mixed_folder: Path) -> None:
+    data = EnergonData(path=str(mixed_folder), num_streams=3, shuffle_buffer=0)
+    keys = [key for batch in take(build(data, mbs=5), 15) for key in batch.keys]
+    assert len(keys) == len(set(keys)) == 75
+
+
+def test_packs_from_disk_keep_the_laws(mixed_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = EnergonData(path=str(mixed_folder), shuffle_buffer=0, **PACKED)
+    lengths = {(1, 2, 2): 4, (2, 2, 2): 8, (1, 3, 4): 12}
+    filled = []
+    for batch in take(build(data, mbs=1), 20):
+        batch.validate(num_classes=10)
+        assert batch.layout.total_tokens == 40
+        assert batch.layout.lengths == tuple(lengths[g] for g in batch.grids)
+        filled.append(batch.layout.valid_tokens / 40)
+        for row, key in zip(batch.latents_TC[batch.layout.cu_seqlens_padded[:-1].long()], batch.keys):
+            assert row.unique().tolist() == [float(key[-5:])]
+    assert sum(filled) / len(filled) > 0.9
+    assert capfd.readouterr() == ("", ""), "no progress bars, no prints"
+
+
+def test_buckets_hold_one_shape(mixed_folder: Path) -> None:
+    data = EnergonData(path=str(mixed_folder), bucket_by_shape=True)
+    for batch in take(build(data), 10):
+        assert batch.grid(1, 2).shape[0] == 4
+
+
+def test_order_depends_on_the_seed_and_not_on_global_random_state(mixed_folder: Path) -> None:
+    data = EnergonData(path=str(mixed_folder), shuffle_buffer=10)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = [b.keys for b in take(build(data), 6)]
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(1)
+    assert first == [b.keys for b in take(build(data), 6)]
+    other = data.build_train(spec(), dp_rank=0, dp_size=1, seed=6, log_dir=None)
+    assert first != [next(other).keys for _ in range(6)]
+
+
+def test_texts_are_cut_to_their_true_length(mixed_folder: Path) -> None:
+    data = EnergonData(path=str(mixed_folder), max_text_tokens=3, shuffle_buffer=0)
+    for batch in take(build(data), 5):
+        true = tuple(min(3, 1 + int(key[-5:]) % 8) for key in batch.keys)
+        assert batch.context_layout.lengths == true
+        assert len(batch.context_KD) == sum(true)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["dense", "packed"])
+def test_validation_is_the_same_pass_on_any_layout(mixed_folder: Path, dp: int, packing: dict[str, Any]) -> None:
+    data = EnergonData(path=str(mixed_folder), validation_micro_batches=None, **packing)
+    s = spec(micro_batch_size=1 if packing else 4)
+    whole = list(data.build_validation(s, dp_rank=0, dp_size=1))
+    assert sorted(k for b in whole for k in b.keys) == [f"val_clip{i:05d}" for i in range(21)]
+    ranks = [list(data.build_validation(s, dp_rank=r, dp_size=dp)) for r in range(dp)]
+    count = -(-len(whole) // dp)
+    assert [len(r) for r in ranks] == [count] * dp
+    dealt = [ranks[j % dp][j // dp] for j in range(count * dp)]
+    same(whole, dealt[: len(whole)])
+    same([whole[j % len(whole)] for j in range(len(whole), count * dp)], dealt[len(whole) :])
+    same(dealt, [list(data.build_validation(s, dp_rank=j % dp, dp_size=dp))[j // dp] for j in range(count * dp)])
+
+
+def test_validation_between_training_steps_changes_nothing(mixed_folder: Path) -> None:
+    data = EnergonData(path=str(mixed_folder), num_streams=2, shuffle_buffer=10, validation_micro_batches=3)
+    quiet = take(build(data), 10)
+    stream = build(data)
+    mixed = take(stream, 4)
+    validation = data.build_validation(spec(), dp_rank=0, dp_size=1)
+    next(validation)
+    mixed += take(stream, 3)
+    assert len(list(validation)) == 2
+    same(quiet, mixed + take(stream, 3))
+
+
+def test_blend_of_two_folders(mixed_folder: Path, letters: LettersReport, tmp_path: Path) -> None:
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        f"      - {{weight: 3, path: {mixed_folder}, subflavors: {{media: video}}}}\n"
+        f"      - {{weight: 1, path: {mixed_folder}, subflavors: {{media: image}}}}\n"
+        f"  val: {{path: {mixed_folder}}}\n"
+    )
+    data = EnergonData(path=str(blend), num_streams=2, shuffle_buffer=10)
+    data.validate(spec(), 1, 2)
+    stream = build(data)
+    take(stream, 5)
+    resumed = build(data)
+    resumed.load_state_dict(through_disk(stream.state_dict()))
+    same(take(stream, 8), take(resumed, 8))
+    assert list(data.build_validation(spec(), dp_rank=0, dp_size=1))
+
+
+@pytest.mark.parametrize(
+    ("streams", "dp", "per_step", "words"),
+    [
+        (3, 2, 6, "multiple of the data-parallel size 2; nearest are 2 and 4"),
+        (4, 2, 6, r"use 4 or 8 micro-batches, or num_streams one of \[2, 6\]"),
+        (0, 2, 6, "nearest are 2"),
+        (None, 4, 6, r"multiple of data.num_streams=4"),
+    ],
+)
+def test_stream_counts_that_do_not_fit_name_the_numbers(streams: int, dp: int, per_step: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_streams(streams, dp, per_step)
+    assert check_streams(None, 2, 6) == 2
+    assert check_streams(6, 2, 12) == 6
+
+
+def test_states_that_do_not_fit_are_refused(mixed_folder: Path) -> None:
+    def data(**changes: Any) -> EnergonData:
+        return EnergonData(**({"path": str(mixed_folder), "num_streams": 4, "shuffle_buffer": 10} | changes))
+
+    stream = build(data(), 0, 2)
+    next(stream)
+    state = stream.state_dict()
+    with pytest.raises(DataError, match=r"4 streams, this run reads 2.*data.num_streams=4"):
+        build(data(num_streams=2), 0, 2).load_state_dict(state)
+    with pytest.raises(DataError, match=r"lacks the streams \[1, 3\]"):
+        build(data(), 1, 2).load_state_dict(state)
+    with pytest.raises(DataError, match="saved inside a step on 2"):
+        build(data(), 0, 4).load_state_dict(state)
+    with pytest.raises(DataError, match="shuffle_buffer was 10 and is 11"):
+        build(data(shuffle_buffer=11), 0, 2).load_state_dict(state)
+    with pytest.raises(DataError, match="micro_batch_size was 4 and is 2"):
+        build(data(), 0, 2, mbs=2).load_state_dict(state)
+    with pytest.raises(DataError, match="no data state"):
+        build(data()).load_state_dict({})
+    other = build(data(), 1, 2)
+    with pytest.raises(DataError, match="do not belong together"):
+        merge_states([state, other.state_dict()])
+
+
+def test_codec_round_trip_and_closed_list() -> None:
+    value = {"a": [1, 2.5, None, True, "x"], "t": (1, ("y", b"\x00\xff")), 3: torch.arange(3), "e": b"", "d": {}}
+    back = from_plain(through_disk(to_plain(value)))
+    assert str(back) == str(value)
+    assert type(back["t"]) is tuple
+    with pytest.raises(DataError, match="cannot save"):
+        to_plain(Path("x"))
+    for bad in ({"$": "os.system", "value": []}, {"no": "tag"}, object()):
+        with pytest.raises(DataError):
+            from_plain(bad)
