@@ -26,12 +26,13 @@ def test_torchrun_fails_when_one_rank_fails(run_dir, succeeds):
 def test_a_recipe_trains_resumes_and_draws(tmp_path):
     """The newcomer's path: train on two ranks, continue from the run's own record on one, look at samples."""
     run_dir = tmp_path / "run"
-    done = torchrun("--factory", "tiny_dit", f"training.run_dir={run_dir}", "training.num_steps=2", "objective=edm")
+    short = ["training.num_steps=2", "schedule.warmup_steps=1"]
+    done = torchrun("--factory", "tiny_dit", f"training.run_dir={run_dir}", *short, "objective=edm")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("EDM(") == 1
     assert json.loads((run_dir / "exit.json").read_text())["code"] == 0
 
-    again = [sys.executable, "-m", "launch.train", "--yes", "--yaml", str(run_dir / "config.json")]
+    again = [sys.executable, "-m", "launch.train", "--yes", "--yaml", str(run_dir / "config.yaml")]
     done = subprocess.run([*again, "training.num_steps=3"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line).get("step") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
