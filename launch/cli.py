@@ -33,7 +33,7 @@ change any setting
 
 flags
   -f, --factory RECIPE     recipe to run (a name from --list, or package.module.function of your own)
-      --yaml FILE          start from a saved configuration (or RUN_DIR/config.json) instead of a recipe
+      --yaml FILE          start from a saved configuration (or RUN_DIR/config.yaml) instead of a recipe
       --yes                do not ask before starting (required under torchrun and in scripts)
       --dryrun             settings, parameter count, memory per rank, FLOPs; needs no GPU and no data
       --world-size N       ranks to plan for with --dryrun (default: as launched, or the smallest that fits)

@@ -3,7 +3,7 @@
 The layout is nemo-run's (`_target_` names the class, `_partial_` marks the run), with every default written out, so a
 file still says what ran after a default has changed. nemo-run's own reader (0.11) refuses its `_partial_`, and imports
 and calls whatever `_target_` names; this one only accepts a subclass of what the setting asks for, from packages that
-are already trusted. It reads the `config.json` of a run folder too.
+are already trusted. It reads the `config.yaml` of a run folder too.
 """
 
 import importlib
@@ -23,14 +23,14 @@ from launch.overrides import annotation_of, component_types, normalise, paramete
 from recipes.registry import TRAINING_FUNCTION
 
 TRUSTED_PACKAGES = ("dit", "energon_data", "recipes")
-# A run folder's config.json names classes by this key and holds two facts that are not settings.
+# A run folder's config.yaml also holds these, which are not settings.
 RECORDED_FACTS = ("class_names", "latent_size")
 
 
 def complete(node: Config | Partial) -> dict[str, Any]:
     """Return a configuration as nested dictionaries, with defaults filled in."""
     fn = node.__fn_or_cls__
-    values: dict[str, Any] = {"_target_": f"{fn.__module__}.{fn.__qualname__}"}
+    values: dict[str, Any] = {CLASS_KEY: f"{fn.__module__}.{fn.__qualname__}"}
     if isinstance(node, Partial):
         values["_partial_"] = True
     for name, parameter in inspect.signature(fn).parameters.items():
@@ -108,7 +108,7 @@ def load(path: str | Path, function: Callable, load_component: Callable[[str], N
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}; --to-yaml FILE writes one") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}, not settings; --to-yaml FILE writes such a file")
-    target = raw.pop("_target_", f"{function.__module__}.{function.__qualname__}")
+    target = raw.pop(CLASS_KEY, f"{function.__module__}.{function.__qualname__}")
     raw.pop("_partial_", None)
     if str(target).rpartition(".")[2] != TRAINING_FUNCTION:
         raise ConfigError(f"{path} configures {target}, not a training run; save one with --to-yaml")
@@ -130,10 +130,9 @@ def _fill(node: Config | Partial, raw: dict[str, Any], path: str, load_component
 
 def _read(value: Any, annotation: Any, key: str, load_component: Callable[[str], None]) -> Any:
     targets = component_types(annotation)
-    if isinstance(value, dict) and (targets or "_target_" in value or CLASS_KEY in value):
+    if isinstance(value, dict) and (targets or CLASS_KEY in value):
         settings = dict(value)
-        name = settings.pop(CLASS_KEY, "").replace(":", ".") or settings.pop("_target_", None)
-        config = Config(_target(name, targets, key))
+        config = Config(_target(settings.pop(CLASS_KEY, None), targets, key))
         _fill(config, settings, key, load_component)
         return config
     if isinstance(value, list):

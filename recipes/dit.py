@@ -56,7 +56,7 @@ def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def dit_s2_imagenet() -> run.Partial:
-    """DiT-S/2 (33 M) on ImageNet 256 px latents: 1 GPU with 24 GB, or 8 GPUs.
+    """DiT-S/2 (33 M) on ImageNet 256 px latents: one GPU or more.
 
     The smallest published size; the paper reports FID 68.4 after 400 k steps without guidance.
     """
@@ -65,7 +65,7 @@ def dit_s2_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def dit_b2_imagenet() -> run.Partial:
-    """DiT-B/2 (130 M) on ImageNet 256 px latents: 1 GPU with 40 GB, or 8 GPUs.
+    """DiT-B/2 (130 M) on ImageNet 256 px latents: one GPU or more.
 
     The paper reports FID 43.5 after 400 k steps without guidance.
     """
@@ -74,7 +74,7 @@ def dit_b2_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def dit_l2_imagenet() -> run.Partial:
-    """DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs with 40 GB.
+    """DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs; --dryrun estimates 10 GiB on each.
 
     The paper reports FID 23.3 after 400 k steps without guidance.
     """
@@ -83,7 +83,7 @@ def dit_l2_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def dit_xl2_imagenet() -> run.Partial:
-    """DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs with 80 GB.
+    """DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs; --dryrun estimates 14 GiB on each.
 
     The paper reports FID 19.5 after 400 k steps without guidance, 2.27 after 7 M steps with guidance 1.5.
     """
@@ -92,7 +92,7 @@ def dit_xl2_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain, name="pretrain")
 def pretrain_s() -> run.Partial:
-    """DiT-S (32 M) with NeMo's settings: EDM on 16-channel latents, batch 32, lr 1e-4: 1 GPU.
+    """DiT-S (32 M) with NeMo's settings: EDM on 16-channel latents, batch 32, lr 1e-4: one GPU or more.
 
     The base recipe of NeMo's diffusion collection, under its name.
     """

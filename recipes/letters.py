@@ -20,7 +20,7 @@ from energon_data.mock import MockData
 
 @run.cli.factory(target=pretrain)
 def letters_dit() -> run.Partial:
-    """Capital letters A-Z, 16 x 16 pixels, class-conditional DiT (1.8 M): two CPU cores, about 5 minutes.
+    """Capital letters A-Z, 16 x 16 pixels, class-conditional DiT (1.9 M): two CPU cores, about 5 minutes.
 
     The data are rendered from the fonts of this machine by `python -m energon_data.prepare letters`. After 2,100 steps
     a classifier that has only seen real letters reads nine of ten samples correctly (`python -m launch.evaluate
@@ -71,7 +71,7 @@ def tiny_dit() -> run.Partial:
     recipe.model.hidden_size = 64
     recipe.model.num_layers = 2
     recipe.model.num_classes = 10
-    recipe.data = run.Config(MockData)
+    recipe.data = run.Config(MockData, num_streams=2)  # so that one rank and two can take turns
     recipe.schedule.warmup_steps = 5
     recipe.training.run_dir = "runs/tiny_dit"
     recipe.training.num_steps = 20

@@ -1,9 +1,8 @@
 """A configuration survives the way through YAML, and a file cannot name foreign code."""
 
-import json
-
 import fiddle
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,8 +57,8 @@ def test_the_file_is_complete(tmp_path):
 def test_the_record_of_a_run_can_be_fed_back(tmp_path):
     parts = {name: fiddle.build(getattr(tiny_dit(), name)) for name in tiny_dit().__arguments__}
     record = to_record({**parts, "class_names": ["a"], "latent_size": [1, 16, 16]})
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    assert built(config_file.load(tmp_path / "config.json", pretrain, load_component)) == built(tiny_dit())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
+    assert built(config_file.load(tmp_path / "config.yaml", pretrain, load_component)) == built(tiny_dit())
 
 
 @pytest.mark.parametrize(

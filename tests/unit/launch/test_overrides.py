@@ -6,10 +6,12 @@ from typing import Literal, Optional
 import nemo_run as run
 import pytest
 
+from dit.data_api import DataConfig
 from dit.errors import ConfigError
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.training.settings import OptimizerConfig, TrainingConfig
+from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from launch.overrides import apply_overrides, parse_value, split_arguments
 from launch.train import load_component
@@ -138,9 +140,10 @@ def test_every_field_of_a_settings_class_can_be_reached():
 
 
 def test_data_can_be_swapped_by_name():
-    def feeds(data: MockData) -> None: ...
+    def feeds(data: DataConfig) -> None: ...
 
-    task = run.Partial(feeds, data=run.Config(MockData))
-    apply_overrides(task, ["data.shapes=['1x8x8']", "data.height=8"], load_component)
+    task = run.Partial(feeds, data=run.Config(EnergonData, path="somewhere"))
+    apply_overrides(task, ["data.shapes=['1x8x8']", "data=mock", "data.height=8"], load_component)
+    assert task.data.__fn_or_cls__ is MockData
     assert task.data.shapes == ["1x8x8"]
     assert task.data.height == 8

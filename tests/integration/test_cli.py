@@ -1,0 +1,45 @@
+"""The launcher under torchrun: what the seed command promises, and that a failing run is not a success."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+OWN = "tests.unit.launch.recipes_for_tests.ending"
+
+
+def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "launch.train", "--yes", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.parametrize(("run_dir", "succeeds"), [("fine", True), ("RANK1:data", False)])
+def test_torchrun_fails_when_one_rank_fails(run_dir, succeeds):
+    """torchrun turns the rank's code 3 into 1; nemo-run's own main would make it 0, a success."""
+    done = torchrun("--factory", OWN, f"training.run_dir={run_dir}")
+    assert done.returncode == (0 if succeeds else 1)
+    assert ("rank 1: error: shard 7 is gone" in done.stderr) == (not succeeds)
+
+
+def test_a_recipe_trains_resumes_and_draws(tmp_path):
+    """The newcomer's path: train on two ranks, continue from the run's own record on one, look at samples."""
+    run_dir = tmp_path / "run"
+    short = ["training.num_steps=2", "schedule.warmup_steps=1"]
+    done = torchrun("--factory", "tiny_dit", f"training.run_dir={run_dir}", *short, "objective=edm")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("EDM(") == 1
+    assert json.loads((run_dir / "exit.json").read_text())["code"] == 0
+
+    again = [sys.executable, "-m", "launch.train", "--yes", "--yaml", str(run_dir / "config.yaml")]
+    done = subprocess.run([*again, "training.num_steps=3"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line).get("step") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert max(s for s in steps if s is not None) == 3
+
+    picture = tmp_path / "x.png"
+    command = [sys.executable, "-m", "launch.sample", "--checkpoint", str(run_dir), "--steps", "2"]
+    done = subprocess.run([*command, "--out", str(picture)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert picture.is_file()

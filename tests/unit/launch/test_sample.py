@@ -1,0 +1,197 @@
+"""Sampling and judging from the command line, on a generator small enough to know every pixel of."""
+
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Optional
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from dit.sampling import grid
+from launch import evaluate, sample
+from launch.letter_reader import LetterReader
+
+NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+@dataclass
+class FakeGenerator:
+    """Draws label `k` as a picture whose pixel `k` is ink; classes in `confused` are drawn as class 0."""
+
+    class_names: Optional[list[str]] = field(default_factory=lambda: list(NAMES))
+    num_classes: Optional[int] = 26
+    context_size: Optional[int] = None
+    confused: tuple[int, ...] = ()
+    calls: list[dict] = field(default_factory=list)
+
+    @property
+    def config(self):
+        model = SimpleNamespace(num_classes=self.num_classes, context_size=self.context_size)
+        return {"model": model, "data": SimpleNamespace(path="somewhere")}
+
+    def generate(self, labels=None, *, count=None, contexts=None, **settings):
+        self.calls.append({"labels": labels, "count": count, "contexts": contexts, **settings})
+        shown = labels if labels is not None else [0] * (count or len(contexts))
+        out = torch.full((len(shown), 1, 1, 6, 6), -1.0)
+        for i, label in enumerate(shown):
+            out[i].view(-1)[0 if label in self.confused else label] = 1.0
+        return out
+
+
+class PixelNetwork(nn.Module):
+    def forward(self, images):
+        return images.flatten(1)[:, : len(NAMES)]
+
+
+READER = LetterReader(PixelNetwork(), accuracy=0.971, num_held_out=1040, class_names=tuple(NAMES))
+
+
+@pytest.fixture
+def generator(monkeypatch):
+    fake = FakeGenerator()
+    monkeypatch.setattr(sample, "open_generator", lambda args: fake)
+    monkeypatch.setattr(evaluate, "open_generator", lambda args: fake)
+    monkeypatch.setattr(evaluate, "load_reader", lambda folder: READER)
+    return fake
+
+
+def draw(tmp_path, *arguments):
+    return sample.main(["--checkpoint", "run", "--out", str(tmp_path / "x.png"), *arguments])
+
+
+def test_every_class_is_drawn_by_default(generator, tmp_path):
+    assert draw(tmp_path) == 0
+    assert generator.calls[0]["labels"] == list(range(26))
+    # Settings that were not given are left to the run.
+    assert {generator.calls[0][k] for k in ("solver", "num_steps", "guidance_scale", "seed")} == {None}
+
+
+def test_the_picture_shows_what_was_generated(generator, tmp_path):
+    assert draw(tmp_path, "--labels", "C,A", "--columns", "1") == 0
+    image = torch.from_numpy(np.array(Image.open(tmp_path / "x.png")))
+    scale = grid.enlargement(6, 6)
+    for index, label in enumerate((2, 0)):
+        left, top = grid.tile_origin(index, 1, 6 * scale, 6 * scale, captions=True)
+        tile = image[top : top + 6 * scale : scale, left : left + 6 * scale : scale, 0]
+        assert tile.flatten().argmax() == label
+
+
+def test_settings_reach_the_generator(generator, tmp_path):
+    flags = ["--solver", "heun", "--steps", "5", "--guidance-scale", "0", "--seed", "0", "--label", "3", "--count", "2"]
+    assert draw(tmp_path, *flags) == 0
+    assert generator.calls[0] == {
+        "labels": [3, 3],
+        "count": None,
+        "contexts": None,
+        "solver": "heun",
+        "num_steps": 5,
+        "guidance_scale": 0.0,
+        "seed": 0,
+    }
+
+
+@pytest.mark.parametrize(("text", "labels"), [("a,B", [0, 1]), ("25, 0", [25, 0]), ("Z", [25])])
+def test_labels_are_names_or_numbers(text, labels):
+    assert sample.read_labels(text, NAMES) == labels
+
+
+def test_a_name_wins_over_a_number_and_over_another_case():
+    assert sample.read_labels("1,b,B", ["2", "b", "B", "1"]) == [3, 1, 2]
+
+
+def test_a_class_the_model_does_not_know_is_code_2_and_names_the_classes(generator, tmp_path, capsys):
+    for label in ("26", "ß", "-1"):
+        assert draw(tmp_path, f"--label={label}") == 2
+        err = capsys.readouterr().err
+        assert repr(label) in err
+        assert "26 classes" in err
+        assert "A, B, C" in err
+
+
+def test_many_classes_are_shown_spread_out():
+    shown = sample.spread(1000, 36)
+    assert (len(set(shown)), shown[0]) == (36, 0)
+    assert shown[-1] >= 1000 - 2 * 1000 // 36
+    assert sample.spread(26, 36) == list(range(26))
+
+
+def test_text_embeddings_of_the_models_width_are_passed_on(generator, tmp_path, capsys):
+    for name, shape in (("good", (5, 8)), ("bad", (5, 9))):
+        np.save(tmp_path / f"{name}.npy", np.ones(shape, dtype=np.float16))
+    assert draw(tmp_path, "--text-embedding", str(tmp_path / "good.npy")) == 2
+    assert "takes no text" in capsys.readouterr().err
+    generator.context_size = 8
+    assert draw(tmp_path, "--text-embedding", str(tmp_path / "good.npy"), "--count", "2") == 0
+    assert [c.shape for c in generator.calls[-1]["contexts"]] == [(5, 8), (5, 8)]
+    assert draw(tmp_path, "--text-embedding", str(tmp_path / "bad.npy")) == 2
+    assert "[5, 9]" in capsys.readouterr().err
+
+
+def test_an_array_that_could_execute_code_is_refused(generator, tmp_path, capsys):
+    generator.context_size = 8
+    np.save(tmp_path / "evil.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    assert draw(tmp_path, "--text-embedding", str(tmp_path / "evil.npy")) == 2
+    assert "evil.npy" in capsys.readouterr().err
+
+
+def test_an_unconditional_model_draws_as_many_as_asked(generator, tmp_path):
+    generator.num_classes, generator.class_names = None, None
+    assert draw(tmp_path, "--count", "3") == 0
+    assert generator.calls[0]["count"] == 3
+
+
+@pytest.mark.parametrize("command", [sample.main, evaluate.main])
+def test_a_missing_checkpoint_is_code_5(command, tmp_path, capsys):
+    assert command(["--checkpoint", str(tmp_path / "nowhere")]) == 5
+    assert "nowhere does not exist" in capsys.readouterr().err
+
+
+def test_wrong_flags_are_code_2(tmp_path, capsys):
+    for flags in (["--solver", "eulr"], ["--steps", "0"], ["--count", "x"], ["--label", "1", "--labels", "2"]):
+        with pytest.raises(SystemExit) as leave:
+            draw(tmp_path, *flags)
+        assert leave.value.code == 2
+    assert "eulr" in capsys.readouterr().err
+    assert sample.main(["--checkpoint", "x", "--out", "x.jpg"]) == 2
+
+
+def judge(*arguments):
+    return evaluate.main(["--checkpoint", "run", "--samples-per-class", "8", *arguments])
+
+
+def test_the_score_counts_what_is_read_as_asked(generator, capsys):
+    generator.confused = (16,)
+    assert judge() == 0
+    out = capsys.readouterr().out
+    assert "letters read correctly: 96.2 % (200 of 208; reader's own accuracy on held-out families 97.1 %)" in out
+    assert "misread: Q as A (8)" in out
+
+
+def test_below_the_minimum_is_not_success(generator, capsys):
+    generator.confused = (16,)
+    assert judge("--minimum", "0.96") == 0
+    assert judge("--minimum", "0.97") == evaluate.EXIT_BELOW_MINIMUM
+    assert judge("--minimum", "97") == 2
+    assert "0.9" in capsys.readouterr().err
+
+
+def test_the_result_as_json(generator, capsys):
+    assert judge("--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["correct"], result["total"], result["accuracy"]) == (208, 208, 1.0)
+    assert result["reader_accuracy"] == 0.971
+
+
+def test_another_number_of_classes_than_letters_is_refused(generator, capsys):
+    generator.class_names = NAMES[:10]
+    assert judge() == 2
+    assert "10 classes" in capsys.readouterr().err
+
+
+def test_the_judged_samples_can_be_looked_at(generator, tmp_path):
+    assert judge("--out", str(tmp_path / "judged.png")) == 0
+    assert (tmp_path / "judged.png").is_file()

@@ -1,0 +1,92 @@
+"""The registry says, without importing, what importing would register; its page is up to date."""
+
+import importlib
+
+import catalogue
+import fiddle
+import pytest
+from nemo_run.config import get_type_namespace
+
+from dit.models.base import ModelConfig
+from launch import plan
+from launch.train import call_recipe
+from recipes import registry
+
+RECIPES = [entry.name for entry in registry.recipes()]
+
+
+def test_the_page_is_up_to_date():
+    """Renew it with `python -m recipes.registry --write`."""
+    assert registry.README.read_text(encoding="utf-8") == registry.page()
+
+
+def test_write_renews_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(registry, "README", tmp_path / "README.md")
+    assert registry.main([]) == 0
+    assert registry.main(["--write"]) == 0
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == capsys.readouterr().out
+
+
+def test_every_factory_has_one_line_of_its_own():
+    lines = [entry.line for entry in registry.entries()]
+    assert all(line.endswith(".") for line in lines)
+    assert len(set(lines)) == len(lines)
+    assert len({entry.name for entry in registry.entries()}) == len(lines)
+
+
+@pytest.mark.parametrize("entry", registry.entries(), ids=lambda entry: entry.name)
+def test_what_the_source_says_is_what_nemo_run_registers(entry):
+    module = importlib.import_module(entry.module)
+    target = getattr(module, entry.target)
+    assert catalogue.check_exists(get_type_namespace(target), entry.name)
+    assert getattr(module, entry.function).__doc__.strip().startswith(entry.line)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_and_its_plan_fits_together(name):
+    """Each part can be constructed, and the layout divides the model and the batch on the fewest ranks."""
+    task = call_recipe(name)
+    assert set(task.__arguments__) == set(fiddle.get_callable(task).__annotations__) - {"return"}
+    for part in task.__arguments__:
+        fiddle.build(getattr(task, part))
+    assert "parameters" in plan.report(task, world_size=None)
+
+
+def test_recipes_are_fresh_each_time():
+    first, second = call_recipe("letters_dit"), call_recipe("letters_dit")
+    first.model.hidden_size = 7
+    assert second.model.hidden_size == 128
+
+
+@pytest.mark.parametrize("line", [e for e in registry.entries() if " M)" in e.line], ids=lambda e: e.name)
+def test_the_parameter_count_in_a_line_is_right(line):
+    model = fiddle.build(call_recipe(line.name).model)
+    assert isinstance(model, ModelConfig)
+    stated = float(line.line.partition("(")[2].partition(" M)")[0])
+    assert model.num_parameters() / 1e6 == pytest.approx(stated, rel=0.03)
+
+
+def test_names_are_read_from_decorators(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "@run.cli.factory(target=pretrain, name='short')\n"
+        "def long_name():\n    '''One line.\n\n    More.'''\n"
+        "@run.cli.factory\ndef bare(): ...\n"
+        "@other.decorator(target=pretrain)\ndef not_one(): ...\n"
+    )
+    (entry,) = registry.read_entries(tmp_path / "mine.py", package="mypackage")
+    assert (entry.name, entry.function, entry.module) == ("short", "long_name", "mypackage.mine")
+    assert entry.line == "One line."
+    assert entry.is_recipe
+
+
+@pytest.mark.parametrize(
+    ("typed", "known", "best"),
+    [
+        ("hiden_size", ["num_layers", "hidden_size", "ffn_hidden_size"], "hidden_size"),
+        ("XL2", ["dit_s2_imagenet", "dit_xl2_imagenet"], "dit_xl2_imagenet"),
+        ("lr", ["eps", "lr"], "lr"),
+        ("qqq", ["eps", "lr"], None),
+    ],
+)
+def test_the_nearest_name_comes_first(typed, known, best):
+    assert (registry.closest(typed, known) or [None])[0] == best
