@@ -11,20 +11,11 @@ from dit.data_api import BatchSpec
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
 from dit.sampling.generate import empty_pack, generate
-from dit.sampling.grid import image_grid, save_png
+from dit.sampling.grid import image_grid, save_png, to_pictures
 from dit.training.settings import SamplingConfig
 
 UNLABELLED_SAMPLES = 16
 MAX_CLASSES_SHOWN = 32
-
-
-def preview(latents: Tensor) -> Tensor:
-    """Return the first frame of latents `[N, C, T, H, W]` as pictures `[N, 1 or 3, H, W]` in their own range.
-
-    One channel is shown as grey and three as colour; of more, the first three are shown, which is no decoding.
-    """
-    frames = latents[:, :, 0]
-    return frames if frames.shape[1] in (1, 3) else frames[:, : 3 if frames.shape[1] > 3 else 1]
 
 
 class PictureWriter:
@@ -65,7 +56,7 @@ class PictureWriter:
             guidance_scale=self.sampling.guidance_scale,
             seed=self.sampling.seed,
         )
-        return image_grid(preview(latents), captions, columns)
+        return image_grid(to_pictures(latents)[:, :, 0], captions, columns)
 
     def save(self, picture: Any, path: Path) -> Path:
         """Write the grid as PNG; a reader never sees half a file."""
