@@ -31,6 +31,10 @@ _MODULES_THAT_BIND = (
     "megatron.core.tensor_parallel.mappings",
     "megatron.core.distributed.param_and_grad_buffer",
 )
+_MODULES_THAT_COALESCE = (
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
+)
 
 
 class _FinishedWork:
@@ -57,6 +61,9 @@ class _NoStream:
 
     def __exit__(self, *_: Any) -> None:
         pass
+
+    def record_event(self, *_: Any) -> "_NoStream":
+        return self
 
     def query(self) -> bool:
         return True
@@ -115,7 +122,6 @@ def _answer(value: Any) -> Callable:
 
 def _redirect_cuda_calls() -> None:
     cuda: Any = torch.cuda
-    cpu = torch.device("cpu")
     for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect"):
         setattr(cuda, name, _answer(None))
     for name in ("reset_peak_memory_stats", "_lazy_init", "_lazy_call"):
@@ -124,7 +130,7 @@ def _redirect_cuda_calls() -> None:
         setattr(cuda, name, _answer(0))
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, _answer(None))
-    cuda.current_device = _answer(cpu)
+    cuda.current_device = _answer(0)  # a number, because it is also written into names such as "cuda:0"
     cuda.Stream, cuda.Event = type("Stream", (_NoStream,), {}), type("Event", (_NoStream,), {})
     cuda.current_stream, cuda.default_stream = _answer(_NoStream()), _answer(_NoStream())
     cuda.stream = lambda *_, **__: nullcontext()
@@ -170,14 +176,27 @@ def _redirect_collectives() -> None:
         for bound, name in _BOUND_AT_IMPORT.items():
             if hasattr(module, bound):
                 setattr(module, bound, getattr(dist, name))
-    buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
-    buffers._coalescing_manager = _run_at_once
+    for module_name in _MODULES_THAT_COALESCE:
+        buffers: Any = importlib.import_module(module_name)
+        buffers._coalescing_manager = _run_at_once
 
 
 def _redirect_rng_tracker() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _redirect_device_meshes() -> None:
+    adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    mesh = adapter.DeviceMesh
+
+    class MeshOnCpu(mesh):
+        @staticmethod
+        def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+            return mesh.from_group(group, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
+
+    adapter.DeviceMesh = MeshOnCpu
 
 
 @functools.cache
@@ -187,3 +206,4 @@ def install() -> None:
     _redirect_tensors()
     _redirect_collectives()
     _redirect_rng_tracker()
+    _redirect_device_meshes()

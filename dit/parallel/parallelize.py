@@ -16,6 +16,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.parallel.dims import ParallelConfig
+from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -82,8 +83,17 @@ def build_model(
     return backbone
 
 
-def wrap(backbone: Backbone, parallel: ParallelConfig, groups: ProcessGroups) -> DistributedDataParallel:
-    """Wrap a model so that data-parallel ranks share its gradients (fp32 reduction)."""
+def wrap(backbone: Backbone, parallel: ParallelConfig, groups: ProcessGroups) -> Any:
+    """Wrap a model so that data-parallel ranks share its gradients (fp32 reduction), and with FSDP its weights.
+
+    Forward passes must go through the wrapper: under FSDP the bare model holds no whole weights.
+    """
+    config = backbone.config
+    config.finalize_model_grads_func = finalize_model_grads
+    if parallel.data_parallel == "fsdp":
+        sharded = wrap_fsdp(backbone, parallel.fsdp_sharding, groups)
+        config.no_sync_func = sharded.no_sync if reduces_in_backward(sharded) else None
+        return sharded
     wrapped = DistributedDataParallel(
         backbone.config,
         DistributedDataParallelConfig(
@@ -95,8 +105,6 @@ def wrap(backbone: Backbone, parallel: ParallelConfig, groups: ProcessGroups) ->
         backbone,
         pg_collection=groups.collection,
     )
-    config = backbone.config
-    config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = wrapped.no_sync
     if parallel.overlap_param_gather:
         config.param_sync_func = wrapped.start_param_sync
@@ -104,7 +112,7 @@ def wrap(backbone: Backbone, parallel: ParallelConfig, groups: ProcessGroups) ->
 
 
 def build_optimizer(
-    wrapped: DistributedDataParallel, settings: Any, parallel: ParallelConfig, precision: str, groups: ProcessGroups
+    wrapped: Any, settings: Any, parallel: ParallelConfig, precision: str, groups: ProcessGroups
 ) -> Any:
     """Build Megatron-Core's AdamW over the wrapped model.
 
@@ -121,7 +129,7 @@ def build_optimizer(
         clip_grad=settings.clip_grad,
         bf16=precision == "bf16",
         params_dtype=DTYPES[precision],
-        use_distributed_optimizer=parallel.data_parallel == "distributed_optimizer",
+        use_distributed_optimizer=parallel.data_parallel != "ddp",  # which FSDP's optimizer is to Megatron-Core, too
         overlap_param_gather=parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(

@@ -46,14 +46,14 @@ class TrainState:
     consumed_samples: int = 0
 
 
-def global_shapes(model: nn.Module, tp_size: int) -> dict[str, list[int]]:
+def global_shapes(shards: list[MasterShard], tp_size: int) -> dict[str, list[int]]:
     """Return the shape of every whole parameter by name, the same on every layout."""
     shapes = {}
-    for name, parameter in model.named_parameters():
-        shape = list(parameter.shape)
-        if getattr(parameter, "tensor_model_parallel", False):
-            shape[parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]
-        shapes[name] = shape
+    for shard in shards:
+        shape = list(shard.parameter.shape)
+        if getattr(shard.parameter, "tensor_model_parallel", False):
+            shape[shard.parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]
+        shapes[shard.name] = shape
     return shapes
 
 
@@ -103,7 +103,7 @@ class Checkpointer:
             meta = {
                 "consumed_samples": state.consumed_samples,
                 "held_out_loss": held_out_loss,
-                "fingerprint": model_fingerprint(global_shapes(state.backbone, groups.tp.size())),
+                "fingerprint": model_fingerprint(global_shapes(state.shards, groups.tp.size())),
                 "torch": torch.__version__,
             }
             try:
@@ -149,7 +149,7 @@ class Checkpointer:
         return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
-        check_same_model(manifest, model_fingerprint(global_shapes(state.backbone, state.groups.tp.size())))
+        check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups.tp.size())))
         self._check_ema(state, folder)
         load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
         state.stream.load_state_dict(read_loader_state(folder))

@@ -208,7 +208,7 @@ class Run:
     def headline(self, resumed: bool) -> str:
         """Say in one line what this run is."""
         parallel: ParallelConfig = self.settings["parallel"]
-        count = sum(p.numel() for p in self.state.backbone.parameters())
+        count = sum(shard.parameter.numel() for shard in self.state.shards)
         attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
         return (
             f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
@@ -323,7 +323,7 @@ class Run:
     def _validate(self) -> None:
         batches = self.data.build_validation(self.spec, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size)
         with self._averaged():
-            losses = held_out_loss(self.state.backbone, batches, self.objective, self.device, self.groups)
+            losses = held_out_loss(self.state.wrapped, batches, self.objective, self.device, self.groups)
         self.held_out = losses["loss"]
         if self.sinks is not None and self.progress is not None:
             named = {f"held_out/{name}": value for name, value in losses.items()}
@@ -334,7 +334,7 @@ class Run:
         folder = Path(self.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
         with self._averaged():
             # Every rank generates all samples: tensor-parallel ranks must, the others would only wait.
-            picture = self.pictures.draw(self.state.backbone, self._latent_size(), self.device)
+            picture = self.pictures.draw(self.state.wrapped, self._latent_size(), self.device)
         if self.sinks is not None and picture is not None:
             path = self.pictures.save(picture, folder / "ema.png" if self.state.ema else folder / "raw.png")
             self.sinks.image("samples", self.state.step, path, "one sample per class")

@@ -44,7 +44,7 @@ def save_state(
     state: dict[str, Any] = {}
     for i, shard in enumerate(shards):
         shard.ensure_state()
-        slots = {"weight": shard.main, **{slot: shard.state[slot] for slot in SLOTS}}
+        slots = {"weight": shard.main, **{slot: shard.slot(slot) for slot in SLOTS}}
         if ema is not None:
             slots["ema"] = ema.values[i]
         for slot, values in slots.items():
@@ -76,7 +76,7 @@ def load_state(
             request[key] = sharded_tensor(key, empty, shard.parameter, groups)
     loaded = dist_checkpointing.load(request, str(directory))
     for i, shard in enumerate(shards):
-        targets = {"weight": shard.main, **{slot: shard.state[slot] for slot in SLOTS}}
+        targets = {"weight": shard.main, **{slot: shard.slot(slot) for slot in SLOTS}}
         if ema is not None:
             targets["ema"] = ema.values[i]
         for slot, target in targets.items():

@@ -3,6 +3,7 @@
 import pickle
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 import torch.distributed as dist
@@ -123,19 +124,21 @@ def train(case: dict) -> dict:
         result["grad_norms"].append(optim.gradient_norm(optimizer))
         if step == 0:
             result["gradients"] = {
-                s.name: whole(s.gather(s.main.grad if s.main.numel() else s.main), s.parameter, groups) for s in shards
+                s.name: whole(s.gather(s.grad), s.parameter, groups) for s in shards
             }
         optim.apply_update(optimizer, result["grad_norms"][-1], settings.clip_grad)
     optim.publish_masters(optimizer, wrapped)  # with an overlapped gather the last update waits for the next forward
-    result["parameters"] = {n: whole(p.data, p, groups) for n, p in backbone.named_parameters()}
-    result["drifted"] = [n for n, p in backbone.named_parameters() if copies_differ(p, groups)]
+    if parallel.data_parallel == "fsdp":
+        wrapped.start_param_sync(force_sync=True)  # gather all weights, to look at what a forward pass would use
+    result["parameters"] = {s.name: whole(s.parameter.data, s.parameter, groups) for s in shards}
+    result["drifted"] = [s.name for s in shards if copies_differ(s.parameter, groups)]
     process_groups.release()
     return result
 
 
 def main(folder: Path) -> None:
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
-    results = [train(case) for case in cases]
+    results = [resolve_name(case["call"])(case) if "call" in case else train(case) for case in cases]
     if dist.get_rank() == 0:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     process_groups.destroy()

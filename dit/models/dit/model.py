@@ -50,6 +50,8 @@ class DiT(Backbone):
     QK-layernorm and (t, h, w) positions are options.
     """
 
+    fsdp_units = (DiTLayer,)
+
     def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
