@@ -7,6 +7,7 @@ from dit.errors import ConfigError
 
 FSDPSharding = Literal["optim", "optim_grads", "optim_grads_params"]
 
+
 @dataclass(kw_only=True)
 class ParallelConfig:
     """Sizes of the parallel layout, in Megatron's spelling.
@@ -74,7 +75,10 @@ def _check_fsdp(parallel: ParallelConfig) -> None:
             "shards over a mesh of data and tensor parallel ranks that must be the whole world; use "
             "data_parallel=distributed_optimizer, or pipeline_model_parallel_size=1"
         )
-    overlaps = {"overlap_grad_reduce": parallel.overlap_grad_reduce, "overlap_param_gather": parallel.overlap_param_gather}
+    overlaps = {
+        "overlap_grad_reduce": parallel.overlap_grad_reduce,
+        "overlap_param_gather": parallel.overlap_param_gather,
+    }
     legal = {"optim": (), "optim_grads": ("overlap_grad_reduce",), "optim_grads_params": tuple(overlaps)}[sharding]
     for name, wanted in overlaps.items():
         if wanted and name not in legal:

@@ -27,7 +27,8 @@ class _Called(nn.Module):
     """Hold the backbone one level below the module that Megatron-FSDP wraps.
 
     Megatron-FSDP runs `forward` of what it wraps without calling it, which passes by that module's hooks: the one that
-    gathers its own parameters, and the one that opens the books of a backward pass. One level below, they run.
+    gathers its own parameters, and the one that opens the books of a backward pass (which would then hang on the module
+    that was registered last, whenever that one runs). One level below, they run.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -47,11 +47,11 @@ class MasterShard:
         return torch.zeros_like(self.main) if self.owner.grad is None else local(self.owner.grad)
 
     def slot(self, name: str) -> Tensor:
-        """Return one of Adam's states, in the shape of `main`."""
-        return local(self.state[name])
+        """Return one of Adam's states, in the shape of `main`; zeros before the first step."""
+        return local(self.state[name]) if name in self.state else torch.zeros_like(self.main)
 
     def ensure_state(self) -> None:
-        """Give Adam's state its tensors, as before the first step."""
+        """Give Adam's state its tensors, to be filled; Adam also needs its step count then (`set_step_count`)."""
         for slot in SLOTS:
             if slot not in self.state:
                 self.state[slot] = torch.zeros_like(self.owner)

@@ -43,7 +43,6 @@ def save_state(
     """Write weights, average and optimizer state into `directory`; every rank calls this."""
     state: dict[str, Any] = {}
     for i, shard in enumerate(shards):
-        shard.ensure_state()
         slots = {"weight": shard.main, **{slot: shard.slot(slot) for slot in SLOTS}}
         if ema is not None:
             slots["ema"] = ema.values[i]

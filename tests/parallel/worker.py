@@ -123,9 +123,7 @@ def train(case: dict) -> dict:
         result["losses"].append((sums[0] / sums[1]).item())
         result["grad_norms"].append(optim.gradient_norm(optimizer))
         if step == 0:
-            result["gradients"] = {
-                s.name: whole(s.gather(s.grad), s.parameter, groups) for s in shards
-            }
+            result["gradients"] = {s.name: whole(s.gather(s.grad), s.parameter, groups) for s in shards}
         optim.apply_update(optimizer, result["grad_norms"][-1], settings.clip_grad)
     optim.publish_masters(optimizer, wrapped)  # with an overlapped gather the last update waits for the next forward
     if parallel.data_parallel == "fsdp":
