@@ -189,14 +189,12 @@ def _redirect_rng_tracker() -> None:
 
 def _redirect_device_meshes() -> None:
     adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
-    mesh = adapter.DeviceMesh
+    from_group = adapter.DeviceMesh.from_group
 
-    class MeshOnCpu(mesh):
-        @staticmethod
-        def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
-            return mesh.from_group(group, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
+    def on_cpu(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return from_group(group, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
 
-    adapter.DeviceMesh = MeshOnCpu
+    adapter.DeviceMesh = type("DeviceMesh", (adapter.DeviceMesh,), {"from_group": staticmethod(on_cpu)})
 
 
 @functools.cache
