@@ -89,7 +89,7 @@ class Checkpointer:
             with self.store.writing(step):
                 folder = self.store.partial_path(step)
                 save_state(folder, state.shards, state.ema, state.optimizer, groups)
-                if groups.tp.rank() == 0:
+                if groups.tp.rank() == groups.cp.rank() == 0:
                     (folder / "loader").mkdir(exist_ok=True)
                     torch.save(state.stream.state_dict(), folder / "loader" / f"dp_{groups.dp_rank:05d}.pt")
                 if groups.rank == 0:

@@ -19,10 +19,12 @@ from dit.backends import process_groups
 from dit.backends.attention import resolve_attention
 from dit.backends.device import describe, local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
+from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED, ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.parallel.context import over_whole_packs, shard
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
 from dit.training.checkpoint import CONFIG_FILE, Checkpointer, TrainState
@@ -165,6 +167,7 @@ class Run:
             self.device,
             self.model.num_classes,
             lambda batch: training_flops(self.model, batch.layout, batch.context_layout),
+            self._share,
         )
         self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.class_names)
         self.sinks: Optional[Sink] = None
@@ -185,9 +188,13 @@ class Run:
             dp_rank=groups.dp_rank,
             dp_size=groups.dp_size,
             seed=training.seed,
-            log_dir=training.run_dir if groups.tp.rank() == 0 else None,
+            log_dir=training.run_dir if groups.tp.rank() == groups.cp.rank() == 0 else None,
         )
         return TrainState(wrapped, backbone, optimizer, shards, ema, stream, groups)
+
+    def _share(self, batch: PackedBatch) -> PackedBatch:
+        """Cut a whole pack for this context-parallel rank."""
+        return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.settings["parallel"].context_split)
 
     def _open_logs(self, run_dir: Path, resumed: bool) -> None:
         logging: LoggingConfig = self.settings["logging"]
@@ -210,10 +217,13 @@ class Run:
         parallel: ParallelConfig = self.settings["parallel"]
         count = sum(p.numel() for p in self.state.backbone.parameters())
         attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
+        context = ""
+        if parallel.context_parallel_size > 1:
+            context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
         return (
             f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
             f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
-            f"{'+SP' if parallel.sequence_parallel else ''} x DP {self.dims.data_parallel_size} "
+            f"{'+SP' if parallel.sequence_parallel else ''}{context} x DP {self.dims.data_parallel_size} "
             f"({parallel.data_parallel}) | {self.training.precision}, attention {attention} | "
             f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
             + (f" | resumed at step {self.state.step}" if resumed else "")
@@ -293,7 +303,7 @@ class Run:
         counts = torch.tensor(
             [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops], dtype=torch.float64, device=self.device
         )
-        dist.all_reduce(counts, group=self.groups.dp_cp)
+        dist.all_reduce(counts, group=self.groups.dp)
         samples, valid, padded, flops = counts.tolist()
         state, ranks = self.state, self.groups.world_size
         state.consumed_samples += int(samples)
@@ -323,7 +333,7 @@ class Run:
     def _validate(self) -> None:
         batches = self.data.build_validation(self.spec, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size)
         with self._averaged():
-            losses = held_out_loss(self.state.backbone, batches, self.objective, self.device, self.groups)
+            losses = held_out_loss(self.state.backbone, batches, self.objective, self.device, self.groups, self._share)
         self.held_out = losses["loss"]
         if self.sinks is not None and self.progress is not None:
             named = {f"held_out/{name}": value for name, value in losses.items()}
@@ -333,8 +343,9 @@ class Run:
     def _sample(self) -> None:
         folder = Path(self.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
         with self._averaged():
-            # Every rank generates all samples: tensor-parallel ranks must, the others would only wait.
-            picture = self.pictures.draw(self.state.backbone, self._latent_size(), self.device)
+            # Every rank generates all samples: those that share a model must, the others would only wait.
+            network = over_whole_packs(self.state.backbone, self.groups.cp, self.settings["parallel"].context_split)
+            picture = self.pictures.draw(network, self._latent_size(), self.device)
         if self.sinks is not None and picture is not None:
             path = self.pictures.save(picture, folder / "ema.png" if self.state.ema else folder / "raw.png")
             self.sinks.image("samples", self.state.step, path, "one sample per class")

@@ -3,6 +3,7 @@
 import pickle
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,7 @@ def train(case: dict) -> dict:
 
 def main(folder: Path) -> None:
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
-    results = [train(case) for case in cases]
+    results = [resolve_name(case["call"])(case) if "call" in case else train(case) for case in cases]
     if dist.get_rank() == 0:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     process_groups.destroy()
