@@ -71,6 +71,7 @@ def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
 def train(case: dict) -> dict:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from dit.parallel.context import shard
     from dit.parallel.parallelize import build_model, build_optimizer, wrap
     from dit.training import optim
     from dit.training.settings import OptimizerConfig
@@ -108,7 +109,9 @@ def train(case: dict) -> dict:
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         mine = range(groups.dp_rank, num_micro, groups.dp_size)
-        batches = (micro_batch(4 * step + i, packed=packed, multiple_of=4) for i in mine)
+        multiple_of = max(4, dims.token_multiple)
+        whole_packs = (micro_batch(4 * step + i, packed=packed, multiple_of=multiple_of) for i in mine)
+        batches = (shard(b, groups.cp.rank(), groups.cp.size(), parallel.context_split) for b in whole_packs)
         out = run(
             forward_step_func=training_forward_step(FlowMatching(), model, SEED, step),
             data_iterator=batches,
