@@ -18,10 +18,12 @@ from dit.backends import process_groups
 from dit.backends.attention import resolve_attention
 from dit.backends.device import describe, local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
+from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED, ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.parallel.context import over_whole_packs, shard
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.schedule import WholeNetwork, forward_backward
@@ -167,6 +169,7 @@ class Run:
             self.device,
             self.model.num_classes,
             lambda batch: training_flops(self.model, batch.layout, batch.context_layout),
+            self._share,
         )
         self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.class_names)
         self.sinks: Optional[Sink] = None
@@ -191,6 +194,10 @@ class Run:
         )
         return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups)
 
+    def _share(self, batch: PackedBatch) -> PackedBatch:
+        """Cut a whole pack for this context-parallel rank."""
+        return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.settings["parallel"].context_split)
+
     def _open_logs(self, run_dir: Path, resumed: bool) -> None:
         logging: LoggingConfig = self.settings["logging"]
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -214,10 +221,13 @@ class Run:
         pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
         attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
+        context = ""
+        if parallel.context_parallel_size > 1:
+            context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
         return (
             f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
             f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
-            f"{'+SP' if parallel.sequence_parallel else ''}{pipeline} x DP {self.dims.data_parallel_size} "
+            f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {self.dims.data_parallel_size} "
             f"({parallel.data_parallel}) | {self.training.precision}, attention {attention} | "
             f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
             + (f" | resumed at step {self.state.step}" if resumed else "")
@@ -302,7 +312,7 @@ class Run:
         counts = torch.tensor(
             [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops], dtype=torch.float64, device=self.device
         )
-        dist.all_reduce(counts, group=self.groups.dp_cp)
+        dist.all_reduce(counts, group=self.groups.dp)
         samples, valid, padded, flops = counts.tolist()
         state, ranks = self.state, self.groups.world_size
         state.consumed_samples += int(samples)
@@ -332,7 +342,7 @@ class Run:
     def _validate(self) -> None:
         batches = self.data.build_validation(self.spec, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size)
         with self._averaged():
-            losses = held_out_loss(self.network, batches, self.objective, self.device, self.groups)
+            losses = held_out_loss(self.network, batches, self.objective, self.device, self.groups, self._share)
         self.held_out = losses["loss"]
         if self.sinks is not None and self.progress is not None:
             named = {f"held_out/{name}": value for name, value in losses.items()}
@@ -343,7 +353,8 @@ class Run:
         folder = Path(self.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
         with self._averaged():
             # Every rank generates all samples: those that share a model must, the others would only wait.
-            picture = self.pictures.draw(self.network, self._latent_size(), self.device)
+            network = over_whole_packs(self.network, self.groups.cp, self.settings["parallel"].context_split)
+            picture = self.pictures.draw(network, self._latent_size(), self.device)
         if self.sinks is not None and picture is not None:
             path = self.pictures.save(picture, folder / "ema.png" if self.state.ema else folder / "raw.png")
             self.sinks.image("samples", self.state.step, path, "one sample per class")
