@@ -128,7 +128,7 @@ class _Ring(torch.autograd.Function):
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         for hop in range(size):
             coming = _Exchange(travelling, group) if hop < size - 1 else None
-            part = kernel.forward(q_TNH, *travelling, blocks[rank], blocks[(rank - hop) % size])
+            part = kernel.forward(q_TNH, travelling[0], travelling[1], blocks[rank], blocks[(rank - hop) % size])
             out_TNH, lse_TN = merge(out_TNH, lse_TN, *part)
             if coming is not None:
                 travelling = coming.wait()

@@ -41,6 +41,7 @@ def check(parallel: ParallelConfig) -> ParallelDims:
         parallel,
         world_size=process_groups.world_size_from_environment(),
         num_attention_heads=4,
+        num_layers=LAYERS,
         micro_batch_size=1,
         global_batch_size=1,
     )
@@ -95,7 +96,7 @@ def _errors(
 
 def build(parallel: ParallelConfig, groups: ProcessGroups) -> Backbone:
     """Build the tiny model with zero-initialised parameters moved, so that every part of it counts."""
-    backbone = build_model(tiny_model(num_layers=LAYERS), parallel, "fp32", groups, SEED)
+    (backbone,) = build_model(tiny_model(num_layers=LAYERS), parallel, "fp32", groups, SEED)
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
             generator = torch.Generator().manual_seed(sum(name.encode()))

@@ -32,6 +32,7 @@ PACKED = {
         "cp2_tp2_sp_ring": cp(2, "p2p", "load_balanced", **TP2SP),
         "cp2_tp2_sp_a2a": cp(2, "a2a", "contiguous", **TP2SP),
         "dp2_cp2": cp(2, "p2p", "contiguous"),
+        "pp2_cp2": cp(2, "all_gather", "load_balanced", pipeline_model_parallel_size=2),
     },
 }
 DENSE = {
@@ -66,7 +67,7 @@ def results(tmp_path_factory):
 
 def _cases(world: int):
     def call(function: str, parallel: dict, **options) -> dict:
-        return {"call": f"{WORKER}:{function}", "parallel": parallel, **options}
+        return {"task": f"{WORKER}:{function}", "parallel": parallel, **options}
 
     for packed, kinds in ((True, PACKED), (False, DENSE)):
         for name, parallel in kinds.get(world, {"one": {"data_parallel": "ddp"}}).items():
