@@ -182,4 +182,10 @@ def build_optimizer(
         use_distributed_optimizer=parallel.data_parallel == "distributed_optimizer",
         overlap_param_gather=parallel.overlap_param_gather,
     )
-    return get_megatron_optimizer(config, list(wrapped), use_gloo_process_groups=False, pg_collection=groups.collection)
+    optimizer = get_megatron_optimizer(
+        config, list(wrapped), use_gloo_process_groups=False, pg_collection=groups.collection
+    )
+    for group in optimizer.param_groups:
+        if "fused" in group:  # torch's AdamW, where Transformer Engine's is not at hand: one kernel instead of nine
+            group["fused"], group["foreach"] = True, False
+    return optimizer

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 
+from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.data_api import DataStream
 from dit.errors import CheckpointError, ConfigError
@@ -172,9 +173,7 @@ class Checkpointer:
 
     def _agree(self, failure: Optional[BaseException]) -> None:
         """Raise on every rank if any rank failed, its own error first."""
-        flag = torch.tensor([float(failure is not None)])
-        if dist.get_backend() == "nccl":
-            flag = flag.cuda()
+        flag = torch.tensor([float(failure is not None)], device=local_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if failure is not None:
             raise failure
