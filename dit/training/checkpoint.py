@@ -16,6 +16,7 @@ from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.data_api import DataStream
 from dit.errors import CheckpointError, ConfigError
+from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
 from dit.training.optim import MasterShard
@@ -38,7 +39,7 @@ class TrainState:
     """
 
     wrapped: Sequence[Any]
-    chunks: Sequence[nn.Module]
+    chunks: Sequence[Backbone]
     optimizer: Any
     shards: list[MasterShard]
     ema: Optional[EMA]

@@ -157,6 +157,7 @@ def train(case: dict) -> dict:
     named = named_parameters(it.chunks)
     result["parameters"], drifted = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
     result["drifted"] = drifted + [n for n, p in named if copies_differ(p, groups)]
+    case.get("then", lambda it: None)(it)
     process_groups.release()
     return result
 
