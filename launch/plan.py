@@ -26,8 +26,9 @@ SAVED_WHOLE_H = 6  # input and modulated norm of both sub-layers, and both outpu
 SAVED_SPLIT_H = 4  # q, k, v and the attention output, split over heads
 SAVED_SPLIT_F = 2  # MLP before and after its activation, split over columns
 FORMULA = (
-    "activations ~ micro_batch_size x tokens x num_layers x (6 h / SP + (4 h + 2 f) / TP) x bytes per number,\n"
-    "  with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; no recompute"
+    "activations ~ micro_batch_size x tokens x layers in flight x (6 h / SP + (4 h + 2 f) / TP) x bytes per number,\n"
+    "  with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; layers in flight = num_layers, in a\n"
+    "  pipeline this rank's own layers, once per micro-batch that waits for its backward pass; no recompute"
 )
 
 
@@ -68,31 +69,54 @@ def local_parameters(parameters: Iterable[nn.Parameter], tp: int) -> int:
 def estimate_memory(
     model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, data_parallel_size: int, tokens: int
 ) -> Memory:
-    """Add up what one rank holds.
+    """Add up what one rank holds: of a pipeline's ranks, the one that needs most.
 
     bf16 keeps bf16 weights, fp32 gradients, and in the optimizer an fp32 master copy with Adam's two moments; fp32
     keeps fp32 weights and gradients and the two moments. The distributed optimizer spreads its states and the fp32
-    average over the data-parallel ranks.
+    average over the data-parallel ranks; FSDP may spread gradients and weights, too (at any time it also holds a few
+    layers whole).
 
     Args:
         tokens: per sample.
     """
-    from dit.parallel.parallelize import build_on_meta
+    ranks = [
+        _rank_memory(model, training, parallel, data_parallel_size, tokens, pp_rank)
+        for pp_rank in range(parallel.pipeline_model_parallel_size)
+    ]
+    return max(ranks, key=lambda memory: memory.total)
 
-    tp = parallel.tensor_model_parallel_size
-    count = local_parameters(build_on_meta(model).parameters(), tp)
+
+def _rank_memory(
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    data_parallel_size: int,
+    tokens: int,
+    pp_rank: int,
+) -> Memory:
+    from dit.parallel.parallelize import build_on_meta
+    from dit.parallel.pipeline import layers_in_flight, split_layers, stages
+
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cut = (parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_layers)
+    num_layers = model.megatron_sizes()["num_layers"]
+    mine = [build_on_meta(model, stage) for stage in stages(num_layers, pp, pp_rank, *cut)]
+    count = local_parameters((p for chunk in mine for p in chunk.parameters()), tp)
+    micro_batches = training.global_batch_size // (training.micro_batch_size * data_parallel_size)
+    layers = layers_in_flight(split_layers(num_layers, pp, *cut), pp, pp_rank, micro_batches)
     half = training.precision == "bf16"
-    shards = data_parallel_size if parallel.data_parallel == "distributed_optimizer" else 1
+    shards = 1 if parallel.data_parallel == "ddp" else data_parallel_size
+    fsdp = parallel.fsdp_sharding if parallel.data_parallel == "fsdp" else ""
     sizes = model.megatron_sizes()
     h, f = sizes["hidden_size"], sizes["ffn_hidden_size"]
     whole = SAVED_WHOLE_H * h / (tp if parallel.sequence_parallel else 1)
     per_token = whole + (SAVED_SPLIT_H * h + SAVED_SPLIT_F * f) / tp
     return Memory(
-        weights=count * (2 if half else 4),
-        gradients=count * 4,
+        weights=count * (2 if half else 4) // (shards if "params" in fsdp else 1),
+        gradients=count * 4 // (shards if "grads" in fsdp else 1),
         optimizer=count * (12 if half else 8) // shards,
         average=0 if training.ema_decay is None else count * 4 // shards,
-        activations=int(training.micro_batch_size * tokens * sizes["num_layers"] * per_token * (2 if half else 4)),
+        activations=int(training.micro_batch_size * tokens * layers * per_token * (2 if half else 4)),
     )
 
 
@@ -120,13 +144,16 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         parallel,
         world_size=world_size or smallest,
         num_attention_heads=model.megatron_sizes()["num_attention_heads"],
+        num_layers=model.megatron_sizes()["num_layers"],
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
     )
     need = estimate_memory(model, training, parallel, dims.data_parallel_size, tokens)
     flops = flops_per_token(model, tokens)
     step = flops * tokens * training.global_batch_size
-    sharing = f"tensor {parallel.tensor_model_parallel_size} x data {dims.data_parallel_size}"
+    pp = parallel.pipeline_model_parallel_size
+    pipeline = f"pipeline {pp} x " if pp > 1 else ""
+    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}data {dims.data_parallel_size}"
     batch = f"{dims.micro_batches} micro-batches x {training.micro_batch_size} x {dims.data_parallel_size} replicas"
     lines = [
         summary(task),
@@ -136,7 +163,7 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         f"batch       {training.global_batch_size} samples = {batch}",
         f"work        {flops / 1e9:,.4g} GFLOP per token ({tokens} to a sample), {step / 1e12:,.4g} TFLOP per step",
         "",
-        f"memory per rank, {training.precision}",
+        f"memory per rank{' (the fullest of the pipeline)' if pp > 1 else ''}, {training.precision}",
         *(f"  {name:<12}{value / GIB:10.3f} GiB" for name, value in asdict(need).items()),
         f"  {'total':<12}{need.total / GIB:10.3f} GiB",
         f"  {FORMULA}",

@@ -51,16 +51,15 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
     Raises:
         ConfigError: the backbone does not name the layers that are gathered and freed as one.
     """
+    if sharding == "optim_grads_params" and not backbone.fsdp_units:
+        raise ConfigError(
+            f"parallel.fsdp_sharding={sharding!r} needs layers to gather and free one by one, but "
+            f"{type(backbone).__name__}.fsdp_units names none; name them or use fsdp_sharding='optim_grads'"
+        )
     if groups.dp_cp.size() == 1:
-        sharding = "optim"  # with one rank all kinds are the same, and this one has the least machinery
-    units: tuple[type[nn.Module], ...] = ()
-    if sharding == "optim_grads_params":
-        units = backbone.fsdp_units
-        if not units:
-            raise ConfigError(
-                f"parallel.fsdp_sharding={sharding!r} needs layers to gather and free one by one, but "
-                f"{type(backbone).__name__}.fsdp_units names none; name them or use fsdp_sharding='optim_grads'"
-            )
+        # All kinds are the same then, and this one has the least machinery. The others would count gradients twice, as
+        # `reduces_in_backward` explains.
+        sharding = "optim"
     if not isinstance(mcore_fsdp_adapter.TELinear, type):
         # Without Transformer Engine this is a mock, and the adapter asks `isinstance` of it under tensor parallelism.
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
@@ -78,7 +77,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
             bucket_size=BUCKET_ELEMENTS,
         ),
         _Called(backbone),
-        fsdp_unit_modules=list(units),
+        fsdp_unit_modules=list(backbone.fsdp_units) if sharding == "optim_grads_params" else [],
         pg_collection=groups.collection,
     )
 

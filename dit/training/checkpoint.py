@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -9,12 +10,12 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 import yaml
-from torch import nn
 
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.data_api import DataStream
 from dit.errors import CheckpointError, ConfigError
+from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
 from dit.training.optim import MasterShard
@@ -31,12 +32,13 @@ class TrainState:
     """Everything a step changes.
 
     Attributes:
+        chunks: this rank's bare model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
         step: optimizer steps done.
         consumed_samples: samples trained on by all ranks.
     """
 
-    wrapped: Any
-    backbone: nn.Module
+    wrapped: Sequence[Any]
+    chunks: Sequence[Backbone]
     optimizer: Any
     shards: list[MasterShard]
     ema: Optional[EMA]
@@ -46,15 +48,17 @@ class TrainState:
     consumed_samples: int = 0
 
 
-def global_shapes(shards: list[MasterShard], tp_size: int) -> dict[str, list[int]]:
-    """Return the shape of every whole parameter by name, the same on every layout."""
+def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
+    """Return the shape of every whole parameter of all stages by name, the same on every layout and rank."""
     shapes = {}
     for shard in shards:
         shape = list(shard.parameter.shape)
         if getattr(shard.parameter, "tensor_model_parallel", False):
-            shape[shard.parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]
+            shape[shard.parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
         shapes[shard.name] = shape
-    return shapes
+    parts: list[Any] = [None] * groups.pp.size()
+    dist.all_gather_object(parts, shapes, group=groups.pp)
+    return {name: shape for part in parts for name, shape in part.items()}
 
 
 class Checkpointer:
@@ -79,6 +83,7 @@ class Checkpointer:
             CheckpointError: a rank could not write; the checkpoints before are untouched.
         """
         groups, step = state.groups, state.step
+        fingerprint = model_fingerprint(global_shapes(state.shards, groups))
         failure: Optional[BaseException] = None
         if groups.rank == 0:
             try:
@@ -90,7 +95,7 @@ class Checkpointer:
             with self.store.writing(step):
                 folder = self.store.partial_path(step)
                 save_state(folder, state.shards, state.ema, state.optimizer, groups)
-                if groups.tp.rank() == 0:
+                if groups.is_data_reader:
                     (folder / "loader").mkdir(exist_ok=True)
                     torch.save(state.stream.state_dict(), folder / "loader" / f"dp_{groups.dp_rank:05d}.pt")
                 if groups.rank == 0:
@@ -103,7 +108,7 @@ class Checkpointer:
             meta = {
                 "consumed_samples": state.consumed_samples,
                 "held_out_loss": held_out_loss,
-                "fingerprint": model_fingerprint(global_shapes(state.shards, groups.tp.size())),
+                "fingerprint": fingerprint,
                 "torch": torch.__version__,
             }
             try:
@@ -149,7 +154,7 @@ class Checkpointer:
         return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
-        check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups.tp.size())))
+        check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
         self._check_ema(state, folder)
         load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
         state.stream.load_state_dict(read_loader_state(folder))

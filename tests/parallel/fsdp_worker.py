@@ -63,7 +63,7 @@ def look(run: Run) -> dict:
 
     def draw() -> torch.Tensor:
         options = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
-        return generate(run.state.wrapped, FlowMatching(), pack, run.spec, **options)
+        return generate(run.network, FlowMatching(), pack, run.spec, **options)
 
     run._validate()
     with run.state.ema.applied(run.state.optimizer, run.state.wrapped):
@@ -131,16 +131,16 @@ def awkward(case: dict) -> dict:
     groups = process_groups.initialize(parallel)
     torch.manual_seed(0)
     backbone = Awkward(megatron_config(DiTConfig(hidden_size=8, num_attention_heads=1), parallel, "fp32"))
-    wrapped = wrap(backbone, parallel, groups)
+    wrapped = wrap([backbone], parallel, groups)
     optimizer = build_optimizer(wrapped, OptimizerConfig(), parallel, "fp32", groups)
-    shards = master_shards(optimizer, backbone)
+    shards = master_shards(optimizer, [backbone])
     x = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1)).chunk(groups.dp_size)[groups.dp_rank]
     config = backbone.config
-    wrapped.zero_grad_buffer()
+    wrapped[0].zero_grad_buffer()
     for i, part in enumerate(x):
         with config.no_sync_func() if config.no_sync_func and i < len(x) - 1 else torch.enable_grad():
-            wrapped(part).square().sum().backward()
-    config.finalize_model_grads_func([wrapped], torch.tensor(len(x), dtype=torch.int32), groups.collection)
+            wrapped[0](part).square().sum().backward()
+    config.finalize_model_grads_func(wrapped, torch.tensor(len(x), dtype=torch.int32), groups.collection)
     norm = gradient_norm(optimizer)
     result = {"norm": norm, "gradients": {s.name: s.gather(s.grad) for s in shards}}
     process_groups.release()

@@ -37,8 +37,8 @@ def results(tmp_path_factory):
     return found
 
 
-def assert_equal_training(one, many):
-    """Check the numbers of a layout against those of one rank."""
+def assert_equal_training(one: dict, many: dict) -> None:
+    """Compare what `worker.train` reports of one rank and of a layout."""
     assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
     assert many["gradients"].keys() == one["gradients"].keys()

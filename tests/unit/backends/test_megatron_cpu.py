@@ -110,6 +110,7 @@ def test_current_device_is_the_cpu():
     """What Megatron-Core passes on as a device makes CPU tensors."""
     torch.cuda.set_device(3)
     assert torch.empty(1, device=torch.cuda.current_device()).device.type == "cpu"
+    assert torch.empty(1, device=torch.device(f"cuda:{torch.cuda.current_device()}")).device.type == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def test_streams_and_events_order_nothing():
     stream.wait_event(event)
     stream.wait_stream(torch.cuda.default_stream())
     event.synchronize()
+    stream.record_event().wait()
     assert event.query()
     assert event.elapsed_time(torch.cuda.Event()) == 0.0
     assert isinstance(stream, torch.cuda.Stream)
@@ -230,15 +232,35 @@ def test_names_bound_at_import_are_redirected_too():
 
 def test_coalesced_collectives_run_at_once(one_rank_world: ProcessGroups):
     from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp_buffer
 
     out, x = torch.zeros(2), torch.tensor([1.0, 2.0])
-    for manager in (dist._coalescing_manager, param_and_grad_buffer._coalescing_manager):
+    for home in (dist, param_and_grad_buffer, fsdp_buffer):
+        manager = home._coalescing_manager
         out.zero_()
         with manager(one_rank_world.tp, async_ops=True) as work:
             dist.all_gather_into_tensor(out, x, group=one_rank_world.tp, async_op=True)
             assert torch.equal(out, x)
         assert work.is_completed()
         assert work.wait()
+
+
+def test_meshes_of_megatron_fsdp_lie_on_the_cpu(one_rank_world: ProcessGroups):
+    """It asks for a mesh of CUDA devices and gets one of CPUs, whose DTensors work; torch's own class is untouched."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from torch.distributed import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    groups = [one_rank_world.dp_cp, one_rank_world.tp]
+    mesh = mcore_fsdp_adapter.DeviceMesh.from_group(
+        groups, device_type="cuda", mesh=[[0]], mesh_dim_names=("dp_cp", "tp")
+    )
+    assert mesh.device_type == "cpu"
+    assert mesh.get_group("tp") is one_rank_world.tp
+    x = torch.arange(4.0)
+    assert torch.equal(DTensor.from_local(x, mesh["dp_cp"], [Shard(0)]).full_tensor(), x)
+    assert DeviceMesh is not mcore_fsdp_adapter.DeviceMesh
+    assert issubclass(mcore_fsdp_adapter.DeviceMesh, DeviceMesh)
 
 
 def test_megatrons_linears_train_on_cpu(one_rank_world: ProcessGroups):
