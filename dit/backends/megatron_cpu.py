@@ -2,7 +2,8 @@
 
 Megatron-Core assumes CUDA in five ways: it asks for the current CUDA device, it makes tensors with `device="cuda"`, it
 tells parameters apart by `tensor.type()`, it orders asynchronous collectives by CUDA streams, and its FSDP lays out
-meshes of CUDA devices. `install` answers each of these on CPU. It changes process-wide functions of torch, so it runs only in processes that train on CPU.
+meshes of CUDA devices. `install` answers each of these on CPU. It changes process-wide functions of torch, so it runs
+only in processes that train on CPU.
 """
 
 import functools
