@@ -145,7 +145,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
         **{f"tflops_per_rank_{c}": value for c, value in tflops.items()},
         "mfu": utilisation(describe(), tflops["model"]),
         "peak_memory_gib": peak_memory_bytes() / 2**30,
-        "loss": (losses[0] / losses[1]).item(),
+        "loss": run.mean_loss(losses),
     }
     process_groups.destroy()
     return record

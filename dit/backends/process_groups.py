@@ -33,6 +33,16 @@ class ProcessGroups:
         return self.collection.tp
 
     @property
+    def pp(self) -> dist.ProcessGroup:
+        """Ranks that hold the layers of one replica; they read the same samples."""
+        return self.collection.pp
+
+    @property
+    def is_data_reader(self) -> bool:
+        """Whether this rank stands for its replica where all ranks of one read the same samples."""
+        return self.tp.rank() == 0 and self.pp.rank() == 0 and self.collection.cp.rank() == 0
+
+    @property
     def dp_cp(self) -> dist.ProcessGroup:
         """Ranks that hold different tokens; gradients and losses are summed over them."""
         return self.collection.dp_cp

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
+from dit.parallel.pipeline import split_layers
 
 
 @dataclass(kw_only=True)
@@ -15,6 +16,8 @@ class ParallelConfig:
         sequence_parallel: shard activations between the linear layers over the tensor-parallel ranks.
         pipeline_model_parallel_size: ranks that share the layers.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
+        pipeline_layers: layers of each stage in the order of the network, one number per pipeline rank (times virtual
+            chunks); None for equal shares. Stages with the embedding or the head may take fewer.
         context_parallel_size: ranks that share the tokens of every sample.
         context_comm: how attention exchanges keys and values under context parallelism.
         expert_model_parallel_size: ranks that share the experts of a layer.
@@ -28,6 +31,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: Optional[int] = None
+    pipeline_layers: Optional[list[int]] = None
     context_parallel_size: int = 1
     context_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     expert_model_parallel_size: int = 1
@@ -58,11 +62,22 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def _check_pipeline(parallel: ParallelConfig, num_layers: int) -> None:
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if vpp is not None and (pp == 1 or vpp < 2):
+        raise ConfigError(
+            f"parallel.virtual_pipeline_model_parallel_size={vpp} needs at least 2 chunks and a "
+            f"parallel.pipeline_model_parallel_size of at least 2, got {pp}; set it to None for one chunk per rank"
+        )
+    split_layers(num_layers, pp, vpp, parallel.pipeline_layers)
+
+
 def check_parallel(
     parallel: ParallelConfig,
     *,
     world_size: int,
     num_attention_heads: int,
+    num_layers: int,
     micro_batch_size: int,
     global_batch_size: int,
 ) -> ParallelDims:
@@ -91,7 +106,6 @@ def check_parallel(
             f"use one of {_divisors(num_attention_heads)} or change the number of heads"
         )
     unsupported = {
-        "pipeline_model_parallel_size": pp > 1 or parallel.virtual_pipeline_model_parallel_size is not None,
         "context_parallel_size": cp > 1,
         "expert_model_parallel_size": parallel.expert_model_parallel_size > 1,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size > 1,
@@ -99,9 +113,10 @@ def check_parallel(
     }
     if any(unsupported.values()):
         raise ConfigError(
-            f"parallel.{[k for k, bad in unsupported.items() if bad]} is not available yet; this version runs tensor "
-            "and sequence parallelism with data_parallel=ddp or distributed_optimizer"
+            f"parallel.{[k for k, bad in unsupported.items() if bad]} is not available yet; this version runs tensor, "
+            "sequence and pipeline parallelism with data_parallel=ddp or distributed_optimizer"
         )
+    _check_pipeline(parallel, num_layers)
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
@@ -132,9 +147,18 @@ def check_parallel(
             f"training.global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size} "
             f"x data-parallel size {dp} = {micro_batch_size * dp}; use {nearest} or another micro-batch size"
         )
+    micro_batches = global_batch_size // (micro_batch_size * dp)
+    if parallel.virtual_pipeline_model_parallel_size is not None and micro_batches % pp:
+        nearest = max(1, round(micro_batches / pp)) * pp * micro_batch_size * dp
+        raise ConfigError(
+            f"{micro_batches} micro-batches per step (training.global_batch_size={global_batch_size} over "
+            f"micro_batch_size={micro_batch_size} x data-parallel size {dp}) are not a multiple of "
+            f"pipeline_model_parallel_size={pp}, as the interleaved schedule needs; use "
+            f"training.global_batch_size={nearest} or virtual_pipeline_model_parallel_size=None"
+        )
     return ParallelDims(
         world_size=world_size,
         data_parallel_size=dp,
-        micro_batches=global_batch_size // (micro_batch_size * dp),
+        micro_batches=micro_batches,
         token_multiple=tp if parallel.sequence_parallel else 1,
     )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -31,12 +32,13 @@ class TrainState:
     """Everything a step changes.
 
     Attributes:
+        chunks: this rank's bare model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
         step: optimizer steps done.
         consumed_samples: samples trained on by all ranks.
     """
 
-    wrapped: Any
-    backbone: nn.Module
+    wrapped: Sequence[Any]
+    chunks: Sequence[nn.Module]
     optimizer: Any
     shards: list[MasterShard]
     ema: Optional[EMA]
@@ -46,15 +48,18 @@ class TrainState:
     consumed_samples: int = 0
 
 
-def global_shapes(model: nn.Module, tp_size: int) -> dict[str, list[int]]:
-    """Return the shape of every whole parameter by name, the same on every layout."""
+def global_shapes(chunks: Sequence[nn.Module], groups: ProcessGroups) -> dict[str, list[int]]:
+    """Return the shape of every whole parameter of all stages by name, the same on every layout and rank."""
     shapes = {}
-    for name, parameter in model.named_parameters():
-        shape = list(parameter.shape)
-        if getattr(parameter, "tensor_model_parallel", False):
-            shape[parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]
-        shapes[name] = shape
-    return shapes
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            shape = list(parameter.shape)
+            if getattr(parameter, "tensor_model_parallel", False):
+                shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
+            shapes[name] = shape
+    parts: list[Any] = [None] * groups.pp.size()
+    dist.all_gather_object(parts, shapes, group=groups.pp)
+    return {name: shape for part in parts for name, shape in part.items()}
 
 
 class Checkpointer:
@@ -79,6 +84,7 @@ class Checkpointer:
             CheckpointError: a rank could not write; the checkpoints before are untouched.
         """
         groups, step = state.groups, state.step
+        fingerprint = model_fingerprint(global_shapes(state.chunks, groups))
         failure: Optional[BaseException] = None
         if groups.rank == 0:
             try:
@@ -90,7 +96,7 @@ class Checkpointer:
             with self.store.writing(step):
                 folder = self.store.partial_path(step)
                 save_state(folder, state.shards, state.ema, state.optimizer, groups)
-                if groups.tp.rank() == 0:
+                if groups.is_data_reader:
                     (folder / "loader").mkdir(exist_ok=True)
                     torch.save(state.stream.state_dict(), folder / "loader" / f"dp_{groups.dp_rank:05d}.pt")
                 if groups.rank == 0:
@@ -103,7 +109,7 @@ class Checkpointer:
             meta = {
                 "consumed_samples": state.consumed_samples,
                 "held_out_loss": held_out_loss,
-                "fingerprint": model_fingerprint(global_shapes(state.backbone, groups.tp.size())),
+                "fingerprint": fingerprint,
                 "torch": torch.__version__,
             }
             try:
@@ -149,7 +155,7 @@ class Checkpointer:
         return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
-        check_same_model(manifest, model_fingerprint(global_shapes(state.backbone, state.groups.tp.size())))
+        check_same_model(manifest, model_fingerprint(global_shapes(state.chunks, state.groups)))
         self._check_ema(state, folder)
         load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
         state.stream.load_state_dict(read_loader_state(folder))

@@ -2,6 +2,7 @@
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import xavier_uniform
@@ -76,7 +77,8 @@ class DiT(Backbone):
         for layer in self.layers.values():
             x_TD = layer(x_TD, cond_SD, layout)
         if not self.post_process:
-            return x_TD[:, None]
+            # Not a view: the schedule frees the activations once they are sent.
+            return make_viewless_tensor(x_TD[:, None], x_TD.requires_grad, keep_graph=True)
         out_TC = self.head(x_TD, cond_SD, layout)
         if self.provider.sequence_parallel:
             # Every rank computes the same loss from all rows, so the backward pass keeps this rank's rows.
