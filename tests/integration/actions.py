@@ -1,18 +1,19 @@
 """What a worker process can be asked to do, and what can be made to go wrong meanwhile."""
 
 import contextlib
+import errno
 import io
 import os
 import resource
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor
 
 from dit.errors import exit_code
@@ -63,9 +64,7 @@ def benchmark(arguments: Sequence[str]) -> Ended:
     return command(main, arguments)
 
 
-def sample(
-    run_dir: Path, requests: Sequence[dict[str, Any]], **options: Any
-) -> tuple[dict[str, Tensor], list[Tensor]]:
+def sample(run_dir: Path, requests: Sequence[dict[str, Any]], **options: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Load a trained model and generate; return its weights and the latents of each request."""
     from dit.training.generator import load_generator
 
@@ -140,6 +139,14 @@ def saving_fails(limit: int, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def index_refused() -> Iterator[None]:
+    """Let the disk be full when rank 0 writes the index of the checkpoint."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), ".metadata")
+    with mock.patch.object(torch.distributed.checkpoint.FileSystemWriter, "finish", side_effect=full):
+        yield
+
+
+@contextlib.contextmanager
 def terminated(step: int) -> Iterator[None]:
     """Send SIGTERM to this process inside a step."""
     original = Run.step
@@ -182,7 +189,8 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
             torch.save(whole, weights)
         close(self)
 
-    with mock.patch.object(pretrain, "training_forward_step", poisoned), mock.patch.object(Run, "close", close_and_tell):
+    poison = mock.patch.object(pretrain, "training_forward_step", poisoned)
+    with poison, mock.patch.object(Run, "close", close_and_tell):
         yield
 
 
@@ -209,6 +217,3 @@ def no_wandb() -> Iterator[None]:
 
     with mock.patch.object(WandbSink, "scalars", side_effect=ConnectionError("the service is gone")):
         yield
-
-
-fault = partial

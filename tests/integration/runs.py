@@ -1,4 +1,4 @@
-"""Small real runs: the command line of the letters recipe, runs in processes of their own, and what they leave behind."""
+"""Small real runs: command lines of the letters recipe, processes of their own, and what they leave behind."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Job:
     ranks: int = 1
 
 
-def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 240.0) -> dict[str, Any]:
+def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0) -> dict[str, Any]:
     """Do all jobs in order, in one start of as many worker processes as they need.
 
     Returns:
@@ -91,9 +91,7 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 240.0)
     for rank in ranks:
         command = [sys.executable, "-W", "ignore", "-m", "tests.integration.worker", str(folder), str(rank)]
         with open(folder / f"rank_{rank}.log", "w") as log:
-            workers.append(
-                subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-            )
+            workers.append(subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
     try:
         deadline = time.monotonic() + timeout_s
         while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
@@ -127,7 +125,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 @contextmanager
 def started(arguments: Sequence[str], log: Path, *, ranks: int = 0) -> Iterator[subprocess.Popen]:
-    """Start `launch.train` in a session of its own, under torchrun if `ranks` is given; nothing of it is left behind."""
+    """Start `launch.train` in a session of its own, under torchrun if `ranks` is given; nothing of it stays."""
     command = [sys.executable, "-W", "ignore", "-m"]
     if ranks:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
@@ -148,14 +146,12 @@ def started(arguments: Sequence[str], log: Path, *, ranks: int = 0) -> Iterator[
 
 def kill_session(process: subprocess.Popen) -> None:
     """Kill a process and all its children at once, as `kill -9` and a dying machine do."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
-def wait_for(process: subprocess.Popen, moment: Callable[[], bool], log: Path, *, timeout_s: float = 90.0) -> None:
+def wait_for(process: subprocess.Popen, moment: Callable[[], bool], log: Path, *, timeout_s: float = 240.0) -> None:
     """Wait until `moment` has come.
 
     Raises:
@@ -234,4 +230,3 @@ def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, t
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype == torch.float32
         assert torch.equal(found[name].view(torch.int32), tensor.view(torch.int32)), name
-

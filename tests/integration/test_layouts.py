@@ -74,13 +74,13 @@ def test_losses_are_those_of_one_rank(runs: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("before", "after"), list(zip(WAY, list(WAY)[1:])))
 def test_a_checkpoint_moves_between_layouts_without_a_bit_changing(runs: Path, before: str, after: str) -> None:
-    """What the second layout has loaded and writes again is what the first one wrote: weights, average, Adam's state."""
+    """What the second layout loads and writes again is what the first one wrote: weights, average, Adam's state."""
     step = STOPS[before]
-    saved, loaded = tensors(checkpoint(runs / "moving", step)), tensors(runs / f"loaded_{step}")
+    folders = checkpoint(runs / "moving", step), runs / f"loaded_{step}"
+    saved, loaded = map(tensors, folders)
     assert {key.partition(".")[0] for key in saved} == set(SLOTS)
     assert_same_bits(loaded, saved)
-    common = (torch.load(folder / "common.pt") for folder in (checkpoint(runs / "moving", step), runs / f"loaded_{step}"))
-    assert [c["adam_step"] for c in common] == [step, step]
+    assert [torch.load(folder / "common.pt")["adam_step"] for folder in folders] == [step, step]
 
 
 @pytest.mark.parametrize("name", WAY)
