@@ -12,7 +12,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from dit.backends.addressed_init import initialize_weights
-from dit.backends.attention import resolve_attention
+from dit.backends.attention import Attention, resolve_attention
+from dit.backends.attention_blocks import resolve_blocks
+from dit.backends.context_attention import ContextAttention
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
@@ -86,6 +88,24 @@ def count_parameters(model: ModelConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model).parameters())
 
 
+def attention_path(parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype) -> Attention:
+    """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any."""
+    device = local_device()
+    _, attention = resolve_attention(device, dtype)
+    if parallel.context_parallel_size == 1:
+        return attention
+    inner, outer = groups.collection.hcp if parallel.context_comm == "a2a+p2p" else (None, None)
+    return ContextAttention(
+        local=attention,
+        kernel=resolve_blocks(device, dtype),
+        comm=parallel.context_comm,
+        split=parallel.context_split,
+        group=groups.cp,
+        inner=inner,
+        outer=outer,
+    )
+
+
 def build_model(
     model: ModelConfig, parallel: ParallelConfig, precision: str, groups: ProcessGroups, seed: int
 ) -> list[Backbone]:
@@ -95,7 +115,7 @@ def build_model(
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]
     provider = LayerProvider(config, groups.collection)
-    _, attention = resolve_attention(local_device(), DTYPES[precision])
+    attention = attention_path(parallel, groups, DTYPES[precision])
     mine = stages(
         config.num_layers,
         groups.pp.size(),

@@ -1,8 +1,7 @@
 """Which layers lie on which pipeline stage: pure arithmetic, no ranks needed.
 
-The network is cut into `pipeline ranks x virtual chunks` stages in a row. Rank `r` of `p` holds the stages `r`,
-`r + p`, `r + 2 p`, ..., one model chunk each (Megatron-Core's interleaving), so the first rank embeds and the last has
-the head.
+The network is cut into `pipeline ranks x virtual chunks` stages in a row. Rank `r` of `p` holds stages `r`, `r + p`,
+`r + 2 p`, ..., one model chunk each (Megatron-Core's interleaving), so the first rank embeds and the last has the head.
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,7 @@
 
 import json
 import logging as log
+import math
 import os
 import platform
 import sys
@@ -18,10 +19,12 @@ from dit.backends import process_groups
 from dit.backends.attention import resolve_attention
 from dit.backends.device import describe, local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
+from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED, ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.parallel.context import over_whole_packs, shard
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.schedule import WholeNetwork, forward_backward
@@ -71,15 +74,15 @@ def pretrain(
     Every rank calls this. It leaves `exit.json` in the run folder, whatever happens.
 
     Raises:
-        ConfigError: settings do not fit together; nothing was written.
+        ConfigError: settings do not fit together; nothing but `exit.json` was written.
         DataError: data are missing, unreadable or lost beyond the budget.
         NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
         CheckpointError: no valid checkpoint where one is required, or the disk is full.
         SystemExit: with code 75 when stopped early, after a checkpoint.
     """
     settings = dict(locals())
-    dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
     with ExitRecord(training.run_dir, rank=int(os.environ.get("RANK", "0"))) as record:
+        dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
         groups = process_groups.initialize(parallel)
         run = Run(settings, dims, spec, groups)
         record.step = run.state.step
@@ -167,6 +170,7 @@ class Run:
             self.device,
             self.model.num_classes,
             lambda batch: training_flops(self.model, batch.layout, batch.context_layout),
+            self._share,
         )
         self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.class_names)
         self.sinks: Optional[Sink] = None
@@ -191,6 +195,10 @@ class Run:
         )
         return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups)
 
+    def _share(self, batch: PackedBatch) -> PackedBatch:
+        """Cut a whole pack for this context-parallel rank."""
+        return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.settings["parallel"].context_split)
+
     def _open_logs(self, run_dir: Path, resumed: bool) -> None:
         logging: LoggingConfig = self.settings["logging"]
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -214,10 +222,13 @@ class Run:
         pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
         attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
+        context = ""
+        if parallel.context_parallel_size > 1:
+            context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
         return (
             f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
             f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
-            f"{'+SP' if parallel.sequence_parallel else ''}{pipeline} x DP {self.dims.data_parallel_size} "
+            f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {self.dims.data_parallel_size} "
             f"({parallel.data_parallel}) | {self.training.precision}, attention {attention} | "
             f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
             + (f" | resumed at step {self.state.step}" if resumed else "")
@@ -241,7 +252,10 @@ class Run:
                 grad_norm = self.step(loss_sums)
                 record.step = state.step
                 watchdog.beat()
-                if state.step % training.log_interval == 0 or state.step == training.num_steps:
+                stop = self._agree_to_stop(preemption.requested or state.step == training.stop_at_step)
+                save = stop or _due(state.step, checkpoint.interval)
+                # What is counted between two lines is not in a checkpoint, so a line goes before it.
+                if save or state.step % training.log_interval == 0 or state.step == training.num_steps:
                     self._log(loss_sums, grad_norm, time.perf_counter() - started)
                     loss_sums.zero_()
                     started = time.perf_counter()
@@ -250,8 +264,7 @@ class Run:
                     self._validate()
                 if _due(state.step, training.sample_interval):
                     self._sample()
-                stop = self._agree_to_stop(preemption.requested or state.step == training.stop_at_step)
-                if stop or _due(state.step, checkpoint.interval):
+                if save:
                     self._save()
                     saved_at = state.step
                 started += time.perf_counter() - training_ended  # rates are those of training alone
@@ -263,7 +276,7 @@ class Run:
 
     def step(self, loss_sums: torch.Tensor) -> float:
         """Make one optimizer step; nothing but the gradient norm comes back to the host."""
-        state, training = self.state, self.training
+        state, training, seen = self.state, self.training, len(self.batches.consumed.keys)
         optimizer_settings: OptimizerConfig = self.settings["optimizer"]
         for chunk in state.wrapped:
             chunk.zero_grad_buffer()
@@ -278,11 +291,14 @@ class Run:
         lr = learning_rate(state.step, training.num_steps, optimizer_settings.lr, self.settings["schedule"])
         set_learning_rate(state.optimizer, lr)
         grad_norm = gradient_norm(state.optimizer)
-        # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
-        check_finite(0.0, grad_norm, state.step + 1, self.batches.consumed.keys)
-        apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
+        step_sums = torch.zeros_like(loss_sums)
         for output in outputs:  # on the last pipeline stage; the others report none
-            loss_sums += torch.stack([output["loss_sum"], output["tokens"]])
+            step_sums += torch.stack([output["loss_sum"], output["tokens"]])
+        if not math.isfinite(grad_norm):
+            # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
+            check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, self.batches.consumed.keys[seen:])
+        apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
+        loss_sums += step_sums
         state.step += 1
         if state.ema is not None:
             state.ema.update(state.step)
@@ -298,12 +314,19 @@ class Run:
     def _log(self, loss_sums: torch.Tensor, grad_norm: float, seconds: float) -> None:
         """Reduce what was counted since the last log line, and write it."""
         loss = self.mean_loss(loss_sums)
-        mine = self.batches.reset()
+        mine, lost = self.batches.reset(), sum(self.state.stream.skipped().values())
         counts = torch.tensor(
-            [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops], dtype=torch.float64, device=self.device
+            [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops, lost],
+            dtype=torch.float64,
+            device=self.device,
         )
-        dist.all_reduce(counts, group=self.groups.dp_cp)
+<<<<<<< HEAD
+        dist.all_reduce(counts, group=self.groups.dp)
         samples, valid, padded, flops = counts.tolist()
+=======
+        dist.all_reduce(counts, group=self.groups.dp_cp)
+        samples, valid, padded, flops, skipped = counts.tolist()
+>>>>>>> tests
         state, ranks = self.state, self.groups.world_size
         state.consumed_samples += int(samples)
         if self.sinks is None or self.progress is None:
@@ -319,7 +342,7 @@ class Run:
             "tokens_per_s": valid / seconds,
             "padded_tokens_per_s_per_rank": padded / seconds / ranks,
             "tflops_per_rank": flops / seconds / ranks / 1e12,
-            "skipped_samples": float(sum(state.stream.skipped().values())),
+            "skipped_samples": skipped,
         }
         self.sinks.scalars(state.step, values, state.consumed_samples)
         self.progress.update(state.step, values)
@@ -332,7 +355,7 @@ class Run:
     def _validate(self) -> None:
         batches = self.data.build_validation(self.spec, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size)
         with self._averaged():
-            losses = held_out_loss(self.network, batches, self.objective, self.device, self.groups)
+            losses = held_out_loss(self.network, batches, self.objective, self.device, self.groups, self._share)
         self.held_out = losses["loss"]
         if self.sinks is not None and self.progress is not None:
             named = {f"held_out/{name}": value for name, value in losses.items()}
@@ -343,7 +366,8 @@ class Run:
         folder = Path(self.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
         with self._averaged():
             # Every rank generates all samples: those that share a model must, the others would only wait.
-            picture = self.pictures.draw(self.network, self._latent_size(), self.device)
+            network = over_whole_packs(self.network, self.groups.cp, self.settings["parallel"].context_split)
+            picture = self.pictures.draw(network, self._latent_size(), self.device)
         if self.sinks is not None and picture is not None:
             path = self.pictures.save(picture, folder / "ema.png" if self.state.ema else folder / "raw.png")
             self.sinks.image("samples", self.state.step, path, "one sample per class")

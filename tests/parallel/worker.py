@@ -23,7 +23,7 @@ GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4
 def tiny_model(**changes) -> DiTConfig:
     sizes = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5}
     options = {"qk_layernorm": True, "position_embedding": "sincos_3d", "context_size": 12, "context_dropout": 0.4}
-    return DiTConfig(**sizes, **{**options, **changes})
+    return DiTConfig(**{**sizes, **options, **changes})
 
 
 def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
@@ -128,6 +128,7 @@ def build(case: dict) -> SimpleNamespace:
 
 
 def train(case: dict) -> dict:
+    from dit.parallel.context import shard
     from dit.parallel.schedule import forward_backward
     from dit.training import optim
     from dit.training.step import training_forward_step
@@ -140,7 +141,9 @@ def train(case: dict) -> dict:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         mine = range(groups.dp_rank, it.num_micro, groups.dp_size)
-        batches = (micro_batch(4 * step + i, packed=case["packed"], multiple_of=4) for i in mine)
+        multiple_of = max(4, it.dims.token_multiple)
+        packs = (micro_batch(4 * step + i, packed=case["packed"], multiple_of=multiple_of) for i in mine)
+        batches = (shard(pack, groups.cp.rank(), groups.cp.size(), it.parallel.context_split) for pack in packs)
         forward_step = training_forward_step(FlowMatching(), it.model, SEED, step)
         out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
         sums = torch.tensor([sum(float(o[name]) for o in out) for name in ("loss_sum", "tokens")], dtype=torch.float32)
