@@ -17,8 +17,9 @@ class ParallelConfig:
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
         context_parallel_size: ranks that share the tokens of every sample.
         context_comm: how attention exchanges keys and values under context parallelism.
-        expert_model_parallel_size: ranks that share the experts of a layer.
-        expert_tensor_parallel_size: ranks that share one expert.
+        expert_model_parallel_size: ranks that share the experts of a layer, taken from the tensor-, context- and
+            data-parallel ranks of a pipeline stage.
+        expert_tensor_parallel_size: ranks that share one expert; experts are whole here, so 1.
         data_parallel: what data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
         overlap_grad_reduce: reduce gradients while the backward pass runs.
         overlap_param_gather: gather parameters while the forward pass runs (distributed optimizer).
@@ -58,6 +59,33 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None:
+    ep = parallel.expert_model_parallel_size
+    if parallel.expert_tensor_parallel_size > 1:
+        raise ConfigError(
+            f"parallel.expert_tensor_parallel_size={parallel.expert_tensor_parallel_size} is not available: an expert "
+            "lies whole on one rank; use 1 and share experts with parallel.expert_model_parallel_size"
+        )
+    if num_experts is None:
+        if ep > 1:
+            raise ConfigError(
+                f"parallel.expert_model_parallel_size={ep} shares experts, but the model has none; "
+                "use 1 or set model.num_experts"
+            )
+        return
+    if num_experts % ep:
+        raise ConfigError(
+            f"model.num_experts={num_experts} cannot be shared by parallel.expert_model_parallel_size={ep} ranks; "
+            f"use one of {_divisors(num_experts)} or change the number of experts"
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"model.num_experts={num_experts} with parallel.tensor_model_parallel_size="
+            f"{parallel.tensor_model_parallel_size} needs parallel.sequence_parallel=True: without it every "
+            "tensor-parallel rank would send the same tokens to the experts"
+        )
+
+
 def check_parallel(
     parallel: ParallelConfig,
     *,
@@ -65,6 +93,7 @@ def check_parallel(
     num_attention_heads: int,
     micro_batch_size: int,
     global_batch_size: int,
+    num_experts: Optional[int] = None,
 ) -> ParallelDims:
     """Check a layout against the job and the model.
 
@@ -93,15 +122,14 @@ def check_parallel(
     unsupported = {
         "pipeline_model_parallel_size": pp > 1 or parallel.virtual_pipeline_model_parallel_size is not None,
         "context_parallel_size": cp > 1,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size > 1,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size > 1,
         "data_parallel=fsdp": parallel.data_parallel == "fsdp",
     }
     if any(unsupported.values()):
         raise ConfigError(
-            f"parallel.{[k for k, bad in unsupported.items() if bad]} is not available yet; this version runs tensor "
-            "and sequence parallelism with data_parallel=ddp or distributed_optimizer"
+            f"parallel.{[k for k, bad in unsupported.items() if bad]} is not available yet; this version runs tensor, "
+            "sequence and expert parallelism with data_parallel=ddp or distributed_optimizer"
         )
+    _check_experts(parallel, num_experts)
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
@@ -121,6 +149,13 @@ def check_parallel(
             f"start {max(1, round(world_size / model_ranks)) * model_ranks} ranks or shrink the layout"
         )
     dp = world_size // model_ranks
+    ep = parallel.expert_model_parallel_size
+    if tp * cp * dp % ep:
+        fits = [n for n in _divisors(tp * cp * dp) if num_experts is not None and num_experts % n == 0]
+        raise ConfigError(
+            f"parallel.expert_model_parallel_size={ep} does not divide the TP {tp} x CP {cp} x DP {dp} = "
+            f"{tp * cp * dp} ranks of a pipeline stage; use one of {fits} or start another number of ranks"
+        )
     if micro_batch_size < 1 or global_batch_size < 1:
         raise ConfigError(
             f"training.micro_batch_size={micro_batch_size} and training.global_batch_size={global_batch_size} "

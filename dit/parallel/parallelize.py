@@ -8,6 +8,7 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
+from torch import nn
 
 from dit.backends.addressed_init import initialize_weights
 from dit.backends.attention import resolve_attention
@@ -37,6 +38,7 @@ def megatron_config(
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
@@ -80,6 +82,11 @@ def build_model(
     backbone.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
     initialize_weights(backbone, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
     return backbone
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Tell whether this is a weight of one expert, which only the ranks of its expert-data-parallel group hold."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def wrap(backbone: Backbone, parallel: ParallelConfig, groups: ProcessGroups) -> DistributedDataParallel:
@@ -127,6 +134,11 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         config, [wrapped], use_gloo_process_groups=False, pg_collection=groups.collection
     )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if any(group["is_expert_parallel"] for group in part.param_groups):
+            # The gradient norm counts a whole parameter on the first tensor-parallel rank alone. Those ranks hold
+            # copies of a dense parameter, but different experts.
+            part.tp_group = groups.collection.expt_tp
     for group in optimizer.param_groups:
         if "fused" in group:  # torch's AdamW, where Transformer Engine's is not at hand: one kernel instead of nine
             group["fused"], group["foreach"] = True, False

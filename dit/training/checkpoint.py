@@ -45,15 +45,17 @@ class TrainState:
     consumed_samples: int = 0
 
 
-def global_shapes(model: nn.Module, tp_size: int) -> dict[str, list[int]]:
-    """Return the shape of every whole parameter by name, the same on every layout."""
+def global_shapes(model: nn.Module, groups: ProcessGroups) -> dict[str, list[int]]:
+    """Return the shape of every whole parameter by name, the same on every layout and rank; a collective call."""
     shapes = {}
     for name, parameter in model.named_parameters():
         shape = list(parameter.shape)
         if getattr(parameter, "tensor_model_parallel", False):
-            shape[parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]
+            shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
         shapes[name] = shape
-    return shapes
+    parts: list[Any] = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, shapes, group=groups.different_parameters)
+    return {name: shape for part in parts for name, shape in part.items()}
 
 
 class Checkpointer:
@@ -78,6 +80,7 @@ class Checkpointer:
             CheckpointError: a rank could not write; the checkpoints before are untouched.
         """
         groups, step = state.groups, state.step
+        fingerprint = model_fingerprint(global_shapes(state.backbone, groups))
         failure: Optional[BaseException] = None
         if groups.rank == 0:
             try:
@@ -102,7 +105,7 @@ class Checkpointer:
             meta = {
                 "consumed_samples": state.consumed_samples,
                 "held_out_loss": held_out_loss,
-                "fingerprint": model_fingerprint(global_shapes(state.backbone, groups.tp.size())),
+                "fingerprint": fingerprint,
                 "torch": torch.__version__,
             }
             try:
@@ -148,7 +151,7 @@ class Checkpointer:
         return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
-        check_same_model(manifest, model_fingerprint(global_shapes(state.backbone, state.groups.tp.size())))
+        check_same_model(manifest, model_fingerprint(global_shapes(state.backbone, state.groups)))
         self._check_ema(state, folder)
         load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
         state.stream.load_state_dict(read_loader_state(folder))

@@ -30,6 +30,7 @@ from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, to_record
 from dit.training.ema import EMA
 from dit.training.exit_record import ExitRecord
+from dit.training.expert_load import expert_load
 from dit.training.flops import training_flops
 from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
 from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
@@ -112,6 +113,7 @@ def check_settings(
         num_attention_heads=model.megatron_sizes()["num_attention_heads"],
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
+        num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     check_schedule(training.num_steps, optimizer.lr, schedule)
     if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
@@ -209,11 +211,13 @@ class Run:
         """Say in one line what this run is."""
         parallel: ParallelConfig = self.settings["parallel"]
         count = sum(p.numel() for p in self.state.backbone.parameters())
+        ep = parallel.expert_model_parallel_size
+        experts = f", EP {ep}" if ep > 1 else ""
         attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
         return (
             f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
             f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
-            f"{'+SP' if parallel.sequence_parallel else ''} x DP {self.dims.data_parallel_size} "
+            f"{'+SP' if parallel.sequence_parallel else ''} x DP {self.dims.data_parallel_size}{experts} "
             f"({parallel.data_parallel}) | {self.training.precision}, attention {attention} | "
             f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
             + (f" | resumed at step {self.state.step}" if resumed else "")
@@ -297,6 +301,7 @@ class Run:
         samples, valid, padded, flops = counts.tolist()
         state, ranks = self.state, self.groups.world_size
         state.consumed_samples += int(samples)
+        load = expert_load(state.backbone, self.device)
         if self.sinks is None or self.progress is None:
             return
         lr = learning_rate(
@@ -311,6 +316,7 @@ class Run:
             "padded_tokens_per_s_per_rank": padded / seconds / ranks,
             "tflops_per_rank": flops / seconds / ranks / 1e12,
             "skipped_samples": float(sum(state.stream.skipped().values())),
+            **load,
         }
         self.sinks.scalars(state.step, values, state.consumed_samples)
         self.progress.update(state.step, values)
