@@ -59,9 +59,22 @@ def whole(tensor: torch.Tensor, parameter: torch.nn.Parameter, groups) -> torch.
     return torch.cat(parts, parameter.partition_dim)
 
 
+def of_all_ranks(named: dict[str, torch.Tensor], groups) -> dict[str, torch.Tensor]:
+    """Join what ranks with different parameters (experts, stages) hold; copies of one name must be equal."""
+    parts: list = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, named, group=groups.different_parameters)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in (item for part in parts for item in part.items()):
+        assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
+    return found
+
+
 def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
     """Tell whether any two ranks that should hold the same values do not."""
+    from dit.parallel.parallelize import is_expert
+
     group = groups.dp_cp if getattr(parameter, "tensor_model_parallel", False) else dist.group.WORLD
+    group = groups.collection.expt_dp if is_expert(parameter) else group
     copies = [torch.empty_like(parameter) for _ in range(group.size())]
     dist.all_gather(copies, parameter.detach().contiguous(), group=group)
     return any(not torch.equal(copies[0], c) for c in copies[1:])
@@ -72,6 +85,7 @@ def train(case: dict) -> dict:
 
     from dit.parallel.parallelize import build_model, build_optimizer, wrap
     from dit.training import optim
+    from dit.training.expert_load import expert_load
     from dit.training.settings import OptimizerConfig
     from dit.training.step import training_forward_step
 
@@ -84,6 +98,7 @@ def train(case: dict) -> dict:
         num_attention_heads=4,
         micro_batch_size=1,
         global_batch_size=num_micro,
+        num_experts=model.num_experts,
     )
     groups = process_groups.initialize(parallel)
     backbone = build_model(model, parallel, "fp32", groups, SEED)
@@ -122,12 +137,15 @@ def train(case: dict) -> dict:
         result["losses"].append((sums[0] / sums[1]).item())
         result["grad_norms"].append(optim.gradient_norm(optimizer))
         if step == 0:
-            result["gradients"] = {
+            gradients = {
                 s.name: whole(s.gather(s.main.grad if s.main.numel() else s.main), s.parameter, groups) for s in shards
             }
+            result["gradients"] = of_all_ranks(gradients, groups)
         optim.apply_update(optimizer, result["grad_norms"][-1], settings.clip_grad)
     optim.publish_masters(optimizer, wrapped)  # with an overlapped gather the last update waits for the next forward
-    result["parameters"] = {n: whole(p.data, p, groups) for n, p in backbone.named_parameters()}
+    parameters = {n: whole(p.data, p, groups) for n, p in backbone.named_parameters()}
+    result["parameters"] = of_all_ranks(parameters, groups)
+    result["expert_load"] = expert_load(backbone, torch.device("cpu"))
     result["drifted"] = [n for n, p in backbone.named_parameters() if copies_differ(p, groups)]
     process_groups.release()
     return result
