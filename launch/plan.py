@@ -136,6 +136,7 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         parallel,
         world_size=world_size or smallest,
         num_attention_heads=model.megatron_sizes()["num_attention_heads"],
+        num_layers=model.megatron_sizes()["num_layers"],
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
         num_experts=model.megatron_sizes().get("num_moe_experts"),

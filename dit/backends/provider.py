@@ -132,11 +132,10 @@ class LayerProvider:
     def expert_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> nn.Linear:
         """Build a linear layer of one expert, which this rank holds whole."""
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
-        for parameter, start in ((layer.weight, init), (layer.bias, ZEROS)):
-            if parameter is not None:
-                # Megatron-Core reduces such a gradient over the ranks that hold the same expert, and over no others.
-                parameter.allreduce = False
-                with_init(parameter, start)
+        for name, parameter in layer.named_parameters():
+            # Megatron-Core reduces such a gradient over the ranks that hold the same expert, and over no others.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            with_init(parameter, init if name == "weight" else ZEROS)
         return layer
 
     def expert_dispatch(self, experts: range) -> Optional[ExpertDispatch]:

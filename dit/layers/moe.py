@@ -85,6 +85,7 @@ class MoE(nn.Module):
             chosen_TE = self._experts_choose(scores_TE, layout)
         else:
             chosen_TE = choose_experts(scores_TE, layout.valid_T, self.top_k)
+        assert self.dispatch is not None, "a model on the meta device is counted, not run"
         tokens, weights = self.dispatch.send(x_TD, chosen_TE, scores_TE)
         outputs = [
             (expert(tokens_PD) * weights_P[:, None]).to(x_TD.dtype)

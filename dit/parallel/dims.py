@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
+from dit.parallel.pipeline import split_layers
 
 
 @dataclass(kw_only=True)
@@ -15,8 +16,14 @@ class ParallelConfig:
         sequence_parallel: shard activations between the linear layers over the tensor-parallel ranks.
         pipeline_model_parallel_size: ranks that share the layers.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
+        pipeline_layers: layers of each stage in the order of the network, one number per pipeline rank (times virtual
+            chunks); None for equal shares. Stages with the embedding or the head may take fewer.
         context_parallel_size: ranks that share the tokens of every sample.
-        context_comm: how attention exchanges keys and values under context parallelism.
+        context_comm: how attention exchanges keys and values under context parallelism: `p2p` (ring), `all_gather`,
+            `a2a` (Ulysses), or `a2a+p2p` (all-to-all among adjacent ranks, a ring across these groups).
+        context_a2a_size: ranks of an all-to-all under `a2a+p2p`; None for the other schemes.
+        context_split: each sample is cut into one chunk per rank, or into two that a causal mask would balance
+            (Transformer Engine's order). Our attention is bidirectional, so `contiguous` is balanced too.
         expert_model_parallel_size: ranks that share the experts of a layer, taken from the tensor-, context- and
             data-parallel ranks of a pipeline stage.
         expert_tensor_parallel_size: ranks that share one expert; experts are whole here, so 1.
@@ -29,8 +36,11 @@ class ParallelConfig:
     sequence_parallel: bool = False
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: Optional[int] = None
+    pipeline_layers: Optional[list[int]] = None
     context_parallel_size: int = 1
     context_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    context_a2a_size: Optional[int] = None
+    context_split: Literal["contiguous", "load_balanced"] = "contiguous"
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
@@ -57,6 +67,16 @@ class ParallelDims:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _check_pipeline(parallel: ParallelConfig, num_layers: int) -> None:
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if vpp is not None and (pp == 1 or vpp < 2):
+        raise ConfigError(
+            f"parallel.virtual_pipeline_model_parallel_size={vpp} needs at least 2 chunks and a "
+            f"parallel.pipeline_model_parallel_size of at least 2, got {pp}; set it to None for one chunk per rank"
+        )
+    split_layers(num_layers, pp, vpp, parallel.pipeline_layers)
 
 
 def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None:
@@ -91,6 +111,7 @@ def check_parallel(
     *,
     world_size: int,
     num_attention_heads: int,
+    num_layers: int,
     micro_batch_size: int,
     global_batch_size: int,
     num_experts: Optional[int] = None,
@@ -120,21 +141,21 @@ def check_parallel(
             f"use one of {_divisors(num_attention_heads)} or change the number of heads"
         )
     unsupported = {
-        "pipeline_model_parallel_size": pp > 1 or parallel.virtual_pipeline_model_parallel_size is not None,
-        "context_parallel_size": cp > 1,
         "data_parallel=fsdp": parallel.data_parallel == "fsdp",
     }
     if any(unsupported.values()):
         raise ConfigError(
             f"parallel.{[k for k, bad in unsupported.items() if bad]} is not available yet; this version runs tensor, "
-            "sequence and expert parallelism with data_parallel=ddp or distributed_optimizer"
+            "sequence, pipeline, context and expert parallelism with data_parallel=ddp or distributed_optimizer"
         )
+    _check_pipeline(parallel, num_layers)
     _check_experts(parallel, num_experts)
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
             "raise it or switch sequence_parallel off"
         )
+    _check_context(parallel, num_attention_heads)
     if parallel.overlap_param_gather and parallel.data_parallel != "distributed_optimizer":
         raise ConfigError(
             "parallel.overlap_param_gather=True needs data_parallel=distributed_optimizer, "
@@ -167,9 +188,55 @@ def check_parallel(
             f"training.global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size} "
             f"x data-parallel size {dp} = {micro_batch_size * dp}; use {nearest} or another micro-batch size"
         )
+    micro_batches = global_batch_size // (micro_batch_size * dp)
+    if parallel.virtual_pipeline_model_parallel_size is not None and micro_batches % pp:
+        nearest = max(1, round(micro_batches / pp)) * pp * micro_batch_size * dp
+        raise ConfigError(
+            f"{micro_batches} micro-batches per step (training.global_batch_size={global_batch_size} over "
+            f"micro_batch_size={micro_batch_size} x data-parallel size {dp}) are not a multiple of "
+            f"pipeline_model_parallel_size={pp}, as the interleaved schedule needs; use "
+            f"training.global_batch_size={nearest} or virtual_pipeline_model_parallel_size=None"
+        )
     return ParallelDims(
         world_size=world_size,
         data_parallel_size=dp,
-        micro_batches=global_batch_size // (micro_batch_size * dp),
-        token_multiple=tp if parallel.sequence_parallel else 1,
+        micro_batches=micro_batches,
+        token_multiple=_token_multiple(parallel),
     )
+
+
+def _token_multiple(parallel: ParallelConfig) -> int:
+    """Return what every sample's length is a multiple of, so that all ranks hold equally many of its tokens."""
+    cp = parallel.context_parallel_size
+    chunks = 2 * cp if cp > 1 and parallel.context_split == "load_balanced" else cp
+    return chunks * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+
+
+def _check_context(parallel: ParallelConfig, num_attention_heads: int) -> None:
+    cp, comm, inner = parallel.context_parallel_size, parallel.context_comm, parallel.context_a2a_size
+    for name, value, choices in (
+        ("context_comm", comm, ("p2p", "all_gather", "a2a", "a2a+p2p")),
+        ("context_split", parallel.context_split, ("contiguous", "load_balanced")),
+    ):
+        if value not in choices:
+            raise ConfigError(f"parallel.{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+    heads = num_attention_heads // parallel.tensor_model_parallel_size
+    if comm == "a2a+p2p":
+        fits = [n for n in _divisors(cp) if 1 < n < cp and heads % n == 0]
+        if inner not in fits:
+            raise ConfigError(
+                f"parallel.context_comm='a2a+p2p' with context_parallel_size={cp} and {heads} heads per rank cannot "
+                f"have parallel.context_a2a_size={inner}; "
+                + (f"use one of {fits}" if fits else "no size divides both, so use 'p2p' or 'all_gather'")
+            )
+    elif inner is not None:
+        raise ConfigError(
+            f"parallel.context_a2a_size={inner} belongs to context_comm='a2a+p2p', but context_comm is {comm!r}; "
+            "leave it out"
+        )
+    if comm == "a2a" and heads % cp:
+        raise ConfigError(
+            f"parallel.context_comm='a2a' cannot share num_attention_heads={num_attention_heads} / "
+            f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} = {heads} heads among "
+            f"context_parallel_size={cp} ranks; use one of {_divisors(heads)} ranks, 'p2p' or 'all_gather'"
+        )

@@ -1,6 +1,7 @@
 """From a model configuration to a trainable model on this rank, in one order: build, start weights, wrap, optimizer."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -11,12 +12,15 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from dit.backends.addressed_init import initialize_weights
-from dit.backends.attention import resolve_attention
+from dit.backends.attention import Attention, resolve_attention
+from dit.backends.attention_blocks import resolve_blocks
+from dit.backends.context_attention import ContextAttention
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.parallel.dims import ParallelConfig
+from dit.parallel.pipeline import split_layers, stages
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -30,12 +34,23 @@ def megatron_config(
         meta: parameters go to torch's default device instead of this rank's, for builds under `torch.device("meta")`.
     """
     dtype = DTYPES[precision]
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    sizes = model.megatron_sizes()
+    layout = None  # equal shares
+    if parallel.pipeline_layers is not None and pp > 1:
+        layout = _megatron_layout(split_layers(sizes["num_layers"], pp, vpp, parallel.pipeline_layers))
     return TransformerConfig(
-        **model.megatron_sizes(),
+        **sizes,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        pipeline_model_parallel_layout=layout,
+        # Batched, the interleaved schedule would mix up activations and gradients between two ranks, each of which is
+        # both the next and the previous of the other. Apart, they also run beside the computation.
+        overlap_p2p_comm=vpp is not None,
+        batch_p2p_comm=vpp is None,
+        deallocate_pipeline_outputs=True,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
@@ -54,13 +69,19 @@ def megatron_config(
     )
 
 
-def build_on_meta(model: ModelConfig) -> Backbone:
-    """Build the whole model without memory, for counting and planning."""
+def _megatron_layout(layers: Sequence[int]) -> list[list[str]]:
+    """Say in Megatron-Core's words which stage holds what, when the shares are not equal."""
+    layout = [["decoder"] * count for count in layers]
+    return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
+
+
+def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None) -> Backbone:
+    """Build the whole model, or one stage of it, without memory, for counting and planning."""
     model.validate()
     with torch.device("meta"):
         config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
         _, attention = resolve_attention(torch.device("cpu"), torch.float32)
-        return model.build(LayerProvider(config), attention, Stage(range(config.num_layers)))
+        return model.build(LayerProvider(config), attention, stage or Stage(range(config.num_layers)))
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -68,20 +89,53 @@ def count_parameters(model: ModelConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model).parameters())
 
 
+def attention_path(parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype) -> Attention:
+    """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any."""
+    device = local_device()
+    _, attention = resolve_attention(device, dtype)
+    if parallel.context_parallel_size == 1:
+        return attention
+    inner, outer = groups.collection.hcp if parallel.context_a2a_size else (None, None)
+    return ContextAttention(
+        local=attention,
+        kernel=resolve_blocks(device, dtype),
+        comm=parallel.context_comm,
+        split=parallel.context_split,
+        group=groups.cp,
+        inner=inner,
+        outer=outer,
+    )
+
+
 def build_model(
     model: ModelConfig, parallel: ParallelConfig, precision: str, groups: ProcessGroups, seed: int
-) -> Backbone:
-    """Build this rank's part of the model with its addressed start weights."""
+) -> list[Backbone]:
+    """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights."""
     model.validate()
     config = megatron_config(model, parallel, precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]
     provider = LayerProvider(config, groups.collection)
-    _, attention = resolve_attention(local_device(), DTYPES[precision])
-    backbone = model.build(provider, attention, Stage(range(config.num_layers)))
-    backbone.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
-    initialize_weights(backbone, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
-    return backbone
+    attention = attention_path(parallel, groups, DTYPES[precision])
+    mine = stages(
+        config.num_layers,
+        groups.pp.size(),
+        groups.pp.rank(),
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.pipeline_layers,
+    )
+    chunks = [model.build(provider, attention, stage) for stage in mine]
+    for chunk in chunks:
+        chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
+        initialize_weights(chunk, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
+        if groups.pp.size() > 1:
+            _mark_copies(chunk)
+    return chunks
+
+
+def is_replicated_over_pipeline(parameter: nn.Parameter) -> bool:
+    """Tell whether every stage holds this parameter, with gradients summed over the stages."""
+    return getattr(parameter, "pipeline_parallel", False)
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
@@ -89,31 +143,54 @@ def is_expert(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def wrap(backbone: Backbone, parallel: ParallelConfig, groups: ProcessGroups) -> DistributedDataParallel:
-    """Wrap a model so that data-parallel ranks share its gradients (fp32 reduction)."""
-    wrapped = DistributedDataParallel(
-        backbone.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
-            overlap_param_gather=parallel.overlap_param_gather,
-            use_distributed_optimizer=parallel.data_parallel == "distributed_optimizer",
-        ),
-        backbone,
-        pg_collection=groups.collection,
+def _mark_copies(chunk: Backbone) -> None:
+    """Tell Megatron-Core which parameters are copies of one another on the stages of a pipeline."""
+    for parameter in chunk.parameters():
+        if is_replicated_over_pipeline(parameter):
+            # The gradient norm counts the first stage's copy alone.
+            parameter.shared = not chunk.stage.first  # type: ignore[attr-defined]
+            # A bucket of its own: the distributed optimizer then shards all copies alike. Gradients are summed over the
+            # pipeline after they were scattered, so a data-parallel rank must own the same elements of every copy.
+            parameter.shared_embedding = True  # type: ignore[attr-defined]
+
+
+def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGroups) -> list[DistributedDataParallel]:
+    """Wrap a model's chunks so that data-parallel ranks share their gradients (fp32 reduction)."""
+    interleaved = len(chunks) > 1
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        align_param_gather=interleaved and parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.data_parallel == "distributed_optimizer",
     )
-    config = backbone.config
+    config = chunks[0].config
+    wrapped = [
+        # The communication of later chunks hides behind other chunks' work, so it need not come in small buckets.
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
+        for i, chunk in enumerate(chunks)
+    ]
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = wrapped.no_sync
+    no_sync, grad_sync, param_sync = (
+        [getattr(chunk, name) for chunk in wrapped] for name in ("no_sync", "start_grad_sync", "start_param_sync")
+    )
+    config.no_sync_func = no_sync if interleaved else no_sync[0]
+    if parallel.overlap_grad_reduce and groups.pp.size() > 1:
+        # All stages reduce at the same time, in the bubble of the later ones, so that none holds up its neighbours.
+        config.grad_sync_func = grad_sync if interleaved else grad_sync[0]
     if parallel.overlap_param_gather:
-        config.param_sync_func = wrapped.start_param_sync
+        config.param_sync_func = param_sync if interleaved else param_sync[0]
     return wrapped
 
 
 def build_optimizer(
-    wrapped: DistributedDataParallel, settings: Any, parallel: ParallelConfig, precision: str, groups: ProcessGroups
+    wrapped: Sequence[DistributedDataParallel],
+    settings: Any,
+    parallel: ParallelConfig,
+    precision: str,
+    groups: ProcessGroups,
 ) -> Any:
-    """Build Megatron-Core's AdamW over the wrapped model.
+    """Build Megatron-Core's AdamW over the wrapped chunks of the model.
 
     Args:
         settings: the recipe's `OptimizerConfig`.
@@ -132,7 +209,7 @@ def build_optimizer(
         overlap_param_gather=parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
-        config, [wrapped], use_gloo_process_groups=False, pg_collection=groups.collection
+        config, list(wrapped), use_gloo_process_groups=False, pg_collection=groups.collection
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if any(group["is_expert_parallel"] for group in part.param_groups):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -11,9 +12,11 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 
+from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.data_api import DataStream
 from dit.errors import CheckpointError, ConfigError
+from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
 from dit.training.optim import MasterShard
@@ -30,12 +33,13 @@ class TrainState:
     """Everything a step changes.
 
     Attributes:
+        chunks: this rank's bare model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
         step: optimizer steps done.
         consumed_samples: samples trained on by all ranks.
     """
 
-    wrapped: Any
-    backbone: nn.Module
+    wrapped: Sequence[Any]
+    chunks: Sequence[Backbone]
     optimizer: Any
     shards: list[MasterShard]
     ema: Optional[EMA]
@@ -45,14 +49,15 @@ class TrainState:
     consumed_samples: int = 0
 
 
-def global_shapes(model: nn.Module, groups: ProcessGroups) -> dict[str, list[int]]:
-    """Return the shape of every whole parameter by name, the same on every layout and rank; a collective call."""
+def global_shapes(chunks: Sequence[nn.Module], groups: ProcessGroups) -> dict[str, list[int]]:
+    """Return the shape of every whole parameter of all stages and experts by name, equal on every layout and rank."""
     shapes = {}
-    for name, parameter in model.named_parameters():
-        shape = list(parameter.shape)
-        if getattr(parameter, "tensor_model_parallel", False):
-            shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
-        shapes[name] = shape
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            shape = list(parameter.shape)
+            if getattr(parameter, "tensor_model_parallel", False):
+                shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
+            shapes[name] = shape
     parts: list[Any] = [None] * groups.different_parameters.size()
     dist.all_gather_object(parts, shapes, group=groups.different_parameters)
     return {name: shape for part in parts for name, shape in part.items()}
@@ -80,7 +85,7 @@ class Checkpointer:
             CheckpointError: a rank could not write; the checkpoints before are untouched.
         """
         groups, step = state.groups, state.step
-        fingerprint = model_fingerprint(global_shapes(state.backbone, groups))
+        fingerprint = model_fingerprint(global_shapes(state.chunks, groups))
         failure: Optional[BaseException] = None
         if groups.rank == 0:
             try:
@@ -92,7 +97,7 @@ class Checkpointer:
             with self.store.writing(step):
                 folder = self.store.partial_path(step)
                 save_state(folder, state.shards, state.ema, state.optimizer, groups)
-                if groups.tp.rank() == 0:
+                if groups.is_data_reader:
                     (folder / "loader").mkdir(exist_ok=True)
                     torch.save(state.stream.state_dict(), folder / "loader" / f"dp_{groups.dp_rank:05d}.pt")
                 if groups.rank == 0:
@@ -151,7 +156,7 @@ class Checkpointer:
         return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
-        check_same_model(manifest, model_fingerprint(global_shapes(state.backbone, state.groups)))
+        check_same_model(manifest, model_fingerprint(global_shapes(state.chunks, state.groups)))
         self._check_ema(state, folder)
         load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
         state.stream.load_state_dict(read_loader_state(folder))
@@ -169,9 +174,7 @@ class Checkpointer:
 
     def _agree(self, failure: Optional[BaseException]) -> None:
         """Raise on every rank if any rank failed, its own error first."""
-        flag = torch.tensor([float(failure is not None)])
-        if dist.get_backend() == "nccl":
-            flag = flag.cuda()
+        flag = torch.tensor([float(failure is not None)], device=local_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if failure is not None:
             raise failure

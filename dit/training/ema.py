@@ -1,6 +1,6 @@
 """Exponential moving average of the weights, in fp32, sharded as the master weights are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ class EMA:
             torch._foreach_lerp_(self.values, mains, 1.0 - self.decay)
 
     @contextmanager
-    def applied(self, optimizer: Any, wrapped: Any) -> Iterator[None]:
+    def applied(self, optimizer: Any, wrapped: Sequence[Any]) -> Iterator[None]:
         """Run the model with the averaged weights; afterwards it has its own weights back, to the bit."""
         self._swap()
         publish_masters(optimizer, wrapped)

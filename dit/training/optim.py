@@ -1,6 +1,6 @@
 """The optimizer step, and one view of the fp32 master weights whatever optimizer holds them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,36 +81,37 @@ def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
         yield parameter, main, 0, parameter.numel()
 
 
-def master_shards(optimizer: Any, model: nn.Module) -> list[MasterShard]:
+def master_shards(optimizer: Any, chunks: Sequence[nn.Module]) -> list[MasterShard]:
     """List this rank's master shards in the order of the model's parameters.
 
     Args:
-        optimizer: Megatron-Core's optimizer over `model`.
-        model: the bare backbone, whose parameter names are global.
+        optimizer: Megatron-Core's optimizer over `chunks`.
+        chunks: this rank's bare model chunks. Their parameter names are global; one that every pipeline stage holds
+            comes once per chunk, under the same name.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {}
+    names = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
+    found: dict[nn.Parameter, MasterShard] = {}
     for part in sub_optimizers(optimizer):
         group = part.data_parallel_group if isinstance(part, DistributedOptimizer) else None
         for parameter, main, start, stop in _pairs(part):
             state = part.optimizer.state[main]
-            found[names[parameter]] = MasterShard(names[parameter], parameter, start, stop, main, state, group)
+            found[parameter] = MasterShard(names[parameter], parameter, start, stop, main, state, group)
     for part in sub_optimizers(optimizer):
         if isinstance(part, DistributedOptimizer):
             found |= _absent_shards(part, names, found)
-    return [found[name] for name in names.values()]
+    return [found[parameter] for parameter in names]
 
 
 def _absent_shards(
-    optimizer: DistributedOptimizer, names: dict[nn.Parameter, str], found: dict[str, MasterShard]
-) -> dict[str, MasterShard]:
+    optimizer: DistributedOptimizer, names: dict[nn.Parameter, str], found: dict[nn.Parameter, MasterShard]
+) -> dict[nn.Parameter, MasterShard]:
     """Add an empty shard for every parameter that lies wholly on other ranks, so that collectives line up."""
     empty = {}
     mine = {parameter for buffer in optimizer.buffers for parameter in buffer.params}
     for parameter, name in names.items():
-        if parameter in mine and name not in found:
+        if parameter in mine and parameter not in found:
             main = torch.empty(0, dtype=torch.float32, device=parameter.device)
-            empty[name] = MasterShard(name, parameter, 0, 0, main, {}, optimizer.data_parallel_group)
+            empty[parameter] = MasterShard(name, parameter, 0, 0, main, {}, optimizer.data_parallel_group)
     return empty
 
 
@@ -138,13 +139,14 @@ def set_step_count(optimizer: Any, step: int) -> None:
                 part.optimizer.state[parameter]["step"] = torch.tensor(float(step))
 
 
-def publish_masters(optimizer: Any, wrapped: Any) -> None:
-    """Copy the master weights into the model, on every rank that holds a part of it."""
+def publish_masters(optimizer: Any, wrapped: Sequence[Any]) -> None:
+    """Copy the master weights into the model's chunks, on every rank that holds a part of them."""
     for part in sub_optimizers(optimizer):
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
     if any(isinstance(part, DistributedOptimizer) for part in sub_optimizers(optimizer)):
-        wrapped.start_param_sync(force_sync=True)
+        for chunk in wrapped:
+            chunk.start_param_sync(force_sync=True)
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

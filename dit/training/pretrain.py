@@ -13,18 +13,20 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 import yaml
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dit.backends import process_groups
 from dit.backends.attention import resolve_attention
 from dit.backends.device import describe, local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
+from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED, ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.parallel.context import over_whole_packs, shard
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
+from dit.parallel.schedule import WholeNetwork, forward_backward
 from dit.training.checkpoint import CONFIG_FILE, Checkpointer, TrainState
 from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, to_record
@@ -111,6 +113,7 @@ def check_settings(
         parallel,
         world_size=world_size_from_environment(),
         num_attention_heads=model.megatron_sizes()["num_attention_heads"],
+        num_layers=model.megatron_sizes()["num_layers"],
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
         num_experts=model.megatron_sizes().get("num_moe_experts"),
@@ -160,6 +163,7 @@ class Run:
         self.class_names = self.data.class_names()
         self.record = {CLASS_KEY: f"{pretrain.__module__}.{pretrain.__name__}", **to_record(settings)}
         self.state = self._build()
+        self.network = WholeNetwork(self.state.chunks, groups)
         self.checkpointer = Checkpointer(CheckpointStore(run_dir / "checkpoints", settings["checkpoint"]), self.record)
         resumed = self.checkpointer.resume(self.state, settings["checkpoint"].resume)
         self.batches = DeviceBatches(
@@ -167,6 +171,7 @@ class Run:
             self.device,
             self.model.num_classes,
             lambda batch: training_flops(self.model, batch.layout, batch.context_layout),
+            self._share,
         )
         self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.class_names)
         self.sinks: Optional[Sink] = None
@@ -177,19 +182,23 @@ class Run:
 
     def _build(self) -> TrainState:
         parallel, training, groups = self.settings["parallel"], self.training, self.groups
-        backbone = build_model(self.model, parallel, training.precision, groups, training.seed)
-        wrapped = wrap(backbone, parallel, groups)
+        chunks = build_model(self.model, parallel, training.precision, groups, training.seed)
+        wrapped = wrap(chunks, parallel, groups)
         optimizer = build_optimizer(wrapped, self.settings["optimizer"], parallel, training.precision, groups)
-        shards = master_shards(optimizer, backbone)
+        shards = master_shards(optimizer, chunks)
         ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, training.ema_start_step)
         stream = self.data.build_train(
             self.spec,
             dp_rank=groups.dp_rank,
             dp_size=groups.dp_size,
             seed=training.seed,
-            log_dir=training.run_dir if groups.tp.rank() == 0 else None,
+            log_dir=training.run_dir if groups.is_data_reader else None,
         )
-        return TrainState(wrapped, backbone, optimizer, shards, ema, stream, groups)
+        return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups)
+
+    def _share(self, batch: PackedBatch) -> PackedBatch:
+        """Cut a whole pack for this context-parallel rank."""
+        return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.settings["parallel"].context_split)
 
     def _open_logs(self, run_dir: Path, resumed: bool) -> None:
         logging: LoggingConfig = self.settings["logging"]
@@ -210,15 +219,20 @@ class Run:
     def headline(self, resumed: bool) -> str:
         """Say in one line what this run is."""
         parallel: ParallelConfig = self.settings["parallel"]
-        count = sum(p.numel() for p in self.state.backbone.parameters())
-        ep = parallel.expert_model_parallel_size
-        experts = f", EP {ep}" if ep > 1 else ""
+        count = sum(p.numel() for chunk in self.state.chunks for p in chunk.parameters())
+        pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+        pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
         attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
+        context = ""
+        if parallel.context_parallel_size > 1:
+            context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
+        ep = parallel.expert_model_parallel_size
+        sharing = parallel.data_parallel + (f", EP {ep}" if ep > 1 else "")
         return (
             f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
             f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
-            f"{'+SP' if parallel.sequence_parallel else ''} x DP {self.dims.data_parallel_size}{experts} "
-            f"({parallel.data_parallel}) | {self.training.precision}, attention {attention} | "
+            f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {self.dims.data_parallel_size} "
+            f"({sharing}) | {self.training.precision}, attention {attention} | "
             f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
             + (f" | resumed at step {self.state.step}" if resumed else "")
         )
@@ -265,50 +279,55 @@ class Run:
         """Make one optimizer step; nothing but the gradient norm comes back to the host."""
         state, training = self.state, self.training
         optimizer_settings: OptimizerConfig = self.settings["optimizer"]
-        state.wrapped.zero_grad_buffer()
+        for chunk in state.wrapped:
+            chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
-        outputs = get_forward_backward_func()(
-            forward_step_func=training_forward_step(self.objective, self.model, training.seed, state.step),
-            data_iterator=self.batches,
-            model=state.wrapped,
-            num_microbatches=self.dims.micro_batches,
-            seq_length=1,  # sequence lengths vary and travel with the activations
-            micro_batch_size=1,
-            pg_collection=self.groups.collection,
+        outputs = forward_backward(
+            training_forward_step(self.objective, self.model, training.seed, state.step),
+            self.batches,
+            state.wrapped,
+            self.dims.micro_batches,
+            self.groups,
         )
-        step_sums = torch.stack([sum(o["loss_sum"] for o in outputs), sum(o["tokens"] for o in outputs)])
         lr = learning_rate(state.step, training.num_steps, optimizer_settings.lr, self.settings["schedule"])
         set_learning_rate(state.optimizer, lr)
         grad_norm = gradient_norm(state.optimizer)
         # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
         check_finite(0.0, grad_norm, state.step + 1, self.batches.consumed.keys)
         apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
-        loss_sums += step_sums
+        for output in outputs:  # on the last pipeline stage; the others report none
+            loss_sums += torch.stack([output["loss_sum"], output["tokens"]])
         state.step += 1
         if state.ema is not None:
             state.ema.update(state.step)
         return grad_norm
 
-    def _log(self, loss_sums: torch.Tensor, grad_norm: float, seconds: float) -> None:
-        """Reduce what was counted since the last log line, and write it."""
+    def mean_loss(self, loss_sums: torch.Tensor) -> float:
+        """Return the mean loss over all ranks of what `step` added up; every rank calls this and gets it."""
         sums = loss_sums.clone()
         dist.all_reduce(sums, group=self.groups.dp_cp)
+        dist.all_reduce(sums, group=self.groups.pp)  # the last stage alone has losses
+        return (sums[0] / sums[1]).item()
+
+    def _log(self, loss_sums: torch.Tensor, grad_norm: float, seconds: float) -> None:
+        """Reduce what was counted since the last log line, and write it."""
+        loss = self.mean_loss(loss_sums)
         mine = self.batches.reset()
         counts = torch.tensor(
             [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops], dtype=torch.float64, device=self.device
         )
-        dist.all_reduce(counts, group=self.groups.dp_cp)
+        dist.all_reduce(counts, group=self.groups.dp)
         samples, valid, padded, flops = counts.tolist()
         state, ranks = self.state, self.groups.world_size
         state.consumed_samples += int(samples)
-        load = expert_load(state.backbone, self.device)
+        load = expert_load(state.chunks, self.device)
         if self.sinks is None or self.progress is None:
             return
         lr = learning_rate(
             state.step - 1, self.training.num_steps, self.settings["optimizer"].lr, self.settings["schedule"]
         )
         values = {
-            "loss": (sums[0] / sums[1]).item(),
+            "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": lr,
             "samples_per_s": samples / seconds,
@@ -329,7 +348,7 @@ class Run:
     def _validate(self) -> None:
         batches = self.data.build_validation(self.spec, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size)
         with self._averaged():
-            losses = held_out_loss(self.state.backbone, batches, self.objective, self.device, self.groups)
+            losses = held_out_loss(self.network, batches, self.objective, self.device, self.groups, self._share)
         self.held_out = losses["loss"]
         if self.sinks is not None and self.progress is not None:
             named = {f"held_out/{name}": value for name, value in losses.items()}
@@ -339,8 +358,9 @@ class Run:
     def _sample(self) -> None:
         folder = Path(self.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
         with self._averaged():
-            # Every rank generates all samples: tensor-parallel ranks must, the others would only wait.
-            picture = self.pictures.draw(self.state.backbone, self._latent_size(), self.device)
+            # Every rank generates all samples: those that share a model must, the others would only wait.
+            network = over_whole_packs(self.network, self.groups.cp, self.settings["parallel"].context_split)
+            picture = self.pictures.draw(network, self._latent_size(), self.device)
         if self.sinks is not None and picture is not None:
             path = self.pictures.save(picture, folder / "ema.png" if self.state.ema else folder / "raw.png")
             self.sinks.image("samples", self.state.step, path, "one sample per class")

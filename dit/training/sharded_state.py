@@ -5,6 +5,7 @@ them depends on the optimizer or the layout that wrote them. The work is Megatro
 """
 
 import queue
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -15,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor, nn
 
 from dit.backends.process_groups import ProcessGroups
-from dit.parallel.parallelize import is_expert
+from dit.parallel.parallelize import is_expert, is_replicated_over_pipeline
 from dit.training.ema import EMA
 from dit.training.optim import SLOTS, MasterShard, get_step_count, publish_masters, set_step_count
 
@@ -25,15 +26,16 @@ _results: "queue.Queue[Any]" = queue.Queue()
 def sharded_tensor(key: str, data: Tensor, parameter: nn.Parameter, groups: ProcessGroups) -> ShardedTensor:
     """Describe one rank's part of a global tensor shaped like `parameter`.
 
-    Copies on other ranks (data parallel, and tensor parallel for whole parameters) are replicas; one is written. An
-    expert is a tensor of its own name, whole on the ranks that hold it.
+    Copies on other ranks (data parallel, tensor parallel for whole parameters, pipeline stages for conditioning) are
+    replicas; one is written. An expert is a tensor of its own name, whole on the ranks that hold it.
     """
     if is_expert(parameter):
         return ShardedTensor.from_rank_offsets(key, data, replica_id=(0, 0, groups.collection.expt_dp.rank()))
     tp_rank, tp_size = groups.tp.rank(), groups.tp.size()
     split = getattr(parameter, "tensor_model_parallel", False)
     offsets = [(parameter.partition_dim, tp_rank, tp_size)] if split else []  # type: ignore[attr-defined]
-    replica = (0, 0 if split else tp_rank, groups.dp_cp.rank())
+    stage = groups.pp.rank() if is_replicated_over_pipeline(parameter) else 0
+    replica = (stage, 0 if split else tp_rank, groups.dp_cp.rank())
     return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica)
 
 
@@ -48,6 +50,8 @@ def save_state(
     state: dict[str, Any] = {}
     for i, shard in enumerate(shards):
         shard.ensure_state()
+        if f"weight.{shard.name}" in state:
+            continue  # another chunk's copy, equal to the bit
         slots = {"weight": shard.main, **{slot: shard.state[slot] for slot in SLOTS}}
         if ema is not None:
             slots["ema"] = ema.values[i]
@@ -66,7 +70,7 @@ def load_state(
     shards: list[MasterShard],
     ema: Optional[EMA],
     optimizer: Any,
-    wrapped: Any,
+    wrapped: Sequence[Any],
     groups: ProcessGroups,
 ) -> None:
     """Read what `save_state` wrote, on any layout, into masters, average, optimizer and model."""
@@ -90,13 +94,13 @@ def load_state(
 
 
 @torch.no_grad()
-def load_weights(directory: Path, model: nn.Module, groups: ProcessGroups, *, slot: str = "ema") -> None:
-    """Read only the weights (`weight`) or their average (`ema`) into a bare model, for sampling and export."""
-    parameters = dict(model.named_parameters())
+def load_weights(directory: Path, chunks: Sequence[nn.Module], groups: ProcessGroups, *, slot: str = "ema") -> None:
+    """Read only the weights (`weight`) or their average (`ema`) into bare model chunks, for sampling and export."""
+    parameters = [pair for chunk in chunks for pair in chunk.named_parameters()]
     request: dict[str, Any] = {
         name: sharded_tensor(f"{slot}.{name}", torch.empty_like(p, dtype=torch.float32), p, groups)
-        for name, p in parameters.items()
+        for name, p in parameters
     }
     loaded = dist_checkpointing.load(request, str(directory))
-    for name, parameter in parameters.items():
+    for name, parameter in parameters:
         parameter.copy_(loaded[name])

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from dit.batch import PackedBatch
@@ -27,6 +28,14 @@ def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfi
     return replace(batch, **changes)
 
 
+class LevelsOnly(AddressedNoise):
+    """The draws per sample, and zeros per token: all that a pipeline stage between the first and the last needs."""
+
+    def normal_TC(self, purpose: str, channels: int) -> Tensor:
+        rows = self.layout.total_tokens if self.layout.rows is None else len(self.layout.rows)
+        return torch.zeros(1, 1, device=self.layout.device).expand(rows, channels)
+
+
 def training_forward_step(objective: Objective, model: ModelConfig, seed: int, step: int) -> ForwardStep:
     """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
 
@@ -40,7 +49,10 @@ def training_forward_step(objective: Objective, model: ModelConfig, seed: int, s
 
     def forward_step(batches: Iterator[PackedBatch], network: Any) -> tuple[Tensor, Callable]:
         batch = next(batches)
-        noise = AddressedNoise(seed, step, batch.sample_ids_S, batch.layout)
+        stage = get_attr_wrapped_model(network, "stage")
+        # The first stage embeds the noised tokens, the last compares with their target.
+        kind = AddressedNoise if stage.first or stage.last else LevelsOnly
+        noise = kind(seed, step, batch.sample_ids_S, batch.layout)
         batch = drop_conditions(batch, noise, model)
         prepared = objective.prepare(batch, noise)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)

@@ -2,7 +2,9 @@
 
 import pickle
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4
 def tiny_model(**changes) -> DiTConfig:
     sizes = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5}
     options = {"qk_layernorm": True, "position_embedding": "sincos_3d", "context_size": 12, "context_dropout": 0.4}
-    return DiTConfig(**sizes, **{**options, **changes})
+    return DiTConfig(**{**sizes, **options, **changes})
 
 
 def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
@@ -50,6 +52,10 @@ def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
     )
 
 
+def named_parameters(chunks: list) -> list:
+    return [pair for chunk in chunks for pair in chunk.named_parameters()]
+
+
 def whole(tensor: torch.Tensor, parameter: torch.nn.Parameter, groups) -> torch.Tensor:
     """Join a parameter-shaped tensor over the tensor-parallel ranks."""
     if groups.tp.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
@@ -59,51 +65,55 @@ def whole(tensor: torch.Tensor, parameter: torch.nn.Parameter, groups) -> torch.
     return torch.cat(parts, parameter.partition_dim)
 
 
-def of_all_ranks(named: dict[str, torch.Tensor], groups) -> dict[str, torch.Tensor]:
-    """Join what ranks with different parameters (experts, stages) hold; copies of one name must be equal."""
-    parts: list = [None] * groups.different_parameters.size()
-    dist.all_gather_object(parts, named, group=groups.different_parameters)
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in (item for part in parts for item in part.items()):
-        assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
-    return found
-
-
 def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
     """Tell whether any two ranks that should hold the same values do not."""
     from dit.parallel.parallelize import is_expert
 
-    group = groups.dp_cp if getattr(parameter, "tensor_model_parallel", False) else dist.group.WORLD
-    group = groups.collection.expt_dp if is_expert(parameter) else group
-    copies = [torch.empty_like(parameter) for _ in range(group.size())]
-    dist.all_gather(copies, parameter.detach().contiguous(), group=group)
-    return any(not torch.equal(copies[0], c) for c in copies[1:])
+    copied_over = [groups.collection.expt_dp if is_expert(parameter) else groups.dp_cp]
+    if not getattr(parameter, "tensor_model_parallel", False) and not is_expert(parameter):
+        copied_over.append(groups.tp)
+    if getattr(parameter, "pipeline_parallel", False):
+        copied_over.append(groups.pp)
+    for group in copied_over:
+        copies = [torch.empty_like(parameter) for _ in range(group.size())]
+        dist.all_gather(copies, parameter.detach().contiguous(), group=group)
+        if any(not torch.equal(copies[0], c) for c in copies[1:]):
+            return True
+    return False
 
 
-def train(case: dict) -> dict:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+def of_all_stages(named: list, groups) -> dict:
+    """Join (name, tensor) pairs over the stages and experts; several copies under one name must be equal."""
+    parts: list = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, named, group=groups.different_parameters)
+    found: dict = {}
+    for name, tensor in (pair for part in parts for pair in part):
+        assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
+    return found
 
+
+def build(case: dict) -> SimpleNamespace:
+    """Build what a case trains: groups, model chunks, optimizer, all on this rank."""
     from dit.parallel.parallelize import build_model, build_optimizer, wrap
     from dit.training import optim
-    from dit.training.expert_load import expert_load
     from dit.training.settings import OptimizerConfig
-    from dit.training.step import training_forward_step
 
     parallel = ParallelConfig(**case["parallel"])
     model = tiny_model(**case.get("model", {}))
-    packed, num_micro = case["packed"], 4
+    num_micro = 4
     dims = check_parallel(
         parallel,
         world_size=dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment(),
         num_attention_heads=4,
+        num_layers=model.num_layers,
         micro_batch_size=1,
         global_batch_size=num_micro,
         num_experts=model.num_experts,
     )
     groups = process_groups.initialize(parallel)
-    backbone = build_model(model, parallel, "fp32", groups, SEED)
+    chunks = build_model(model, parallel, "fp32", groups, SEED)
     with torch.no_grad():  # a zero-initialised network would hide most gradients
-        for name, parameter in backbone.named_parameters():
+        for name, parameter in named_parameters(chunks):
             if parameter.init.kind == "constant":
                 shape = list(parameter.shape)
                 if getattr(parameter, "tensor_model_parallel", False):
@@ -112,48 +122,58 @@ def train(case: dict) -> dict:
                 if shape != list(parameter.shape):
                     values = values.chunk(groups.tp.size(), parameter.partition_dim)[groups.tp.rank()]
                 parameter.add_(values)
-    wrapped = wrap(backbone, parallel, groups)
+    wrapped = wrap(chunks, parallel, groups)
+    chunks[0].config.has_cond_embedder = case.get("has_cond_embedder", True)
     settings = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1)
     optimizer = build_optimizer(wrapped, settings, parallel, "fp32", groups)
-    shards = optim.master_shards(optimizer, backbone)
-    run = get_forward_backward_func()
+    shards = optim.master_shards(optimizer, chunks)
+    return SimpleNamespace(**locals())
+
+
+def train(case: dict) -> dict:
+    from dit.parallel.context import shard
+    from dit.parallel.schedule import forward_backward
+    from dit.training import optim
+    from dit.training.expert_load import expert_load
+    from dit.training.step import training_forward_step
+
+    it = build(case)
+    groups, optimizer, shards = it.groups, it.optimizer, it.shards
     result: dict = {"losses": [], "grad_norms": []}
     for step in range(3):
-        wrapped.zero_grad_buffer()
+        for chunk in it.wrapped:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        mine = range(groups.dp_rank, num_micro, groups.dp_size)
-        batches = (micro_batch(4 * step + i, packed=packed, multiple_of=4) for i in mine)
-        out = run(
-            forward_step_func=training_forward_step(FlowMatching(), model, SEED, step),
-            data_iterator=batches,
-            model=wrapped,
-            num_microbatches=dims.micro_batches,
-            seq_length=40,
-            micro_batch_size=1,
-            pg_collection=groups.collection,
-        )
-        sums = torch.stack([sum(o["loss_sum"] for o in out), sum(o["tokens"] for o in out)])
+        mine = range(groups.dp_rank, it.num_micro, groups.dp_size)
+        whole_packs = (micro_batch(4 * step + i, packed=case["packed"], multiple_of=4) for i in mine)
+        batches = (shard(b, groups.cp.rank(), groups.cp.size(), it.parallel.context_split) for b in whole_packs)
+        forward_step = training_forward_step(FlowMatching(), it.model, SEED, step)
+        out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
+        sums = torch.tensor([sum(float(o[name]) for o in out) for name in ("loss_sum", "tokens")], dtype=torch.float32)
         dist.all_reduce(sums, group=groups.dp_cp)
+        dist.all_reduce(sums, group=groups.pp)
         result["losses"].append((sums[0] / sums[1]).item())
         result["grad_norms"].append(optim.gradient_norm(optimizer))
         if step == 0:
-            gradients = {
-                s.name: whole(s.gather(s.main.grad if s.main.numel() else s.main), s.parameter, groups) for s in shards
-            }
-            result["gradients"] = of_all_ranks(gradients, groups)
-        optim.apply_update(optimizer, result["grad_norms"][-1], settings.clip_grad)
-    optim.publish_masters(optimizer, wrapped)  # with an overlapped gather the last update waits for the next forward
-    parameters = {n: whole(p.data, p, groups) for n, p in backbone.named_parameters()}
-    result["parameters"] = of_all_ranks(parameters, groups)
-    result["expert_load"] = expert_load(backbone, torch.device("cpu"))
-    result["drifted"] = [n for n, p in backbone.named_parameters() if copies_differ(p, groups)]
+            gathered = [(s, s.gather(s.main.grad if s.main.numel() else s.main)) for s in shards]
+            named = [(s.name, whole(gradient, s.parameter, groups)) for s, gradient in gathered]
+            result["gradients"] = of_all_stages(named, groups)
+        optim.apply_update(optimizer, result["grad_norms"][-1], it.settings.clip_grad)
+    optim.publish_masters(optimizer, it.wrapped)  # with an overlapped gather the last update waits for the next forward
+    named = named_parameters(it.chunks)
+    result["parameters"] = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
+    result["drifted"] = [n for n, p in named if copies_differ(p, groups)]
+    result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
     process_groups.release()
     return result
 
 
 def main(folder: Path) -> None:
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
-    results = [train(case) for case in cases]
+    results = []
+    for case in cases:
+        module, name = case.get("task", "tests.parallel.worker:train").split(":")
+        results.append(getattr(import_module(module), name)(case))
     if dist.get_rank() == 0:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     process_groups.destroy()

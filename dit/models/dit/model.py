@@ -2,6 +2,7 @@
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import xavier_uniform
@@ -64,19 +65,21 @@ class DiT(Backbone):
             self.head = FinalLayer(config.hidden_size, config.output_features, provider, eps=config.layernorm_epsilon)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        layout = batch.layout
+        layout, positions_T3 = batch.layout, batch.positions_T3
         if self.provider.sequence_parallel:
-            layout = layout.select(self._own_rows(layout.total_tokens, layout.device))
+            own = self._own_rows(layout)
+            layout, inputs_TC, positions_T3 = layout.select(own, gathered=True), inputs_TC[own], positions_T3[own]
         cond_SD = self.conditioner(time_S, batch)
         if self.pre_process:
-            x_TD = self._embed(inputs_TC, batch.positions_T3, layout)
+            x_TD = self._embed(inputs_TC, positions_T3, layout)
         else:
             assert self.input_tensor is not None
             x_TD = self.input_tensor.flatten(0, 1)
         for layer in self.layers.values():
             x_TD = layer(x_TD, cond_SD, layout)
         if not self.post_process:
-            return x_TD[:, None]
+            # Not a view: the schedule frees the activations once they are sent.
+            return make_viewless_tensor(x_TD[:, None], x_TD.requires_grad, keep_graph=True)
         out_TC = self.head(x_TD, cond_SD, layout)
         if self.provider.sequence_parallel:
             # Every rank computes the same loss from all rows, so the backward pass keeps this rank's rows.
@@ -86,8 +89,6 @@ class DiT(Backbone):
         return out_TC
 
     def _embed(self, inputs_TC: Tensor, positions_T3: Tensor, layout: SequenceLayout) -> Tensor:
-        if layout.rows is not None:
-            inputs_TC, positions_T3 = inputs_TC[layout.rows], positions_T3[layout.rows]
         if layout.valid_tokens < layout.total_tokens:
             # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
             inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
@@ -95,7 +96,8 @@ class DiT(Backbone):
         positions = sincos(positions_T3, self.model_config.hidden_size, self.model_config.position_embedding)
         return x_TD + positions.to(x_TD.dtype)
 
-    def _own_rows(self, total: int, device: torch.device) -> Tensor:
-        share = total // self.provider.tp_size
+    def _own_rows(self, layout: SequenceLayout) -> Tensor:
+        """Return this tensor-parallel rank's share of the rows held here."""
+        share = layout.num_rows // self.provider.tp_size
         start = self.provider.tp_rank * share
-        return torch.arange(start, start + share, device=device)
+        return torch.arange(start, start + share, device=layout.device)

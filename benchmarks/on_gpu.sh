@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show, in one command: values first, then times. Results go to benchmarks/results/.
+#   bash benchmarks/on_gpu.sh [PYTHON]
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${1:-python}
+out=${OUT:-benchmarks/results}
+mkdir -p "$out"
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+unset DIT_DEVICE
+
+echo "== values: attention on every path against the fp32 reference"
+$python -m pytest tests/gpu -p no:cacheprovider -q 2>&1 | tee "$out/gpu_tests.log" | tail -n 25
+
+echo "== values: the loop trains and resumes on this device"
+run=$(mktemp -d)
+$python -m launch.train --yes --factory tiny_dit training.run_dir="$run" training.precision=bf16 | tail -n 3
+$python -m launch.train --yes --factory tiny_dit training.run_dir="$run" training.precision=bf16 \
+  training.num_steps=30 | tail -n 3
+rm -rf "$run"
+
+echo "== times: attention"
+$python -m benchmarks.attention --out "$out/attention.jsonl"
+
+echo "== times: optimizer steps"
+step() { $python -m benchmarks.step --out "$out/step.jsonl" "$@" | tail -n 1; }
+step --factory letters_dit --shape 1x16x16
+step --factory dit_s2_imagenet training.micro_batch_size=256 training.precision=bf16
+step --factory dit_b2_imagenet training.micro_batch_size=256 training.precision=bf16
+step --factory dit_l2_imagenet training.micro_batch_size=128 training.global_batch_size=128 training.precision=bf16
+step --factory dit_xl2_imagenet training.micro_batch_size=128 training.global_batch_size=128 training.precision=bf16
