@@ -51,7 +51,7 @@ class TrainState:
 
 
 def global_shapes(chunks: Sequence[nn.Module], groups: ProcessGroups) -> dict[str, list[int]]:
-    """Return the shape of every whole parameter of all stages by name, the same on every layout and rank."""
+    """Return the shape of every whole parameter of all stages and experts by name, equal on every layout and rank."""
     shapes = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -59,8 +59,8 @@ def global_shapes(chunks: Sequence[nn.Module], groups: ProcessGroups) -> dict[st
             if getattr(parameter, "tensor_model_parallel", False):
                 shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
             shapes[name] = shape
-    parts: list[Any] = [None] * groups.pp.size()
-    dist.all_gather_object(parts, shapes, group=groups.pp)
+    parts: list[Any] = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, shapes, group=groups.different_parameters)
     return {name: shape for part in parts for name, shape in part.items()}
 
 

@@ -33,6 +33,7 @@ from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, to_record
 from dit.training.ema import EMA
 from dit.training.exit_record import ExitRecord
+from dit.training.expert_load import expert_load
 from dit.training.flops import training_flops
 from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
 from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
@@ -116,6 +117,7 @@ def check_settings(
         num_layers=model.megatron_sizes()["num_layers"],
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
+        num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     check_schedule(training.num_steps, optimizer.lr, schedule)
     if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
@@ -225,11 +227,13 @@ class Run:
         context = ""
         if parallel.context_parallel_size > 1:
             context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
+        ep = parallel.expert_model_parallel_size
+        sharing = parallel.data_parallel + (f", EP {ep}" if ep > 1 else "")
         return (
             f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
             f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
             f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {self.dims.data_parallel_size} "
-            f"({parallel.data_parallel}) | {self.training.precision}, attention {attention} | "
+            f"({sharing}) | {self.training.precision}, attention {attention} | "
             f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
             + (f" | resumed at step {self.state.step}" if resumed else "")
         )
@@ -320,15 +324,11 @@ class Run:
             dtype=torch.float64,
             device=self.device,
         )
-<<<<<<< HEAD
         dist.all_reduce(counts, group=self.groups.dp)
-        samples, valid, padded, flops = counts.tolist()
-=======
-        dist.all_reduce(counts, group=self.groups.dp_cp)
         samples, valid, padded, flops, skipped = counts.tolist()
->>>>>>> tests
         state, ranks = self.state, self.groups.world_size
         state.consumed_samples += int(samples)
+        load = expert_load(state.chunks, self.device)
         if self.sinks is None or self.progress is None:
             return
         lr = learning_rate(
@@ -343,6 +343,7 @@ class Run:
             "padded_tokens_per_s_per_rank": padded / seconds / ranks,
             "tflops_per_rank": flops / seconds / ranks / 1e12,
             "skipped_samples": skipped,
+            **load,
         }
         self.sinks.scalars(state.step, values, state.consumed_samples)
         self.progress.update(state.step, values)

@@ -67,8 +67,10 @@ def whole(tensor: torch.Tensor, parameter: torch.nn.Parameter, groups) -> torch.
 
 def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
     """Tell whether any two ranks that should hold the same values do not."""
-    copied_over = [groups.dp_cp]
-    if not getattr(parameter, "tensor_model_parallel", False):
+    from dit.parallel.parallelize import is_expert
+
+    copied_over = [groups.collection.expt_dp if is_expert(parameter) else groups.dp_cp]
+    if not getattr(parameter, "tensor_model_parallel", False) and not is_expert(parameter):
         copied_over.append(groups.tp)
     if getattr(parameter, "pipeline_parallel", False):
         copied_over.append(groups.pp)
@@ -81,9 +83,9 @@ def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
 
 
 def of_all_stages(named: list, groups) -> tuple[dict, list]:
-    """Join (name, tensor) pairs over the pipeline; also list the names whose copies differ."""
-    parts: list = [None] * groups.pp.size()
-    dist.all_gather_object(parts, named, group=groups.pp)
+    """Join (name, tensor) pairs over the stages and experts; also list the names whose copies differ."""
+    parts: list = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, named, group=groups.different_parameters)
     found: dict = {}
     pairs = [pair for part in parts for pair in part]
     drifted = [name for name, tensor in pairs if not torch.equal(found.setdefault(name, tensor), tensor)]
@@ -106,6 +108,7 @@ def build(case: dict) -> SimpleNamespace:
         num_layers=model.num_layers,
         micro_batch_size=1,
         global_batch_size=num_micro,
+        num_experts=model.num_experts,
     )
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, "fp32", groups, SEED)
@@ -131,6 +134,7 @@ def train(case: dict) -> dict:
     from dit.parallel.context import shard
     from dit.parallel.schedule import forward_backward
     from dit.training import optim
+    from dit.training.expert_load import expert_load
     from dit.training.step import training_forward_step
 
     it = build(case)
@@ -161,6 +165,7 @@ def train(case: dict) -> dict:
     result["parameters"], drifted = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
     result["drifted"] = drifted + [n for n, p in named if copies_differ(p, groups)]
     case.get("then", lambda it: None)(it)
+    result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
     process_groups.release()
     return result
 
