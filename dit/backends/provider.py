@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import ZEROS, Init, with_init
+from dit.backends.expert_dispatch import ExpertDispatch
 from dit.errors import ConfigError
 
 
@@ -48,6 +49,7 @@ class LayerProvider:
         self.tp_group = None if groups is None else groups.tp
         self.tp_size = 1 if groups is None else groups.tp.size()
         self.tp_rank = 0 if groups is None else groups.tp.rank()
+        self._groups = groups
 
     @property
     def _device(self) -> Any:
@@ -109,6 +111,49 @@ class LayerProvider:
         if bias:
             self.replicate(layer.bias, ZEROS)
         return layer
+
+    def local_experts(self, num_experts: int) -> range:
+        """Return the global indices of the experts that this rank holds.
+
+        Raises:
+            ConfigError: expert parallelism cannot share them out.
+        """
+        size = 1 if self._groups is None else self._groups.ep.size()
+        if num_experts % size:
+            fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise ConfigError(
+                f"num_experts={num_experts} cannot be shared by expert_model_parallel_size={size} ranks; "
+                f"use one of {fits}"
+            )
+        share = num_experts // size
+        first = 0 if self._groups is None else self._groups.ep.rank() * share
+        return range(first, first + share)
+
+    def expert_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> nn.Linear:
+        """Build a linear layer of one expert, which this rank holds whole."""
+        layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
+        for name, parameter in layer.named_parameters():
+            # Megatron-Core reduces such a gradient over the ranks that hold the same expert, and over no others.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            with_init(parameter, init if name == "weight" else ZEROS)
+        return layer
+
+    def expert_dispatch(self, experts: range) -> Optional[ExpertDispatch]:
+        """Build the `ExpertDispatch` to the experts of all ranks; None where the model only is counted (meta device).
+
+        Args:
+            experts: global indices of those held here.
+        """
+        if self._groups is None:
+            return None
+        return ExpertDispatch(self.config, self._groups, experts)
+
+    def sum_over_sample_ranks(self, x: Tensor) -> Tensor:
+        """Add up a tensor over the ranks that hold rows of the same samples, in place; carries no gradient."""
+        group = None if self._groups is None else self._groups.tp_cp
+        if group is not None and group.size() > 1:
+            torch.distributed.all_reduce(x, group=group)
+        return x
 
     def parameter(self, shape: tuple[int, ...], init: Init) -> nn.Parameter:
         """Build a parameter that every tensor-parallel rank holds whole."""

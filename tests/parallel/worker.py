@@ -67,8 +67,10 @@ def whole(tensor: torch.Tensor, parameter: torch.nn.Parameter, groups) -> torch.
 
 def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
     """Tell whether any two ranks that should hold the same values do not."""
-    copied_over = [groups.dp_cp]
-    if not getattr(parameter, "tensor_model_parallel", False):
+    from dit.parallel.parallelize import is_expert
+
+    copied_over = [groups.collection.expt_dp if is_expert(parameter) else groups.dp_cp]
+    if not getattr(parameter, "tensor_model_parallel", False) and not is_expert(parameter):
         copied_over.append(groups.tp)
     if getattr(parameter, "pipeline_parallel", False):
         copied_over.append(groups.pp)
@@ -80,14 +82,14 @@ def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
     return False
 
 
-def of_all_stages(named: list, groups) -> dict:
-    """Join (name, tensor) pairs over the pipeline; several copies under one name must be equal."""
-    parts: list = [None] * groups.pp.size()
-    dist.all_gather_object(parts, named, group=groups.pp)
+def of_all_stages(named: list, groups) -> tuple[dict, list]:
+    """Join (name, tensor) pairs over the stages and experts; also list the names whose copies differ."""
+    parts: list = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, named, group=groups.different_parameters)
     found: dict = {}
-    for name, tensor in (pair for part in parts for pair in part):
-        assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
-    return found
+    pairs = [pair for part in parts for pair in part]
+    drifted = [name for name, tensor in pairs if not torch.equal(found.setdefault(name, tensor), tensor)]
+    return found, drifted
 
 
 def build(case: dict) -> SimpleNamespace:
@@ -106,6 +108,7 @@ def build(case: dict) -> SimpleNamespace:
         num_layers=model.num_layers,
         micro_batch_size=1,
         global_batch_size=num_micro,
+        num_experts=model.num_experts,
     )
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, "fp32", groups, SEED)
@@ -119,8 +122,8 @@ def build(case: dict) -> SimpleNamespace:
                 if shape != list(parameter.shape):
                     values = values.chunk(groups.tp.size(), parameter.partition_dim)[groups.tp.rank()]
                 parameter.add_(values)
+    case.get("break", lambda chunks: None)(chunks)
     wrapped = wrap(chunks, parallel, groups)
-    chunks[0].config.has_cond_embedder = case.get("has_cond_embedder", True)
     settings = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1)
     optimizer = build_optimizer(wrapped, settings, parallel, "fp32", groups)
     shards = optim.master_shards(optimizer, chunks)
@@ -131,6 +134,7 @@ def train(case: dict) -> dict:
     from dit.parallel.context import shard
     from dit.parallel.schedule import forward_backward
     from dit.training import optim
+    from dit.training.expert_load import expert_load
     from dit.training.step import training_forward_step
 
     it = build(case)
@@ -154,12 +158,14 @@ def train(case: dict) -> dict:
         if step == 0:
             gathered = [(s, s.gather(s.main.grad if s.main.numel() else s.main)) for s in shards]
             named = [(s.name, whole(gradient, s.parameter, groups)) for s, gradient in gathered]
-            result["gradients"] = of_all_stages(named, groups)
+            result["gradients"], _ = of_all_stages(named, groups)
         optim.apply_update(optimizer, result["grad_norms"][-1], it.settings.clip_grad)
     optim.publish_masters(optimizer, it.wrapped)  # with an overlapped gather the last update waits for the next forward
     named = named_parameters(it.chunks)
-    result["parameters"] = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
-    result["drifted"] = [n for n, p in named if copies_differ(p, groups)]
+    result["parameters"], drifted = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
+    result["drifted"] = drifted + [n for n, p in named if copies_differ(p, groups)]
+    case.get("then", lambda it: None)(it)
+    result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
     process_groups.release()
     return result
 
