@@ -29,9 +29,9 @@ SAVED_SPLIT_H = 4  # q, k, v and the attention output, split over heads
 SAVED_SPLIT_F = 2  # MLP before and after its activation, split over columns
 SAVED_ROUTED_H = 2  # input and output of an expert, for each expert that a token meets
 FORMULA = (
-    "activations ~ micro_batch_size x tokens x layers in flight x (6 h / SP + (4 h + 2 f) / TP) x bytes per number,\n"
-    "  with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; layers in flight = num_layers, in a\n"
-    "  pipeline this rank's own layers, once per micro-batch that waits for its backward pass; no recompute"
+    "activations ~ micro_batch_size x tokens / CP x layers in flight x (6 h / SP + (4 h + 2 f) / TP) x bytes per\n"
+    "  number, with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; layers in flight = num_layers, in\n"
+    "  a pipeline this rank's own layers, once per micro-batch that waits for its backward pass; no recompute"
 )
 EXPERTS_FORMULA = "\n  with experts, 2 f counts for each that a token meets on average, with 2 h more"
 
@@ -77,7 +77,7 @@ def estimate_memory(
 
     bf16 keeps bf16 weights, fp32 gradients, and in the optimizer an fp32 master copy with Adam's two moments; fp32
     keeps fp32 weights and gradients and the two moments. The distributed optimizer spreads its states and the fp32
-    average over the data-parallel ranks.
+    average over the ranks that hold the same parameters.
 
     Args:
         tokens: per sample.
@@ -100,9 +100,10 @@ def _rank_memory(
     from dit.parallel.parallelize import build_on_meta, is_expert
     from dit.parallel.pipeline import layers_in_flight, split_layers, stages
 
-    tp, pp, ep = (
+    tp, pp, cp, ep = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
         parallel.expert_model_parallel_size,
     )
     cut = (parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_layers)
@@ -116,11 +117,11 @@ def _rank_memory(
     layers = layers_in_flight(split_layers(num_layers, pp, *cut), pp, pp_rank, micro_batches)
     half = training.precision == "bf16"
     sharded = parallel.data_parallel == "distributed_optimizer"
-    expert_copies = data_parallel_size * tp * parallel.context_parallel_size // ep
+    expert_copies = data_parallel_size * tp * cp // ep
 
     def spread(size: int) -> int:
         """Return the bytes of what takes `size` per parameter and is spread over the ranks that hold it."""
-        return dense * size // data_parallel_size + experts * size // expert_copies if sharded else count * size
+        return dense * size // (data_parallel_size * cp) + experts * size // expert_copies if sharded else count * size
 
     sizes = model.megatron_sizes()
     h, f = sizes["hidden_size"], sizes["ffn_hidden_size"]
@@ -135,7 +136,7 @@ def _rank_memory(
         gradients=count * 4,
         optimizer=spread(12 if half else 8),
         average=0 if training.ema_decay is None else spread(4),
-        activations=int(training.micro_batch_size * tokens * layers * per_token * (2 if half else 4)),
+        activations=int(training.micro_batch_size * tokens / cp * layers * per_token * (2 if half else 4)),
     )
 
 
@@ -172,7 +173,9 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
     step = flops * tokens * training.global_batch_size
     pp = parallel.pipeline_model_parallel_size
     pipeline = f"pipeline {pp} x " if pp > 1 else ""
-    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}data {dims.data_parallel_size}"
+    cp = parallel.context_parallel_size
+    context = f"context {cp} x " if cp > 1 else ""
+    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
     if parallel.expert_model_parallel_size > 1:
         sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
     batch = f"{dims.micro_batches} micro-batches x {training.micro_batch_size} x {dims.data_parallel_size} replicas"

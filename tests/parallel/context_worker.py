@@ -46,7 +46,7 @@ def check(parallel: ParallelConfig) -> ParallelDims:
         num_attention_heads=4,
         num_layers=LAYERS,
         micro_batch_size=1,
-        global_batch_size=1,
+        global_batch_size=4,
     )
 
 
