@@ -29,8 +29,9 @@ SAVED_SPLIT_H = 4  # q, k, v and the attention output, split over heads
 SAVED_SPLIT_F = 2  # MLP before and after its activation, split over columns
 SAVED_ROUTED_H = 2  # input and output of an expert, for each expert that a token meets
 FORMULA = (
-    "activations ~ micro_batch_size x tokens x num_layers x (6 h / SP + (4 h + 2 f) / TP) x bytes per number,\n"
-    "  with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; no recompute"
+    "activations ~ micro_batch_size x tokens x layers in flight x (6 h / SP + (4 h + 2 f) / TP) x bytes per number,\n"
+    "  with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; layers in flight = num_layers, in a\n"
+    "  pipeline this rank's own layers, once per micro-batch that waits for its backward pass; no recompute"
 )
 EXPERTS_FORMULA = "\n  with experts, 2 f counts for each that a token meets on average, with 2 h more"
 
@@ -72,7 +73,7 @@ def local_parameters(parameters: Iterable[nn.Parameter], tp: int) -> int:
 def estimate_memory(
     model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, data_parallel_size: int, tokens: int
 ) -> Memory:
-    """Add up what one rank holds.
+    """Add up what one rank holds: of a pipeline's ranks, the one that needs most.
 
     bf16 keeps bf16 weights, fp32 gradients, and in the optimizer an fp32 master copy with Adam's two moments; fp32
     keeps fp32 weights and gradients and the two moments. The distributed optimizer spreads its states and the fp32
@@ -81,13 +82,38 @@ def estimate_memory(
     Args:
         tokens: per sample.
     """
-    from dit.parallel.parallelize import build_on_meta, is_expert
+    ranks = [
+        _rank_memory(model, training, parallel, data_parallel_size, tokens, pp_rank)
+        for pp_rank in range(parallel.pipeline_model_parallel_size)
+    ]
+    return max(ranks, key=lambda memory: memory.total)
 
-    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    parameters = list(build_on_meta(model).parameters())
+
+def _rank_memory(
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    data_parallel_size: int,
+    tokens: int,
+    pp_rank: int,
+) -> Memory:
+    from dit.parallel.parallelize import build_on_meta, is_expert
+    from dit.parallel.pipeline import layers_in_flight, split_layers, stages
+
+    tp, pp, ep = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.expert_model_parallel_size,
+    )
+    cut = (parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_layers)
+    num_layers = model.megatron_sizes()["num_layers"]
+    chunks = [build_on_meta(model, stage) for stage in stages(num_layers, pp, pp_rank, *cut)]
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
     dense = local_parameters((p for p in parameters if not is_expert(p)), tp)
     experts = sum(p.numel() for p in parameters if is_expert(p)) // ep
     count = dense + experts
+    micro_batches = training.global_batch_size // (training.micro_batch_size * data_parallel_size)
+    layers = layers_in_flight(split_layers(num_layers, pp, *cut), pp, pp_rank, micro_batches)
     half = training.precision == "bf16"
     sharded = parallel.data_parallel == "distributed_optimizer"
     expert_copies = data_parallel_size * tp * parallel.context_parallel_size // ep
@@ -109,7 +135,7 @@ def estimate_memory(
         gradients=count * 4,
         optimizer=spread(12 if half else 8),
         average=0 if training.ema_decay is None else spread(4),
-        activations=int(training.micro_batch_size * tokens * sizes["num_layers"] * per_token * (2 if half else 4)),
+        activations=int(training.micro_batch_size * tokens * layers * per_token * (2 if half else 4)),
     )
 
 
@@ -144,7 +170,9 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
     need = estimate_memory(model, training, parallel, dims.data_parallel_size, tokens)
     flops = flops_per_token(model, tokens)
     step = flops * tokens * training.global_batch_size
-    sharing = f"tensor {parallel.tensor_model_parallel_size} x data {dims.data_parallel_size}"
+    pp = parallel.pipeline_model_parallel_size
+    pipeline = f"pipeline {pp} x " if pp > 1 else ""
+    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}data {dims.data_parallel_size}"
     if parallel.expert_model_parallel_size > 1:
         sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
     batch = f"{dims.micro_batches} micro-batches x {training.micro_batch_size} x {dims.data_parallel_size} replicas"
@@ -156,7 +184,7 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         f"batch       {training.global_batch_size} samples = {batch}",
         f"work        {flops / 1e9:,.4g} GFLOP per token ({tokens} to a sample), {step / 1e12:,.4g} TFLOP per step",
         "",
-        f"memory per rank, {training.precision}",
+        f"memory per rank{' (the fullest of the pipeline)' if pp > 1 else ''}, {training.precision}",
         *(f"  {name:<12}{value / GIB:10.3f} GiB" for name, value in asdict(need).items()),
         f"  {'total':<12}{need.total / GIB:10.3f} GiB",
         f"  {FORMULA}{EXPERTS_FORMULA if 'num_moe_experts' in model.megatron_sizes() else ''}",

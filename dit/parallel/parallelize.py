@@ -95,7 +95,7 @@ def attention_path(parallel: ParallelConfig, groups: ProcessGroups, dtype: torch
     _, attention = resolve_attention(device, dtype)
     if parallel.context_parallel_size == 1:
         return attention
-    inner, outer = groups.collection.hcp if parallel.context_a2a_size else (None, None)
+    inner, outer = groups.collection.hcp if parallel.context_comm == "a2a+p2p" else (None, None)
     return ContextAttention(
         local=attention,
         kernel=resolve_blocks(device, dtype),

@@ -1,5 +1,6 @@
 """Saving and resuming a run: sharded state, loader position and settings in one proven folder."""
 
+import io
 import json
 import logging
 from collections.abc import Sequence
@@ -99,7 +100,9 @@ class Checkpointer:
                 save_state(folder, state.shards, state.ema, state.optimizer, groups)
                 if groups.is_data_reader:
                     (folder / "loader").mkdir(exist_ok=True)
-                    torch.save(state.stream.state_dict(), folder / "loader" / f"dp_{groups.dp_rank:05d}.pt")
+                    position = io.BytesIO()  # torch's own file writer hides why the disk refused
+                    torch.save(state.stream.state_dict(), position)
+                    (folder / "loader" / f"dp_{groups.dp_rank:05d}.pt").write_bytes(position.getbuffer())
                 if groups.rank == 0:
                     (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.settings, sort_keys=False))
                     (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))

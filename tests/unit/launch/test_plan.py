@@ -78,6 +78,23 @@ def test_sequence_parallelism_splits_all_activations():
     assert two_sp < two < one
 
 
+def test_pipeline_ranks_hold_their_stage_and_a_copy_of_the_embedders():
+    from dit.parallel.parallelize import build_on_meta
+
+    sizes = {name: p.numel() for name, p in build_on_meta(MODEL).named_parameters()}
+    first = sum(n for name, n in sizes.items() if name.startswith(("conditioner.", "embed.", "layers.0.")))
+    last = sum(n for name, n in sizes.items() if name.startswith(("conditioner.", "head.", "layers.1.")))
+    piped = replace(DDP, pipeline_model_parallel_size=2)
+    need = plan.estimate_memory(MODEL, TRAINING, piped, data_parallel_size=1, tokens=16)
+    whole = plan.estimate_memory(MODEL, TRAINING, DDP, data_parallel_size=1, tokens=16)
+    per_parameter = whole.total - whole.activations
+    assert per_parameter % N == 0
+    # Two micro-batches are under way on the first rank, each through half of the layers; one on the last.
+    on_first = per_parameter // N * first + whole.activations
+    on_last = per_parameter // N * last + whole.activations // 2
+    assert need.total == max(on_first, on_last)
+
+
 def test_a_size_that_does_not_divide_is_refused():
     from dit.parallel.parallelize import build_on_meta
 
