@@ -3,6 +3,7 @@
 Layers ask for a linear by what it does (split its outputs, split its inputs, replicate) and never for a library.
 """
 
+from copy import copy
 from typing import Any, Optional
 
 import torch
@@ -73,11 +74,22 @@ class LayerProvider:
             )
         return count // self.tp_size
 
-    def column_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> ColumnLinear:
-        """Build a linear layer whose output features are split."""
+    def column_linear(
+        self, in_features: int, out_features: int, *, bias: bool, init: Init, whole_input: bool = False
+    ) -> ColumnLinear:
+        """Build a linear layer whose output features are split.
+
+        Args:
+            whole_input: every tensor-parallel rank holds all rows of the input, also under sequence parallelism (text):
+                nothing is gathered, and the input's gradient is complete on every rank.
+        """
         self.split(out_features, "output features")
+        config = self.config
+        if whole_input:
+            config = copy(config)
+            config.sequence_parallel = False
         layer = ColumnLinear(
-            in_features, out_features, config=self.config, init_method=None, bias=bias, tp_group=self.tp_group
+            in_features, out_features, config=config, init_method=None, bias=bias, tp_group=self.tp_group
         )
         _mark_split(layer.weight, 0)
         with_init(layer.weight, init)
@@ -155,10 +167,18 @@ class LayerProvider:
             torch.distributed.all_reduce(x, group=group)
         return x
 
-    def parameter(self, shape: tuple[int, ...], init: Init) -> nn.Parameter:
-        """Build a parameter that every tensor-parallel rank holds whole."""
+    def parameter(self, shape: tuple[int, ...], init: Init, *, meets_all_rows: bool = False) -> nn.Parameter:
+        """Build a parameter that every tensor-parallel rank holds whole.
+
+        Args:
+            meets_all_rows: also under sequence parallelism each rank's gradient is complete, because the parameter
+                joins an input that every rank holds whole.
+        """
         empty = torch.empty(shape, dtype=self.config.params_dtype, device=self._device)
-        return self.replicate(nn.Parameter(empty), init)
+        parameter = self.replicate(nn.Parameter(empty), init)
+        if meets_all_rows:
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+        return parameter
 
     def replicate(self, parameter: Any, init: Init) -> nn.Parameter:
         """Mark a whole parameter: under SP each rank's gradient covers its own tokens, so the ranks' sum is taken."""

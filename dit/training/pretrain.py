@@ -50,6 +50,7 @@ from dit.training.settings import (
     TrainingConfig,
 )
 from dit.training.sinks import FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
+from dit.training.start import start_from
 from dit.training.step import training_forward_step
 from dit.training.validate import held_out_loss
 
@@ -167,6 +168,8 @@ class Run:
         self.network = WholeNetwork(self.state.chunks, groups)
         self.checkpointer = Checkpointer(CheckpointStore(run_dir / "checkpoints", settings["checkpoint"]), self.record)
         resumed = self.checkpointer.resume(self.state, settings["checkpoint"].resume)
+        if not resumed and settings["checkpoint"].start_from is not None:
+            start_from(settings["checkpoint"].start_from, self.state)
         self.batches = DeviceBatches(
             self.state.stream,
             self.device,

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from dit.backends import process_groups
 from dit.batch import PackedBatch, SequenceLayout
+from dit.models import BACKBONES
+from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, check_parallel
@@ -20,7 +22,11 @@ SEED = 5
 GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4, 4), (1, 2, 2)]
 
 
-def tiny_model(**changes) -> DiTConfig:
+def tiny_model(backbone: str = "dit", **changes) -> ModelConfig:
+    if backbone != "dit":
+        module, name = BACKBONES[backbone].split(":")
+        sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
+        return getattr(import_module(module), name)(**{**sizes, "context_dropout": 0.4, **changes})
     sizes = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5}
     options = {"qk_layernorm": True, "position_embedding": "sincos_3d", "context_size": 12, "context_dropout": 0.4}
     return DiTConfig(**{**sizes, **options, **changes})
@@ -49,6 +55,7 @@ def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
         labels_S=torch.tensor([index % 5, (index + 2) % 5]),
         context_KD=torch.randn(context_layout.total_tokens, 12, generator=generator),
         context_layout=context_layout,
+        fps_S=torch.tensor([24.0, 8.0 + index]),
     )
 
 

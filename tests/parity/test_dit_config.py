@@ -41,6 +41,11 @@ def embed_width(model: nn.Module) -> int:
     return model.embed.weight.shape[1]
 
 
+def rotary_setting(name: str) -> Callable[[nn.Module], Any]:
+    """Read a setting of the rotary positions that the model's config stands for."""
+    return lambda model: getattr(model.model_config.rotary(12), name)
+
+
 # field: (another value, what shows it in the built model, how the shown value follows from the field's)
 SHOWN: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "in_channels": (6, embed_width, lambda value: 4 * value),
@@ -61,6 +66,9 @@ SHOWN: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "layernorm_epsilon": (1e-3, lambda m: {m.layers["1"].modulation.eps, m.head.eps}, lambda value: {value}),
     "position_embedding": ("sincos_3d", sees_time_index, None),
+    "rope_theta": (50.0, rotary_setting("theta"), None),
+    "rope_scaling": ("linear", rotary_setting("scaling"), None),
+    "rope_factors": ([2.0, 1.0, 1.0], rotary_setting("factors"), lambda value: tuple(value or (1.0, 1.0, 1.0))),
     "time_scale": (7.0, lambda m: m.conditioner.time.time_scale, None),
     "num_experts": (3, lambda m: len(getattr(m.layers["1"].mlp, "experts", [])) or None, None),
     "moe_ffn_hidden_size": (

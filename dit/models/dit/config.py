@@ -7,13 +7,14 @@ from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Stage
 from dit.models.experts import ExpertOptions
+from dit.models.sizes import RotarySettings
 
 TIME_FEATURES = 256
 """Width of the time's sinusoid."""
 
 
 @dataclass(kw_only=True)
-class DiTConfig(ExpertOptions, ModelConfig):
+class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
     """DiT with adaLN-Zero, conditioned on class and/or pooled text; its MLPs may be mixtures of experts.
 
     Attributes:
@@ -23,7 +24,7 @@ class DiTConfig(ExpertOptions, ModelConfig):
         qk_layernorm: RMSNorm on queries and keys per head.
         add_bias: biases in attention, MLP and modulation.
         layernorm_epsilon: of the layer norms.
-        position_embedding: fixed sine-cosine over (h, w) as in the paper, or over (t, h, w).
+        position_embedding: fixed sine-cosine over (h, w) as in the paper, or over (t, h, w); or rotary over (t, h, w).
         time_scale: factor on the objective's time before its sinusoid.
     """
 
@@ -35,7 +36,7 @@ class DiTConfig(ExpertOptions, ModelConfig):
     qk_layernorm: bool = False
     add_bias: bool = True
     layernorm_epsilon: float = 1e-6
-    position_embedding: Literal["sincos_2d", "sincos_3d"] = "sincos_2d"
+    position_embedding: Literal["sincos_2d", "sincos_3d", "rope_3d"] = "sincos_2d"
     time_scale: float = 1000.0
 
     @property
@@ -80,7 +81,10 @@ class DiTConfig(ExpertOptions, ModelConfig):
         for name, size in optional.items():
             if size is not None and size < 1:
                 raise ConfigError(f"model.{name}={size} must be at least 1, or None")
-        check_size(self.hidden_size, self.position_embedding)
+        if self.position_embedding == "rope_3d":
+            self.rotary(self.hidden_size // self.num_attention_heads)
+        else:
+            check_size(self.hidden_size, self.position_embedding)
         self.validate_experts()
 
     def megatron_sizes(self) -> dict[str, Any]:

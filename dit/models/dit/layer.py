@@ -1,5 +1,7 @@
 """One DiT block."""
 
+from typing import Optional
+
 from torch import Tensor, nn
 
 from dit.backends.attention import Attention
@@ -10,6 +12,7 @@ from dit.layers.adaln import Modulation
 from dit.layers.attention import SelfAttention
 from dit.layers.mlp import MLP
 from dit.layers.moe import MoE
+from dit.layers.positions import Rotation
 from dit.models.dit.config import DiTConfig
 
 
@@ -39,9 +42,11 @@ class DiTLayer(nn.Module):
             size = config.expert_size(config.ffn_size)
             self.mlp = MoE(config.hidden_size, size, config.num_experts, provider, bias=bias, **config.moe_arguments())
 
-    def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout, rotation: Optional[Rotation] = None
+    ) -> Tensor:
         attention_mod, mlp_mod = self.modulation(cond_SD)
-        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout)
+        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout, rotation)
         x_TD = gated_residual(x_TD, y_TD, attention_mod.gate_SD, layout)
         y_TD = mlp_mod.norm_and_modulate(x_TD, layout)
         y_TD = self.mlp(y_TD, layout) if isinstance(self.mlp, MoE) else self.mlp(y_TD)
