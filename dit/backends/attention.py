@@ -1,11 +1,13 @@
 """Bidirectional attention over packed sequences: an fp32 reference, and one path per device behind one call.
 
-Tensors are THD: `[T, N, H]` tokens, heads, head size. Segment i of the queries attends to segment i of the keys and to
-nothing else. Padding rows are in no segment and come out as zeros.
+Tensors are THD: `[T, N, H]` tokens, heads, head size; keys and values may have fewer heads, each for a group of query
+heads. Segment i of the queries attends to segment i of the keys and to nothing else. Padding rows are in no segment and
+come out as zeros.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -91,7 +93,12 @@ def varlen_attention(
     keep_k = full_k.valid_T.nonzero()[:, 0] if full_k.valid_tokens < full_k.total_tokens else None
     q = q_TNH if keep_q is None else q_TNH[keep_q]
     k, v = (x if keep_k is None else x[keep_k] for x in (k_KNH, v_KNH))
-    out: Any = varlen_attn(q, k, v, full_q.cu_seqlens, full_k.cu_seqlens, full_q.max_seqlen, full_k.max_seqlen)
+    # The kernel always took grouped queries; from torch 2.12 on it asks whether they are meant.
+    grouped = q.shape[1] != k.shape[1] and "enable_gqa" in signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
+    out: Any = varlen_attn(
+        q, k, v, full_q.cu_seqlens, full_k.cu_seqlens, full_q.max_seqlen, full_k.max_seqlen, **options
+    )
     return out if keep_q is None else torch.zeros_like(q_TNH).index_copy(0, keep_q, out)
 
 

@@ -141,7 +141,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Optional[Tensor], ...]:  # type: ignore[override]
         q_TNH, k_TNH, v_TNH, out_TNH, lse_TN = ctx.saved_tensors
         rank, size, blocks = ctx.group.rank(), ctx.group.size(), ctx.blocks
-        travelling = torch.stack([k_TNH, v_TNH])
+        travelling, grad_TNH = torch.stack([k_TNH, v_TNH]), grad_TNH.contiguous()
         dq_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
         # The gradient of a block starts at the block's second stop and arrives at its owner with the last exchange;
         # the owner adds its own part. So it travels size - 1 hops, like the block itself.
@@ -149,7 +149,14 @@ class _Ring(torch.autograd.Function):
         for hop in range(size):
             coming = _Exchange(travelling, ctx.group) if hop < size - 1 else None
             dq, *parts = ctx.kernel.backward(
-                grad_TNH.contiguous(), q_TNH, *travelling, out_TNH, lse_TN, blocks[rank], blocks[(rank - hop) % size]
+                grad_TNH,
+                q_TNH,
+                travelling[0],
+                travelling[1],
+                out_TNH,
+                lse_TN,
+                blocks[rank],
+                blocks[(rank - hop) % size],
             )
             dq_TNH += dq
             part = torch.stack(parts).float()

@@ -198,6 +198,17 @@ def _redirect_device_meshes() -> None:
     adapter.DeviceMesh = type("DeviceMesh", (adapter.DeviceMesh,), {"from_group": staticmethod(on_cpu)})
 
 
+def _redirect_expert_dispatch() -> None:
+    """Let the token dispatcher's all-to-all have its split sizes as numbers, also where they never were on CUDA."""
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    for name in ("moe_utils", "token_dispatcher"):
+        module: Any = importlib.import_module(f"megatron.core.transformer.moe.{name}")
+        module.maybe_move_tensor_to_cpu = to_host
+
+
 @functools.cache
 def install() -> None:
     """Redirect Megatron-Core to CPU, once per process, before its groups, modules or optimizers are built."""
@@ -206,3 +217,4 @@ def install() -> None:
     _redirect_collectives()
     _redirect_rng_tracker()
     _redirect_device_meshes()
+    _redirect_expert_dispatch()

@@ -57,6 +57,11 @@ class ProcessGroups:
         """Ranks that hold different tokens; gradients and losses are summed over them."""
         return self.collection.dp_cp
 
+    @property
+    def different_parameters(self) -> dist.ProcessGroup:
+        """Ranks that together hold one copy of every parameter: the pipeline stages, and the experts on each."""
+        return self.collection.tp_ep_pp
+
 
 def world_size_from_environment() -> int:
     """Return the number of ranks that torchrun (or Slurm's torchrun) started; 1 for a plain process."""

@@ -26,8 +26,9 @@ class ParallelConfig:
         context_a2a_size: ranks of an all-to-all under `a2a+p2p`; None for the other schemes.
         context_split: each sample is cut into one chunk per rank, or into two that a causal mask would balance
             (Transformer Engine's order). Our attention is bidirectional, so `contiguous` is balanced too.
-        expert_model_parallel_size: ranks that share the experts of a layer.
-        expert_tensor_parallel_size: ranks that share one expert.
+        expert_model_parallel_size: ranks that share the experts of a layer, taken from the tensor-, context- and
+            data-parallel ranks of a pipeline stage.
+        expert_tensor_parallel_size: ranks that share one expert; experts are whole here, so 1.
         data_parallel: what data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
         fsdp_sharding: what Megatron-FSDP shards: the optimizer and its fp32 weights, the gradients too, or all three.
         overlap_grad_reduce: reduce gradients while the backward pass runs; FSDP with sharded gradients always does.
@@ -108,6 +109,33 @@ def _check_pipeline(parallel: ParallelConfig, num_layers: int) -> None:
     split_layers(num_layers, pp, vpp, parallel.pipeline_layers)
 
 
+def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None:
+    ep = parallel.expert_model_parallel_size
+    if parallel.expert_tensor_parallel_size > 1:
+        raise ConfigError(
+            f"parallel.expert_tensor_parallel_size={parallel.expert_tensor_parallel_size} is not available: an expert "
+            "lies whole on one rank; use 1 and share experts with parallel.expert_model_parallel_size"
+        )
+    if num_experts is None:
+        if ep > 1:
+            raise ConfigError(
+                f"parallel.expert_model_parallel_size={ep} shares experts, but the model has none; "
+                "use 1 or set model.num_experts"
+            )
+        return
+    if num_experts % ep:
+        raise ConfigError(
+            f"model.num_experts={num_experts} cannot be shared by parallel.expert_model_parallel_size={ep} ranks; "
+            f"use one of {_divisors(num_experts)} or change the number of experts"
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"model.num_experts={num_experts} with parallel.tensor_model_parallel_size="
+            f"{parallel.tensor_model_parallel_size} needs parallel.sequence_parallel=True: without it every "
+            "tensor-parallel rank would send the same tokens to the experts"
+        )
+
+
 def check_parallel(
     parallel: ParallelConfig,
     *,
@@ -116,6 +144,7 @@ def check_parallel(
     num_layers: int,
     micro_batch_size: int,
     global_batch_size: int,
+    num_experts: Optional[int] = None,
 ) -> ParallelDims:
     """Check a layout against the job and the model.
 
@@ -141,18 +170,10 @@ def check_parallel(
             f"num_attention_heads={num_attention_heads} cannot be split over tensor_model_parallel_size={tp}; "
             f"use one of {_divisors(num_attention_heads)} or change the number of heads"
         )
-    unsupported = {
-        "expert_model_parallel_size": parallel.expert_model_parallel_size > 1,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size > 1,
-    }
-    if any(unsupported.values()):
-        raise ConfigError(
-            f"parallel.{[k for k, bad in unsupported.items() if bad]} is not available yet; this version runs tensor, "
-            "sequence, pipeline and context parallelism"
-        )
     if parallel.data_parallel == "fsdp":
         _check_fsdp(parallel)
     _check_pipeline(parallel, num_layers)
+    _check_experts(parallel, num_experts)
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
@@ -172,6 +193,21 @@ def check_parallel(
             f"start {max(1, round(world_size / model_ranks)) * model_ranks} ranks or shrink the layout"
         )
     dp = world_size // model_ranks
+    ep = parallel.expert_model_parallel_size
+    if tp * cp * dp % ep:
+        fits = [n for n in _divisors(tp * cp * dp) if num_experts is not None and num_experts % n == 0]
+        raise ConfigError(
+            f"parallel.expert_model_parallel_size={ep} does not divide the TP {tp} x CP {cp} x DP {dp} = "
+            f"{tp * cp * dp} ranks of a pipeline stage; use one of {fits} or start another number of ranks"
+        )
+    sharded_gradients = parallel.data_parallel == "fsdp" and parallel.fsdp_sharding != "optim"
+    if sharded_gradients and ep > 1 and tp * cp * dp == ep and cp * dp > 1:
+        raise ConfigError(
+            f"parallel.fsdp_sharding={parallel.fsdp_sharding!r} cannot shard experts of which each lies on one rank, as "
+            f"with expert_model_parallel_size={ep} on TP {tp} x CP {cp} x DP {dp} ranks: Megatron-FSDP counts their "
+            "gradients twice; use a smaller expert_model_parallel_size, fsdp_sharding='optim' or "
+            "data_parallel=distributed_optimizer"
+        )
     if micro_batch_size < 1 or global_batch_size < 1:
         raise ConfigError(
             f"training.micro_batch_size={micro_batch_size} and training.global_batch_size={global_batch_size} "

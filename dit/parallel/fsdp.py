@@ -63,7 +63,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
     if not isinstance(mcore_fsdp_adapter.TELinear, type):
         # Without Transformer Engine this is a mock, and the adapter asks `isinstance` of it under tensor parallelism.
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
-    return FullyShardedDataParallel(
+    wrapped = FullyShardedDataParallel(
         backbone.config,
         DistributedDataParallelConfig(
             use_megatron_fsdp=True,
@@ -80,6 +80,11 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
         fsdp_unit_modules=list(backbone.fsdp_units) if sharding == "optim_grads_params" else [],
         pg_collection=groups.collection,
     )
+    for parameter in sharded_parameters(wrapped):
+        if not getattr(parameter.raw, "allreduce", True):
+            # An expert: the gradient norm must count it on every tensor-parallel rank, for each holds other ones.
+            parameter.owner.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return wrapped
 
 
 def reduces_in_backward(wrapped: FullyShardedDataParallel) -> bool:
@@ -135,3 +140,4 @@ def publish(wrapped: FullyShardedDataParallel) -> None:
         gathering.wait_bucket_ready(*bucket)
     fsdp.install_optimized_model_weights()
     fsdp.synchronize_param_gather()
+    wrapped.start_param_sync()

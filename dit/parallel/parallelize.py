@@ -54,6 +54,7 @@ def megatron_config(
         deallocate_pipeline_outputs=True,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
@@ -138,6 +139,11 @@ def is_replicated_over_pipeline(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "pipeline_parallel", False)
 
 
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Tell whether this is a weight of one expert, which only the ranks of its expert-data-parallel group hold."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def _mark_copies(chunk: Backbone) -> None:
     """Tell Megatron-Core which parameters are copies of one another on the stages of a pipeline."""
     for parameter in chunk.parameters():
@@ -213,6 +219,11 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         config, list(wrapped), use_gloo_process_groups=False, pg_collection=groups.collection
     )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if parallel.data_parallel != "fsdp" and any(group["is_expert_parallel"] for group in part.param_groups):
+            # The gradient norm counts a whole parameter on the first tensor-parallel rank alone. Those ranks hold
+            # copies of a dense parameter, but different experts.
+            part.tp_group = groups.collection.expt_tp
     for group in optimizer.param_groups:
         if "fused" in group:  # torch's AdamW, where Transformer Engine's is not at hand: one kernel instead of nine
             group["fused"], group["foreach"] = True, False

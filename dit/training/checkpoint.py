@@ -1,5 +1,6 @@
 """Saving and resuming a run: sharded state, loader position and settings in one proven folder."""
 
+import io
 import json
 import logging
 from collections.abc import Sequence
@@ -49,15 +50,15 @@ class TrainState:
 
 
 def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
-    """Return the shape of every whole parameter of all stages by name, the same on every layout and rank."""
+    """Return the shape of every whole parameter of all stages and experts by name, equal on every layout and rank."""
     shapes = {}
     for shard in shards:
         shape = list(shard.parameter.shape)
         if getattr(shard.parameter, "tensor_model_parallel", False):
             shape[shard.parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
         shapes[shard.name] = shape
-    parts: list[Any] = [None] * groups.pp.size()
-    dist.all_gather_object(parts, shapes, group=groups.pp)
+    parts: list[Any] = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, shapes, group=groups.different_parameters)
     return {name: shape for part in parts for name, shape in part.items()}
 
 
@@ -97,7 +98,9 @@ class Checkpointer:
                 save_state(folder, state.shards, state.ema, state.optimizer, groups)
                 if groups.is_data_reader:
                     (folder / "loader").mkdir(exist_ok=True)
-                    torch.save(state.stream.state_dict(), folder / "loader" / f"dp_{groups.dp_rank:05d}.pt")
+                    position = io.BytesIO()  # torch's own file writer hides why the disk refused
+                    torch.save(state.stream.state_dict(), position)
+                    (folder / "loader" / f"dp_{groups.dp_rank:05d}.pt").write_bytes(position.getbuffer())
                 if groups.rank == 0:
                     (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.settings, sort_keys=False))
                     (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))

@@ -2,6 +2,7 @@
 
 import json
 import logging as log
+import math
 import os
 import platform
 import sys
@@ -32,6 +33,7 @@ from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, to_record
 from dit.training.ema import EMA
 from dit.training.exit_record import ExitRecord
+from dit.training.expert_load import expert_load
 from dit.training.flops import training_flops
 from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
 from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
@@ -48,6 +50,7 @@ from dit.training.settings import (
     TrainingConfig,
 )
 from dit.training.sinks import FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
+from dit.training.start import start_from
 from dit.training.step import training_forward_step
 from dit.training.validate import held_out_loss
 
@@ -73,15 +76,15 @@ def pretrain(
     Every rank calls this. It leaves `exit.json` in the run folder, whatever happens.
 
     Raises:
-        ConfigError: settings do not fit together; nothing was written.
+        ConfigError: settings do not fit together; nothing but `exit.json` was written.
         DataError: data are missing, unreadable or lost beyond the budget.
         NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
         CheckpointError: no valid checkpoint where one is required, or the disk is full.
         SystemExit: with code 75 when stopped early, after a checkpoint.
     """
     settings = dict(locals())
-    dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
     with ExitRecord(training.run_dir, rank=int(os.environ.get("RANK", "0"))) as record:
+        dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
         groups = process_groups.initialize(parallel)
         run = Run(settings, dims, spec, groups)
         record.step = run.state.step
@@ -115,6 +118,7 @@ def check_settings(
         num_layers=model.megatron_sizes()["num_layers"],
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
+        num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     check_schedule(training.num_steps, optimizer.lr, schedule)
     if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
@@ -164,6 +168,8 @@ class Run:
         self.network = WholeNetwork(self.state.wrapped, groups)
         self.checkpointer = Checkpointer(CheckpointStore(run_dir / "checkpoints", settings["checkpoint"]), self.record)
         resumed = self.checkpointer.resume(self.state, settings["checkpoint"].resume)
+        if not resumed and settings["checkpoint"].start_from is not None:
+            start_from(settings["checkpoint"].start_from, self.state)
         self.batches = DeviceBatches(
             self.state.stream,
             self.device,
@@ -224,11 +230,13 @@ class Run:
         context = ""
         if parallel.context_parallel_size > 1:
             context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
+        ep = parallel.expert_model_parallel_size
+        sharing = parallel.data_parallel + (f", EP {ep}" if ep > 1 else "")
         return (
             f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
             f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
             f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {self.dims.data_parallel_size} "
-            f"({parallel.data_parallel}) | {self.training.precision}, attention {attention} | "
+            f"({sharing}) | {self.training.precision}, attention {attention} | "
             f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
             + (f" | resumed at step {self.state.step}" if resumed else "")
         )
@@ -251,7 +259,10 @@ class Run:
                 grad_norm = self.step(loss_sums)
                 record.step = state.step
                 watchdog.beat()
-                if state.step % training.log_interval == 0 or state.step == training.num_steps:
+                stop = self._agree_to_stop(preemption.requested or state.step == training.stop_at_step)
+                save = stop or _due(state.step, checkpoint.interval)
+                # What is counted between two lines is not in a checkpoint, so a line goes before it.
+                if save or state.step % training.log_interval == 0 or state.step == training.num_steps:
                     self._log(loss_sums, grad_norm, time.perf_counter() - started)
                     loss_sums.zero_()
                     started = time.perf_counter()
@@ -260,8 +271,7 @@ class Run:
                     self._validate()
                 if _due(state.step, training.sample_interval):
                     self._sample()
-                stop = self._agree_to_stop(preemption.requested or state.step == training.stop_at_step)
-                if stop or _due(state.step, checkpoint.interval):
+                if save:
                     self._save()
                     saved_at = state.step
                 started += time.perf_counter() - training_ended  # rates are those of training alone
@@ -273,7 +283,7 @@ class Run:
 
     def step(self, loss_sums: torch.Tensor) -> float:
         """Make one optimizer step; nothing but the gradient norm comes back to the host."""
-        state, training = self.state, self.training
+        state, training, seen = self.state, self.training, len(self.batches.consumed.keys)
         optimizer_settings: OptimizerConfig = self.settings["optimizer"]
         for chunk in state.wrapped:
             chunk.zero_grad_buffer()
@@ -288,11 +298,14 @@ class Run:
         lr = learning_rate(state.step, training.num_steps, optimizer_settings.lr, self.settings["schedule"])
         set_learning_rate(state.optimizer, lr)
         grad_norm = gradient_norm(state.optimizer)
-        # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
-        check_finite(0.0, grad_norm, state.step + 1, self.batches.consumed.keys)
-        apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
+        step_sums = torch.zeros_like(loss_sums)
         for output in outputs:  # on the last pipeline stage; the others report none
-            loss_sums += torch.stack([output["loss_sum"], output["tokens"]])
+            step_sums += torch.stack([output["loss_sum"], output["tokens"]])
+        if not math.isfinite(grad_norm):
+            # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
+            check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, self.batches.consumed.keys[seen:])
+        apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
+        loss_sums += step_sums
         state.step += 1
         if state.ema is not None:
             state.ema.update(state.step)
@@ -308,14 +321,17 @@ class Run:
     def _log(self, loss_sums: torch.Tensor, grad_norm: float, seconds: float) -> None:
         """Reduce what was counted since the last log line, and write it."""
         loss = self.mean_loss(loss_sums)
-        mine = self.batches.reset()
+        mine, lost = self.batches.reset(), sum(self.state.stream.skipped().values())
         counts = torch.tensor(
-            [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops], dtype=torch.float64, device=self.device
+            [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops, lost],
+            dtype=torch.float64,
+            device=self.device,
         )
         dist.all_reduce(counts, group=self.groups.dp)
-        samples, valid, padded, flops = counts.tolist()
+        samples, valid, padded, flops, skipped = counts.tolist()
         state, ranks = self.state, self.groups.world_size
         state.consumed_samples += int(samples)
+        load = expert_load(state.chunks, self.device)
         if self.sinks is None or self.progress is None:
             return
         lr = learning_rate(
@@ -329,7 +345,8 @@ class Run:
             "tokens_per_s": valid / seconds,
             "padded_tokens_per_s_per_rank": padded / seconds / ranks,
             "tflops_per_rank": flops / seconds / ranks / 1e12,
-            "skipped_samples": float(sum(state.stream.skipped().values())),
+            "skipped_samples": skipped,
+            **load,
         }
         self.sinks.scalars(state.step, values, state.consumed_samples)
         self.progress.update(state.step, values)

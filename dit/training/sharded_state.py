@@ -4,7 +4,6 @@ Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`,
 them depends on the optimizer or the layout that wrote them. The work is Megatron-Core's distributed checkpointing.
 """
 
-import queue
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -12,23 +11,23 @@ from typing import Any, Optional
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor, nn
 
 from dit.backends.process_groups import ProcessGroups
-from dit.parallel.parallelize import is_replicated_over_pipeline
+from dit.parallel.parallelize import is_expert, is_replicated_over_pipeline
 from dit.training.ema import EMA
 from dit.training.optim import SLOTS, MasterShard, get_step_count, publish_masters, set_step_count
-
-_results: "queue.Queue[Any]" = queue.Queue()
+from dit.training.sharded_write import write_sharded
 
 
 def sharded_tensor(key: str, data: Tensor, parameter: nn.Parameter, groups: ProcessGroups) -> ShardedTensor:
     """Describe one rank's part of a global tensor shaped like `parameter`.
 
     Copies on other ranks (data parallel, tensor parallel for whole parameters, pipeline stages for conditioning) are
-    replicas; one is written.
+    replicas; one is written. An expert is a tensor of its own name, whole on the ranks that hold it.
     """
+    if is_expert(parameter):
+        return ShardedTensor.from_rank_offsets(key, data, replica_id=(0, 0, groups.collection.expt_dp.rank()))
     tp_rank, tp_size = groups.tp.rank(), groups.tp.size()
     split = getattr(parameter, "tensor_model_parallel", False)
     offsets = [(parameter.partition_dim, tp_rank, tp_size)] if split else []  # type: ignore[attr-defined]
@@ -44,7 +43,11 @@ def save_state(
     optimizer: Any,
     groups: ProcessGroups,
 ) -> None:
-    """Write weights, average and optimizer state into `directory`; every rank calls this."""
+    """Write weights, average and optimizer state into `directory`; every rank calls this.
+
+    Raises:
+        OSError, CheckpointError: this rank, or another one, could not write.
+    """
     state: dict[str, Any] = {}
     for i, shard in enumerate(shards):
         if f"weight.{shard.name}" in state:
@@ -56,9 +59,7 @@ def save_state(
             key = f"{slot}.{shard.name}"
             state[key] = sharded_tensor(key, shard.gather(values), shard.parameter, groups)
     state["adam_step"] = get_step_count(optimizer)
-    # Written synchronously in this process, so the results need no manager process (which costs seconds to start).
-    filesystem_async._get_write_results_queue = lambda: _results
-    dist_checkpointing.save(state, str(directory))
+    write_sharded(state, directory)
 
 
 @torch.no_grad()

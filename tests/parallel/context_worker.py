@@ -1,10 +1,13 @@
 """What one rank of a context-parallel test world runs; the cases name these functions."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +46,7 @@ def check(parallel: ParallelConfig) -> ParallelDims:
         num_attention_heads=4,
         num_layers=LAYERS,
         micro_batch_size=1,
-        global_batch_size=1,
+        global_batch_size=4,
     )
 
 
@@ -150,6 +153,62 @@ def traffic(case: dict) -> dict:
         found[comm] = (dict(forward), dict(backward))
     process_groups.release()
     return {"tokens": pack.layout.total_tokens, **found}
+
+
+def run_in_full(case: dict) -> list[dict]:
+    """Run the training loop with everything that looks at batches, and return what rank 0 logged."""
+    from dit.training.pretrain import Run, check_settings
+    from dit.training.settings import (
+        CheckpointConfig,
+        LoggingConfig,
+        OptimizerConfig,
+        SamplingConfig,
+        ScheduleConfig,
+        TrainingConfig,
+    )
+    from energon_data.mock import MockData
+
+    settings: dict[str, Any] = {
+        "model": tiny_model(num_layers=LAYERS),
+        "data": MockData(
+            shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_micro_batches=2, num_streams=1
+        ),
+        "objective": FlowMatching(),
+        "optimizer": OptimizerConfig(),
+        "schedule": ScheduleConfig(),
+        "parallel": ParallelConfig(**case["parallel"]),
+        "training": TrainingConfig(
+            run_dir=case["run_dir"],
+            num_steps=2,
+            global_batch_size=2,
+            precision="fp32",
+            log_interval=2,
+            validation_interval=2,
+            sample_interval=2,
+        ),
+        "checkpoint": CheckpointConfig(),
+        "logging": LoggingConfig(tensorboard=False),
+        "sampling": SamplingConfig(num_steps=2),
+    }
+    names = ("model", "data", "optimizer", "schedule", "parallel", "training")
+    dims, spec = check_settings(*(settings[name] for name in names))
+    groups = process_groups.initialize(settings["parallel"])
+    run = Run(settings, dims, spec, groups)
+    run.train(SimpleNamespace(step=0))  # type: ignore[arg-type]
+    run.close()
+    process_groups.release()
+    lines = (Path(case["run_dir"]) / "metrics.jsonl").read_text().splitlines() if groups.rank == 0 else []
+    return [json.loads(line) for line in lines]
+
+
+def placement(case: dict) -> list[tuple[int, int, list[int]]]:
+    """Return for every rank of the world: its data-parallel rank, its context-parallel rank, its peers over samples."""
+    _, _, groups = start(case)
+    mine = (groups.dp_rank, groups.cp.rank(), dist.get_process_group_ranks(groups.dp))
+    found: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(found, mine)
+    process_groups.release()
+    return found
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Context parallelism: tokens spread over ranks change no number, and travel as much as the formulas say."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -60,12 +62,12 @@ def results(tmp_path_factory):
     """Everything that runs on several ranks, by name; each world size starts once."""
     folder, found = tmp_path_factory.mktemp("worlds"), {}
     for world in (1, 2, 4):
-        cases = dict(_cases(world))
+        cases = dict(_cases(world, folder))
         found |= zip(cases, run_world(world, list(cases.values()), folder / str(world), timeout_s=600))
     return found
 
 
-def _cases(world: int):
+def _cases(world: int, folder: Path):
     def call(function: str, parallel: dict, **options) -> dict:
         return {"task": f"{WORKER}:{function}", "parallel": parallel, **options}
 
@@ -73,6 +75,8 @@ def _cases(world: int):
         for name, parallel in kinds.get(world, {"one": {"data_parallel": "ddp"}}).items():
             yield (name, packed), {"parallel": parallel, "packed": packed, "model": {"num_layers": LAYERS}}
     if world < 4:
+        run_dir = str(folder / f"run_{world}")
+        yield ("run", world), call("run_in_full", {"context_parallel_size": world}, run_dir=run_dir)
         parallel = {"context_parallel_size": world}
         yield ("sampling", world), call("sample_and_validate", parallel, splits=SPLITS[:world])
     if world > 1:
@@ -83,6 +87,7 @@ def _cases(world: int):
         packs = [case for case in ATTENTION_CASES if case.lengths_k is None]
         yield "one_segment", call("attention", most, cases=packs, schemes=schemes[:1], one_segment=True)
     if world == 4:
+        yield "placement", call("placement", cp(2, "p2p", "contiguous"))
         yield "traffic", call("traffic", most, comms=COMMS[4])
 
 
@@ -151,3 +156,24 @@ def sent(tokens: int, comm: str) -> tuple[dict[str, float], dict[str, float]]:
 def test_bytes_sent_are_those_of_the_formulas(results, comm):
     """Ring and all-gather: 2 (T/c) h (c-1) forward and twice that backward; all-to-all: 4 (T/c) h (c-1)/c each way."""
     assert results["traffic"][comm] == sent(results["traffic"]["tokens"], comm)
+
+
+def test_ranks_of_one_context_read_the_same_samples(results):
+    """Neighbours share samples; the data-parallel rank counts replicas, and its group spans equal shares of them."""
+    assert results["placement"] == [(0, 0, [0, 2]), (0, 1, [1, 3]), (1, 0, [0, 2]), (1, 1, [1, 3])]
+
+
+def test_a_run_logs_what_one_rank_logs(results):
+    """Losses, held-out losses, and counts of samples, tokens and work that know nothing of the ranks sharing them."""
+    one, two = results["run", 1], results["run", 2]
+    scalars = [[line for line in lines if line["kind"] == "scalars"] for lines in (one, two)]
+    assert len(scalars[0]) == len(scalars[1]) == 2
+    for a, b in zip(*scalars):
+        assert a["consumed_samples"] == b["consumed_samples"] > 0
+        for name in (n for n in a if n in ("loss", "grad_norm") or n.startswith("held_out/")):
+            assert b[name] == pytest.approx(a[name], rel=1e-5), name
+    a, b = scalars[0][0], scalars[1][0]
+    for name, ranks in (("tokens_per_s", 1), ("padded_tokens_per_s_per_rank", 2), ("tflops_per_rank", 2)):
+        per_sample = [line[name] / line["samples_per_s"] for line in (a, b)]
+        assert per_sample[1] * ranks == pytest.approx(per_sample[0]), name
+    assert sorted(line["kind"] for line in one) == sorted(line["kind"] for line in two)

@@ -21,6 +21,12 @@ LAYOUTS = {
     },
     4: {"tp2_sp_fsdp2": {**FSDP, **TP2SP}},
 }
+EXPERTS = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+EP2 = {**FSDP, "expert_model_parallel_size": 2}
+EXPERT_LAYOUTS = {
+    2: {"ep2_fsdp_optim2": {**EP2, "fsdp_sharding": "optim"}},  # each expert on one rank, dense parameters on two
+    4: {"ep2_fsdp4": EP2, "ep2_tp2_sp_fsdp2": {**EP2, **TP2SP}},
+}
 CASES = [(name, packed) for named in LAYOUTS.values() for name in named for packed in (False, True)]
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 BF16_SHARDINGS = ("optim", "optim_grads_params")
@@ -41,6 +47,10 @@ def results(tmp_path_factory):
     def resumes(name, parallel):  # and writes nothing
         return run(name, parallel, steps=1, look_before=True)
 
+    def experts(task, parallel):
+        task = f"tests.parallel.expert_tasks:{task}"
+        return {"task": task, "parallel": parallel, "packed": True, "model": EXPERTS, "folder": folder / "experts"}
+
     def awkward(parallel):
         return {"task": "tests.parallel.fsdp_worker:awkward", "parallel": parallel}
 
@@ -56,21 +66,26 @@ def results(tmp_path_factory):
             **{f"bf16_{k}": run("bf16", kinds[k], precision="bf16", steps=3, look_after=True) for k in BF16_SHARDINGS},
             **{f"awkward_{k}": awkward(p) for k, p in kinds.items()},
         },
-        1: {
-            "fsdp2_to_ddp1": resumes("fsdp2", DDP),
-            "awkward_one": awkward(DDP),
-            **{f"one_{packed}": {"parallel": DDP, "packed": packed} for packed in (False, True)},
-        },
         4: {
+            "saved_experts": experts("save", EP2),
             "fsdp2_to_fsdp4": resumes("fsdp2", FSDP),
             "fsdp2_to_tp2_sp_fsdp2": resumes("fsdp2", {**FSDP, **TP2SP}),
         },
+        1: {
+            "fsdp2_to_ddp1": resumes("fsdp2", DDP),
+            "awkward_one": awkward(DDP),
+            "one_experts": {"parallel": DDP, "packed": True, "model": EXPERTS},
+            "loaded_experts": experts("load", DDP),
+            **{f"one_{packed}": {"parallel": DDP, "packed": packed} for packed in (False, True)},
+        },
     }
     found = {}
-    for world, named in more.items():  # in this order: two ranks write what the others read
+    for world, named in more.items():  # in this order: what one writes, others read
         cases = {**named}
         for name, parallel in LAYOUTS[world].items():
             cases |= {f"{name}_{packed}": {"parallel": parallel, "packed": packed} for packed in (False, True)}
+        for name, parallel in EXPERT_LAYOUTS.get(world, {}).items():
+            cases[name] = {"parallel": parallel, "packed": True, "model": EXPERTS}
         found |= dict(zip(cases, run_world(world, list(cases.values()), folder / f"world{world}")))
     return found
 
@@ -90,6 +105,20 @@ def assert_same(given, expected):
 @pytest.mark.parametrize(("name", "packed"), CASES)
 def test_fsdp_equals_one_rank(results, name, packed):
     assert_equal_training(results[f"one_{packed}"], results[f"{name}_{packed}"])
+
+
+@pytest.mark.parametrize("name", [name for named in EXPERT_LAYOUTS.values() for name in named])
+def test_fsdp_with_experts_equals_one_rank(results, name):
+    """An expert's weights are sharded over the ranks that hold this expert, the others over all."""
+    assert_equal_training(results["one_experts"], results[name])
+
+
+def test_experts_go_to_one_rank_to_the_bit(results):
+    saved, loaded = results["saved_experts"], results["loaded_experts"]
+    assert saved["fingerprint"] == loaded["fingerprint"]
+    tensors = {name: value for name, value in saved.items() if isinstance(value, torch.Tensor)}
+    assert any("mlp.experts.3." in name for name in tensors)
+    assert_same({name: loaded[name] for name in tensors}, tensors)
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)

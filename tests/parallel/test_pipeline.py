@@ -26,10 +26,11 @@ LAYOUTS = {
 CASES = [(world, name, packed) for world, named in LAYOUTS.items() for name in named for packed in (False, True)]
 ONE = {"data_parallel": "ddp"}
 PREDICTING = {2: ("pp2", "pp2_vpp2"), 4: ("pp2_tp2_sp", "pp2_distributed_optimizer2")}
-BROKEN = {
-    "sum": (2, "pp2", pipeline_cases.forget_conditioners),
-    "norm": (2, "pp2", pipeline_cases.count_copies),
-    "buckets": (4, "pp2_distributed_optimizer2", pipeline_cases.share_buckets),
+# Embedders as large as a stage's layers, so that the border between two data-parallel shards would cut through them.
+LARGE_EMBEDDERS = {
+    "parallel": {**PP2, "pipeline_layers": [1, 3]},
+    "model": {"num_classes": 500},
+    "packed": True,
 }
 LEGS = {1: [(ONE, 4)], 2: [(PP2, 2), ({**VPP2, "pipeline_layers": [1, 1, 1, 1]}, 3), (TP2SP, 4)]}
 # The samples and held-out losses are sums of the same numbers in another order, and a solver's steps amplify little.
@@ -50,8 +51,12 @@ def results(tmp_path_factory):
         cases[1]["one", packed] = {"parallel": ONE, "packed": packed}
     for world, name, packed in CASES:
         cases[world][name, packed] = {"parallel": LAYOUTS[world][name], "packed": packed}
-    for what, (world, name, breaks) in BROKEN.items():
-        cases[world]["broken", what] = {"parallel": LAYOUTS[world][name], "packed": True, "break": breaks}
+    pp2 = {"parallel": LAYOUTS[2]["pp2"], "packed": True}
+    cases[2]["broken", "sum"] = {**pp2, "break": pipeline_cases.forget_conditioners}
+    cases[2]["broken", "norm"] = {**pp2, "break": pipeline_cases.count_copies}
+    cases[1]["one", "large embedders"] = {**LARGE_EMBEDDERS, "parallel": ONE}
+    cases[4]["pp2", "large embedders"] = LARGE_EMBEDDERS
+    cases[4]["broken", "buckets"] = {**LARGE_EMBEDDERS, "break": pipeline_cases.share_buckets}
     cases[1]["one", "predict"] = task("predict", parallel=ONE)
     for world, names in PREDICTING.items():
         for name in names:
@@ -73,9 +78,13 @@ def test_pipeline_equals_one_rank(results, world, name, packed):
     assert_equal_training(results["one", packed], results[name, packed])
 
 
-@pytest.mark.parametrize("what", ["sum", "buckets"])
-def test_embedders_drift_apart_unless_their_gradients_are_summed_over_the_same_elements(results, what):
-    one, broken = results["one", True], results["broken", what]
+def test_embedders_may_be_as_large_as_a_stage(results):
+    assert_equal_training(results["one", "large embedders"], results["pp2", "large embedders"])
+
+
+@pytest.mark.parametrize(("reference", "what"), [(True, "sum"), ("large embedders", "buckets")])
+def test_embedders_drift_apart_unless_the_same_elements_are_summed(results, reference, what):
+    one, broken = results["one", reference], results["broken", what]
     wrong = {
         name: (broken["gradients"][name] - expected).norm() / expected.norm()
         for name, expected in one["gradients"].items()
@@ -86,7 +95,7 @@ def test_embedders_drift_apart_unless_their_gradients_are_summed_over_the_same_e
 
 def test_the_norm_counts_copies_once_only_because_they_are_marked(results):
     one, broken = results["one", True], results["broken", "norm"]
-    assert broken["grad_norms"][0] > one["grad_norms"][0] * (1 + 1000 * GRADIENT_RTOL)
+    assert broken["grad_norms"][0] > one["grad_norms"][0] * (1 + 100 * GRADIENT_RTOL)
     parts = [(2 if n.startswith("conditioner") else 1) * g.square().sum() for n, g in one["gradients"].items()]
     assert broken["grad_norms"][0] == pytest.approx(float(sum(parts)) ** 0.5, rel=1e-5)
 
@@ -115,12 +124,8 @@ def test_checkpoints_move_between_layouts_to_the_bit(results, world):
 
 
 def test_a_run_continues_on_other_layouts_with_the_same_numbers(results):
-    one, many = results["legs", 1]["metrics"], results["legs", 2]["metrics"]
-    exact, close = ("kind", "step", "consumed_samples", "skipped_samples"), ("loss", "grad_norm", "held_out/loss")
-    assert [{k: line[k] for k in exact if k in line} for line in many] == [
-        {k: line[k] for k in exact if k in line} for line in one
-    ]
-    for name in close:
+    one, many = ([line for line in results["legs", world]["metrics"] if line["kind"] == "scalars"] for world in (1, 2))
+    for name in ("step", "consumed_samples", "loss", "grad_norm", "held_out/loss"):
         mine, theirs = ([line[name] for line in lines if name in line] for lines in (many, one))
-        assert theirs, f"no line has {name}"
+        assert len(theirs) > 1, f"too few lines have {name}"
         assert mine == pytest.approx(theirs, rel=1e-4)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from dit.backends import process_groups
 from dit.batch import PackedBatch, SequenceLayout
+from dit.models import BACKBONES
+from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, check_parallel
@@ -21,7 +23,11 @@ SEED = 5
 GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4, 4), (1, 2, 2)]
 
 
-def tiny_model(**changes) -> DiTConfig:
+def tiny_model(backbone: str = "dit", **changes) -> ModelConfig:
+    if backbone != "dit":
+        module, name = BACKBONES[backbone].split(":")
+        sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
+        return getattr(import_module(module), name)(**{**sizes, "context_dropout": 0.4, **changes})
     sizes = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5}
     options = {"qk_layernorm": True, "position_embedding": "sincos_3d", "context_size": 12, "context_dropout": 0.4}
     return DiTConfig(**{**sizes, **options, **changes})
@@ -50,6 +56,7 @@ def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
         labels_S=torch.tensor([index % 5, (index + 2) % 5]),
         context_KD=torch.randn(context_layout.total_tokens, 12, generator=generator),
         context_layout=context_layout,
+        fps_S=torch.tensor([24.0, 8.0 + index]),
     )
 
 
@@ -68,8 +75,10 @@ def whole(tensor: torch.Tensor, parameter: torch.nn.Parameter, groups) -> torch.
 
 def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
     """Tell whether any two ranks that should hold the same values do not."""
-    copied_over = [groups.dp_cp]
-    if not getattr(parameter, "tensor_model_parallel", False):
+    from dit.parallel.parallelize import is_expert
+
+    copied_over = [groups.collection.expt_dp if is_expert(parameter) else groups.dp_cp]
+    if not getattr(parameter, "tensor_model_parallel", False) and not is_expert(parameter):
         copied_over.append(groups.tp)
     if getattr(parameter, "pipeline_parallel", False):
         copied_over.append(groups.pp)
@@ -82,9 +91,9 @@ def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
 
 
 def of_all_stages(named: list, groups) -> tuple[dict, list]:
-    """Join (name, tensor) pairs over the pipeline; also list the names whose copies differ."""
-    parts: list = [None] * groups.pp.size()
-    dist.all_gather_object(parts, named, group=groups.pp)
+    """Join (name, tensor) pairs over the stages and experts; also list the names whose copies differ."""
+    parts: list = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, named, group=groups.different_parameters)
     found: dict = {}
     pairs = [pair for part in parts for pair in part]
     drifted = [name for name, tensor in pairs if not torch.equal(found.setdefault(name, tensor), tensor)]
@@ -107,6 +116,7 @@ def build(case: dict) -> SimpleNamespace:
         num_layers=model.num_layers,
         micro_batch_size=1,
         global_batch_size=num_micro,
+        num_experts=model.num_experts,
     )
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, "fp32", groups, SEED)
@@ -132,6 +142,7 @@ def train(case: dict) -> dict:
     from dit.parallel.context import shard
     from dit.parallel.schedule import forward_backward
     from dit.training import optim
+    from dit.training.expert_load import expert_load
     from dit.training.step import training_forward_step
 
     it = build(case)
@@ -163,6 +174,7 @@ def train(case: dict) -> dict:
     result["parameters"], drifted = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
     result["drifted"] = drifted + [n for n, p in named if copies_differ(p, groups)]
     case.get("then", lambda it: None)(it)
+    result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
     process_groups.release()
     return result
 

@@ -48,7 +48,7 @@ class DiT(Backbone):
     that of the paper's code less its frozen table. Labels equal to `num_classes` mean "no class".
 
     Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: text may join the conditioning vector (mean-pooled);
-    QK-layernorm and (t, h, w) positions are options.
+    QK-layernorm, (t, h, w) positions and rotary positions are options.
     """
 
     fsdp_units = (DiTLayer,)
@@ -58,6 +58,8 @@ class DiT(Backbone):
         self.config = provider.config
         self.model_config = config
         self.provider = provider
+        rope = config.position_embedding == "rope_3d"
+        self.rotary = config.rotary(config.hidden_size // config.num_attention_heads) if rope else None
         self.conditioner = Conditioner(config, provider)
         if stage.first:
             init = xavier_uniform(config.token_channels, config.hidden_size)
@@ -67,6 +69,8 @@ class DiT(Backbone):
             self.head = FinalLayer(config.hidden_size, config.output_features, provider, eps=config.layernorm_epsilon)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        # Attention gets the rows of all tensor-parallel ranks, so rotary positions are those of the rows held before.
+        rotation = None if self.rotary is None else self.rotary(batch.positions_T3)
         layout, positions_T3 = batch.layout, batch.positions_T3
         if self.provider.sequence_parallel:
             own = self._own_rows(layout)
@@ -78,7 +82,7 @@ class DiT(Backbone):
             assert self.input_tensor is not None
             x_TD = self.input_tensor.flatten(0, 1)
         for layer in self.layers.values():
-            x_TD = layer(x_TD, cond_SD, layout)
+            x_TD = layer(x_TD, cond_SD, layout, rotation)
         if not self.post_process:
             # Not a view: the schedule frees the activations once they are sent.
             return make_viewless_tensor(x_TD[:, None], x_TD.requires_grad, keep_graph=True)
@@ -95,6 +99,8 @@ class DiT(Backbone):
             # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
             inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
         x_TD = self.embed(inputs_TC.to(self.embed.weight.dtype))
+        if self.rotary is not None:
+            return x_TD
         positions = sincos(positions_T3, self.model_config.hidden_size, self.model_config.position_embedding)
         return x_TD + positions.to(x_TD.dtype)
 

@@ -52,11 +52,12 @@ def flash_on_cpu() -> FlashBlocks:
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug):
         assert (dropout, causal, debug) == (0.0, False, False)
         out, lse = eager.forward(q, k, v, *layouts(cu_q, cu_k, max_q, max_k))
-        return out, lse.T.contiguous(), None, None, None
+        return out.to(q.dtype), lse.T.contiguous(), None, None, None
 
     def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, unused):
         assert lse.shape == q.shape[1::-1]
-        return eager.backward(grad, q, k, v, out, lse.T, *layouts(cu_q, cu_k, max_q, max_k))
+        parts = eager.backward(grad, q, k, v, out, lse.T, *layouts(cu_q, cu_k, max_q, max_k))
+        return tuple(part.to(q.dtype) for part in parts)
 
     blocks._forward, blocks._backward = forward, backward
     return blocks

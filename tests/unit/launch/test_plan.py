@@ -53,6 +53,18 @@ def test_fsdp_spreads_what_it_is_told_to(sharding, spread):
     assert all(four[name] == one[name] // 4 for name in spread)
 
 
+def test_experts_are_shared_and_their_states_spread_over_their_own_copies():
+    """Over 4 ranks with EP 2, each expert has two copies; dense parameters have four."""
+    model = replace(MODEL, num_experts=4, moe_ffn_hidden_size=32)
+    h, layers = model.hidden_size, model.num_layers
+    experts = layers * 4 * (2 * h * 32 + 32 + h)
+    dense = model.num_parameters() - experts
+    shared = replace(SHARDED, expert_model_parallel_size=2)
+    need = plan.estimate_memory(model, TRAINING, shared, data_parallel_size=4, tokens=16)
+    assert need.weights == 4 * (dense + experts // 2)
+    assert need.optimizer == 8 * dense // 4 + 8 * (experts // 2) // 2
+
+
 def test_without_an_average_there_is_none():
     assert plan.estimate_memory(MODEL, replace(TRAINING, ema_decay=None), DDP, 1, tokens=16).average == 0
 

@@ -12,7 +12,7 @@ from dit.parallel.dims import ParallelConfig, check_parallel
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 
 
-def checked(world_size=4, **parallel):
+def checked(world_size=4, num_experts=None, **parallel):
     return check_parallel(
         ParallelConfig(data_parallel="fsdp", **parallel),
         world_size=world_size,
@@ -20,6 +20,7 @@ def checked(world_size=4, **parallel):
         num_layers=4,
         micro_batch_size=1,
         global_batch_size=8,
+        num_experts=num_experts,
     )
 
 
@@ -36,12 +37,21 @@ def test_overlaps_that_always_happen_may_be_asked_for():
     assert checked(fsdp_sharding="optim_grads", overlap_grad_reduce=True) == checked()
 
 
+def test_experts_need_copies_to_be_sharded():
+    assert checked(num_experts=4, expert_model_parallel_size=2) == checked()
+    assert checked(num_experts=4, expert_model_parallel_size=4, fsdp_sharding="optim") == checked()
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"pipeline_model_parallel_size": 2}, "fsdp cannot run with pipeline_model_parallel_size=2.*distributed_optim"),
         ({"fsdp_sharding": "weights"}, "fsdp_sharding='weights' is unknown; use one of 'optim', 'optim_grads'"),
         ({"fsdp_sharding": "optim", "overlap_grad_reduce": True}, "overlap_grad_reduce=True cannot be had with .*'opt"),
+        (
+            {"expert_model_parallel_size": 4, "num_experts": 4},
+            "each lies on one rank, as with expert_model_parallel_size=4 on TP 1 x CP 1 x DP 4 ranks",
+        ),
         (
             {"fsdp_sharding": "optim_grads", "overlap_grad_reduce": True, "overlap_param_gather": True},
             "overlap_param_gather=True cannot be had with fsdp_sharding='optim_grads'; switch it off or use",

@@ -1,0 +1,232 @@
+"""Small real runs: command lines of the letters recipe, processes of their own, and what they leave behind."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dit.training.sinks import read_records
+from tests.parallel.world import ROOT, free_port
+
+TINY = {
+    "model.hidden_size": 32,
+    "model.num_layers": 2,
+    "model.num_attention_heads": 2,
+    "model.patch_spatial": 2,
+    "optimizer.lr": 3e-3,
+    "schedule.warmup_steps": 2,
+    "training.micro_batch_size": 4,
+    "training.global_batch_size": 8,
+    "training.log_interval": 1,
+    "training.validation_interval": 0,
+    "training.sample_interval": 0,
+    "logging.tensorboard": False,
+}
+"""Overrides that make a step of `letters_dit` take milliseconds."""
+
+SLOTS = ("weight", "ema", "exp_avg", "exp_avg_sq")
+
+
+def overrides(run_dir: Path, **settings: Any) -> list[str]:
+    """Return `key=value` words; a double underscore stands for the dot of a path, later words win."""
+    named = {key.replace("__", "."): value for key, value in settings.items()}
+    named = {"training.run_dir": run_dir, **named}
+    # A part that is swapped as a whole must come before the settings of its fields.
+    return [f"{key}={value}" for key, value in sorted(named.items(), key=lambda item: "." in item[0])]
+
+
+def letters(data: Path, run_dir: Path, **settings: Any) -> list[str]:
+    """Return the arguments of a tiny `letters_dit` run on the given data."""
+    tiny = {key.replace(".", "__"): value for key, value in TINY.items()}
+    words = overrides(run_dir, **{**tiny, "data__path": data, **settings})
+    return ["--yes", "--factory", "letters_dit", *words]
+
+
+def mock(run_dir: Path, **settings: Any) -> list[str]:
+    """Return the arguments of a `tiny_dit` run on made-up data."""
+    return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, logging__tensorboard=False, **settings)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to do in a worker process.
+
+    Attributes:
+        action: a function of `tests.integration.actions`.
+        arguments: of the function.
+        ranks: 1 for a world of one rank; 2 for one that spans both worker processes.
+    """
+
+    action: Callable[..., Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+
+
+def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0) -> dict[str, Any]:
+    """Do all jobs in order, in one start of as many worker processes as they need.
+
+    Returns:
+        By name, what the action returned; of a job of two ranks, the list of what each returned.
+
+    Raises:
+        RuntimeError: a worker failed; the message holds the end of its output.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # A port for each world: the store of the one before may linger.
+    (folder / "jobs.pkl").write_bytes(pickle.dumps([(name, job, free_port()) for name, job in jobs.items()]))
+    ranks = range(max(job.ranks for job in jobs.values()))
+    workers = []
+    for rank in ranks:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.integration.worker", str(folder), str(rank)]
+        with open(folder / f"rank_{rank}.log", "w") as log:
+            workers.append(subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        deadline = time.monotonic() + timeout_s
+        while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"jobs not done after {timeout_s:g} s:\n{logs(folder, ranks)}")
+            time.sleep(0.02)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    if any(worker.returncode for worker in workers):
+        raise RuntimeError(f"workers ended with {[w.returncode for w in workers]}:\n{logs(folder, ranks)}")
+    found = [pickle.loads((folder / f"results_{rank}.pkl").read_bytes()) for rank in ranks]
+    return {
+        name: found[0][name] if job.ranks == 1 else [results[name] for results in found] for name, job in jobs.items()
+    }
+
+
+def logs(folder: Path, ranks: Sequence[int]) -> str:
+    return "\n".join((folder / f"rank_{rank}.log").read_text()[-4000:] for rank in ranks)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a run on CPU, free of what a launcher around the tests may have set."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TORCHELASTIC"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    own = {"OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    return {**kept, **own, **changes}
+
+
+@contextmanager
+def started(arguments: Sequence[str], log: Path, *, ranks: int = 0) -> Iterator[subprocess.Popen]:
+    """Start `launch.train` in a session of its own, under torchrun if `ranks` is given; nothing of it stays."""
+    command = [sys.executable, "-W", "ignore", "-m"]
+    if ranks:
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [*command, "launch.train", *arguments],
+            env=environment(),
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        kill_session(process)
+
+
+def kill_session(process: subprocess.Popen) -> None:
+    """Kill a process and all its children at once, as `kill -9` and a dying machine do."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_for(process: subprocess.Popen, moment: Callable[[], bool], log: Path, *, timeout_s: float = 240.0) -> None:
+    """Wait until `moment` has come.
+
+    Raises:
+        RuntimeError: the process ended or the time ran out before.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not moment():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the moment did not come, exit code {process.returncode}:\n{log.read_text()[-4000:]}")
+        time.sleep(0.001)
+
+
+def steps_logged(run_dir: Path) -> int:
+    """Return the newest step of a run that may be writing at this moment; 0 if there is none."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    return max((record["step"] for record in read_records(path) if record["kind"] == "scalars"), default=0)
+
+
+def losses(run_dir: Path) -> dict[int, set[str]]:
+    """Return every loss that any attempt logged for each step, to the bit."""
+    found: dict[int, set[str]] = {}
+    for record in read_records(run_dir / "metrics.jsonl"):
+        if "loss_hex" in record:
+            found.setdefault(record["step"], set()).add(record["loss_hex"])
+    return found
+
+
+def loss_values(run_dir: Path) -> list[float]:
+    """Return the losses by step, of a run whose attempts agree to the bit.
+
+    Raises:
+        AssertionError: two attempts differ.
+    """
+    found = losses(run_dir)
+    assert all(len(values) == 1 for values in found.values()), found
+    return [float.fromhex(*found[step]) for step in sorted(found)]
+
+
+def scalars(run_dir: Path, name: str) -> dict[int, float]:
+    """Return one scalar by step."""
+    return {r["step"]: r[name] for r in read_records(run_dir / "metrics.jsonl") if name in r}
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """Return the exit record."""
+    return json.loads((run_dir / "exit.json").read_text())
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"iter_{step:07d}"
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    """Return the names of everything in the folder of checkpoints."""
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of a checkpoint whole, with torch alone: no layout, no optimizer, no Megatron-Core."""
+    reader = torch_checkpoint.FileSystemReader(str(folder))
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Check that two checkpoints hold the same tensors to the bit, signs of zeros and all."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype == torch.float32
+        assert torch.equal(found[name].view(torch.int32), tensor.view(torch.int32)), name

@@ -1,0 +1,281 @@
+"""Whatever is wrong, a run says what, ends with the code that stands for it, and leaves nothing half-written."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dit.training.sinks import read_records
+from tests.integration import actions
+from tests.integration.runs import (
+    Job,
+    assert_same_bits,
+    checkpoint,
+    checkpoints,
+    letters,
+    loss_values,
+    mock,
+    outcome,
+    read_tensors,
+    run_jobs,
+    scalars,
+    started,
+)
+from tests.unit.energon_data.small_data import npy, write_dataset
+
+ROUNDING = 1e-5  # relative, fp32: on two ranks sums are taken in another order
+LIMITS = [0, 100, 1_000, 4_000, 16_000, 64_000, 200_000]
+"""Bytes after which the disk refuses: inside the header, the metadata, the loader's position, and the tensors."""
+
+
+class Executed:
+    """A pickle that leaves a mark when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.marker),)
+
+
+def flip_a_bit(data: Path, copy: Path, key_number: int = 0) -> tuple[Path, str, str]:
+    """Copy a data set and flip the last bit of one latent; return the copy, the shard and the sample's name."""
+    shutil.copytree(data, copy)
+    shard = sorted(copy.glob("train-*.tar"))[-1]
+    with tarfile.open(shard) as tar:
+        member = [m for m in tar.getmembers() if m.name.endswith(".latent.npy")][key_number]
+    content = bytearray(shard.read_bytes())
+    content[member.offset_data + member.size - 1] ^= 1
+    shard.write_bytes(content)
+    return copy, shard.name, member.name.removesuffix(".latent.npy")
+
+
+def one_bad_sample(folder: Path, metadata: dict[str, Any], parts: dict[str, bytes]) -> Path:
+    """Write a data set whose ninth sample of 32 has the given metadata and further parts."""
+
+    def samples() -> Iterator[tuple[str, dict[str, Any], dict[str, bytes]]]:
+        for i in range(32):
+            bad = i == 8
+            latent = {"latent.npy": npy(np.zeros((1, 1, 8, 8), np.float32))}
+            yield f"s{i:02d}", {"label": i % 26, **(metadata if bad else {})}, {**latent, **(parts if bad else {})}
+
+    return write_dataset(folder, {"train": samples(), "val": samples()})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bad_input")
+
+
+@pytest.fixture(scope="module")
+def damaged(letters_data: Path, folder: Path) -> tuple[Path, str, str]:
+    return flip_a_bit(letters_data, folder / "damaged")
+
+
+@pytest.fixture(scope="module")
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A real disk that holds two of our checkpoints; a plain folder where mounting is not allowed."""
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    mounted = not subprocess.run(mount, capture_output=True, check=False).returncode
+    yield disk
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.fixture(scope="module")
+def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], small_disk: Path) -> dict[str, Any]:
+    """Every mistake, one after the other, in one start."""
+    marker = folder / "executed"
+    pickled = one_bad_sample(folder / "pickled", {}, {"extra.pkl": pickle.dumps(Executed(marker))})
+    objects = npy(np.array([Executed(marker)], dtype=object))
+    hidden = one_bad_sample(folder / "hidden", {}, {"text.npy": objects})
+    label = one_bad_sample(folder / "label", {"label": 26}, {})
+
+    jobs: dict[str, Job] = {}
+
+    def add(
+        name: str, data: Path = letters_data, at: str = "", ranks: int = 1, fault: Any = None, **settings: Any
+    ) -> None:
+        settings = {"training__num_steps": 6, "checkpoint__interval": 2, **settings}
+        arguments = letters(data, folder / (at or name), **settings)
+        jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
+
+    add("missing", folder / "nowhere")
+    add("empty", folder)
+    add("impossible", training__global_batch_size=10)
+    add("fewer classes", model__num_classes=10)
+    add("flipped", damaged[0])
+    add("pickled", pickled)
+    add("hidden", hidden)
+    add("label", label)
+    add("sound", training__stop_at_step=4)
+    add("another model", at="sound", model__hidden_size=64)
+    add("never", at="sound", checkpoint__resume="never")
+    add("must", checkpoint__resume="must")
+    nan = partial(partial, actions.not_a_number)
+    add("nan", fault=nan(4, 0, folder / "nan.pt"), checkpoint__interval=1)
+    add("disk", fault=partial(actions.saving_fails, 16_000, 0), at="sound")
+    small = mock(small_disk / "run", checkpoint__interval=1, checkpoint__keep_last=9, training__num_steps=9)
+    jobs["small disk"] = Job(actions.train, {"arguments": small})
+    sweep = mock(folder / "sweep", training__num_steps=20, checkpoint__keep_last=1)
+    jobs["sweep"] = Job(actions.full_disk, {"arguments": sweep, "limits": LIMITS})
+    add("budget", damaged[0], ranks=2, data__max_lost_samples=1000, training__num_steps=2)
+    add("nan on one rank", ranks=2, fault=nan(3, 1, folder / "nan_2.pt"), checkpoint__interval=1)
+    add("disk of rank 0", ranks=2, fault=partial(actions.saving_fails, 500, 0), at="sound")
+    add("disk of rank 1", ranks=2, fault=partial(actions.saving_fails, 16_000, 1), at="sound")
+    add("disk at the index", ranks=2, fault=actions.index_refused, at="sound")
+    add("repaired", at="sound", fault=partial(actions.resaved, folder / "loaded"))
+    return run_jobs(folder / "world", jobs)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("missing", 3, ["nowhere does not exist", "energon_data.prepare letters"]),
+        ("empty", 3, ["no .nv-meta folder", "prepare"]),
+        ("impossible", 2, ["global_batch_size=10", "micro_batch_size=4", "use 8"]),
+        ("fewer classes", 2, ["has 26 classes", "model.num_classes is 10", "raise it to 26"]),
+        ("pickled", 3, ["'train_s08'", "train-000000.tar", "is a pickle, which can execute code"]),
+        ("hidden", 3, ["'train_s08'", "train-000000.tar", "Python objects, which are pickles"]),
+        ("label", 3, ["'train_s08'", "train-000000.tar", "the label is 26, the model knows 0..25"]),
+        ("another model", 2, ["checkpoint of another model at step 4", "[64", "[32", "training.run_dir"]),
+        ("never", 2, ["resume=never", "steps [2, 4]", "another training.run_dir"]),
+        ("must", 5, ["resume=must", "no valid checkpoint", "resume=auto"]),
+    ],
+)
+def test_a_mistake_is_told_with_its_code_and_cure(
+    ended: dict[str, Any], folder: Path, name: str, code: int, words: list[str]
+) -> None:
+    run = ended[name]
+    assert run.code == code
+    assert run.err.startswith("error: ")
+    assert "Traceback" not in run.err
+    for word in words:
+        assert word in run.err
+    run_dir = folder / ("sound" if name in ("another model", "never") else name)
+    if name not in ("another model", "never"):  # whose folder went on to be used
+        record = outcome(run_dir)
+        assert record["code"] == code
+        assert words[-1] in record["error"]
+        assert not (run_dir / "checkpoints").exists()
+
+
+def test_nothing_in_a_shard_is_executed(ended: dict[str, Any], folder: Path) -> None:
+    assert not (folder / "executed").exists()
+    pickle.loads(pickle.dumps(Executed(folder / "executed")))
+    assert (folder / "executed").is_dir(), "the pickle was harmless, so the test shows nothing"
+
+
+def test_a_flipped_bit_ends_the_run_and_names_sample_and_shard(
+    ended: dict[str, Any], folder: Path, damaged: tuple[Path, str, str]
+) -> None:
+    _, shard, key = damaged
+    for words in (f"sample '{key}' in shard '{shard}'", "checksum", "data.max_lost_samples"):
+        assert words in ended["flipped"].err
+    assert ended["flipped"].code == outcome(folder / "flipped")["code"] == 3
+    skipped = [json.loads(line) for line in (folder / "flipped" / "data_skipped.jsonl").read_text().splitlines()]
+    assert [(entry["key"], entry["shard"]) for entry in skipped] == [(key, shard)]
+
+
+def test_lost_samples_within_the_budget_are_counted_wherever_they_were_met(
+    ended: dict[str, Any], folder: Path, damaged: tuple[Path, str, str]
+) -> None:
+    """The damaged shard belongs to one of two ranks, the log to the other; small data come round many times."""
+    _, shard, key = damaged
+    assert [run.code for run in ended["budget"]] == [0, 0]
+    skipped = [json.loads(line) for line in (folder / "budget" / "data_skipped.jsonl").read_text().splitlines()]
+    assert {(entry["stream"], entry["key"], entry["shard"]) for entry in skipped} == {(1, key, shard)}
+    assert scalars(folder / "budget", "skipped_samples")[2] == len(skipped)
+
+
+def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged: tuple[Path, str, str]) -> None:
+    """One rank reads the damaged shard; the other one only loses its peer."""
+    data, shard, key = damaged
+    run_dir, log = folder / "torchrun", folder / "torchrun.log"
+    with started(letters(data, run_dir, training__num_steps=6), log, ranks=2) as process:
+        assert process.wait(timeout=120) == 1, log.read_text()
+    record = outcome(run_dir)
+    assert (record["code"], record["reason"]) == (3, "data")
+    assert key in record["error"]
+    assert shard in record["error"]
+    assert f"rank {record['rank']}: error: " in log.read_text()
+
+
+@pytest.mark.parametrize(("name", "step", "file"), [("nan", 4, "nan.pt"), ("nan on one rank", 3, "nan_2.pt")])
+def test_nan_stops_every_rank_before_the_update(
+    ended: dict[str, Any], folder: Path, name: str, step: int, file: str
+) -> None:
+    """The weights in memory are those of the last good step, to the bit; so is the newest checkpoint."""
+    runs = ended[name] if isinstance(ended[name], list) else [ended[name]]
+    assert [run.code for run in runs] == [4] * len(runs)
+    record = outcome(folder / name)
+    assert (record["code"], record["reason"], record["step"]) == (4, "not_finite", step - 1)
+    assert f"step {step}: loss=nan, grad_norm=nan; the update was not applied" in record["error"]
+    assert len(loss_values(folder / name)) == step - 1
+    assert checkpoints(folder / name)[-1] == checkpoint(folder / name, step - 1).name
+    saved = read_tensors(checkpoint(folder / name, step - 1))
+    assert_same_bits(torch.load(folder / file), {k: v for k, v in saved.items() if k.startswith("weight.")})
+
+
+def test_nan_names_the_samples_of_that_step(ended: dict[str, Any]) -> None:
+    """Eight samples were in the step, and eight are named, all of this rank's and no older ones."""
+    message = ended["nan"].err
+    named = message.partition("Samples of this rank: ")[2].partition(". Look")[0].split(", ")
+    assert len(named) == 8
+    assert all(name.startswith("train_") for name in named)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it(ended: dict[str, Any], folder: Path) -> None:
+    """Alone, on either of two ranks, in the tensors or in rank 0's index: all ranks fail, none waits for the others."""
+    told = [ended["disk"], ended["disk of rank 0"][0], ended["disk of rank 1"][1], ended["disk at the index"][0]]
+    for run in told:
+        for words in ("checkpoint of step 6 was not written", "the checkpoint of step 4 is intact"):
+            assert words in run.err
+    pairs = [ended[name] for name in ("disk of rank 0", "disk of rank 1", "disk at the index")]
+    assert [run.code for run in [ended["disk"], *(run for pair in pairs for run in pair)]] == [5] * 7
+
+
+def test_after_a_full_disk_the_run_goes_on_as_if_nothing_had_been(ended: dict[str, Any], folder: Path) -> None:
+    assert ended["repaired"].code == 0
+    assert_same_bits(read_tensors(folder / "loaded"), read_tensors(checkpoint(folder / "sound", 4)))
+    assert checkpoints(folder / "sound") == ["iter_0000004", "iter_0000006"]
+    assert [outcome(folder / "sound")[key] for key in ("code", "step")] == [0, 6]
+    found = {}
+    for record in read_records(folder / "sound" / "metrics.jsonl"):
+        if "loss" in record:
+            found.setdefault(record["step"], []).append(record["loss"])
+    assert [len(values) for values in found.values()] == [1, 1, 1, 1, 5, 5]
+    for values in found.values():
+        assert values == pytest.approx([values[0]] * len(values), rel=ROUNDING)
+
+
+def test_wherever_the_disk_gives_up_the_save_fails_as_one(ended: dict[str, Any], folder: Path) -> None:
+    for limit, (code, message, left) in zip(LIMITS, ended["sweep"], strict=True):
+        assert code == 5, (limit, message)
+        assert left == ["iter_0000001"], limit
+        assert "the checkpoint of step 1 is intact" in message
+    assert checkpoints(folder / "sweep") == [f"iter_{1 + len(LIMITS):07d}"]
+
+
+def test_a_disk_that_is_really_full_has_its_numbers_told(ended: dict[str, Any], small_disk: Path) -> None:
+    if not os.path.ismount(small_disk):
+        pytest.skip("mounting a small disk is not allowed here")
+    run, run_dir = ended["small disk"], small_disk / "run"
+    assert run.code == outcome(run_dir)["code"] == 5
+    for words in ("is full; it needs about", "bytes", "free now", "keep_last=9", "is intact"):
+        assert words in run.err
+    steps = len(checkpoints(run_dir))
+    assert checkpoints(run_dir) == [f"iter_{step:07d}" for step in range(1, steps + 1)]
+    assert len(read_tensors(checkpoint(run_dir, steps))) > 0

@@ -1,0 +1,95 @@
+"""The same run on other ranks: the same losses, and checkpoints that move between layouts without a bit changing."""
+
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration import actions
+from tests.integration.runs import (
+    SLOTS,
+    Job,
+    assert_same_bits,
+    checkpoint,
+    letters,
+    loss_values,
+    outcome,
+    read_tensors,
+    run_jobs,
+)
+
+ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+DDP = {"parallel__data_parallel": "ddp"}
+TP = {"parallel__tensor_model_parallel_size": 2}
+TP_SP = {**TP, "parallel__sequence_parallel": True}
+WHOLE = {"one": (1, {}), "dp2": (2, {}), "tp2": (2, TP)}
+# One run that stops and goes on, from the same folder, on the next layout: (ranks, settings).
+WAY = {
+    "tp2sp": (2, TP_SP),
+    "one": (1, DDP),
+    "distributed_optimizer2": (2, {}),
+    "ddp2": (2, DDP),
+    "tp2": (2, TP),
+    "one_distributed_optimizer": (1, {}),
+    "tp2sp_again": (2, TP_SP),
+}
+PART = 2  # steps on each layout
+NUM_STEPS = PART * len(WAY)
+STOPS = {name: PART * (i + 1) for i, name in enumerate(WAY)}
+
+tensors = cache(read_tensors)
+
+
+@pytest.fixture(scope="module")
+def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that stay on one layout, and the run that moves through all of them."""
+    folder = tmp_path_factory.mktemp("layouts")
+    shared = {"training__num_steps": NUM_STEPS, "checkpoint__interval": PART, "checkpoint__keep_last": NUM_STEPS}
+    jobs = {}
+    for name, (ranks, settings) in WHOLE.items():
+        arguments = letters(letters_data, folder / name, **shared, **settings)
+        jobs[name] = Job(actions.train, {"arguments": arguments}, ranks)
+    for name, (ranks, settings) in WAY.items():
+        stop = STOPS[name]
+        arguments = letters(letters_data, folder / "moving", **shared, **settings, training__stop_at_step=stop)
+        fault = partial(actions.resaved, folder / f"loaded_{stop - PART}") if stop > PART else None
+        jobs[f"moving {name}"] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
+    results = run_jobs(folder / "world", jobs)
+    for name, job in jobs.items():
+        ended = results[name] if job.ranks > 1 else [results[name]]
+        expected = 75 if name.startswith("moving") and name != f"moving {list(WAY)[-1]}" else 0
+        assert {e.code for e in ended} == {expected}, (name, ended)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2", "moving"])
+def test_losses_are_those_of_one_rank(runs: Path, name: str) -> None:
+    """For the same global batch, on two ranks that share it or the model, and on a different layout every two steps."""
+    found = loss_values(runs / name)
+    assert len(found) == NUM_STEPS
+    assert found == pytest.approx(loss_values(runs / "one"), rel=ROUNDING)
+    assert outcome(runs / name)["code"] == 0
+
+
+@pytest.mark.parametrize(("before", "after"), list(zip(WAY, list(WAY)[1:])))
+def test_a_checkpoint_moves_between_layouts_without_a_bit_changing(runs: Path, before: str, after: str) -> None:
+    """What the second layout loads and writes again is what the first one wrote: weights, average, Adam's state."""
+    step = STOPS[before]
+    folders = checkpoint(runs / "moving", step), runs / f"loaded_{step}"
+    saved, loaded = map(tensors, folders)
+    assert {key.partition(".")[0] for key in saved} == set(SLOTS)
+    assert_same_bits(loaded, saved)
+    assert [torch.load(folder / "common.pt")["adam_step"] for folder in folders] == [step, step]
+
+
+@pytest.mark.parametrize("name", WAY)
+def test_checkpoints_of_all_layouts_hold_the_same_model(runs: Path, name: str) -> None:
+    """Global names, shapes and values do not tell which layout wrote them."""
+    found, expected = (tensors(checkpoint(runs / run, STOPS[name])) for run in ("moving", "one"))
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].shape == tensor.shape
+        error = (found[key] - tensor).norm()
+        # Adam's direction of a weight whose gradient is rounding noise is noise, too.
+        assert error <= 1e-3 * tensor.norm() + 1e-6, f"{key}: {error / tensor.norm():.1e}"

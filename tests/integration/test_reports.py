@@ -1,0 +1,103 @@
+"""What a run tells about itself: mirrors that say the same as the record of truth, and a benchmark that adds up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dit.batch import SequenceLayout
+from dit.models.dit.config import DiTConfig
+from dit.training.flops import training_flops
+from dit.training.sinks import read_records, scalars_by_step
+from tests.integration import actions
+from tests.integration.runs import Job, letters, loss_values, run_jobs
+
+FP32 = 1e-6  # relative; TensorBoard keeps single precision
+MIRRORS = {"logging__tensorboard": True, "logging__wandb": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reports")
+
+
+@pytest.fixture(scope="module")
+def done(letters_data: Path, folder: Path) -> dict[str, Any]:
+    """A run with all mirrors, one whose mirror breaks, one with none, and a benchmark."""
+    settings = {"training__num_steps": 6, "checkpoint__interval": 3, "sampling__num_steps": 2}
+    settings |= {"training__validation_interval": 3, "training__sample_interval": 6}
+
+    def run(name: str, **more: Any) -> list[str]:
+        return letters(letters_data, folder / name, **settings, **more)
+
+    measure = ["--factory", "tiny_dit", "--steps", "4", "--warmup", "1", "--out", str(folder / "lines.jsonl")]
+    jobs = {
+        "plain": Job(actions.train, {"arguments": run("plain")}),
+        "mirrored": Job(actions.train, {"arguments": run("mirrored", **MIRRORS, logging__wandb_artifacts=True)}),
+        "broken": Job(actions.train, {"arguments": run("broken", **MIRRORS), "fault": actions.no_wandb}),
+        "benchmark": Job(actions.benchmark, {"arguments": measure}),
+        "shape": Job(
+            actions.benchmark, {"arguments": [*measure, "--shape", "1x16x8", "training.global_batch_size=16"]}
+        ),
+    }
+    found = run_jobs(folder / "world", jobs)
+    assert {ended.code for ended in found.values()} == {0}, found
+    return found
+
+
+def test_tensorboard_holds_every_scalar_and_picture(done: dict[str, Any], folder: Path) -> None:
+    events = EventAccumulator(str(folder / "mirrored" / "events"))
+    events.Reload()
+    truth = scalars_by_step(read_records(folder / "mirrored" / "metrics.jsonl"))
+    assert sorted(truth) == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_s", "held_out/loss", "consumed_samples"):
+        shown = {event.step: event.value for event in events.Scalars(name)}
+        written = {step: values[name] for step, values in truth.items() if name in values}
+        assert shown == pytest.approx(written, rel=FP32), name
+    assert [event.step for event in events.Images("samples")] == [6]
+
+
+def test_wandb_stays_in_the_run_folder(done: dict[str, Any], folder: Path) -> None:
+    run_id = (folder / "mirrored" / "wandb_id").read_text().strip()
+    (part,) = (folder / "mirrored" / "wandb").glob(f"offline-run-*-{run_id}")
+    assert list(part.glob("*.wandb"))
+    assert list(part.rglob("*.png"))
+
+
+def test_mirrors_change_nothing_in_the_record(done: dict[str, Any], folder: Path) -> None:
+    """With mirrors, with one that breaks at its first scalar, or with none: the same records, losses to the bit."""
+    names = ("plain", "mirrored", "broken")
+    records = [read_records(folder / name / "metrics.jsonl") for name in names]
+    kinds = [[(r["kind"], r["step"], sorted(r)) for r in found] for found in records]
+    assert kinds[0] == kinds[1] == kinds[2]
+    assert loss_values(folder / "plain") == loss_values(folder / "mirrored") == loss_values(folder / "broken")
+    log = (folder / "world" / "rank_0.log").read_text()
+    assert log.count("wandb stops here (ConnectionError: the service is gone); training goes on") == 1
+    assert not (folder / "plain" / "wandb").exists()
+    assert not (folder / "plain" / "events").exists()
+
+
+@pytest.mark.parametrize(("name", "tokens", "samples"), [("benchmark", 256, 8), ("shape", 8, 16)])
+def test_a_benchmark_adds_up(done: dict[str, Any], folder: Path, name: str, tokens: int, samples: int) -> None:
+    """Rates times time are the tokens and the operations of a step, counted anew from the sizes."""
+    record = json.loads(done[name].out.splitlines()[-1])
+    written = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
+    assert record in written
+    model = DiTConfig(
+        hidden_size=64, num_layers=2, num_attention_heads=4, in_channels=1, patch_spatial=4, num_classes=10
+    )
+    micro_batch = SequenceLayout.from_lengths([tokens] * 4)
+    seconds = record["step_ms_p50"] / 1e3
+    assert record["status"] == "ok"
+    assert record["parameters"] == model.num_parameters()
+    assert (record["steps"], record["global_batch_size"], record["tokens_per_step"]) == (4, samples, samples * tokens)
+    assert record["valid_tokens_per_s_per_rank"] * seconds == pytest.approx(samples * tokens)
+    assert record["padded_tokens_per_s_per_rank"] * seconds == pytest.approx(samples * tokens)
+    assert record["samples_per_s"] * seconds == pytest.approx(samples)
+    for convention in ("model", "hardware", "nemo"):
+        counted = samples / 4 * training_flops(model, micro_batch, convention=convention)
+        assert record[f"tflops_per_rank_{convention}"] * seconds * 1e12 == pytest.approx(counted), convention
+    assert record["step_ms_p50"] <= record["step_ms_p90"]
+    assert 0 < record["loss"] < 10

@@ -1,0 +1,168 @@
+"""Every objective trains the letters recipe by one override, and every solver draws from what it has learned."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration import actions
+from tests.integration.runs import Job, checkpoint, letters, loss_values, mock, read_tensors, run_jobs, scalars
+
+OBJECTIVES = ["edm", "ddpm", "flow_matching"]
+SOLVERS = ["euler", "heun", "ddim", "ancestral", "dpmpp_2m"]
+NUM_STEPS = 60
+LABELS = [3, 14, 25]
+SHORT = {"num_steps": 6, "guidance_scale": 1.5, "seed": 3}
+FINE = {**SHORT, "num_steps": 40}
+REQUESTS = {
+    **{solver: {"labels": LABELS, "solver": solver, **SHORT} for solver in SOLVERS},
+    **{f"fine {solver}": {"labels": LABELS, "solver": solver, **FINE} for solver in SOLVERS if solver != "ancestral"},
+    "again": {"labels": LABELS, "solver": "ancestral", **SHORT},
+    "another seed": {"labels": LABELS, "solver": "ancestral", **SHORT, "seed": 4},
+    "alone": {"labels": LABELS[:1], "solver": "ancestral", **SHORT},
+    "unguided": {"labels": LABELS, "solver": "euler", **SHORT, "guidance_scale": 1.0},
+    "unconditional": {"labels": LABELS, "solver": "euler", **SHORT, "guidance_scale": 0.0},
+    "other letters": {"labels": [0, 1, 2], "solver": "euler", **SHORT, "guidance_scale": 0.0},
+    "as the run": {"labels": LABELS},
+}
+SOLVED_ALIKE = 0.1  # relative: forty steps of one ordinary differential equation
+
+
+def text(seed: int, length: int) -> torch.Tensor:
+    return torch.randn(length, 8, generator=torch.Generator().manual_seed(seed))
+
+
+TEXTS, OTHERS = [text(0, 3), text(1, 1)], [text(2, 2), text(3, 4)]
+TEXT_REQUESTS = {
+    "texts": {"contexts": TEXTS},
+    "no texts": {"count": 2},
+    "other texts": {"contexts": OTHERS},
+    "negative": {"contexts": TEXTS, "negative": OTHERS},
+    "negative of itself": {"contexts": TEXTS, "negative": TEXTS},
+    "unguided": {"contexts": TEXTS, "guidance_scale": 1.0},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sampling")
+
+
+@pytest.fixture(scope="module")
+def done(letters_data: Path, folder: Path) -> dict[str, Any]:
+    """A short training by each objective, of a model that takes text, and of one without an average; and samples."""
+    np.save(folder / "words.npy", TEXTS[0].numpy())
+    jobs = {}
+    for name in OBJECTIVES:
+        settings = {"training__num_steps": NUM_STEPS, "training__validation_interval": 20, "training__ema_decay": 0.9}
+        jobs[name] = Job(actions.train, {"arguments": letters(letters_data, folder / name, objective=name, **settings)})
+        jobs[f"{name} samples"] = Job(actions.sample, {"run_dir": folder / name, "requests": list(REQUESTS.values())})
+    raw = {"run_dir": folder / "edm", "requests": [REQUESTS["euler"]], "weights": "raw"}
+    jobs["raw"] = Job(actions.sample, raw)
+    learn = {"model__context_size": 8, "model__context_dropout": 0.3, "data__text_tokens": 4, "optimizer__lr": 0.01}
+    show = {"training__sample_interval": 10, "sampling__num_steps": 4, "training__ema_decay": 0.5}
+    jobs["text"] = Job(actions.train, {"arguments": mock(folder / "text", **learn, **show)})
+    jobs["text samples"] = Job(actions.sample, {"run_dir": folder / "text", "requests": list(TEXT_REQUESTS.values())})
+    draw = ["--checkpoint", str(folder / "text"), "--text-embedding", str(folder / "words.npy"), "--count", "2"]
+    jobs["draw text"] = Job(actions.draw, {"arguments": [*draw, "--out", str(folder / "text.png")]})
+    plain = mock(folder / "plain", training__num_steps=1, training__ema_decay="none", schedule__warmup_steps=0)
+    jobs["plain"] = Job(actions.train, {"arguments": plain})
+    draw = ["--checkpoint", str(folder / "plain"), "--steps", "2", "--out", str(folder / "plain.png")]
+    jobs["draw average"] = Job(actions.draw, {"arguments": draw})
+    jobs["draw raw"] = Job(actions.draw, {"arguments": [*draw, "--raw-weights"]})
+    found = run_jobs(folder / "world", jobs)
+    assert all(found[name].code == 0 for name in [*OBJECTIVES, "text", "plain"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def drawn(done: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the samples by objective (or "text") and request."""
+    found = {name: dict(zip(REQUESTS, done[f"{name} samples"][1], strict=True)) for name in OBJECTIVES}
+    return {**found, "text": dict(zip(TEXT_REQUESTS, done["text samples"][1], strict=True))}
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_one_override_trains_letters_by_another_objective(done: dict[str, Any], folder: Path, name: str) -> None:
+    """The loss falls, on what the run has seen and on font families that it has not."""
+    losses = loss_values(folder / name)
+    assert len(losses) == NUM_STEPS
+    assert statistics.mean(losses[-10:]) < 0.95 * statistics.mean(losses[:10])
+    held_out = list(scalars(folder / name, "held_out/loss").values())
+    assert held_out == sorted(held_out, reverse=True)
+    assert len(set(held_out)) == 3
+    assert f"objective   {name.replace('_', '')}(" in done[name].out.lower()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_solver_draws_from_every_objective(drawn: dict, name: str) -> None:
+    for solver in SOLVERS:
+        x0 = drawn[name][solver]
+        assert x0.shape == (len(LABELS), 1, 1, 8, 8)
+        assert x0.dtype == torch.float32
+        assert torch.isfinite(x0).all()
+        assert 0.05 < x0.std() < 5
+    exact = drawn[name]["fine heun"]
+    for solver in ("euler", "ddim", "dpmpp_2m"):
+        assert distance(drawn[name][f"fine {solver}"], exact) < SOLVED_ALIKE, solver
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_seed_addresses_the_noise_of_each_sample(drawn: dict, name: str) -> None:
+    """The same seed gives the same latents to the bit, another one others; neighbours do not matter."""
+    found = drawn[name]
+    assert torch.equal(found["again"], found["ancestral"])
+    assert distance(found["another seed"], found["ancestral"]) > 0.1
+    assert found["alone"][0] == pytest.approx(found["ancestral"][0], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_guidance_scales_between_unconditional_and_conditional(drawn: dict, name: str) -> None:
+    """At scale 0 the labels do not matter; at 1 they do, and more at 1.5."""
+    found = drawn[name]
+    assert found["unconditional"] == pytest.approx(found["other letters"], rel=1e-4, abs=1e-4)
+    away = distance(found["unguided"], found["unconditional"])
+    assert 0 < away < distance(found["euler"], found["unconditional"])
+
+
+def test_the_average_is_what_is_drawn_from(done: dict[str, Any], drawn: dict, folder: Path) -> None:
+    stored = read_tensors(checkpoint(folder / "edm", NUM_STEPS))
+    (average, _), (raw, raw_samples) = done["edm samples"], done["raw"]
+    for name in average:
+        assert torch.equal(average[name], stored[f"ema.{name}"])
+        assert torch.equal(raw[name], stored[f"weight.{name}"])
+    assert any(not torch.equal(average[name], raw[name]) for name in raw)
+    assert distance(raw_samples[0], drawn["edm"]["euler"]) > 1e-3
+
+
+def test_without_an_average_the_command_says_so(done: dict[str, Any], folder: Path) -> None:
+    assert done["draw average"].code == 5
+    assert "no weight average" in done["draw average"].err
+    assert done["draw raw"].code == 0
+    assert (folder / "plain.png").is_file()
+
+
+def test_text_steers_samples_and_negative_text_steers_away(drawn: dict) -> None:
+    """Led away from itself a text has no guidance left; led away from another text it has."""
+    found = drawn["text"]
+    for name in ("no texts", "other texts", "negative", "unguided"):
+        assert distance(found[name], found["texts"]) > 1e-4, name
+    assert found["negative of itself"] == pytest.approx(found["unguided"], rel=1e-4, abs=1e-4)
+    assert distance(found["negative"], found["unguided"]) > 1e-4
+
+
+def test_a_text_model_shows_samples_while_it_trains_and_on_command(done: dict[str, Any], folder: Path) -> None:
+    assert sorted(p.parent.name for p in (folder / "text" / "samples").rglob("ema.png")) == [
+        "step_0000010",
+        "step_0000020",
+    ]
+    assert done["draw text"].code == 0
+    assert "2 samples" in done["draw text"].out
+    assert (folder / "text.png").is_file()
