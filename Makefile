@@ -39,7 +39,7 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/mypy
 
 test-parallel: $(VENV)/.installed ## every parallel layout against one rank
-	$(VENV)/bin/python -m pytest tests/parallel
+	$(VENV)/bin/python -m pytest tests/parallel/test_matrix.py -m matrix
 
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit

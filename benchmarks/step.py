@@ -112,7 +112,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
     flops = [sum(training_flops(model, *pair, convention=c) for pair in batches.layouts) for c in conventions]
     totals = torch.tensor([counted.samples, counted.valid_tokens, counted.padded_tokens, *flops], dtype=torch.float64)
     totals = totals.to(run.device)
-    dist.all_reduce(totals, group=groups.dp_cp)
+    dist.all_reduce(totals, group=groups.dp)
     samples, valid, padded, *flops_per_step = (totals / steps).tolist()
     p50, p90 = percentile(seconds[warmup:], 50), percentile(seconds[warmup:], 90)
     ranks = groups.world_size

@@ -24,12 +24,14 @@ class SequenceLayout:
     attention leaves zeros there, and the loss ignores them.
 
     A rank that holds only some rows (sequence or context parallel) has the same lengths and a different `rows`.
+    Under sequence parallelism the layers join the tensor-parallel ranks' rows before attention: `gathered` has these.
 
     Attributes:
         lengths: real tokens per sample, on the host.
         padded_lengths: tokens per sample including its own padding, on the host.
         total_tokens: rows of the whole pack, all padding included.
         rows: which of those rows this rank holds, in its order, int64; None for all of them.
+        parent: the layout these rows were taken from, where the layers gather them again; None where they do not.
     """
 
     lengths: tuple[int, ...]
@@ -37,6 +39,7 @@ class SequenceLayout:
     total_tokens: int
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     rows: Optional[Tensor] = None
+    parent: Optional["SequenceLayout"] = None
 
     @classmethod
     def from_lengths(
@@ -71,6 +74,11 @@ class SequenceLayout:
     @property
     def num_samples(self) -> int:
         return len(self.lengths)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows held here, padding included."""
+        return self.total_tokens if self.rows is None else len(self.rows)
 
     @property
     def valid_tokens(self) -> int:
@@ -140,18 +148,23 @@ class SequenceLayout:
         return out.index_add(0, self.segment_ids_T, torch.where(mask, x_T, torch.zeros_like(x_T)))
 
     @property
-    def whole(self) -> "SequenceLayout":
-        """The layout of the whole pack, as attention sees it after gathering the tokens."""
-        return self if self.rows is None else replace(self, rows=None)
+    def gathered(self) -> "SequenceLayout":
+        """The layout of the rows that attention gets: those of all tensor-parallel ranks under sequence parallelism."""
+        return self if self.parent is None else self.parent
 
-    def select(self, rows: Tensor) -> "SequenceLayout":
-        """Describe the same pack on a rank that holds only `rows` (indices into the rows held here)."""
+    def select(self, rows: Tensor, *, gathered: bool = False) -> "SequenceLayout":
+        """Describe the same pack on a rank that holds only `rows` (indices into the rows held here).
+
+        Args:
+            gathered: the layers gather the rows held here again before attention (sequence parallel).
+        """
         held = rows if self.rows is None else self.rows[rows]
-        return replace(self, rows=held.to(self.device))
+        return replace(self, rows=held.to(self.device), parent=self.gathered if gathered else None)
 
     def to(self, device: torch.device | str) -> "SequenceLayout":
         rows = None if self.rows is None else self.rows.to(device)
-        return replace(self, device=torch.device(device), rows=rows)
+        parent = None if self.parent is None else self.parent.to(device)
+        return replace(self, device=torch.device(device), rows=rows, parent=parent)
 
 
 @dataclass

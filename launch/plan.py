@@ -4,6 +4,7 @@ The model is built on torch's meta device (shapes without memory), so the weight
 are exact up to the padding of Megatron-Core's buffers. The activation row is an estimate; its formula is printed.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Optional
@@ -13,6 +14,7 @@ from torch import nn
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
+from dit.models.experts import ExpertOptions
 from dit.parallel.dims import ParallelConfig, check_parallel
 from dit.training.settings import TrainingConfig
 
@@ -25,10 +27,13 @@ GIB = 2**30
 SAVED_WHOLE_H = 6  # input and modulated norm of both sub-layers, and both outputs before their gates
 SAVED_SPLIT_H = 4  # q, k, v and the attention output, split over heads
 SAVED_SPLIT_F = 2  # MLP before and after its activation, split over columns
+SAVED_ROUTED_H = 2  # input and output of an expert, for each expert that a token meets
 FORMULA = (
-    "activations ~ micro_batch_size x tokens x num_layers x (6 h / SP + (4 h + 2 f) / TP) x bytes per number,\n"
-    "  with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; no recompute"
+    "activations ~ micro_batch_size x tokens / CP x layers in flight x (6 h / SP + (4 h + 2 f) / TP) x bytes per\n"
+    "  number, with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; layers in flight = num_layers, in\n"
+    "  a pipeline this rank's own layers, once per micro-batch that waits for its backward pass; no recompute"
 )
+EXPERTS_FORMULA = "\n  with experts, 2 f counts for each that a token meets on average, with 2 h more"
 
 
 @dataclass(frozen=True)
@@ -68,31 +73,70 @@ def local_parameters(parameters: Iterable[nn.Parameter], tp: int) -> int:
 def estimate_memory(
     model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, data_parallel_size: int, tokens: int
 ) -> Memory:
-    """Add up what one rank holds.
+    """Add up what one rank holds: of a pipeline's ranks, the one that needs most.
 
     bf16 keeps bf16 weights, fp32 gradients, and in the optimizer an fp32 master copy with Adam's two moments; fp32
     keeps fp32 weights and gradients and the two moments. The distributed optimizer spreads its states and the fp32
-    average over the data-parallel ranks.
+    average over the ranks that hold the same parameters.
 
     Args:
         tokens: per sample.
     """
-    from dit.parallel.parallelize import build_on_meta
+    ranks = [
+        _rank_memory(model, training, parallel, data_parallel_size, tokens, pp_rank)
+        for pp_rank in range(parallel.pipeline_model_parallel_size)
+    ]
+    return max(ranks, key=lambda memory: memory.total)
 
-    tp = parallel.tensor_model_parallel_size
-    count = local_parameters(build_on_meta(model).parameters(), tp)
+
+def _rank_memory(
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    data_parallel_size: int,
+    tokens: int,
+    pp_rank: int,
+) -> Memory:
+    from dit.parallel.parallelize import build_on_meta, is_expert
+    from dit.parallel.pipeline import layers_in_flight, split_layers, stages
+
+    tp, pp, cp, ep = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
+    )
+    cut = (parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_layers)
+    num_layers = model.megatron_sizes()["num_layers"]
+    chunks = [build_on_meta(model, stage) for stage in stages(num_layers, pp, pp_rank, *cut)]
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    dense = local_parameters((p for p in parameters if not is_expert(p)), tp)
+    experts = sum(p.numel() for p in parameters if is_expert(p)) // ep
+    count = dense + experts
+    micro_batches = training.global_batch_size // (training.micro_batch_size * data_parallel_size)
+    layers = layers_in_flight(split_layers(num_layers, pp, *cut), pp, pp_rank, micro_batches)
     half = training.precision == "bf16"
-    shards = data_parallel_size if parallel.data_parallel == "distributed_optimizer" else 1
+    sharded = parallel.data_parallel == "distributed_optimizer"
+    expert_copies = data_parallel_size * tp * cp // ep
+
+    def spread(size: int) -> int:
+        """Return the bytes of what takes `size` per parameter and is spread over the ranks that hold it."""
+        return dense * size // (data_parallel_size * cp) + experts * size // expert_copies if sharded else count * size
+
     sizes = model.megatron_sizes()
     h, f = sizes["hidden_size"], sizes["ffn_hidden_size"]
     whole = SAVED_WHOLE_H * h / (tp if parallel.sequence_parallel else 1)
-    per_token = whole + (SAVED_SPLIT_H * h + SAVED_SPLIT_F * f) / tp
+    mlp = SAVED_SPLIT_F * f
+    if isinstance(model, ExpertOptions) and model.num_experts is not None:
+        met = model.moe_capacity_factor if model.moe_router == "expert_choice" else model.moe_top_k
+        mlp = met * (SAVED_SPLIT_F * sizes["moe_ffn_hidden_size"] + SAVED_ROUTED_H * h)
+    per_token = whole + (SAVED_SPLIT_H * h + mlp) / tp
     return Memory(
         weights=count * (2 if half else 4),
         gradients=count * 4,
-        optimizer=count * (12 if half else 8) // shards,
-        average=0 if training.ema_decay is None else count * 4 // shards,
-        activations=int(training.micro_batch_size * tokens * sizes["num_layers"] * per_token * (2 if half else 4)),
+        optimizer=spread(12 if half else 8),
+        average=0 if training.ema_decay is None else spread(4),
+        activations=int(training.micro_batch_size * tokens / cp * layers * per_token * (2 if half else 4)),
     )
 
 
@@ -113,20 +157,27 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
     parts: dict[str, Any] = {name: fiddle.build(getattr(task, name)) for name in ("model", "training", "parallel")}
     model, training, parallel = parts["model"], parts["training"], parts["parallel"]
     model.validate()
-    smallest = (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
+    per_stage = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    smallest = math.lcm(per_stage, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
     dims = check_parallel(
         parallel,
         world_size=world_size or smallest,
         num_attention_heads=model.megatron_sizes()["num_attention_heads"],
+        num_layers=model.megatron_sizes()["num_layers"],
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
+        num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     need = estimate_memory(model, training, parallel, dims.data_parallel_size, tokens)
     flops = flops_per_token(model, tokens)
     step = flops * tokens * training.global_batch_size
-    sharing = f"tensor {parallel.tensor_model_parallel_size} x data {dims.data_parallel_size}"
+    pp = parallel.pipeline_model_parallel_size
+    pipeline = f"pipeline {pp} x " if pp > 1 else ""
+    cp = parallel.context_parallel_size
+    context = f"context {cp} x " if cp > 1 else ""
+    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
+    if parallel.expert_model_parallel_size > 1:
+        sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
     batch = f"{dims.micro_batches} micro-batches x {training.micro_batch_size} x {dims.data_parallel_size} replicas"
     lines = [
         summary(task),
@@ -136,9 +187,9 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         f"batch       {training.global_batch_size} samples = {batch}",
         f"work        {flops / 1e9:,.4g} GFLOP per token ({tokens} to a sample), {step / 1e12:,.4g} TFLOP per step",
         "",
-        f"memory per rank, {training.precision}",
+        f"memory per rank{' (the fullest of the pipeline)' if pp > 1 else ''}, {training.precision}",
         *(f"  {name:<12}{value / GIB:10.3f} GiB" for name, value in asdict(need).items()),
         f"  {'total':<12}{need.total / GIB:10.3f} GiB",
-        f"  {FORMULA}",
+        f"  {FORMULA}{EXPERTS_FORMULA if 'num_moe_experts' in model.megatron_sizes() else ''}",
     ]
     return "\n".join(lines)

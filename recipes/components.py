@@ -9,6 +9,8 @@ import nemo_run as run
 from dit.data_api import DataConfig
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.moviegen.config import MovieGenConfig
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
@@ -40,6 +42,66 @@ def dit_l() -> run.Config[DiTConfig]:
 def dit_xl() -> run.Config[DiTConfig]:
     """DiT-XL: 28 layers of width 1152, 16 heads; otherwise as dit_s."""
     return run.Config(DiTConfig, hidden_size=1152, num_layers=28, num_attention_heads=16, num_classes=1000)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_s() -> run.Config[DiTCrossConfig]:
+    """DiT-S with text cross-attention: 12 layers of width 384, 6 heads; 16 latent channels, text of 1024."""
+    return run.Config(DiTCrossConfig, hidden_size=384, num_layers=12, num_attention_heads=6)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_b() -> run.Config[DiTCrossConfig]:
+    """DiT-B with text cross-attention: 12 layers of width 768, 12 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=768, num_layers=12, num_attention_heads=12)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_l() -> run.Config[DiTCrossConfig]:
+    """DiT-L with text cross-attention: 24 layers of width 1024, 16 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=1024, num_layers=24, num_attention_heads=16)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_xl() -> run.Config[DiTCrossConfig]:
+    """DiT-XL with text cross-attention: 28 layers of width 1152, 16 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=1152, num_layers=28, num_attention_heads=16)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_7b() -> run.Config[DiTCrossConfig]:
+    """DiT-7B with text cross-attention: 32 layers of width 3072, 24 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=3072, num_layers=32, num_attention_heads=24)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_28b() -> run.Config[DiTCrossConfig]:
+    """DiT-28B with text cross-attention: 32 layers of width 6144, 48 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=6144, num_layers=32, num_attention_heads=48)
+
+
+@run.cli.factory(target=ModelConfig)
+def moviegen_1b() -> run.Config[MovieGenConfig]:
+    """MovieGen-1B (1.54 B): 16 layers of width 2048, 32 heads in 8 groups; 16 latent channels, text of 1024."""
+    return run.Config(MovieGenConfig, hidden_size=2048, num_layers=16, num_attention_heads=32, ffn_hidden_size=8192)
+
+
+@run.cli.factory(target=ModelConfig)
+def moviegen_3b() -> run.Config[MovieGenConfig]:
+    """MovieGen-3B (5.02 B): 28 layers of width 3072, 24 heads in 8 groups."""
+    return run.Config(MovieGenConfig, hidden_size=3072, num_layers=28, num_attention_heads=24, ffn_hidden_size=8192)
+
+
+@run.cli.factory(target=ModelConfig)
+def moviegen_5b() -> run.Config[MovieGenConfig]:
+    """MovieGen-5B (5.74 B): 32 layers of width 3072, 24 heads in 8 groups."""
+    return run.Config(MovieGenConfig, hidden_size=3072, num_layers=32, num_attention_heads=24, ffn_hidden_size=8192)
+
+
+@run.cli.factory(target=ModelConfig)
+def moviegen_30b() -> run.Config[MovieGenConfig]:
+    """MovieGen-30B (33.4 B): 48 layers of width 6144, 48 heads in 8 groups."""
+    return run.Config(MovieGenConfig, hidden_size=6144, num_layers=48, num_attention_heads=48, ffn_hidden_size=16384)
 
 
 @run.cli.factory(target=Objective)

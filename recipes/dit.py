@@ -1,7 +1,13 @@
-"""DiT: adaLN-Zero transformers on image latents, from DiT-S to DiT-XL."""
+"""DiT: the original class-conditional sizes on ImageNet, and DiT with text cross-attention from S to 7B.
+
+The second family has NeMo's names, sizes and settings: EDM on latents of 16 channels, patch 2, text embeddings of width
+1024 (T5-large). Counts of GPUs follow from the layout and from the memory that `--dryrun` estimates; none of these runs
+has been made at full size here. More GPUs raise the data-parallel size.
+"""
 
 import nemo_run as run
 
+from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
@@ -16,7 +22,18 @@ from dit.training.settings import (
     TrainingConfig,
 )
 from energon_data.dataset import EnergonData
-from recipes.components import dit_b, dit_l, dit_s, dit_xl
+from energon_data.mock import MockData
+from recipes.components import (
+    dit_b,
+    dit_cross_7b,
+    dit_cross_b,
+    dit_cross_l,
+    dit_cross_s,
+    dit_cross_xl,
+    dit_l,
+    dit_s,
+    dit_xl,
+)
 
 
 def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
@@ -90,21 +107,229 @@ def dit_xl2_imagenet() -> run.Partial:
     return _imagenet("dit_xl2_imagenet", dit_xl())
 
 
+def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
+    """Return NeMo's base setting for one model: EDM, up to 2048 tokens a sample, batch 32, AdamW at a constant 1e-4.
+
+    Source: NeMo diffusion collection v2.1.0, recipe `pretrain`; its other recipes change this one.
+    """
+    return run.Partial(
+        pretrain,
+        model=model,
+        data=run.Config(EnergonData, path="data/latents", max_tokens_per_sample=2048),
+        objective=run.Config(EDM),
+        optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
+        schedule=run.Config(ScheduleConfig, kind="constant"),
+        parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
+        training=run.Config(
+            TrainingConfig,
+            run_dir=f"runs/{name}",
+            num_steps=500_000,
+            micro_batch_size=1,
+            global_batch_size=32,
+            precision="bf16",
+            ema_decay=0.9999,
+            log_interval=10,
+            validation_interval=1_000,
+        ),
+        checkpoint=run.Config(CheckpointConfig, interval=1_000, keep_last=3),
+        logging=run.Config(LoggingConfig),
+        sampling=run.Config(SamplingConfig, solver="heun", num_steps=35, guidance_scale=7.0),
+    )
+
+
+def as_large_model(recipe: run.Partial, *, lr: float = 1e-4) -> run.Partial:
+    """Give a recipe the optimizer of NeMo's large models: warm-up over 100 steps, betas 0.9 and 0.95, decay 0.1."""
+    recipe.optimizer = run.Config(OptimizerConfig, lr=lr, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    recipe.schedule = run.Config(ScheduleConfig, kind="constant", warmup_steps=100)
+    return recipe
+
+
+def as_mock(recipe: run.Partial, latent: tuple[int, int, int], *, text_tokens: int = 512) -> run.Partial:
+    """Feed a recipe 15 steps of made-up latents (frames, height, width) and keep nothing: for measurements."""
+    frames, height, width = latent
+    recipe.data = run.Config(
+        MockData, frames=frames, height=height, width=width, text_tokens=text_tokens, dataset_size=16
+    )
+    recipe.training.num_steps = 15
+    recipe.training.log_interval = 1
+    recipe.training.validation_interval = 0
+    recipe.training.ema_decay = None
+    recipe.checkpoint = run.Config(CheckpointConfig, interval=0, resume="never")
+    return recipe
+
+
+def on_tensor_parallel(recipe: run.Partial, size: int) -> run.Partial:
+    """Spread a recipe's layers over `size` GPUs with sequence parallelism."""
+    recipe.parallel.tensor_model_parallel_size = size
+    recipe.parallel.sequence_parallel = True
+    return recipe
+
+
+def with_fsdp(recipe: run.Partial) -> run.Partial:
+    """Shard a recipe's weights, gradients and optimizer over the data-parallel GPUs (Megatron-FSDP)."""
+    recipe.parallel.data_parallel = "fsdp"
+    return recipe
+
+
 @run.cli.factory(target=pretrain, name="pretrain")
 def pretrain_s() -> run.Partial:
-    """DiT-S (32 M) with NeMo's settings: EDM on 16-channel latents, batch 32, lr 1e-4: one GPU or more.
+    """DiT-S with text (51 M), NeMo's base recipe: EDM on images and clips of up to 2048 tokens: one GPU or more.
 
-    The base recipe of NeMo's diffusion collection, under its name.
+    Micro-batches of one sample, 32 to a step. For samples of mixed length set `data.max_tokens_per_pack`.
     """
-    recipe = _imagenet("pretrain", dit_s())
-    recipe.model.in_channels = 16
-    recipe.model.add_bias = False
-    recipe.model.position_embedding = "sincos_3d"
-    recipe.data.path = "data/latents"
-    recipe.objective = run.Config(EDM)
+    return text_conditional("pretrain", dit_cross_s())
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_b() -> run.Partial:
+    """DiT-B with text (185 M), otherwise as pretrain: one GPU or more."""
+    return text_conditional("pretrain_b", dit_cross_b())
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_l() -> run.Partial:
+    """DiT-L with text (634 M), otherwise as pretrain: one 80 GB GPU or more.
+
+    Weights, gradients, optimizer and average take 13 GiB, 9 of them spread over the GPUs.
+    """
+    return text_conditional("pretrain_l", dit_cross_l())
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_xl() -> run.Partial:
+    """DiT-XL with text (927 M), otherwise as pretrain: one 80 GB GPU or more.
+
+    Weights, gradients, optimizer and average take 19 GiB, 14 of them spread over the GPUs.
+    """
+    return text_conditional("pretrain_xl", dit_cross_xl())
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_xl_dfm() -> run.Partial:
+    """DiT-XL with text and low-rank adaLN (675 M), packs of 8000 tokens: one 80 GB GPU or more.
+
+    The modulation goes through 256 features, which takes 252 M parameters off DiT-XL and no work off its tokens.
+    Cosine schedule over 10,000 steps, warm-up 2000.
+
+    Source: NVIDIA-NeMo/DFM, recipe `dit`.
+    """
+    recipe = text_conditional("pretrain_xl_dfm", dit_cross_xl())
+    recipe.model.adaln_lora_rank = 256
+    recipe.data = run.Config(EnergonData, path="data/latents", max_tokens_per_pack=8000, packing_buffer_size=40)
+    recipe.optimizer = run.Config(OptimizerConfig, lr=0.9e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, clip_grad=1.0)
+    recipe.schedule = run.Config(ScheduleConfig, kind="cosine", warmup_steps=2000)
+    recipe.training.num_steps = 10_000
+    recipe.training.global_batch_size = 2
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_7b() -> run.Partial:
+    """DiT-7B with text (7.19 B) on images of 256 tokens (256 px), 4608 to a step: 16 x 80 GB or more.
+
+    Weights and gradients take 40 GiB on every GPU; the optimizer (80 GiB) and the average (27 GiB) are spread over all
+    of them. Steps have 512 micro-batches: on 128 GPUs each makes 4.
+    """
+    recipe = as_large_model(text_conditional("pretrain_7b", dit_cross_7b()))
+    recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_sample=260, bucket_by_shape=True)
+    recipe.training.micro_batch_size = 9
+    recipe.training.global_batch_size = 4608
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_7b_pack() -> run.Partial:
+    """DiT-7B with text (7.19 B) on packs of 2304 tokens (9 images of 256 px), 512 packs to a step: 16 x 80 GB or more.
+
+    As pretrain_7b, but images of any shape share a pack and no token is padding.
+    """
+    recipe = pretrain_7b()
+    recipe.training.run_dir = "runs/pretrain_7b_pack"
+    recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_pack=2304, packing_buffer_size=1000)
     recipe.training.micro_batch_size = 1
-    recipe.training.global_batch_size = 32
-    recipe.sampling = run.Config(SamplingConfig, solver="heun", num_steps=35, guidance_scale=4.0)
-    recipe.checkpoint.interval = 1_000
-    recipe.training.validation_interval = 1_000
+    recipe.training.global_batch_size = 512
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_7b_256p_joint() -> run.Partial:
+    """DiT-7B with text (7.19 B) on 256 px images and clips of up to 8192 tokens, TP 2 + SP: 16 x 80 GB or more.
+
+    The second stage: it starts from the weights of pretrain_7b. Learning rate 6e-5, 256 samples to a step.
+    """
+    recipe = on_tensor_parallel(as_large_model(text_conditional("pretrain_7b_256p_joint", dit_cross_7b()), lr=6e-5), 2)
+    recipe.data = run.Config(EnergonData, path="data/latents_256_joint", max_tokens_per_sample=8192)
+    recipe.checkpoint.start_from = "runs/pretrain_7b"
+    recipe.training.global_batch_size = 256
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_7b_256p_joint_pack() -> run.Partial:
+    """DiT-7B with text (7.19 B) on packs of 10,240 tokens of 256 px images and clips, TP 2 + SP: 16 x 80 GB or more.
+
+    As pretrain_7b_256p_joint, but images fill the room that clips leave. 128 packs to a step.
+    """
+    recipe = pretrain_7b_256p_joint()
+    recipe.training.run_dir = "runs/pretrain_7b_256p_joint_pack"
+    recipe.data = run.Config(
+        EnergonData, path="data/latents_256_joint", max_tokens_per_pack=10_240, packing_buffer_size=1000
+    )
+    recipe.training.global_batch_size = 128
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def mock_dit7b_8k() -> run.Partial:
+    """DiT-7B with text (7.19 B) on made-up clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB or more.
+
+    For measurements. NeMo publishes 10,052 tokens/s per H100 for this model and length, which its convention calls 519
+    TFLOPS; the work that the maths asks for is 359.
+    """
+    recipe = as_large_model(text_conditional("mock_dit7b_8k", dit_cross_7b()))
+    return with_fsdp(on_tensor_parallel(as_mock(recipe, (32, 32, 32)), 2))
+
+
+@run.cli.factory(target=pretrain)
+def dreambooth() -> run.Partial:
+    """DiT-S with text (51 M) on a few pictures of one subject: 1000 steps at lr 1e-6, one GPU.
+
+    It starts from the weights of `pretrain` (`checkpoint.start_from`). NeMo's recipe asks for TP 8, which the 6 heads
+    of this model cannot give.
+    """
+    recipe = text_conditional("dreambooth", dit_cross_s())
+    recipe.data.path = "data/subject"
+    recipe.checkpoint.start_from = "runs/pretrain"
+    recipe.optimizer.lr = 1e-6
+    recipe.training.num_steps = 1000
+    recipe.training.validation_interval = 0
+    recipe.checkpoint.interval = 200
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def tiny_dit_cross() -> run.Partial:
+    """Made-up images and clips with texts, a 2-layer DiT with cross-attention: trains in seconds on any machine."""
+    recipe = text_conditional("tiny_dit_cross", dit_cross_s())
+    return as_tiny(recipe)
+
+
+def as_tiny(recipe: run.Partial) -> run.Partial:
+    """Shrink a text-conditional recipe to two layers of width 64 and 20 steps on packs of made-up images and clips."""
+    model = recipe.model
+    model.hidden_size, model.num_layers, model.num_attention_heads = 64, 2, 4
+    model.in_channels, model.context_size = 4, 32
+    recipe.data = run.Config(
+        MockData, shapes=["1x8x8", "4x8x8", "1x8x12"], text_tokens=8, max_tokens_per_pack=128, num_streams=2
+    )
+    recipe.optimizer = run.Config(OptimizerConfig, lr=1e-3)
+    recipe.schedule = run.Config(ScheduleConfig, kind="cosine", warmup_steps=5)
+    recipe.parallel = run.Config(ParallelConfig)
+    recipe.training.num_steps = 20
+    recipe.training.global_batch_size = 4
+    recipe.training.precision = "fp32"
+    recipe.training.ema_decay = 0.99
+    recipe.training.log_interval = 1
+    recipe.training.validation_interval = 0
+    recipe.checkpoint = run.Config(CheckpointConfig, interval=10)
     return recipe

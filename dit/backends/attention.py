@@ -1,11 +1,13 @@
 """Bidirectional attention over packed sequences: an fp32 reference, and one path per device behind one call.
 
-Tensors are THD: `[T, N, H]` tokens, heads, head size. Segment i of the queries attends to segment i of the keys and to
-nothing else. Padding rows are in no segment and come out as zeros.
+Tensors are THD: `[T, N, H]` tokens, heads, head size; keys and values may have fewer heads, each for a group of query
+heads. Segment i of the queries attends to segment i of the keys and to nothing else. Padding rows are in no segment and
+come out as zeros.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ def reference_attention(
     Returns:
         `[T, N, H]` in the dtype of `q_TNH`.
     """
-    full_q, full_k = layout_q.whole, layout_k.whole
+    full_q, full_k = layout_q.gathered, layout_k.gathered
     same = full_q.segment_ids_T[:, None] == full_k.segment_ids_T[None, :]
     mask = same & full_q.valid_T[:, None] & full_k.valid_T[None, :]
     scores = torch.einsum("tnh,knh->ntk", q_TNH.float(), k_KNH.float()) * q_TNH.shape[-1] ** -0.5
@@ -40,19 +42,28 @@ def segment_sdpa(
 
     Works on every device that torch has; a dense batch is one call without any copy of rows.
     """
-    dense_q, dense_k = layout_q.uniform_length, layout_k.uniform_length
-    if dense_q and dense_k:
+    layout_q, layout_k = layout_q.gathered, layout_k.gathered
+    if layout_q.uniform_length and layout_k.uniform_length:
         return _dense(q_TNH, k_KNH, v_KNH, layout_q.num_samples).flatten(0, 1)
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for i, lengths in enumerate(zip(layout_q.lengths, layout_k.lengths)):
-        groups[lengths].append(i)
     out = torch.zeros_like(q_TNH)
-    for (n_q, n_k), samples in groups.items():
-        rows_q = _rows(layout_q, samples, n_q)
-        rows_k = _rows(layout_k, samples, n_k)
-        attended = _dense(q_TNH[rows_q], k_KNH[rows_k], v_KNH[rows_k], len(samples))
+    for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
+        attended = _dense(q_TNH[rows_q], k_KNH[rows_k], v_KNH[rows_k], count)
         out = out.index_copy(0, rows_q, attended.flatten(0, 1))
     return out
+
+
+def segment_groups(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield (query rows, key rows, number of segments) for each pair of lengths that occurs.
+
+    A segment without queries or without keys is left out: under context parallelism a rank may hold no token of a
+    sample.
+    """
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for i, lengths in enumerate(zip(layout_q.lengths, layout_k.lengths)):
+        if all(lengths):
+            groups[lengths].append(i)
+    for (n_q, n_k), samples in groups.items():
+        yield _rows(layout_q, samples, n_q), _rows(layout_k, samples, n_k), len(samples)
 
 
 def _rows(layout: SequenceLayout, samples: list[int], length: int) -> Tensor:
@@ -75,14 +86,19 @@ def varlen_attention(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    if layout_q.uniform_length and layout_k.uniform_length:
-        return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
-    full_q, full_k = layout_q.whole, layout_k.whole
+    full_q, full_k = layout_q.gathered, layout_k.gathered
+    if full_q.uniform_length and full_k.uniform_length:
+        return segment_sdpa(q_TNH, k_KNH, v_KNH, full_q, full_k)
     keep_q = full_q.valid_T.nonzero()[:, 0] if full_q.valid_tokens < full_q.total_tokens else None
     keep_k = full_k.valid_T.nonzero()[:, 0] if full_k.valid_tokens < full_k.total_tokens else None
     q = q_TNH if keep_q is None else q_TNH[keep_q]
     k, v = (x if keep_k is None else x[keep_k] for x in (k_KNH, v_KNH))
-    out: Any = varlen_attn(q, k, v, full_q.cu_seqlens, full_k.cu_seqlens, full_q.max_seqlen, full_k.max_seqlen)
+    # The kernel always took grouped queries; from torch 2.12 on it asks whether they are meant.
+    grouped = q.shape[1] != k.shape[1] and "enable_gqa" in signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
+    out: Any = varlen_attn(
+        q, k, v, full_q.cu_seqlens, full_k.cu_seqlens, full_q.max_seqlen, full_k.max_seqlen, **options
+    )
     return out if keep_q is None else torch.zeros_like(q_TNH).index_copy(0, keep_q, out)
 
 

@@ -25,6 +25,16 @@ def layer_norm_modulate(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout
     return (normed * (1 + scale) + shift).view_as(x_TD)
 
 
+def rms_norm_modulate(
+    x_TD: Tensor, weight_D: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float
+) -> Tensor:
+    """Compute RMSNorm(x) * weight * (1 + scale) + shift (adaLN on an affine RMSNorm)."""
+    shift, shape = per_row(shift_SD, layout)
+    scale, _ = per_row(scale_SD, layout)
+    normed = F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps).view(shape)
+    return (normed * (1 + scale) + shift).view_as(x_TD)
+
+
 def gated_residual(x_TD: Tensor, y_TD: Tensor, gate_SD: Tensor, layout: SequenceLayout) -> Tensor:
     """Compute x + gate * y with one gate per sample (adaLN-Zero)."""
     gate, shape = per_row(gate_SD, layout)

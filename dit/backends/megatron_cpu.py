@@ -58,6 +58,9 @@ class _NoStream:
     def __exit__(self, *_: Any) -> None:
         pass
 
+    def record_event(self, *_: Any) -> "_NoStream":
+        return _NoStream()
+
     def query(self) -> bool:
         return True
 
@@ -180,6 +183,17 @@ def _redirect_rng_tracker() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
+def _redirect_expert_dispatch() -> None:
+    """Let the token dispatcher's all-to-all have its split sizes as numbers, also where they never were on CUDA."""
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    for name in ("moe_utils", "token_dispatcher"):
+        module: Any = importlib.import_module(f"megatron.core.transformer.moe.{name}")
+        module.maybe_move_tensor_to_cpu = to_host
+
+
 @functools.cache
 def install() -> None:
     """Redirect Megatron-Core to CPU, once per process, before its groups, modules or optimizers are built."""
@@ -187,3 +201,4 @@ def install() -> None:
     _redirect_tensors()
     _redirect_collectives()
     _redirect_rng_tracker()
+    _redirect_expert_dispatch()

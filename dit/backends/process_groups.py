@@ -43,9 +43,24 @@ class ProcessGroups:
         return self.tp.rank() == 0 and self.pp.rank() == 0 and self.collection.cp.rank() == 0
 
     @property
+    def cp(self) -> dist.ProcessGroup:
+        """Ranks that share the tokens of every sample."""
+        return self.collection.cp
+
+    @property
+    def dp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same share of different samples."""
+        return self.collection.dp
+
+    @property
     def dp_cp(self) -> dist.ProcessGroup:
         """Ranks that hold different tokens; gradients and losses are summed over them."""
         return self.collection.dp_cp
+
+    @property
+    def different_parameters(self) -> dist.ProcessGroup:
+        """Ranks that together hold one copy of every parameter: the pipeline stages, and the experts on each."""
+        return self.collection.tp_ep_pp
 
 
 def world_size_from_environment() -> int:
@@ -75,11 +90,13 @@ def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
         if use_cuda():
             torch.cuda.set_device(local_device())
         dist.init_process_group("nccl" if use_cuda() else "gloo", timeout=timedelta(seconds=timeout_s), **kwargs)
+    inner = parallel.context_a2a_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
+        hierarchical_context_parallel_sizes=inner and [inner, parallel.context_parallel_size // inner],
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         create_gloo_process_groups=False,

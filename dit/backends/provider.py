@@ -3,6 +3,7 @@
 Layers ask for a linear by what it does (split its outputs, split its inputs, replicate) and never for a library.
 """
 
+from copy import copy
 from typing import Any, Optional
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import ZEROS, Init, with_init
+from dit.backends.expert_dispatch import ExpertDispatch
 from dit.errors import ConfigError
 
 
@@ -48,6 +50,7 @@ class LayerProvider:
         self.tp_group = None if groups is None else groups.tp
         self.tp_size = 1 if groups is None else groups.tp.size()
         self.tp_rank = 0 if groups is None else groups.tp.rank()
+        self._groups = groups
 
     @property
     def _device(self) -> Any:
@@ -71,11 +74,22 @@ class LayerProvider:
             )
         return count // self.tp_size
 
-    def column_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> ColumnLinear:
-        """Build a linear layer whose output features are split."""
+    def column_linear(
+        self, in_features: int, out_features: int, *, bias: bool, init: Init, whole_input: bool = False
+    ) -> ColumnLinear:
+        """Build a linear layer whose output features are split.
+
+        Args:
+            whole_input: every tensor-parallel rank holds all rows of the input, also under sequence parallelism (text):
+                nothing is gathered, and the input's gradient is complete on every rank.
+        """
         self.split(out_features, "output features")
+        config = self.config
+        if whole_input:
+            config = copy(config)
+            config.sequence_parallel = False
         layer = ColumnLinear(
-            in_features, out_features, config=self.config, init_method=None, bias=bias, tp_group=self.tp_group
+            in_features, out_features, config=config, init_method=None, bias=bias, tp_group=self.tp_group
         )
         _mark_split(layer.weight, 0)
         with_init(layer.weight, init)
@@ -110,10 +124,61 @@ class LayerProvider:
             self.replicate(layer.bias, ZEROS)
         return layer
 
-    def parameter(self, shape: tuple[int, ...], init: Init) -> nn.Parameter:
-        """Build a parameter that every tensor-parallel rank holds whole."""
+    def local_experts(self, num_experts: int) -> range:
+        """Return the global indices of the experts that this rank holds.
+
+        Raises:
+            ConfigError: expert parallelism cannot share them out.
+        """
+        size = 1 if self._groups is None else self._groups.ep.size()
+        if num_experts % size:
+            fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise ConfigError(
+                f"num_experts={num_experts} cannot be shared by expert_model_parallel_size={size} ranks; "
+                f"use one of {fits}"
+            )
+        share = num_experts // size
+        first = 0 if self._groups is None else self._groups.ep.rank() * share
+        return range(first, first + share)
+
+    def expert_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> nn.Linear:
+        """Build a linear layer of one expert, which this rank holds whole."""
+        layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
+        for name, parameter in layer.named_parameters():
+            # Megatron-Core reduces such a gradient over the ranks that hold the same expert, and over no others.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            with_init(parameter, init if name == "weight" else ZEROS)
+        return layer
+
+    def expert_dispatch(self, experts: range) -> Optional[ExpertDispatch]:
+        """Build the `ExpertDispatch` to the experts of all ranks; None where the model only is counted (meta device).
+
+        Args:
+            experts: global indices of those held here.
+        """
+        if self._groups is None:
+            return None
+        return ExpertDispatch(self.config, self._groups, experts)
+
+    def sum_over_sample_ranks(self, x: Tensor) -> Tensor:
+        """Add up a tensor over the ranks that hold rows of the same samples, in place; carries no gradient."""
+        group = None if self._groups is None else self._groups.tp_cp
+        if group is not None and group.size() > 1:
+            torch.distributed.all_reduce(x, group=group)
+        return x
+
+    def parameter(self, shape: tuple[int, ...], init: Init, *, meets_all_rows: bool = False) -> nn.Parameter:
+        """Build a parameter that every tensor-parallel rank holds whole.
+
+        Args:
+            meets_all_rows: also under sequence parallelism each rank's gradient is complete, because the parameter
+                joins an input that every rank holds whole.
+        """
         empty = torch.empty(shape, dtype=self.config.params_dtype, device=self._device)
-        return self.replicate(nn.Parameter(empty), init)
+        parameter = self.replicate(nn.Parameter(empty), init)
+        if meets_all_rows:
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+        return parameter
 
     def replicate(self, parameter: Any, init: Init) -> nn.Parameter:
         """Mark a whole parameter: under SP each rank's gradient covers its own tokens, so the ranks' sum is taken."""

@@ -58,6 +58,7 @@ class TEAttention:
     def __call__(
         self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
     ) -> Tensor:
+        layout_q, layout_k = layout_q.gathered, layout_k.gathered
         key = (q_TNH.shape[1], k_KNH.shape[1], q_TNH.shape[2])
         if key not in self._modules:
             from transformer_engine.pytorch import DotProductAttention
@@ -80,4 +81,4 @@ class TEAttention:
         )
         # The kernel leaves padding rows as it finds them in memory.
         out_TNH = out_TD.view_as(q_TNH)
-        return torch.where(layout_q.whole.valid_T[:, None, None], out_TNH, torch.zeros_like(out_TNH))
+        return torch.where(layout_q.valid_T[:, None, None], out_TNH, torch.zeros_like(out_TNH))

@@ -1,13 +1,30 @@
 """Adaptive layer norm: shift, scale and gate per sample from the conditioning vector."""
 
 from dataclasses import dataclass
+from typing import Optional
 
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import ZEROS
-from dit.backends.fused_ops import layer_norm_modulate
+from dit.backends.addressed_init import ONES, ZEROS, xavier_uniform
+from dit.backends.fused_ops import layer_norm_modulate, rms_norm_modulate
 from dit.backends.provider import LayerProvider
 from dit.batch import SequenceLayout
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the width of the tokens (Zhang and Sennrich 2019), alone or before a modulation."""
+
+    def __init__(self, hidden_size: int, provider: LayerProvider, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = provider.parameter((hidden_size,), ONES)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x_TD, x_TD.shape[-1:], self.weight, self.eps)
+
+    def modulate(self, x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return RMSNorm(x) * (1 + scale) + shift."""
+        return rms_norm_modulate(x_TD, self.weight, shift_SD, scale_SD, layout, self.eps)
 
 
 @dataclass(frozen=True)
@@ -31,18 +48,32 @@ class Modulation(nn.Module):
         hidden_size: width of tokens and conditioning.
         num_sublayers: sub-layers that each get their own three chunks.
         eps: of the layer norm.
+        rank: factor the projection through this many features (adaLN-LoRA); None for a full matrix.
 
-    Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2.
+    Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2; adaLN-LoRA: NVIDIA 2025, arXiv:2501.03575, without the
+    full-rank part that its layers share.
     """
 
     def __init__(
-        self, hidden_size: int, num_sublayers: int, provider: LayerProvider, *, bias: bool = True, eps: float = 1e-6
+        self,
+        hidden_size: int,
+        num_sublayers: int,
+        provider: LayerProvider,
+        *,
+        bias: bool = True,
+        eps: float = 1e-6,
+        rank: Optional[int] = None,
     ) -> None:
         super().__init__()
         self.num_sublayers, self.eps = num_sublayers, eps
-        self.linear = provider.replicated_linear(hidden_size, 3 * num_sublayers * hidden_size, bias=bias, init=ZEROS)
+        self.down: nn.Module = nn.Identity()
+        if rank is not None:
+            init = xavier_uniform(hidden_size, rank)
+            self.down = provider.replicated_linear(hidden_size, rank, bias=False, init=init)
+        features = hidden_size if rank is None else rank
+        self.linear = provider.replicated_linear(features, 3 * num_sublayers * hidden_size, bias=bias, init=ZEROS)
 
     def forward(self, cond_SD: Tensor) -> list[SublayerModulation]:
-        chunks = self.linear(nn.functional.silu(cond_SD)).chunk(3 * self.num_sublayers, dim=-1)
+        chunks = self.linear(self.down(nn.functional.silu(cond_SD))).chunk(3 * self.num_sublayers, dim=-1)
         triples = zip(chunks[0::3], chunks[1::3], chunks[2::3])
         return [SublayerModulation(shift, scale, gate, self.eps) for shift, scale, gate in triples]

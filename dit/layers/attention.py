@@ -1,11 +1,14 @@
-"""Self-attention with heads split over tensor-parallel ranks."""
+"""Self-attention and cross-attention with heads split over tensor-parallel ranks."""
+
+from typing import Optional
 
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import ONES, xavier_uniform
+from dit.backends.addressed_init import ONES, ZEROS, xavier_uniform
 from dit.backends.attention import Attention
 from dit.backends.provider import LayerProvider
 from dit.batch import SequenceLayout
+from dit.layers.positions import Rotation, rotate
 
 
 class HeadRMSNorm(nn.Module):
@@ -25,12 +28,15 @@ class HeadRMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Bidirectional multi-head self-attention inside each sample of the pack.
 
-    The fused projection holds its output rows head by head (q, k, v of head 0, then of head 1, ...), so that splitting
-    them over tensor-parallel ranks keeps heads whole.
+    The fused projection holds its output rows group by group (the queries of group 0, its key, its value, then those of
+    group 1, ...), so that splitting them over tensor-parallel ranks keeps groups whole. Without grouping a group is one
+    head.
 
     Args:
         hidden_size: width of the tokens.
         num_heads: attention heads of the whole model.
+        num_query_groups: heads of keys and values, each shared by as many query heads (grouped-query attention, Ainslie
+            et al. 2023); `num_heads` if None.
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
         attention: the attention path of this process.
@@ -43,24 +49,93 @@ class SelfAttention(nn.Module):
         provider: LayerProvider,
         attention: Attention,
         *,
+        num_query_groups: Optional[int] = None,
         bias: bool = True,
         qk_layernorm: bool = False,
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
         self.attention = attention
+        groups = num_heads if num_query_groups is None else num_query_groups
         self.local_heads = provider.split(num_heads, "num_attention_heads")
+        self.local_groups = provider.split(groups, "num_query_groups")
+        self.heads_per_group = num_heads // groups
         head_size = hidden_size // num_heads
-        self.linear_qkv = provider.column_linear(
-            hidden_size, 3 * hidden_size, bias=bias, init=xavier_uniform(hidden_size, 3 * hidden_size)
-        )
+        rows = hidden_size + 2 * groups * head_size
+        self.linear_qkv = provider.column_linear(hidden_size, rows, bias=bias, init=xavier_uniform(hidden_size, rows))
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size)
         )
         self.q_layernorm = HeadRMSNorm(head_size, provider, eps=eps) if qk_layernorm else nn.Identity()
         self.k_layernorm = HeadRMSNorm(head_size, provider, eps=eps) if qk_layernorm else nn.Identity()
 
-    def forward(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
-        q, k, v = self.linear_qkv(x_TD).unflatten(-1, (self.local_heads, 3, -1)).unbind(2)
-        out_TNH = self.attention(self.q_layernorm(q), self.k_layernorm(k), v, layout, layout)
+    def forward(self, x_TD: Tensor, layout: SequenceLayout, rotation: Optional[Rotation] = None) -> Tensor:
+        """Attend inside each sample.
+
+        Args:
+            rotation: rotary positions of the rows that attention gets; None for none.
+        """
+        qkv = self.linear_qkv(x_TD).unflatten(-1, (self.local_groups, self.heads_per_group + 2, -1))
+        q, k, v = qkv.split([self.heads_per_group, 1, 1], dim=2)
+        q, k, v = self.q_layernorm(q.flatten(1, 2)), self.k_layernorm(k.squeeze(2)), v.squeeze(2)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        return self.linear_proj(self.attention(q, k, v, layout, layout).flatten(1))
+
+
+class CrossAttention(nn.Module):
+    """Tokens attend to the real text tokens of their own sample.
+
+    Every rank holds the text whole, also under sequence and context parallelism: the text is short, and the queries of
+    every rank need all of it. The key and value projection takes the text's own width and is split by groups.
+
+    Args:
+        hidden_size: width of the tokens.
+        context_size: width of the text embeddings.
+        num_heads: attention heads of the whole model.
+        num_query_groups: heads of keys and values; `num_heads` if None.
+        bias: whether the projections have biases.
+        qk_layernorm: normalise queries and keys per head.
+        zero_output: start the output projection at zero, for a residual that has no gate (PixArt-alpha, Chen et al.
+            2023, section 2.3).
+        attention: the attention path of this process; keys that every rank holds whole need no exchange.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        context_size: int,
+        num_heads: int,
+        provider: LayerProvider,
+        attention: Attention,
+        *,
+        num_query_groups: Optional[int] = None,
+        bias: bool = True,
+        qk_layernorm: bool = False,
+        zero_output: bool = False,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        groups = num_heads if num_query_groups is None else num_query_groups
+        self.local_heads = provider.split(num_heads, "num_attention_heads")
+        self.local_groups = provider.split(groups, "num_query_groups")
+        head_size = hidden_size // num_heads
+        square, rows = xavier_uniform(hidden_size, hidden_size), 2 * groups * head_size
+        self.linear_q = provider.column_linear(hidden_size, hidden_size, bias=bias, init=square)
+        self.linear_kv = provider.column_linear(
+            context_size, rows, bias=bias, init=xavier_uniform(context_size, rows), whole_input=True
+        )
+        self.linear_proj = provider.row_linear(
+            hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square
+        )
+        self.q_layernorm = HeadRMSNorm(head_size, provider, eps=eps) if qk_layernorm else nn.Identity()
+        self.k_layernorm = HeadRMSNorm(head_size, provider, eps=eps) if qk_layernorm else nn.Identity()
+
+    def forward(
+        self, x_TD: Tensor, context_KD: Tensor, layout: SequenceLayout, context_layout: SequenceLayout
+    ) -> Tensor:
+        q = self.linear_q(x_TD).unflatten(-1, (self.local_heads, -1))
+        k, v = self.linear_kv(context_KD).unflatten(-1, (self.local_groups, 2, -1)).unbind(2)
+        out_TNH = self.attention(self.q_layernorm(q), self.k_layernorm(k), v, layout, context_layout)
         return self.linear_proj(out_TNH.flatten(1))

@@ -1,4 +1,4 @@
-"""Embedders of the conditioning vector: time, class, pooled text. All replicated on every tensor-parallel rank."""
+"""Embedders of the conditioning vector: time, sizes, class, pooled text; whole on every tensor-parallel rank."""
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,28 @@ class TimestepEmbedder(nn.Module):
     def forward(self, time_S: Tensor) -> Tensor:
         features = timestep_features(time_S.double() * self.time_scale, self.features).to(self.linear_1.weight.dtype)
         return self.linear_2(nn.functional.silu(self.linear_1(features)))
+
+
+class ScalarEmbedder(nn.Module):
+    """Several numbers per sample, each a sinusoid; all of them together through Linear-SiLU-Linear.
+
+    Args:
+        count: numbers per sample.
+        hidden_size: width of the conditioning vector.
+        features: width of each sinusoid.
+
+    Source: Podell et al. 2023 (SDXL), arXiv:2307.01952, section 2.2.
+    """
+
+    def __init__(self, count: int, hidden_size: int, provider: LayerProvider, *, features: int = 256) -> None:
+        super().__init__()
+        self.features = features
+        self.linear_1 = provider.replicated_linear(count * features, hidden_size, bias=True, init=normal(0.02))
+        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
+
+    def forward(self, *numbers_S: Tensor) -> Tensor:
+        features = torch.cat([timestep_features(x_S, self.features) for x_S in numbers_S], -1)
+        return self.linear_2(nn.functional.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
 
 
 class LabelEmbedder(nn.Module):

@@ -1,25 +1,41 @@
 """From tokens to the network's output."""
 
+from typing import Optional
+
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import ZEROS
 from dit.backends.fused_ops import layer_norm_modulate
 from dit.backends.provider import LayerProvider
 from dit.batch import SequenceLayout
+from dit.layers.adaln import RMSNorm
 
 
 class FinalLayer(nn.Module):
-    """Modulated layer norm and a linear to patches, both zero-initialised: the network starts by predicting zero.
+    """Modulated norm and a linear to patches, both zero-initialised: the network starts by predicting zero.
+
+    Args:
+        norm: an affine RMSNorm before the modulation; None for a layer norm without affine parameters.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 ("Transformer decoder").
     """
 
-    def __init__(self, hidden_size: int, out_features: int, provider: LayerProvider, *, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        out_features: int,
+        provider: LayerProvider,
+        *,
+        eps: float = 1e-6,
+        norm: Optional[RMSNorm] = None,
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.norm = eps, norm
         self.modulation = provider.replicated_linear(hidden_size, 2 * hidden_size, bias=True, init=ZEROS)
         self.linear = provider.replicated_linear(hidden_size, out_features, bias=True, init=ZEROS)
 
     def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
         shift_SD, scale_SD = self.modulation(nn.functional.silu(cond_SD)).chunk(2, dim=-1)
+        if self.norm is not None:
+            return self.linear(self.norm.modulate(x_TD, shift_SD, scale_SD, layout))
         return self.linear(layer_norm_modulate(x_TD, shift_SD, scale_SD, layout, self.eps))

@@ -1,4 +1,4 @@
-"""The feed-forward sub-layer, its inner width split over tensor-parallel ranks."""
+"""The feed-forward sub-layers, their inner width split over tensor-parallel ranks."""
 
 from torch import Tensor, nn
 
@@ -17,3 +17,23 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x_TD), approximate="tanh"))
+
+
+class SwiGLU(nn.Module):
+    """Down(SiLU(gate(x)) * up(x)).
+
+    The fused projection holds the rows of gate and up in turn, so that splitting them over tensor-parallel ranks keeps
+    the pairs together.
+
+    Source: Shazeer 2020, arXiv:2002.05202, Eq. 6; Llama 3 (arXiv:2407.21783) without biases.
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool = False) -> None:
+        super().__init__()
+        init = xavier_uniform(hidden_size, ffn_hidden_size)
+        self.linear_fc1 = provider.column_linear(hidden_size, 2 * ffn_hidden_size, bias=bias, init=init)
+        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate, up = self.linear_fc1(x_TD).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.linear_fc2(nn.functional.silu(gate) * up)

@@ -1,13 +1,22 @@
-"""Fixed sine-cosine position embeddings, computed from the patch indices themselves: no table, so nothing aliases."""
+"""Positions, computed from the patch indices themselves: no table, so nothing aliases.
 
+Fixed sine-cosine embeddings are added to the tokens once; three-dimensional rotary embeddings turn queries and keys.
+Learned tables, for the backbones that want them, say which index they end at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dit.errors import ConfigError
+from dit.backends.addressed_init import normal
+from dit.backends.provider import LayerProvider
+from dit.errors import BatchError, ConfigError
 
-PositionEmbedding = Literal["sincos_2d", "sincos_3d"]
+PositionEmbedding = Literal["sincos_2d", "sincos_3d", "rope_3d"]
+RopeScaling = Literal["ntk", "linear"]
 
 
 def sincos_1d(position_T: Tensor, size: int) -> Tensor:
@@ -27,7 +36,7 @@ def check_size(hidden_size: int, kind: PositionEmbedding) -> None:
         ConfigError: it cannot.
     """
     if kind not in ("sincos_2d", "sincos_3d"):
-        raise ConfigError(f"position_embedding={kind!r} is unknown; use 'sincos_2d' or 'sincos_3d'")
+        raise ConfigError(f"position_embedding={kind!r} is unknown; use 'sincos_2d', 'sincos_3d' or 'rope_3d'")
     smallest = 4 if kind == "sincos_2d" else 12
     if hidden_size % 4 or hidden_size < smallest:
         raise ConfigError(
@@ -48,3 +57,122 @@ def sincos(positions_T3: Tensor, hidden_size: int, kind: PositionEmbedding) -> T
     time_size -= (hidden_size - time_size) % 4
     image_size = (hidden_size - time_size) // 2
     return torch.cat([sincos_1d(t, time_size), sincos_1d(h, image_size), sincos_1d(w, image_size)], -1)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The turn of each token's features: cosine and sine of the angles, float32 `[T, 1, H / 2]`."""
+
+    cos_T1H: Tensor
+    sin_T1H: Tensor
+
+
+@dataclass(frozen=True)
+class RotaryPositions:
+    """Three-dimensional rotary embedding: the head is divided among (t, h, w), each part turns with its own index.
+
+    Of the `head_size / 2` pairs of features, h and w have a third each (rounded down), t the rest.
+
+    Attributes:
+        head_size: features per head, even and at least 6.
+        theta: ratio of the shortest to the longest wavelength of an axis.
+        scaling: how an axis is stretched to `factor` times the training length. `linear` divides the index (Chen et al.
+            2023, arXiv:2306.15595); `ntk` raises theta so that the longest wavelength grows by the factor and the
+            shortest stays (bloc97 2023; Cosmos uses it).
+        factors: stretch of t, h and w; 1 for none.
+
+    Source: Su et al. 2021, arXiv:2104.09864, Eq. 34, on each axis; the split of the head is that of Cosmos and Wan.
+    """
+
+    head_size: int
+    theta: float = 10000.0
+    scaling: RopeScaling = "ntk"
+    factors: Sequence[float] = (1.0, 1.0, 1.0)
+
+    def angles(self, positions_T3: Tensor) -> Tensor:
+        """Return the angle of each pair of features, float64 `[T, head_size / 2]`."""
+        pairs = self.head_size // 2
+        image = pairs // 3
+        parts = []
+        for axis, count in enumerate((pairs - 2 * image, image, image)):
+            index_T, theta = positions_T3[:, axis].double(), self.theta
+            if self.scaling == "linear":
+                index_T = index_T / self.factors[axis]
+            elif count > 1:
+                # The longest wavelength is 2 pi theta ** ((count - 1) / count).
+                theta = theta * self.factors[axis] ** (count / (count - 1))
+            frequency = theta ** -(torch.arange(count, device=index_T.device, dtype=torch.float64) / count)
+            parts.append(index_T[:, None] * frequency)
+        return torch.cat(parts, -1)
+
+    def __call__(self, positions_T3: Tensor) -> Rotation:
+        """Return the rotation of tokens at (t, h, w) patch indices."""
+        angles = self.angles(positions_T3)[:, None]
+        return Rotation(angles.cos().float(), angles.sin().float())
+
+
+def check_rope(rotary: RotaryPositions) -> None:
+    """Check the sizes of a rotary embedding.
+
+    Raises:
+        ConfigError: the head has no pair for each axis, or a setting is impossible.
+    """
+    if rotary.head_size % 2 or rotary.head_size < 6:
+        raise ConfigError(
+            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pair for each of t, h "
+            "and w; position_embedding='rope_3d' needs an even head size of at least 6"
+        )
+    if rotary.theta <= 1:
+        raise ConfigError(f"model.rope_theta={rotary.theta} must be greater than 1; 10000 is usual")
+    if rotary.scaling not in ("ntk", "linear"):
+        raise ConfigError(f"model.rope_scaling={rotary.scaling!r} is unknown; use 'ntk' or 'linear'")
+    if len(rotary.factors) != 3 or min(rotary.factors) <= 0:
+        raise ConfigError(
+            f"model.rope_factors={list(rotary.factors)} must be three positive numbers, for t, h and w; 1 for none"
+        )
+
+
+def rotate(x_TNH: Tensor, rotation: Rotation) -> Tensor:
+    """Turn the pairs (i, i + H / 2) of each head's features; in float32, returned in the dtype of `x_TNH`."""
+    a, b = x_TNH.float().chunk(2, dim=-1)
+    cos, sin = rotation.cos_T1H, rotation.sin_T1H
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_TNH.dtype)
+
+
+class LearnedPositions(nn.Module):
+    """The sum of three learned vectors, one for each of t, h and w (factorised learnable positions).
+
+    Every pipeline stage holds a copy, for every layer adds them; the copies' gradients are summed.
+
+    Args:
+        max_grid: patches along t, h and w that the tables have rows for.
+        hidden_size: width of the tokens.
+
+    Source: Polyak et al. 2024 (Movie Gen), arXiv:2410.13720, section 3.1.2, after NaViT (Dehghani et al. 2023).
+    """
+
+    def __init__(self, max_grid: Sequence[int], hidden_size: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.max_grid = tuple(max_grid)
+        self.t, self.h, self.w = (provider.parameter((n, hidden_size), normal(0.02)) for n in max_grid)
+        for table in (self.t, self.h, self.w):
+            table.pipeline_parallel = True  # type: ignore[attr-defined]
+
+    def check(self, grids: Sequence[tuple[int, int, int]], keys: Sequence[str]) -> None:
+        """Check on the host, without waiting for the device, that every position has a row.
+
+        Raises:
+            BatchError: a sample is larger than the tables.
+        """
+        for grid, key in zip(grids, keys):
+            if any(n > most for n, most in zip(grid, self.max_grid)):
+                raise BatchError(
+                    f"sample {key!r} has {grid} patches (t, h, w), the learned positions end at {self.max_grid}; "
+                    "raise model.max_grid or drop such samples"
+                )
+
+    def forward(self, positions_T3: Tensor) -> Tensor:
+        """Embed (t, h, w) patch indices, `[T, hidden_size]`."""
+        t, h, w = positions_T3.unbind(-1)
+        embedding = nn.functional.embedding
+        return embedding(t, self.t) + embedding(h, self.h) + embedding(w, self.w)

@@ -2,4 +2,6 @@
 
 BACKBONES = {
     "dit": "dit.models.dit.config:DiTConfig",
+    "dit_cross": "dit.models.dit_cross.config:DiTCrossConfig",
+    "moviegen": "dit.models.moviegen.config:MovieGenConfig",
 }

@@ -62,6 +62,10 @@ class ModelConfig(ABC):
     def num_parameters(self) -> int:
         """Count the trainable parameters of the whole model."""
 
+    def nemo_weights(self) -> int:
+        """Count the weights that NeMo's convention multiplies with every token, whether they meet tokens or not."""
+        return self.num_parameters()
+
     @abstractmethod
     def forward_flops(
         self, layout: SequenceLayout, context_layout: Optional[SequenceLayout] = None, *, padding: bool = False

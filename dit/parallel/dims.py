@@ -19,9 +19,14 @@ class ParallelConfig:
         pipeline_layers: layers of each stage in the order of the network, one number per pipeline rank (times virtual
             chunks); None for equal shares. Stages with the embedding or the head may take fewer.
         context_parallel_size: ranks that share the tokens of every sample.
-        context_comm: how attention exchanges keys and values under context parallelism.
-        expert_model_parallel_size: ranks that share the experts of a layer.
-        expert_tensor_parallel_size: ranks that share one expert.
+        context_comm: how attention exchanges keys and values under context parallelism: `p2p` (ring), `all_gather`,
+            `a2a` (Ulysses), or `a2a+p2p` (all-to-all among adjacent ranks, a ring across these groups).
+        context_a2a_size: ranks of an all-to-all under `a2a+p2p`; None for the other schemes.
+        context_split: each sample is cut into one chunk per rank, or into two that a causal mask would balance
+            (Transformer Engine's order). Our attention is bidirectional, so `contiguous` is balanced too.
+        expert_model_parallel_size: ranks that share the experts of a layer, taken from the tensor-, context- and
+            data-parallel ranks of a pipeline stage.
+        expert_tensor_parallel_size: ranks that share one expert; experts are whole here, so 1.
         data_parallel: what data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
         overlap_grad_reduce: reduce gradients while the backward pass runs.
         overlap_param_gather: gather parameters while the forward pass runs (distributed optimizer).
@@ -34,6 +39,8 @@ class ParallelConfig:
     pipeline_layers: Optional[list[int]] = None
     context_parallel_size: int = 1
     context_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    context_a2a_size: Optional[int] = None
+    context_split: Literal["contiguous", "load_balanced"] = "contiguous"
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
@@ -72,6 +79,33 @@ def _check_pipeline(parallel: ParallelConfig, num_layers: int) -> None:
     split_layers(num_layers, pp, vpp, parallel.pipeline_layers)
 
 
+def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None:
+    ep = parallel.expert_model_parallel_size
+    if parallel.expert_tensor_parallel_size > 1:
+        raise ConfigError(
+            f"parallel.expert_tensor_parallel_size={parallel.expert_tensor_parallel_size} is not available: an expert "
+            "lies whole on one rank; use 1 and share experts with parallel.expert_model_parallel_size"
+        )
+    if num_experts is None:
+        if ep > 1:
+            raise ConfigError(
+                f"parallel.expert_model_parallel_size={ep} shares experts, but the model has none; "
+                "use 1 or set model.num_experts"
+            )
+        return
+    if num_experts % ep:
+        raise ConfigError(
+            f"model.num_experts={num_experts} cannot be shared by parallel.expert_model_parallel_size={ep} ranks; "
+            f"use one of {_divisors(num_experts)} or change the number of experts"
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"model.num_experts={num_experts} with parallel.tensor_model_parallel_size="
+            f"{parallel.tensor_model_parallel_size} needs parallel.sequence_parallel=True: without it every "
+            "tensor-parallel rank would send the same tokens to the experts"
+        )
+
+
 def check_parallel(
     parallel: ParallelConfig,
     *,
@@ -80,6 +114,7 @@ def check_parallel(
     num_layers: int,
     micro_batch_size: int,
     global_batch_size: int,
+    num_experts: Optional[int] = None,
 ) -> ParallelDims:
     """Check a layout against the job and the model.
 
@@ -106,22 +141,21 @@ def check_parallel(
             f"use one of {_divisors(num_attention_heads)} or change the number of heads"
         )
     unsupported = {
-        "context_parallel_size": cp > 1,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size > 1,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size > 1,
         "data_parallel=fsdp": parallel.data_parallel == "fsdp",
     }
     if any(unsupported.values()):
         raise ConfigError(
             f"parallel.{[k for k, bad in unsupported.items() if bad]} is not available yet; this version runs tensor, "
-            "sequence and pipeline parallelism with data_parallel=ddp or distributed_optimizer"
+            "sequence, pipeline, context and expert parallelism with data_parallel=ddp or distributed_optimizer"
         )
     _check_pipeline(parallel, num_layers)
+    _check_experts(parallel, num_experts)
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
             "raise it or switch sequence_parallel off"
         )
+    _check_context(parallel, num_attention_heads)
     if parallel.overlap_param_gather and parallel.data_parallel != "distributed_optimizer":
         raise ConfigError(
             "parallel.overlap_param_gather=True needs data_parallel=distributed_optimizer, "
@@ -136,6 +170,13 @@ def check_parallel(
             f"start {max(1, round(world_size / model_ranks)) * model_ranks} ranks or shrink the layout"
         )
     dp = world_size // model_ranks
+    ep = parallel.expert_model_parallel_size
+    if tp * cp * dp % ep:
+        fits = [n for n in _divisors(tp * cp * dp) if num_experts is not None and num_experts % n == 0]
+        raise ConfigError(
+            f"parallel.expert_model_parallel_size={ep} does not divide the TP {tp} x CP {cp} x DP {dp} = "
+            f"{tp * cp * dp} ranks of a pipeline stage; use one of {fits} or start another number of ranks"
+        )
     if micro_batch_size < 1 or global_batch_size < 1:
         raise ConfigError(
             f"training.micro_batch_size={micro_batch_size} and training.global_batch_size={global_batch_size} "
@@ -160,5 +201,42 @@ def check_parallel(
         world_size=world_size,
         data_parallel_size=dp,
         micro_batches=micro_batches,
-        token_multiple=tp if parallel.sequence_parallel else 1,
+        token_multiple=_token_multiple(parallel),
     )
+
+
+def _token_multiple(parallel: ParallelConfig) -> int:
+    """Return what every sample's length is a multiple of, so that all ranks hold equally many of its tokens."""
+    cp = parallel.context_parallel_size
+    chunks = 2 * cp if cp > 1 and parallel.context_split == "load_balanced" else cp
+    return chunks * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+
+
+def _check_context(parallel: ParallelConfig, num_attention_heads: int) -> None:
+    cp, comm, inner = parallel.context_parallel_size, parallel.context_comm, parallel.context_a2a_size
+    for name, value, choices in (
+        ("context_comm", comm, ("p2p", "all_gather", "a2a", "a2a+p2p")),
+        ("context_split", parallel.context_split, ("contiguous", "load_balanced")),
+    ):
+        if value not in choices:
+            raise ConfigError(f"parallel.{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+    heads = num_attention_heads // parallel.tensor_model_parallel_size
+    if comm == "a2a+p2p":
+        fits = [n for n in _divisors(cp) if 1 < n < cp and heads % n == 0]
+        if inner not in fits:
+            raise ConfigError(
+                f"parallel.context_comm='a2a+p2p' with context_parallel_size={cp} and {heads} heads per rank cannot "
+                f"have parallel.context_a2a_size={inner}; "
+                + (f"use one of {fits}" if fits else "no size divides both, so use 'p2p' or 'all_gather'")
+            )
+    elif inner is not None:
+        raise ConfigError(
+            f"parallel.context_a2a_size={inner} belongs to context_comm='a2a+p2p', but context_comm is {comm!r}; "
+            "leave it out"
+        )
+    if comm == "a2a" and heads % cp:
+        raise ConfigError(
+            f"parallel.context_comm='a2a' cannot share num_attention_heads={num_attention_heads} / "
+            f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} = {heads} heads among "
+            f"context_parallel_size={cp} ranks; use one of {_divisors(heads)} ranks, 'p2p' or 'all_gather'"
+        )

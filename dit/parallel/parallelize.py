@@ -12,7 +12,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from dit.backends.addressed_init import initialize_weights
-from dit.backends.attention import resolve_attention
+from dit.backends.attention import Attention, resolve_attention
+from dit.backends.attention_blocks import resolve_blocks
+from dit.backends.context_attention import ContextAttention
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
@@ -51,6 +53,7 @@ def megatron_config(
         deallocate_pipeline_outputs=True,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
@@ -86,6 +89,24 @@ def count_parameters(model: ModelConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model).parameters())
 
 
+def attention_path(parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype) -> Attention:
+    """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any."""
+    device = local_device()
+    _, attention = resolve_attention(device, dtype)
+    if parallel.context_parallel_size == 1:
+        return attention
+    inner, outer = groups.collection.hcp if parallel.context_comm == "a2a+p2p" else (None, None)
+    return ContextAttention(
+        local=attention,
+        kernel=resolve_blocks(device, dtype),
+        comm=parallel.context_comm,
+        split=parallel.context_split,
+        group=groups.cp,
+        inner=inner,
+        outer=outer,
+    )
+
+
 def build_model(
     model: ModelConfig, parallel: ParallelConfig, precision: str, groups: ProcessGroups, seed: int
 ) -> list[Backbone]:
@@ -95,7 +116,7 @@ def build_model(
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]
     provider = LayerProvider(config, groups.collection)
-    _, attention = resolve_attention(local_device(), DTYPES[precision])
+    attention = attention_path(parallel, groups, DTYPES[precision])
     mine = stages(
         config.num_layers,
         groups.pp.size(),
@@ -115,6 +136,11 @@ def build_model(
 def is_replicated_over_pipeline(parameter: nn.Parameter) -> bool:
     """Tell whether every stage holds this parameter, with gradients summed over the stages."""
     return getattr(parameter, "pipeline_parallel", False)
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Tell whether this is a weight of one expert, which only the ranks of its expert-data-parallel group hold."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def _mark_copies(chunk: Backbone) -> None:
@@ -185,6 +211,11 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         config, list(wrapped), use_gloo_process_groups=False, pg_collection=groups.collection
     )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if any(group["is_expert_parallel"] for group in part.param_groups):
+            # The gradient norm counts a whole parameter on the first tensor-parallel rank alone. Those ranks hold
+            # copies of a dense parameter, but different experts.
+            part.tp_group = groups.collection.expt_tp
     for group in optimizer.param_groups:
         if "fused" in group:  # torch's AdamW, where Transformer Engine's is not at hand: one kernel instead of nine
             group["fused"], group["foreach"] = True, False

@@ -1,6 +1,6 @@
 """Which layers lie on which pipeline stage: pure arithmetic, no ranks needed.
 
-The network is cut into `pipeline ranks x virtual chunks` stages in a row. Rank `r` of `p` holds the stages `r`, `r + p`,
+The network is cut into `pipeline ranks x virtual chunks` stages in a row. Rank `r` of `p` holds stages `r`, `r + p`,
 `r + 2 p`, ..., one model chunk each (Megatron-Core's interleaving), so the first rank embeds and the last has the head.
 """
 
@@ -35,9 +35,10 @@ def split_layers(
             order = sorted(range(count), key=lambda i: (i == count - 1, i == 0, i))
             uneven = [share + (i in order[:rest]) for i in range(count)]
             cure = f"use parallel.pipeline_layers={uneven}, or " if share else ""
+            fits = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
             raise ConfigError(
                 f"num_layers={num_layers} cannot be split evenly over parallel.{asked}; {cure}"
-                f"change the number of stages (to one of {[n for n in range(1, num_layers + 1) if num_layers % n == 0]})"
+                f"change the number of stages (to one of {fits})"
             )
         return [num_layers // count] * count
     if len(layers) != count:

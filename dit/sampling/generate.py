@@ -92,6 +92,7 @@ def join(cond: PackedBatch, uncond: PackedBatch) -> PackedBatch:
         context_KD=both("context_KD"),
         context_layout=context_layout,
         context_dropped_S=both("context_dropped_S"),
+        fps_S=both("fps_S"),
     )
 
 

@@ -17,6 +17,7 @@ from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.data_api import DataStream
 from dit.errors import CheckpointError, ConfigError
+from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
 from dit.training.optim import MasterShard
@@ -39,7 +40,7 @@ class TrainState:
     """
 
     wrapped: Sequence[Any]
-    chunks: Sequence[nn.Module]
+    chunks: Sequence[Backbone]
     optimizer: Any
     shards: list[MasterShard]
     ema: Optional[EMA]
@@ -50,7 +51,7 @@ class TrainState:
 
 
 def global_shapes(chunks: Sequence[nn.Module], groups: ProcessGroups) -> dict[str, list[int]]:
-    """Return the shape of every whole parameter of all stages by name, the same on every layout and rank."""
+    """Return the shape of every whole parameter of all stages and experts by name, equal on every layout and rank."""
     shapes = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -58,8 +59,8 @@ def global_shapes(chunks: Sequence[nn.Module], groups: ProcessGroups) -> dict[st
             if getattr(parameter, "tensor_model_parallel", False):
                 shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
             shapes[name] = shape
-    parts: list[Any] = [None] * groups.pp.size()
-    dist.all_gather_object(parts, shapes, group=groups.pp)
+    parts: list[Any] = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, shapes, group=groups.different_parameters)
     return {name: shape for part in parts for name, shape in part.items()}
 
 

@@ -34,7 +34,7 @@ def forward_flops(
     if convention == "nemo":
         h, layers = config.megatron_sizes()["hidden_size"], config.megatron_sizes()["num_layers"]
         pairs = sum(n * n for n in layout.lengths)
-        return 2 * config.num_parameters() * layout.valid_tokens + 4 * layers * h * pairs
+        return 2 * config.nemo_weights() * layout.valid_tokens + 4 * layers * h * pairs
     return config.forward_flops(layout, context_layout, padding=convention == "hardware")
 
 

@@ -96,8 +96,9 @@ def master_shards(optimizer: Any, chunks: Sequence[nn.Module]) -> list[MasterSha
         for parameter, main, start, stop in _pairs(part):
             state = part.optimizer.state[main]
             found[parameter] = MasterShard(names[parameter], parameter, start, stop, main, state, group)
-    if isinstance(sub_optimizers(optimizer)[0], DistributedOptimizer):
-        found |= _absent_shards(sub_optimizers(optimizer)[0], names, found)
+    for part in sub_optimizers(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            found |= _absent_shards(part, names, found)
     return [found[parameter] for parameter in names]
 
 
@@ -106,8 +107,9 @@ def _absent_shards(
 ) -> dict[nn.Parameter, MasterShard]:
     """Add an empty shard for every parameter that lies wholly on other ranks, so that collectives line up."""
     empty = {}
+    mine = {parameter for buffer in optimizer.buffers for parameter in buffer.params}
     for parameter, name in names.items():
-        if parameter not in found:
+        if parameter in mine and parameter not in found:
             main = torch.empty(0, dtype=torch.float32, device=parameter.device)
             empty[parameter] = MasterShard(name, parameter, 0, 0, main, {}, optimizer.data_parallel_group)
     return empty

@@ -22,13 +22,16 @@ class Consumed:
 
 
 class DeviceBatches(Iterator[PackedBatch]):
-    """Micro-batches on the device, checked against the model.
+    """Micro-batches on the device, checked against the model, and this rank's share of their tokens.
+
+    What is counted is whole packs, so counts must be summed over ranks that read different samples, and no others.
 
     Args:
         stream: where they come from.
         device: where they go.
         num_classes: labels of the model.
         flops: executed training FLOPs of a micro-batch.
+        share: cuts a whole pack for this rank (context parallel).
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class DeviceBatches(Iterator[PackedBatch]):
         device: torch.device,
         num_classes: Optional[int],
         flops: Callable[[PackedBatch], int],
+        share: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
     ) -> None:
+        self._share = share
         self._stream, self._device, self._num_classes, self._flops = stream, device, num_classes, flops
         self.consumed = Consumed()
         self.last_grid: Optional[tuple[int, int, int]] = None
@@ -50,7 +55,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         self.consumed.flops += self._flops(batch)
         self.consumed.keys.extend(batch.keys)
         self.last_grid = batch.grids[0]
-        return batch.to(self._device, non_blocking=True)
+        return self._share(batch).to(self._device, non_blocking=True)
 
     def reset(self) -> Consumed:
         """Return the counters and start new ones."""

@@ -19,10 +19,12 @@ from dit.backends import process_groups
 from dit.backends.attention import resolve_attention
 from dit.backends.device import describe, local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
+from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED, ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.parallel.context import over_whole_packs, shard
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.schedule import WholeNetwork, forward_backward
@@ -31,6 +33,7 @@ from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, to_record
 from dit.training.ema import EMA
 from dit.training.exit_record import ExitRecord
+from dit.training.expert_load import expert_load
 from dit.training.flops import training_flops
 from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
 from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
@@ -47,6 +50,7 @@ from dit.training.settings import (
     TrainingConfig,
 )
 from dit.training.sinks import FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
+from dit.training.start import start_from
 from dit.training.step import training_forward_step
 from dit.training.validate import held_out_loss
 
@@ -114,6 +118,7 @@ def check_settings(
         num_layers=model.megatron_sizes()["num_layers"],
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
+        num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     check_schedule(training.num_steps, optimizer.lr, schedule)
     if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
@@ -163,11 +168,14 @@ class Run:
         self.network = WholeNetwork(self.state.chunks, groups)
         self.checkpointer = Checkpointer(CheckpointStore(run_dir / "checkpoints", settings["checkpoint"]), self.record)
         resumed = self.checkpointer.resume(self.state, settings["checkpoint"].resume)
+        if not resumed and settings["checkpoint"].start_from is not None:
+            start_from(settings["checkpoint"].start_from, self.state)
         self.batches = DeviceBatches(
             self.state.stream,
             self.device,
             self.model.num_classes,
             lambda batch: training_flops(self.model, batch.layout, batch.context_layout),
+            self._share,
         )
         self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.class_names)
         self.sinks: Optional[Sink] = None
@@ -192,6 +200,10 @@ class Run:
         )
         return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups)
 
+    def _share(self, batch: PackedBatch) -> PackedBatch:
+        """Cut a whole pack for this context-parallel rank."""
+        return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.settings["parallel"].context_split)
+
     def _open_logs(self, run_dir: Path, resumed: bool) -> None:
         logging: LoggingConfig = self.settings["logging"]
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -215,11 +227,16 @@ class Run:
         pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
         attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
+        context = ""
+        if parallel.context_parallel_size > 1:
+            context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
+        ep = parallel.expert_model_parallel_size
+        sharing = parallel.data_parallel + (f", EP {ep}" if ep > 1 else "")
         return (
             f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
             f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
-            f"{'+SP' if parallel.sequence_parallel else ''}{pipeline} x DP {self.dims.data_parallel_size} "
-            f"({parallel.data_parallel}) | {self.training.precision}, attention {attention} | "
+            f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {self.dims.data_parallel_size} "
+            f"({sharing}) | {self.training.precision}, attention {attention} | "
             f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
             + (f" | resumed at step {self.state.step}" if resumed else "")
         )
@@ -310,10 +327,11 @@ class Run:
             dtype=torch.float64,
             device=self.device,
         )
-        dist.all_reduce(counts, group=self.groups.dp_cp)
+        dist.all_reduce(counts, group=self.groups.dp)
         samples, valid, padded, flops, skipped = counts.tolist()
         state, ranks = self.state, self.groups.world_size
         state.consumed_samples += int(samples)
+        load = expert_load(state.chunks, self.device)
         if self.sinks is None or self.progress is None:
             return
         lr = learning_rate(
@@ -328,6 +346,7 @@ class Run:
             "padded_tokens_per_s_per_rank": padded / seconds / ranks,
             "tflops_per_rank": flops / seconds / ranks / 1e12,
             "skipped_samples": skipped,
+            **load,
         }
         self.sinks.scalars(state.step, values, state.consumed_samples)
         self.progress.update(state.step, values)
@@ -340,7 +359,7 @@ class Run:
     def _validate(self) -> None:
         batches = self.data.build_validation(self.spec, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size)
         with self._averaged():
-            losses = held_out_loss(self.network, batches, self.objective, self.device, self.groups)
+            losses = held_out_loss(self.network, batches, self.objective, self.device, self.groups, self._share)
         self.held_out = losses["loss"]
         if self.sinks is not None and self.progress is not None:
             named = {f"held_out/{name}": value for name, value in losses.items()}
@@ -351,7 +370,8 @@ class Run:
         folder = Path(self.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
         with self._averaged():
             # Every rank generates all samples: those that share a model must, the others would only wait.
-            picture = self.pictures.draw(self.network, self._latent_size(), self.device)
+            network = over_whole_packs(self.network, self.groups.cp, self.settings["parallel"].context_split)
+            picture = self.pictures.draw(network, self._latent_size(), self.device)
         if self.sinks is not None and picture is not None:
             path = self.pictures.save(picture, folder / "ema.png" if self.state.ema else folder / "raw.png")
             self.sinks.image("samples", self.state.step, path, "one sample per class")

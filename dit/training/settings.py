@@ -82,6 +82,8 @@ class CheckpointConfig:
         keep_every: also keep every checkpoint whose step is a multiple of this; 0 for none.
         keep_best: also keep this many with the lowest held-out loss.
         resume: continue from the newest valid checkpoint if there is one, never, or fail without one.
+        start_from: a new run starts from the weights of this run folder or checkpoint, averaged ones where it has them;
+            step, optimizer and data start afresh. A run that has checkpoints of its own resumes from those.
     """
 
     interval: int = 1000
@@ -89,6 +91,7 @@ class CheckpointConfig:
     keep_every: int = 0
     keep_best: int = 0
     resume: Literal["auto", "never", "must"] = "auto"
+    start_from: Optional[str] = None
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor, nn
 
 from dit.backends.process_groups import ProcessGroups
-from dit.parallel.parallelize import is_replicated_over_pipeline
+from dit.parallel.parallelize import is_expert, is_replicated_over_pipeline
 from dit.training.ema import EMA
 from dit.training.optim import SLOTS, MasterShard, get_step_count, publish_masters, set_step_count
 from dit.training.sharded_write import write_sharded
@@ -24,8 +24,10 @@ def sharded_tensor(key: str, data: Tensor, parameter: nn.Parameter, groups: Proc
     """Describe one rank's part of a global tensor shaped like `parameter`.
 
     Copies on other ranks (data parallel, tensor parallel for whole parameters, pipeline stages for conditioning) are
-    replicas; one is written.
+    replicas; one is written. An expert is a tensor of its own name, whole on the ranks that hold it.
     """
+    if is_expert(parameter):
+        return ShardedTensor.from_rank_offsets(key, data, replica_id=(0, 0, groups.collection.expt_dp.rank()))
     tp_rank, tp_size = groups.tp.rank(), groups.tp.size()
     split = getattr(parameter, "tensor_model_parallel", False)
     offsets = [(parameter.partition_dim, tp_rank, tp_size)] if split else []  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ class LevelsOnly(AddressedNoise):
     """The draws per sample, and zeros per token: all that a pipeline stage between the first and the last needs."""
 
     def normal_TC(self, purpose: str, channels: int) -> Tensor:
-        rows = self.layout.total_tokens if self.layout.rows is None else len(self.layout.rows)
+        rows = self.layout.num_rows
         return torch.zeros(1, 1, device=self.layout.device).expand(rows, channels)
 
 

@@ -22,25 +22,29 @@ def held_out_loss(
     objective: Objective,
     device: torch.device,
     groups: ProcessGroups,
+    share: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
 ) -> dict[str, float]:
     """Average the training loss over the held-out samples, with all conditions kept.
 
     Every sample has its own fixed noise level and noise, the same in every evaluation.
+
+    Args:
+        share: cuts a whole pack for this rank (context parallel).
 
     Returns:
         `loss`, and `loss_level_i` for the i-th quarter of the noise levels, low to high, where samples fell into it.
     """
     sums = torch.zeros(NUM_BUCKETS, 2, device=device)
     for batch in batches:
-        batch = batch.to(device)
+        batch = share(batch).to(device)
         noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
         prepared = objective.prepare(batch, noise)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
         error_T = pointwise_error(prediction_TC, prepared.target_TC, objective.loss_kind).mean(-1)
         error_S = batch.layout.sum_per_sample(error_T) * prepared.weight_S
-        lengths_S = torch.tensor(batch.layout.lengths, dtype=torch.float32, device=device)
+        tokens_S = batch.layout.sum_per_sample(torch.ones_like(error_T))
         bucket_S = (noise.level_S() * NUM_BUCKETS).long()
-        sums.index_add_(0, bucket_S, torch.stack([error_S, lengths_S], -1))
+        sums.index_add_(0, bucket_S, torch.stack([error_S, tokens_S], -1))
     dist.all_reduce(sums, group=groups.dp_cp)
     totals: list[Any] = sums.tolist()
     found = {f"loss_level_{i}": error / count for i, (error, count) in enumerate(totals) if count}

@@ -37,9 +37,8 @@ def results(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("world", "name", "packed"), CASES)
-def test_layout_equals_one_rank(results, world, name, packed):
-    one, many = results["one", packed], results[name, packed]
+def assert_equal_training(one: dict, many: dict) -> None:
+    """Compare what `worker.train` reports of one rank and of a layout."""
     assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
     assert many["gradients"].keys() == one["gradients"].keys()
@@ -51,3 +50,8 @@ def test_layout_equals_one_rank(results, world, name, packed):
         error = (many["parameters"][parameter] - expected).norm() / expected.norm()
         assert error <= 1e-4, f"{parameter}: relative error {error:.2e} after three steps"
     assert many["drifted"] == []
+
+
+@pytest.mark.parametrize(("world", "name", "packed"), CASES)
+def test_layout_equals_one_rank(results, world, name, packed):
+    assert_equal_training(results["one", packed], results[name, packed])

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from dit.backends import process_groups
 from dit.batch import PackedBatch, SequenceLayout
+from dit.models import BACKBONES
+from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, check_parallel
@@ -20,10 +22,14 @@ SEED = 5
 GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4, 4), (1, 2, 2)]
 
 
-def tiny_model(**changes) -> DiTConfig:
+def tiny_model(backbone: str = "dit", **changes) -> ModelConfig:
+    if backbone != "dit":
+        module, name = BACKBONES[backbone].split(":")
+        sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
+        return getattr(import_module(module), name)(**{**sizes, "context_dropout": 0.4, **changes})
     sizes = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5}
     options = {"qk_layernorm": True, "position_embedding": "sincos_3d", "context_size": 12, "context_dropout": 0.4}
-    return DiTConfig(**sizes, **{**options, **changes})
+    return DiTConfig(**{**sizes, **options, **changes})
 
 
 def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
@@ -49,6 +55,7 @@ def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
         labels_S=torch.tensor([index % 5, (index + 2) % 5]),
         context_KD=torch.randn(context_layout.total_tokens, 12, generator=generator),
         context_layout=context_layout,
+        fps_S=torch.tensor([24.0, 8.0 + index]),
     )
 
 
@@ -67,8 +74,10 @@ def whole(tensor: torch.Tensor, parameter: torch.nn.Parameter, groups) -> torch.
 
 def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
     """Tell whether any two ranks that should hold the same values do not."""
-    copied_over = [groups.dp_cp]
-    if not getattr(parameter, "tensor_model_parallel", False):
+    from dit.parallel.parallelize import is_expert
+
+    copied_over = [groups.collection.expt_dp if is_expert(parameter) else groups.dp_cp]
+    if not getattr(parameter, "tensor_model_parallel", False) and not is_expert(parameter):
         copied_over.append(groups.tp)
     if getattr(parameter, "pipeline_parallel", False):
         copied_over.append(groups.pp)
@@ -80,14 +89,14 @@ def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
     return False
 
 
-def of_all_stages(named: list, groups) -> dict:
-    """Join (name, tensor) pairs over the pipeline; several copies under one name must be equal."""
-    parts: list = [None] * groups.pp.size()
-    dist.all_gather_object(parts, named, group=groups.pp)
+def of_all_stages(named: list, groups) -> tuple[dict, list]:
+    """Join (name, tensor) pairs over the stages and experts; also list the names whose copies differ."""
+    parts: list = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, named, group=groups.different_parameters)
     found: dict = {}
-    for name, tensor in (pair for part in parts for pair in part):
-        assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
-    return found
+    pairs = [pair for part in parts for pair in part]
+    drifted = [name for name, tensor in pairs if not torch.equal(found.setdefault(name, tensor), tensor)]
+    return found, drifted
 
 
 def build(case: dict) -> SimpleNamespace:
@@ -106,6 +115,7 @@ def build(case: dict) -> SimpleNamespace:
         num_layers=model.num_layers,
         micro_batch_size=1,
         global_batch_size=num_micro,
+        num_experts=model.num_experts,
     )
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, "fp32", groups, SEED)
@@ -119,8 +129,8 @@ def build(case: dict) -> SimpleNamespace:
                 if shape != list(parameter.shape):
                     values = values.chunk(groups.tp.size(), parameter.partition_dim)[groups.tp.rank()]
                 parameter.add_(values)
+    case.get("break", lambda chunks: None)(chunks)
     wrapped = wrap(chunks, parallel, groups)
-    chunks[0].config.has_cond_embedder = case.get("has_cond_embedder", True)
     settings = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1)
     optimizer = build_optimizer(wrapped, settings, parallel, "fp32", groups)
     shards = optim.master_shards(optimizer, chunks)
@@ -128,8 +138,10 @@ def build(case: dict) -> SimpleNamespace:
 
 
 def train(case: dict) -> dict:
+    from dit.parallel.context import shard
     from dit.parallel.schedule import forward_backward
     from dit.training import optim
+    from dit.training.expert_load import expert_load
     from dit.training.step import training_forward_step
 
     it = build(case)
@@ -140,7 +152,9 @@ def train(case: dict) -> dict:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         mine = range(groups.dp_rank, it.num_micro, groups.dp_size)
-        batches = (micro_batch(4 * step + i, packed=case["packed"], multiple_of=4) for i in mine)
+        multiple_of = max(4, it.dims.token_multiple)
+        packs = (micro_batch(4 * step + i, packed=case["packed"], multiple_of=multiple_of) for i in mine)
+        batches = (shard(pack, groups.cp.rank(), groups.cp.size(), it.parallel.context_split) for pack in packs)
         forward_step = training_forward_step(FlowMatching(), it.model, SEED, step)
         out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
         sums = torch.tensor([sum(float(o[name]) for o in out) for name in ("loss_sum", "tokens")], dtype=torch.float32)
@@ -151,12 +165,14 @@ def train(case: dict) -> dict:
         if step == 0:
             gathered = [(s, s.gather(s.main.grad if s.main.numel() else s.main)) for s in shards]
             named = [(s.name, whole(gradient, s.parameter, groups)) for s, gradient in gathered]
-            result["gradients"] = of_all_stages(named, groups)
+            result["gradients"], _ = of_all_stages(named, groups)
         optim.apply_update(optimizer, result["grad_norms"][-1], it.settings.clip_grad)
     optim.publish_masters(optimizer, it.wrapped)  # with an overlapped gather the last update waits for the next forward
     named = named_parameters(it.chunks)
-    result["parameters"] = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
-    result["drifted"] = [n for n, p in named if copies_differ(p, groups)]
+    result["parameters"], drifted = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
+    result["drifted"] = drifted + [n for n, p in named if copies_differ(p, groups)]
+    case.get("then", lambda it: None)(it)
+    result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
     process_groups.release()
     return result
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -11,9 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Find a port below those the system hands out: the ranks bind it seconds later, when such a one may be taken."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def run_world(world_size: int, cases: list[dict], folder: Path, *, timeout_s: float = 300.0) -> list[dict]:

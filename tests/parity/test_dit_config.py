@@ -17,6 +17,8 @@ from dit.patchify import grid_positions
 from tests.conftest import BuildModel
 
 BASE = DiTConfig(hidden_size=48, num_layers=2, num_attention_heads=4, in_channels=4, num_classes=5)
+# Fields that need experts are changed from here.
+BASE_MOE = replace(BASE, num_experts=3, moe_ffn_hidden_size=64, moe_router="top_k")
 
 # Read by the training step, which drops conditions; the network itself has nothing to build from them.
 NOT_IN_THE_NETWORK = {"class_dropout", "context_dropout"}
@@ -39,6 +41,11 @@ def embed_width(model: nn.Module) -> int:
     return model.embed.weight.shape[1]
 
 
+def rotary_setting(name: str) -> Callable[[nn.Module], Any]:
+    """Read a setting of the rotary positions that the model's config stands for."""
+    return lambda model: getattr(model.model_config.rotary(12), name)
+
+
 # field: (another value, what shows it in the built model, how the shown value follows from the field's)
 SHOWN: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "in_channels": (6, embed_width, lambda value: 4 * value),
@@ -59,7 +66,20 @@ SHOWN: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "layernorm_epsilon": (1e-3, lambda m: {m.layers["1"].modulation.eps, m.head.eps}, lambda value: {value}),
     "position_embedding": ("sincos_3d", sees_time_index, None),
+    "rope_theta": (50.0, rotary_setting("theta"), None),
+    "rope_scaling": ("linear", rotary_setting("scaling"), None),
+    "rope_factors": ([2.0, 1.0, 1.0], rotary_setting("factors"), lambda value: tuple(value or (1.0, 1.0, 1.0))),
     "time_scale": (7.0, lambda m: m.conditioner.time.time_scale, None),
+    "num_experts": (3, lambda m: len(getattr(m.layers["1"].mlp, "experts", [])) or None, None),
+    "moe_ffn_hidden_size": (
+        None,
+        lambda m: m.layers["1"].mlp.experts["2"].linear_fc2.weight.shape[1],
+        lambda value: value or 4 * 48,
+    ),
+    "moe_router": ("expert_choice", lambda m: m.layers["1"].mlp.routing, None),
+    "moe_capacity_factor": (0.5, lambda m: m.layers["1"].mlp.capacity_factor, None),
+    "moe_top_k": (1, lambda m: m.layers["1"].mlp.top_k, None),
+    "moe_aux_loss_coeff": (0.0, lambda m: m.layers["1"].mlp.aux_loss_coeff, None),
 }
 LAYER_LINEARS = (
     "modulation.linear",
@@ -68,6 +88,10 @@ LAYER_LINEARS = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
+
+
+def base_of(name: str) -> DiTConfig:
+    return BASE_MOE if name.startswith("moe_") else BASE
 
 
 def test_every_field_has_a_row():
@@ -79,16 +103,18 @@ def test_field_reaches_the_model(build_model: BuildModel, name: str):
     """Both values of a field show in the model that is built from them."""
     other, show, follows = SHOWN[name]
     follows = follows or (lambda value: value)
-    assert other != getattr(BASE, name)
-    for config in (BASE, replace(BASE, **{name: other})):
+    base = base_of(name)
+    assert other != getattr(base, name)
+    for config in (base, replace(base, **{name: other})):
         config.validate()
         assert show(build_model(config, perturb=0.1)) == follows(getattr(config, name))
 
 
-@pytest.mark.parametrize("name", ["layernorm_epsilon", "time_scale", "num_attention_heads"])
+@pytest.mark.parametrize("name", ["layernorm_epsilon", "time_scale", "num_attention_heads", "moe_router", "moe_top_k"])
 def test_field_without_weights_changes_the_prediction(build_model: BuildModel, name: str):
     """Fields that shape no weight still act: the same weights predict something else."""
-    models = [build_model(c, perturb=0.1) for c in (BASE, replace(BASE, **{name: SHOWN[name][0]}))]
+    base = base_of(name)
+    models = [build_model(c, perturb=0.1) for c in (base, replace(base, **{name: SHOWN[name][0]}))]
     for one, other in zip(models[0].parameters(), models[1].parameters()):
         assert torch.equal(one, other)
     assert not torch.allclose(run(models[0]), run(models[1]), rtol=1e-3)
@@ -143,7 +169,8 @@ def test_counts_are_those_of_the_papers_code(
 @pytest.mark.usefixtures("one_rank_world")
 @pytest.mark.parametrize("name", SHOWN)
 def test_count_follows_every_field(name: str):
-    for config in (BASE, replace(BASE, **{name: SHOWN[name][0]})):
+    base = base_of(name)
+    for config in (base, replace(base, **{name: SHOWN[name][0]})):
         assert config.num_parameters() == count_on_meta(config)
 
 
@@ -160,6 +187,13 @@ def test_count_follows_every_field(name: str):
         ({"ffn_hidden_size": 0}, ["ffn_hidden_size=0"]),
         ({"out_channels": 0}, ["out_channels=0"]),
         ({"position_embedding": "rope"}, ["position_embedding='rope'"]),
+        ({"moe_top_k": 1, "moe_router": "top_k"}, ["moe_top_k=1", "moe_router=top_k", "model.num_experts"]),
+        ({"num_experts": 0}, ["num_experts=0"]),
+        ({"num_experts": 4, "moe_ffn_hidden_size": 0}, ["moe_ffn_hidden_size=0"]),
+        ({"num_experts": 4, "moe_router": "sinkhorn"}, ["moe_router='sinkhorn'", "'expert_choice'", "'top_k'"]),
+        ({"num_experts": 4, "moe_capacity_factor": 5.0}, ["moe_capacity_factor=5.0", "num_experts=4"]),
+        ({"num_experts": 4, "moe_router": "top_k", "moe_top_k": 5}, ["moe_top_k=5", "from 1 to 4"]),
+        ({"num_experts": 4, "moe_aux_loss_coeff": -1.0}, ["moe_aux_loss_coeff=-1.0"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dit.models.dit.config import DiTConfig
 from tests.parity.reference_dit import ReferenceDiT
+from tests.parity.reference_moe import ReferenceMoEBlock
 
 _DIRECT = {
     "conditioner.time.linear_1": "time_1",
@@ -21,6 +22,7 @@ _DIRECT = {
     "attention.linear_proj": "out",
     "attention.q_layernorm.weight": "query_norm",
     "attention.k_layernorm.weight": "key_norm",
+    "mlp.router": "router",
     "mlp.linear_fc1": "up",
     "mlp.linear_fc2": "down",
 }
@@ -43,6 +45,22 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
         eps=config.layernorm_epsilon,
         time_scale=config.time_scale,
     )
+    if config.num_experts is not None:
+        expert_choice = config.moe_router == "expert_choice"
+        reference.blocks = nn.ModuleList(
+            ReferenceMoEBlock(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.expert_size(config.ffn_size),
+                bias=config.add_bias,
+                qk_norm=config.qk_layernorm,
+                eps=config.layernorm_epsilon,
+                experts=config.num_experts,
+                expert_choice=expert_choice,
+                factor=config.moe_capacity_factor if expert_choice else config.moe_top_k,
+            )
+            for _ in range(config.num_layers)
+        )
     return reference.double()
 
 
@@ -55,6 +73,8 @@ def reference_names(name: str) -> list[str]:
         return [f"{prefix}{part}.{match[1]}" for part in ("query", "key", "value")]
     if name == "conditioner.label.weight":
         return ["labels", "null_label"]
+    if match := re.fullmatch(r"mlp\.experts\.(\d+)\.linear_fc([12])\.(weight|bias)", name):
+        return [f"{prefix}{'ups' if match[2] == '1' else 'downs'}.{match[1]}.{match[3]}"]
     if name in _DIRECT:
         return [prefix + _DIRECT[name]]
     module, _, kind = name.rpartition(".")

@@ -6,14 +6,16 @@ from typing import Any, Literal, Optional
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Stage
+from dit.models.experts import ExpertOptions
+from dit.models.sizes import RotarySettings
 
 TIME_FEATURES = 256
 """Width of the time's sinusoid."""
 
 
 @dataclass(kw_only=True)
-class DiTConfig(ModelConfig):
-    """DiT with adaLN-Zero, conditioned on class and/or pooled text.
+class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
+    """DiT with adaLN-Zero, conditioned on class and/or pooled text; its MLPs may be mixtures of experts.
 
     Attributes:
         hidden_size, num_layers, num_attention_heads: Megatron's words.
@@ -22,7 +24,7 @@ class DiTConfig(ModelConfig):
         qk_layernorm: RMSNorm on queries and keys per head.
         add_bias: biases in attention, MLP and modulation.
         layernorm_epsilon: of the layer norms.
-        position_embedding: fixed sine-cosine over (h, w) as in the paper, or over (t, h, w).
+        position_embedding: fixed sine-cosine over (h, w) as in the paper, or over (t, h, w); or rotary over (t, h, w).
         time_scale: factor on the objective's time before its sinusoid.
     """
 
@@ -34,7 +36,7 @@ class DiTConfig(ModelConfig):
     qk_layernorm: bool = False
     add_bias: bool = True
     layernorm_epsilon: float = 1e-6
-    position_embedding: Literal["sincos_2d", "sincos_3d"] = "sincos_2d"
+    position_embedding: Literal["sincos_2d", "sincos_3d", "rope_3d"] = "sincos_2d"
     time_scale: float = 1000.0
 
     @property
@@ -79,7 +81,11 @@ class DiTConfig(ModelConfig):
         for name, size in optional.items():
             if size is not None and size < 1:
                 raise ConfigError(f"model.{name}={size} must be at least 1, or None")
-        check_size(self.hidden_size, self.position_embedding)
+        if self.position_embedding == "rope_3d":
+            self.rotary(self.hidden_size // self.num_attention_heads)
+        else:
+            check_size(self.hidden_size, self.position_embedding)
+        self.validate_experts()
 
     def megatron_sizes(self) -> dict[str, Any]:
         return {
@@ -90,12 +96,13 @@ class DiTConfig(ModelConfig):
             "add_bias_linear": self.add_bias,
             "layernorm_epsilon": self.layernorm_epsilon,
             "qk_layernorm": self.qk_layernorm,
+            **self.expert_megatron_sizes(self.ffn_size),
         }
 
     def num_parameters(self) -> int:
-        h, f, bias = self.hidden_size, self.ffn_size, int(self.add_bias)
+        h, bias = self.hidden_size, int(self.add_bias)
         attention = 4 * h * h + 4 * h * bias + (2 * (h // self.num_attention_heads) if self.qk_layernorm else 0)
-        mlp = 2 * h * f + (f + h) * bias
+        mlp = self.mlp_parameters(h, self.ffn_size, bias=self.add_bias)
         modulation = 6 * h * (h + bias)
         embed = (self.token_channels + 1) * h + (TIME_FEATURES + 1) * h + (h + 1) * h
         if self.num_classes is not None:
@@ -110,9 +117,9 @@ class DiTConfig(ModelConfig):
     ) -> int:
         h, samples = self.hidden_size, layout.num_samples
         rows = layout.total_tokens if padding else layout.valid_tokens
-        per_row = 4 * h * h + 2 * h * self.ffn_size
+        mlp = self.mlp_multiply_adds(h, self.ffn_size, layout, padding=padding)
         pairs = sum(n * n for n in layout.lengths)
-        layer = rows * per_row + 2 * pairs * h + samples * 6 * h * h
+        layer = rows * 4 * h * h + mlp + 2 * pairs * h + samples * 6 * h * h
         embed = rows * self.token_channels * h + samples * (TIME_FEATURES + h) * h
         if self.context_size is not None:
             # The text is pooled before its first matrix product, so its length does not count.

@@ -1,5 +1,7 @@
 """One DiT block."""
 
+from typing import Optional
+
 from torch import Tensor, nn
 
 from dit.backends.attention import Attention
@@ -9,11 +11,13 @@ from dit.batch import SequenceLayout
 from dit.layers.adaln import Modulation
 from dit.layers.attention import SelfAttention
 from dit.layers.mlp import MLP
+from dit.layers.moe import MoE
+from dit.layers.positions import Rotation
 from dit.models.dit.config import DiTConfig
 
 
 class DiTLayer(nn.Module):
-    """Self-attention and MLP, each behind its own modulated norm and gate.
+    """Self-attention and MLP or mixture of experts, each behind its own modulated norm and gate.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2, "DiT block with adaLN-Zero".
     """
@@ -31,11 +35,19 @@ class DiTLayer(nn.Module):
             qk_layernorm=config.qk_layernorm,
             eps=eps,
         )
-        self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias)
+        self.mlp: MLP | MoE
+        if config.num_experts is None:
+            self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias)
+        else:
+            size = config.expert_size(config.ffn_size)
+            self.mlp = MoE(config.hidden_size, size, config.num_experts, provider, bias=bias, **config.moe_arguments())
 
-    def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout, rotation: Optional[Rotation] = None
+    ) -> Tensor:
         attention_mod, mlp_mod = self.modulation(cond_SD)
-        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout)
+        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout, rotation)
         x_TD = gated_residual(x_TD, y_TD, attention_mod.gate_SD, layout)
-        y_TD = self.mlp(mlp_mod.norm_and_modulate(x_TD, layout))
+        y_TD = mlp_mod.norm_and_modulate(x_TD, layout)
+        y_TD = self.mlp(y_TD, layout) if isinstance(self.mlp, MoE) else self.mlp(y_TD)
         return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)

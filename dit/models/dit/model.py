@@ -48,7 +48,7 @@ class DiT(Backbone):
     that of the paper's code less its frozen table. Labels equal to `num_classes` mean "no class".
 
     Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: text may join the conditioning vector (mean-pooled);
-    QK-layernorm and (t, h, w) positions are options.
+    QK-layernorm, (t, h, w) positions and rotary positions are options.
     """
 
     def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
@@ -56,6 +56,8 @@ class DiT(Backbone):
         self.config = provider.config
         self.model_config = config
         self.provider = provider
+        rope = config.position_embedding == "rope_3d"
+        self.rotary = config.rotary(config.hidden_size // config.num_attention_heads) if rope else None
         self.conditioner = Conditioner(config, provider)
         if stage.first:
             init = xavier_uniform(config.token_channels, config.hidden_size)
@@ -65,17 +67,20 @@ class DiT(Backbone):
             self.head = FinalLayer(config.hidden_size, config.output_features, provider, eps=config.layernorm_epsilon)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        layout = batch.layout
+        # Attention gets the rows of all tensor-parallel ranks, so rotary positions are those of the rows held before.
+        rotation = None if self.rotary is None else self.rotary(batch.positions_T3)
+        layout, positions_T3 = batch.layout, batch.positions_T3
         if self.provider.sequence_parallel:
-            layout = layout.select(self._own_rows(layout.total_tokens, layout.device))
+            own = self._own_rows(layout)
+            layout, inputs_TC, positions_T3 = layout.select(own, gathered=True), inputs_TC[own], positions_T3[own]
         cond_SD = self.conditioner(time_S, batch)
         if self.pre_process:
-            x_TD = self._embed(inputs_TC, batch.positions_T3, layout)
+            x_TD = self._embed(inputs_TC, positions_T3, layout)
         else:
             assert self.input_tensor is not None
             x_TD = self.input_tensor.flatten(0, 1)
         for layer in self.layers.values():
-            x_TD = layer(x_TD, cond_SD, layout)
+            x_TD = layer(x_TD, cond_SD, layout, rotation)
         if not self.post_process:
             # Not a view: the schedule frees the activations once they are sent.
             return make_viewless_tensor(x_TD[:, None], x_TD.requires_grad, keep_graph=True)
@@ -88,16 +93,17 @@ class DiT(Backbone):
         return out_TC
 
     def _embed(self, inputs_TC: Tensor, positions_T3: Tensor, layout: SequenceLayout) -> Tensor:
-        if layout.rows is not None:
-            inputs_TC, positions_T3 = inputs_TC[layout.rows], positions_T3[layout.rows]
         if layout.valid_tokens < layout.total_tokens:
             # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
             inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
         x_TD = self.embed(inputs_TC.to(self.embed.weight.dtype))
+        if self.rotary is not None:
+            return x_TD
         positions = sincos(positions_T3, self.model_config.hidden_size, self.model_config.position_embedding)
         return x_TD + positions.to(x_TD.dtype)
 
-    def _own_rows(self, total: int, device: torch.device) -> Tensor:
-        share = total // self.provider.tp_size
+    def _own_rows(self, layout: SequenceLayout) -> Tensor:
+        """Return this tensor-parallel rank's share of the rows held here."""
+        share = layout.num_rows // self.provider.tp_size
         start = self.provider.tp_rank * share
-        return torch.arange(start, start + share, device=device)
+        return torch.arange(start, start + share, device=layout.device)

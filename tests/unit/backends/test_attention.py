@@ -58,7 +58,7 @@ def test_layout_of_some_rows_stands_for_the_whole_pack():
     """Under sequence parallelism attention gets all rows and a layout that names this rank's; it uses the pack's."""
     for case in (CASES[0], CASES[4]):
         layout, _ = case.layouts()
-        held = layout.select(torch.arange(layout.total_tokens // 2))
+        held = layout.select(torch.arange(layout.total_tokens // 2), gathered=True)
         q, k, v = case.qkv()
         for attention in (reference_attention, segment_sdpa):
             expected = attention(q, k, v, layout, layout)

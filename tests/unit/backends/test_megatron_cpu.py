@@ -37,6 +37,17 @@ def test_importing_redirects_nothing():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_the_expert_dispatch_gets_its_split_sizes_as_numbers():
+    """Megatron-Core leaves tensors that are on the host already as they are, and gloo wants numbers."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    sizes = torch.tensor([3, 0, 2])
+    assert token_dispatcher.maybe_move_tensor_to_cpu(sizes, as_numpy=True).tolist() == [3, 0, 2]
+    assert not torch.is_tensor(token_dispatcher.maybe_move_tensor_to_cpu(sizes, as_numpy=True))
+    assert token_dispatcher.maybe_move_tensor_to_cpu(sizes) is sizes
+    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+
+
 def test_installing_again_wraps_nothing_twice():
     before = torch.empty, torch.Tensor.to, dist.all_reduce
     megatron_cpu.install()

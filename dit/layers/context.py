@@ -1,0 +1,42 @@
+"""The text as cross-attention reads it, token by token."""
+
+import torch
+from torch import Tensor, nn
+
+from dit.backends.addressed_init import normal
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch, SequenceLayout
+
+
+class TextTokens(nn.Module):
+    """Text embeddings as they are; a dropped or missing text becomes one learned null token.
+
+    Every token of a dropped text is replaced by the null token. Attention over equal tokens is that token's value, so
+    this is exactly a text of one null token, and neither lengths nor shapes depend on what was dropped: nothing waits
+    for the device.
+
+    Args:
+        context_size: width of the text embeddings.
+    """
+
+    def __init__(self, context_size: int, provider: LayerProvider) -> None:
+        super().__init__()
+        # The text is whole on every tensor-parallel rank, and the key and value projections sum its gradient over them.
+        self.null = provider.parameter((context_size,), normal(0.02), meets_all_rows=True)
+        # Every pipeline stage holds a copy and reads it in its own layers; the copies' gradients are summed.
+        self.null.pipeline_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout]:
+        """Return the text tokens `[K, context_size]` and where they lie."""
+        context_KD, layout = batch.context_KD, batch.context_layout
+        if context_KD is None or layout is None:
+            samples = batch.layout.num_samples
+            layout = SequenceLayout.from_lengths([1] * samples, device=self.null.device)
+            return self.null.expand(samples, -1), layout
+        context_KD = context_KD.to(self.null.dtype)
+        if layout.valid_tokens < layout.total_tokens:
+            # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
+            context_KD = context_KD.masked_fill(~layout.valid_T[:, None], 0.0)
+        if batch.context_dropped_S is not None:
+            context_KD = torch.where(layout.per_token(batch.context_dropped_S), self.null, context_KD)
+        return context_KD, layout

@@ -1,0 +1,69 @@
+"""One block of the DiT with cross-attention."""
+
+from typing import Optional
+
+from torch import Tensor, nn
+
+from dit.backends.attention import Attention
+from dit.backends.fused_ops import gated_residual
+from dit.backends.provider import LayerProvider
+from dit.batch import SequenceLayout
+from dit.layers.adaln import Modulation
+from dit.layers.attention import CrossAttention, SelfAttention
+from dit.layers.mlp import MLP
+from dit.layers.positions import Rotation
+from dit.models.dit_cross.config import DiTCrossConfig
+
+
+class DiTCrossLayer(nn.Module):
+    """Self-attention, cross-attention to the text, and MLP, each behind its own modulated norm and gate.
+
+    Source: adaLN-Zero of Peebles and Xie 2023, arXiv:2212.09748, section 3.2, with a third sub-layer between the two,
+    as in NeMo's diffusion transformer: one projection of the conditioning to 9 chunks.
+    """
+
+    def __init__(self, config: DiTCrossConfig, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        bias, eps = config.add_bias, config.layernorm_epsilon
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        assert config.context_size is not None
+        self.modulation = Modulation(config.hidden_size, 3, provider, bias=bias, eps=eps, rank=config.adaln_lora_rank)
+        self.attention = SelfAttention(
+            config.hidden_size,
+            heads,
+            provider,
+            attention,
+            num_query_groups=groups,
+            bias=bias,
+            qk_layernorm=config.qk_layernorm,
+            eps=eps,
+        )
+        self.cross_attention = CrossAttention(
+            config.hidden_size,
+            config.context_size,
+            heads,
+            provider,
+            attention,
+            num_query_groups=groups,
+            bias=bias,
+            qk_layernorm=config.qk_layernorm,
+            eps=eps,
+        )
+        self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        cond_SD: Tensor,
+        context_KD: Tensor,
+        layout: SequenceLayout,
+        context_layout: SequenceLayout,
+        rotation: Optional[Rotation] = None,
+    ) -> Tensor:
+        attention_mod, cross_mod, mlp_mod = self.modulation(cond_SD)
+        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout, rotation)
+        x_TD = gated_residual(x_TD, y_TD, attention_mod.gate_SD, layout)
+        y_TD = self.cross_attention(cross_mod.norm_and_modulate(x_TD, layout), context_KD, layout, context_layout)
+        x_TD = gated_residual(x_TD, y_TD, cross_mod.gate_SD, layout)
+        y_TD = self.mlp(mlp_mod.norm_and_modulate(x_TD, layout))
+        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)

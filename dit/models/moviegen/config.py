@@ -1,0 +1,81 @@
+"""Sizes of the Movie Gen backbone."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional
+
+from dit.batch import SequenceLayout
+from dit.errors import ConfigError
+from dit.models.base import Stage
+from dit.models.sizes import CrossAttentionModelConfig
+
+
+@dataclass(kw_only=True)
+class MovieGenConfig(CrossAttentionModelConfig):
+    """A Llama-shaped diffusion transformer: RMSNorm, SwiGLU, grouped queries, no biases in its blocks.
+
+    Attributes:
+        num_query_groups: 8, as in Llama 3.
+        position_embedding: `learned_3d` adds three learned vectors (t, h, w) at every layer, as in the paper; `rope_3d`
+            rotates queries and keys instead.
+        max_grid: patches along t, h and w that the learned positions cover; larger samples are refused.
+    """
+
+    hidden_size: int = 2048
+    num_layers: int = 16
+    num_attention_heads: int = 32
+    num_query_groups: Optional[int] = 8
+    ffn_hidden_size: Optional[int] = 8192
+    layernorm_epsilon: float = 1e-5
+    fps_conditioning: bool = False
+    position_embedding: Literal["learned_3d", "rope_3d"] = "learned_3d"
+    max_grid: list[int] = field(default_factory=lambda: [128, 120, 120])
+
+    def validate(self) -> None:
+        self.check_sizes()
+        if len(self.max_grid) != 3 or min(self.max_grid) < 1:
+            raise ConfigError(
+                f"model.max_grid={self.max_grid} must be three numbers of at least 1: the most patches along t, h and w"
+            )
+        if self.position_embedding == "rope_3d":
+            self.rotary(self.head_size)
+        elif self.position_embedding != "learned_3d":
+            raise ConfigError(
+                f"position_embedding={self.position_embedding!r} is unknown; use 'learned_3d' or 'rope_3d'"
+            )
+
+    def megatron_sizes(self) -> dict[str, Any]:
+        return {**super().megatron_sizes(), "add_bias_linear": False}
+
+    def num_parameters(self) -> int:
+        h, f, c, kv = self.hidden_size, self.ffn_size, self.context_size or 0, self.kv_size
+        norms = 2 * self.head_size * self.qk_layernorm
+        attention = h * (h + 2 * kv) + h * h + norms
+        cross = 2 * h * h + c * 2 * kv + norms
+        layer = attention + cross + 3 * h * f + 6 * h * h + 3 * h
+        positions = sum(self.max_grid) * h if self.position_embedding == "learned_3d" else 0
+        embed = (self.token_channels + 1) * h + self.count_conditioner() + positions
+        head = h + 2 * h * (h + 1) + (h + 1) * self.output_features
+        return embed + self.num_layers * layer + head
+
+    def nemo_weights(self) -> int:
+        """Leave the text's keys and values out, as the published tables do."""
+        return self.num_parameters() - self.num_layers * 2 * self.kv_size * (self.context_size or 0)
+
+    def forward_flops(
+        self, layout: SequenceLayout, context_layout: Optional[SequenceLayout] = None, *, padding: bool = False
+    ) -> int:
+        h, kv, samples = self.hidden_size, self.kv_size, layout.num_samples
+        texts = SequenceLayout.from_lengths([1] * samples) if context_layout is None else context_layout
+        rows, text_rows = (x.total_tokens if padding else x.valid_tokens for x in (layout, texts))
+        pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths))
+        per_row = h * (h + 2 * kv) + 3 * h * h + 3 * h * self.ffn_size
+        per_text_row = 2 * kv * (self.context_size or 0)
+        layer = rows * per_row + text_rows * per_text_row + 2 * pairs * h + samples * 6 * h * h
+        embed = rows * self.token_channels * h + samples * self.conditioner_multiplications()
+        head = rows * h * self.output_features + samples * 2 * h * h
+        return 2 * (embed + self.num_layers * layer + head)
+
+    def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
+        from dit.models.moviegen.model import MovieGen
+
+        return MovieGen(self, provider, attention, stage)

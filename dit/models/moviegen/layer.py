@@ -1,0 +1,78 @@
+"""One Movie Gen block."""
+
+from typing import Optional
+
+from torch import Tensor, nn
+
+from dit.backends.attention import Attention
+from dit.backends.fused_ops import gated_residual
+from dit.backends.provider import LayerProvider
+from dit.batch import SequenceLayout
+from dit.layers.adaln import Modulation, RMSNorm
+from dit.layers.attention import CrossAttention, SelfAttention
+from dit.layers.mlp import SwiGLU
+from dit.layers.positions import Rotation
+from dit.models.moviegen.config import MovieGenConfig
+
+
+class MovieGenLayer(nn.Module):
+    """Positions, modulated self-attention, cross-attention to the text, modulated SwiGLU; each sub-layer a residual.
+
+    Source: Polyak et al. 2024 (Movie Gen), arXiv:2410.13720, section 3.1.2: a Llama 3 block with full attention, a
+    cross-attention between self-attention and feed-forward, adaLN for the time, and the positional embedding added to
+    the input of every layer. The time gates self-attention and feed-forward only; the cross-attention starts at zero by
+    its output projection (PixArt-alpha), so the block starts as the addition of the positions. NeMo's version feeds the
+    cross-attention's output to the feed-forward in place of the tokens, without a norm; this one does not.
+    """
+
+    def __init__(self, config: MovieGenConfig, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        assert config.context_size is not None
+        self.modulation = Modulation(size, 2, provider, bias=False, eps=eps)
+        self.attention_norm = RMSNorm(size, provider, eps=eps)
+        self.attention = SelfAttention(
+            size,
+            heads,
+            provider,
+            attention,
+            num_query_groups=groups,
+            bias=False,
+            qk_layernorm=config.qk_layernorm,
+            eps=eps,
+        )
+        self.cross_norm = RMSNorm(size, provider, eps=eps)
+        self.cross_attention = CrossAttention(
+            size,
+            config.context_size,
+            heads,
+            provider,
+            attention,
+            num_query_groups=groups,
+            bias=False,
+            qk_layernorm=config.qk_layernorm,
+            zero_output=True,
+            eps=eps,
+        )
+        self.mlp_norm = RMSNorm(size, provider, eps=eps)
+        self.mlp = SwiGLU(size, config.ffn_size, provider)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        positions_TD: Optional[Tensor],
+        cond_SD: Tensor,
+        context_KD: Tensor,
+        layout: SequenceLayout,
+        context_layout: SequenceLayout,
+        rotation: Optional[Rotation] = None,
+    ) -> Tensor:
+        attention_mod, mlp_mod = self.modulation(cond_SD)
+        if positions_TD is not None:
+            x_TD = x_TD + positions_TD
+        y_TD = self.attention_norm.modulate(x_TD, attention_mod.shift_SD, attention_mod.scale_SD, layout)
+        x_TD = gated_residual(x_TD, self.attention(y_TD, layout, rotation), attention_mod.gate_SD, layout)
+        x_TD = x_TD + self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
+        y_TD = self.mlp_norm.modulate(x_TD, mlp_mod.shift_SD, mlp_mod.scale_SD, layout)
+        return gated_residual(x_TD, self.mlp(y_TD), mlp_mod.gate_SD, layout)

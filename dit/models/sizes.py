@@ -1,0 +1,176 @@
+"""Settings that transformer backbones share, and their checks."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+
+CONDITION_FEATURES = 256
+"""Width of the sinusoid of the time and of every other number a network is conditioned on."""
+
+
+@dataclass(kw_only=True)
+class RotarySettings:
+    """Settings of `position_embedding="rope_3d"`.
+
+    Attributes:
+        rope_theta: ratio of the shortest to the longest wavelength.
+        rope_scaling: how the axes are stretched beyond the training length: `ntk` raises theta, `linear` divides the
+            index.
+        rope_factors: stretch along t, h and w, such as `[2, 1, 1]` for clips of twice the length; None for none.
+    """
+
+    rope_theta: float = 10000.0
+    rope_scaling: Literal["ntk", "linear"] = "ntk"
+    rope_factors: Optional[list[float]] = None
+
+    def rotary(self, head_size: int) -> Any:
+        """Return the rotary embedding of these settings, checked.
+
+        Raises:
+            ConfigError: a setting is impossible, or the head has no pair of features for each axis.
+        """
+        from dit.layers.positions import RotaryPositions, check_rope
+
+        factors = (1.0, 1.0, 1.0) if self.rope_factors is None else tuple(self.rope_factors)
+        positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors)
+        check_rope(positions)
+        return positions
+
+
+def check_positive(config: ModelConfig, *names: str) -> None:
+    """Check that the named sizes are at least 1, or None where they are optional.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"model.{name}={value} must be at least 1")
+
+
+def check_heads(hidden_size: int, num_attention_heads: int, num_query_groups: Optional[int] = None) -> None:
+    """Check that heads divide the width, and groups the heads.
+
+    Raises:
+        ConfigError: they do not; the message names what fits.
+    """
+    if hidden_size % num_attention_heads:
+        fits = [n for n in range(1, hidden_size + 1) if hidden_size % n == 0 and n <= 64]
+        raise ConfigError(
+            f"model.hidden_size={hidden_size} is not a multiple of model.num_attention_heads={num_attention_heads}; "
+            f"use one of {fits} heads"
+        )
+    if num_query_groups is not None and num_attention_heads % num_query_groups:
+        fits = [n for n in range(1, num_attention_heads + 1) if num_attention_heads % n == 0]
+        raise ConfigError(
+            f"model.num_attention_heads={num_attention_heads} is not a multiple of "
+            f"model.num_query_groups={num_query_groups}; use one of {fits} groups, or None for one per head"
+        )
+
+
+def check_shares(config: ModelConfig) -> None:
+    """Check that the dropped shares of conditions are shares.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in ("class_dropout", "context_dropout"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"model.{name}={getattr(config, name)} is a share; use a value from 0 to 1")
+
+
+@dataclass(kw_only=True)
+class CrossAttentionModelConfig(ModelConfig, RotarySettings):
+    """What the backbones with text cross-attention have in common.
+
+    Attributes:
+        context_size: width of the text embeddings; required, for every layer reads the text.
+        hidden_size, num_layers, num_attention_heads: Megatron's words.
+        num_query_groups: heads of keys and values in self- and cross-attention, each shared by several query heads;
+            one per query head if None.
+        ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
+        out_channels: channels predicted per latent position; `in_channels` if None.
+        qk_layernorm: RMSNorm on queries and keys per head, in self- and cross-attention.
+        layernorm_epsilon: of all norms.
+        fps_conditioning: the frame rate joins the conditioning vector; samples that name none count as 30.
+        size_conditioning: height, width and duration join the conditioning vector.
+        time_scale: factor on the objective's time before its sinusoid.
+    """
+
+    in_channels: int = 16
+    context_size: Optional[int] = 1024
+    hidden_size: int = 384
+    num_layers: int = 12
+    num_attention_heads: int = 6
+    num_query_groups: Optional[int] = None
+    ffn_hidden_size: Optional[int] = None
+    out_channels: Optional[int] = None
+    qk_layernorm: bool = True
+    layernorm_epsilon: float = 1e-6
+    fps_conditioning: bool = True
+    size_conditioning: bool = False
+    time_scale: float = 1000.0
+
+    @property
+    def ffn_size(self) -> int:
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all keys, and of all values."""
+        return self.head_size * (self.num_query_groups or self.num_attention_heads)
+
+    @property
+    def output_features(self) -> int:
+        """Width of the head: predicted channels of one patch."""
+        return self.token_channels // self.in_channels * (self.out_channels or self.in_channels)
+
+    def check_sizes(self) -> None:
+        """Check what all of these backbones need.
+
+        Raises:
+            ConfigError: sizes do not fit each other.
+        """
+        check_positive(self, "hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
+        check_positive(self, "in_channels", "out_channels", "patch_spatial", "patch_temporal")
+        check_positive(self, "num_classes", "context_size")
+        check_heads(self.hidden_size, self.num_attention_heads, self.num_query_groups)
+        check_shares(self)
+        if self.context_size is None:
+            raise ConfigError(
+                "model.context_size=None: every layer of this backbone reads text; give the width of the text "
+                "embeddings (1024 for T5-large), or use the DiT backbone, which needs no text"
+            )
+
+    def megatron_sizes(self) -> dict[str, Any]:
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_query_groups": self.num_query_groups or self.num_attention_heads,
+            "ffn_hidden_size": self.ffn_size,
+            "layernorm_epsilon": self.layernorm_epsilon,
+            "qk_layernorm": self.qk_layernorm,
+        }
+
+    def count_conditioner(self) -> int:
+        """Count the parameters of the conditioning vector's embedders and of the null text."""
+        h = self.hidden_size
+        numbers = [1] + [1] * self.fps_conditioning + [3] * self.size_conditioning
+        embedders = sum((count * CONDITION_FEATURES + 1) * h + (h + 1) * h for count in numbers)
+        labels = 0 if self.num_classes is None else (self.num_classes + 1) * h
+        assert self.context_size is not None
+        return embedders + labels + self.context_size
+
+    def conditioner_multiplications(self) -> int:
+        """Count the multiply-adds of the conditioning vector of one sample."""
+        h = self.hidden_size
+        numbers = [1] + [1] * self.fps_conditioning + [3] * self.size_conditioning
+        return sum((count * CONDITION_FEATURES + h) * h for count in numbers)

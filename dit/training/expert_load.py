@@ -1,0 +1,53 @@
+"""How evenly the experts of each layer are loaded, for the log."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dit.layers.moe import MoE
+from dit.models.base import Backbone
+
+
+def expert_layers(model: nn.Module) -> Iterator[tuple[int, MoE]]:
+    """Yield (global layer index, mixture of experts) of every layer of `model` that has one."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            index = re.search(r"layers\.(\d+)\.", name)
+            assert index is not None, f"{name} lies in no numbered layer"
+            yield int(index[1]), module
+
+
+def expert_load(chunks: Sequence[Backbone], device: torch.device) -> dict[str, float]:
+    """Return what the experts were given since the last call, over all ranks; a collective call.
+
+    Args:
+        chunks: this rank's bare model chunks.
+
+    Returns:
+        For each layer, `experts/layer_i/max_load`, the fullest expert's tokens over the mean (1 is even),
+        `.../never_chosen`, the share of real tokens that no expert took, `.../per_token`, the experts that a token met
+        on average, and under a balancing loss its mean `.../aux_loss` (1 is even). Empty for a model without experts.
+    """
+    layers = {index: layer for chunk in chunks for index, layer in expert_layers(chunk)}
+    if not layers:
+        return {}
+    num_experts = next(iter(layers.values())).load.num_experts
+    counts = torch.zeros(chunks[0].config.num_layers, num_experts + 3, dtype=torch.float64, device=device)
+    for index, layer in layers.items():
+        counts[index] = layer.load.take(device)
+    # Every row of every sample lies on exactly one rank of the ranks that hold a layer.
+    dist.all_reduce(counts)
+    values = {}
+    for index, (*taken, tokens, never, aux_loss) in enumerate(counts.tolist()):
+        if not tokens:
+            continue
+        name = f"experts/layer_{index}"
+        values[f"{name}/max_load"] = max(taken) * len(taken) / max(1.0, sum(taken))
+        values[f"{name}/never_chosen"] = never / tokens
+        values[f"{name}/per_token"] = sum(taken) / tokens
+        if aux_loss:
+            values[f"{name}/aux_loss"] = aux_loss / tokens
+    return values

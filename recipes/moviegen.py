@@ -1,0 +1,191 @@
+"""Movie Gen: Llama-shaped diffusion transformers from 1B to 30B, in the stages of their training.
+
+Stage 1 trains on images of 256 px (256 tokens), stage 2 on images and clips of 256 px (8192 tokens), stage 3 on images
+and clips of 768 px (73,728 tokens). Names, sizes and layouts are NeMo's; a later stage starts from the weights of the
+one before. Counts of GPUs follow from the layout and from the memory that `--dryrun` estimates; none of these runs has
+been made at full size here. More GPUs raise the data-parallel size.
+"""
+
+import nemo_run as run
+
+from dit.training.pretrain import pretrain
+from energon_data.dataset import EnergonData
+from recipes.components import moviegen_1b, moviegen_3b, moviegen_5b, moviegen_30b
+from recipes.dit import as_large_model, as_mock, as_tiny, on_tensor_parallel, text_conditional, with_fsdp
+
+IMAGE_256 = (1, 32, 32)
+"""Latent (frames, height, width) of 256 tokens."""
+CLIP_256 = (32, 32, 32)
+"""Latent of 8192 tokens: 256 frames of 256 px through an autoencoder of 8 x 8 x 8."""
+CLIP_768 = (32, 96, 96)
+"""Latent of 73,728 tokens: 256 frames of 768 px."""
+
+
+@run.cli.factory(target=pretrain)
+def tiny_moviegen() -> run.Partial:
+    """Made-up images and clips with texts, a 2-layer Movie Gen of width 64: trains in seconds on any machine."""
+    recipe = as_tiny(text_conditional("tiny_moviegen", moviegen_1b()))
+    recipe.model.num_query_groups, recipe.model.ffn_hidden_size = 2, 128
+    recipe.model.max_grid = [4, 6, 6]
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def train_mock() -> run.Partial:
+    """MovieGen-5B cut to 16 layers (2.88 B) on made-up clips of 73,728 tokens, TP 4 + SP, CP 2, FSDP: 8 x 80 GB.
+
+    For measurements of long sequences on one node; one sample to a step. NeMo's recipe of this name asks for 73,728
+    tokens and gets one frame; this one really has them.
+    """
+    recipe = as_mock(as_large_model(text_conditional("train_mock", moviegen_5b())), CLIP_768)
+    recipe.model.num_layers = 16
+    recipe.training.global_batch_size = 1
+    recipe.parallel.context_parallel_size = 2
+    return with_fsdp(on_tensor_parallel(recipe, 4))
+
+
+@run.cli.factory(target=pretrain)
+def mock_ditllama5b_8k() -> run.Partial:
+    """MovieGen-5B (5.74 B) on made-up clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB.
+
+    For measurements: the counterpart of mock_dit7b_8k.
+    """
+    recipe = as_mock(as_large_model(text_conditional("mock_ditllama5b_8k", moviegen_5b())), CLIP_256)
+    return with_fsdp(on_tensor_parallel(recipe, 2))
+
+
+def _images(name: str, model: run.Config, micro_batch_size: int, global_batch_size: int) -> run.Partial:
+    """Return stage 1 of a model: images of 256 tokens, equal shapes to a batch."""
+    recipe = as_large_model(text_conditional(name, model))
+    recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_sample=260, bucket_by_shape=True)
+    recipe.training.micro_batch_size = micro_batch_size
+    recipe.training.global_batch_size = global_batch_size
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama1b() -> run.Partial:
+    """MovieGen-1B (1.54 B) on images of 256 tokens (256 px), 1536 to a step: 16 x 80 GB.
+
+    A micro-batch of 96 on each of 16 GPUs is the whole step. Images below an aesthetic score of 4 are left out;
+    checkpoint and held-out loss every 3000 steps.
+    """
+    recipe = _images("pretrain_ditllama1b", moviegen_1b(), 96, 1536)
+    recipe.data.min_aesthetic_score = 4.0
+    recipe.training.validation_interval = 3_000
+    recipe.checkpoint.interval = 3_000
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama3b() -> run.Partial:
+    """MovieGen-3B (5.02 B, whatever its name) on images of 256 tokens, 1536 to a step: 32 x 80 GB.
+
+    28 layers of the width of MovieGen-5B; otherwise as pretrain_ditllama1b.
+    """
+    recipe = _images("pretrain_ditllama3b", moviegen_3b(), 48, 1536)
+    recipe.data.min_aesthetic_score = 4.0
+    recipe.training.validation_interval = 3_000
+    recipe.checkpoint.interval = 3_000
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama5b() -> run.Partial:
+    """MovieGen-5B (5.74 B), stage 1: images of 256 tokens (256 px), 4608 to a step: 16 x 80 GB or more.
+
+    Weights and gradients take 32 GiB on every GPU; optimizer and average are spread over all of them.
+    """
+    return _images("pretrain_ditllama5b", moviegen_5b(), 12, 4608)
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama5b_stage2() -> run.Partial:
+    """MovieGen-5B (5.74 B), stage 2: 256 px images and clips in packs of 8192 tokens, TP 2 + SP: 8 x 80 GB or more.
+
+    Images fill the room that clips leave in a pack; 256 packs to a step at lr 6e-5.
+    """
+    recipe = as_large_model(text_conditional("pretrain_ditllama5b_stage2", moviegen_5b()), lr=6e-5)
+    recipe.data = run.Config(
+        EnergonData, path="data/latents_256_joint", max_tokens_per_pack=8192, packing_buffer_size=1000
+    )
+    recipe.training.global_batch_size = 256
+    recipe.checkpoint.start_from = "runs/pretrain_ditllama5b"
+    return on_tensor_parallel(recipe, 2)
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama5b_stage3() -> run.Partial:
+    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens of 768 px, TP 2 + SP, CP 4: 8 x 80 GB or more.
+
+    Every GPU holds 9216 tokens of a pack; 256 packs to a step at lr 6e-5.
+    """
+    recipe = pretrain_ditllama5b_stage2()
+    recipe.training.run_dir = "runs/pretrain_ditllama5b_stage3"
+    recipe.data.path = "data/latents_768_joint"
+    recipe.data.max_tokens_per_pack = 73_728
+    recipe.checkpoint.start_from = "runs/pretrain_ditllama5b_stage2"
+    recipe.parallel.context_parallel_size = 4
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama5b_stage3_mock_with_pp() -> run.Partial:
+    """MovieGen-5B (5.74 B) on made-up clips of 8192 tokens, TP 2 + SP, PP 2, CP 2: 8 GPUs, a check of the layout.
+
+    One sample to a step, so half of each pipeline waits: raise `training.global_batch_size` to measure anything.
+    """
+    recipe = as_large_model(text_conditional("pretrain_ditllama5b_stage3_mock_with_pp", moviegen_5b()))
+    recipe = on_tensor_parallel(as_mock(recipe, CLIP_256), 2)
+    recipe.training.global_batch_size = 1
+    recipe.parallel.pipeline_model_parallel_size = 2
+    recipe.parallel.context_parallel_size = 2
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama30b() -> run.Partial:
+    """MovieGen-30B (33.4 B), stage 1: images of 256 tokens (256 px), FSDP, 9216 to a step: 128 x 80 GB.
+
+    Images below an aesthetic score of 4 are left out. Weights, gradients, optimizer and average take 22 bytes per
+    parameter, spread over all GPUs: 5.4 GiB on each of 128.
+    """
+    recipe = with_fsdp(_images("pretrain_ditllama30b", moviegen_30b(), 6, 9216))
+    recipe.data.min_aesthetic_score = 4.0
+    return recipe
+
+
+def _mock_30b(name: str, latent: tuple[int, int, int], tensor_size: int, context_size: int) -> run.Partial:
+    recipe = as_mock(as_large_model(text_conditional(name, moviegen_30b())), latent)
+    recipe.training.global_batch_size = 256
+    recipe.parallel.context_parallel_size = context_size
+    return on_tensor_parallel(recipe, tensor_size)
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama30b_stage2_mock() -> run.Partial:
+    """MovieGen-30B (33.4 B) on made-up clips of 8192 tokens, TP 2 + SP, CP 4, FSDP, 256 to a step: 64 x 80 GB.
+
+    The layout of stage 2; every GPU holds 2048 tokens of a clip.
+    """
+    return with_fsdp(_mock_30b("pretrain_ditllama30b_stage2_mock", CLIP_256, 2, 4))
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama30b_stage3_mock() -> run.Partial:
+    """MovieGen-30B (33.4 B) on made-up clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 80 GB.
+
+    The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe asks for them and gets one frame.
+    """
+    return with_fsdp(_mock_30b("pretrain_ditllama30b_stage3_mock", CLIP_768, 2, 8))
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama30b_stage3_mock_with_pp() -> run.Partial:
+    """MovieGen-30B (33.4 B) on made-up clips of 73,728 tokens, TP 4 + SP, PP 4, CP 8, 256 to a step: 128 x 80 GB.
+
+    Each GPU holds a quarter of 12 layers and, per micro-batch, an eighth of a clip's tokens.
+    """
+    recipe = _mock_30b("pretrain_ditllama30b_stage3_mock_with_pp", CLIP_768, 4, 8)
+    recipe.parallel.pipeline_model_parallel_size = 4
+    return recipe

@@ -1,0 +1,62 @@
+"""The block kernels of context parallelism on CUDA: one process stands for all ranks."""
+
+import pytest
+import torch
+
+from dit.backends import megatron_cpu
+from dit.backends.attention import reference_attention
+from dit.backends.attention_blocks import EagerBlocks, FlashBlocks
+from dit.backends.context_attention import merge
+from dit.backends.context_rows import ContextRows
+from dit.batch import SequenceLayout
+from tests.gpu.test_attention_cuda import HALF, LARGE_CASES, RTOL
+from tests.unit.backends.attention_cases import CASES, AttentionCase, check
+from tests.unit.backends.test_attention_blocks import OneBlock
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def real_cuda(monkeypatch: pytest.MonkeyPatch):
+    """Skip where an earlier CPU test has redirected this process's CUDA calls; keep TF32 out of the reference."""
+    if megatron_cpu.install.cache_info().currsize:
+        pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
+def test_flash_block_is_the_reference(case: AttentionCase, dtype: torch.dtype):
+    check(OneBlock(FlashBlocks()), case, case.qkv(dtype, CUDA), rtol=RTOL[dtype])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_eager_block_is_the_reference(case: AttentionCase):
+    check(OneBlock(EagerBlocks()), case, case.qkv(torch.float32, CUDA), rtol=RTOL[torch.float32])
+
+
+@pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
+def test_flash_blocks_add_up_to_the_whole(split: str):
+    """What a ring computes: outputs merge and gradients add, also where a block holds no token of a sample."""
+    layout = SequenceLayout.from_lengths([120, 5, 333, 1], multiple_of=8, total_tokens=512, device=CUDA)
+    rows, kernel = ContextRows(layout, 4, split), FlashBlocks()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(512, 4, 64, generator=generator).to(CUDA, torch.bfloat16) for _ in range(4))
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    whole = reference_attention(*leaves, layout, layout)
+    (whole * grad.float()).sum().backward()
+    out, lse = torch.zeros(512, 4, 64, device=CUDA), torch.full((512, 4), -torch.inf, device=CUDA)
+    pairs = [(mine, other) for mine in range(4) for other in range(4)]
+    blocks, held = rows.blocks(), [rows.of_rank(rank) for rank in range(4)]
+    for mine, other in pairs:
+        part = kernel.forward(q[held[mine]], k[held[other]], v[held[other]], blocks[mine], blocks[other])
+        out[held[mine]], lse[held[mine]] = merge(out[held[mine]], lse[held[mine]], *part)
+    sums = [torch.zeros_like(out) for _ in range(3)]
+    for mine, other in pairs:
+        a, b = held[mine], held[other]
+        given = (grad[a], q[a], k[b], v[b], out[a].to(q.dtype), lse[a], blocks[mine], blocks[other])
+        for total, at, part in zip(sums, (a, b, b), kernel.backward(*given)):
+            total[at] += part
+    for got, want in zip((out, *sums), (whole.detach(), *(x.grad for x in leaves))):
+        assert (got - want).norm() / want.norm() <= RTOL[torch.bfloat16]

@@ -1,0 +1,57 @@
+"""A new run starts from another run's averaged weights: stages of a training, and fine-tuning."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dit.backends.process_groups import ProcessGroups
+from dit.errors import CheckpointError
+from dit.training.start import agree_on_folder
+
+
+def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "launch.train", "--yes", "--factory", "tiny_moviegen"]
+    command += [f"training.run_dir={run_dir}", "schedule.warmup_steps=0", *overrides]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.Tensor]:
+    import yaml
+
+    from dit.parallel.dims import ParallelConfig
+    from dit.parallel.parallelize import build_model
+    from dit.training.config_record import from_record
+    from dit.training.generator import find_checkpoint
+    from dit.training.sharded_state import load_weights
+
+    folder, _ = find_checkpoint(run_dir)
+    model = from_record(yaml.safe_load((folder / "config.yaml").read_text())["model"])
+    chunks = build_model(model, ParallelConfig(), "fp32", groups, 0)
+    load_weights(folder, chunks, groups, slot=slot)
+    return {name: parameter.detach() for chunk in chunks for name, parameter in chunk.named_parameters()}
+
+
+def test_a_stage_starts_from_the_average_of_the_one_before(tmp_path, one_rank_world):
+    """Step, optimizer and data start afresh; the weights are the other run's average, to the last step's tiny lr."""
+    first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other"
+    done = train(first, "training.num_steps=3")
+    assert done.returncode == 0, done.stderr
+    done = train(second, "training.num_steps=1", "optimizer.lr=1e-9", f"checkpoint.start_from={first}")
+    assert done.returncode == 0, done.stderr
+    assert (second / "checkpoints" / "iter_0000001").is_dir()
+    average, raw = (weights(first, slot, one_rank_world) for slot in ("ema", "weight"))
+    for name, value in weights(second, "weight", one_rank_world).items():
+        torch.testing.assert_close(value, average[name], rtol=0, atol=1e-7)
+    assert any(not torch.allclose(raw[name], average[name], atol=1e-5) for name in raw)
+
+    done = train(other, "training.num_steps=1", "model.hidden_size=32", f"checkpoint.start_from={first}")
+    assert done.returncode == 2, done.stderr
+    assert "checkpoint of another model" in done.stderr
+
+
+def test_a_missing_start_is_an_error(tmp_path, one_rank_world):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
+        agree_on_folder(str(tmp_path / "nowhere"), one_rank_world)

@@ -1,0 +1,241 @@
+"""What one rank of a context-parallel test world runs; the cases name these functions."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dit.backends import process_groups
+from dit.backends.attention import Attention
+from dit.backends.context_rows import ContextSplit, context_rows
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import SequenceLayout
+from dit.data_api import BatchSpec
+from dit.models.base import Backbone
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.context import over_whole_packs, shard
+from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.parallel.parallelize import attention_path, build_model
+from dit.sampling.generate import empty_pack, generate
+from dit.training.validate import held_out_loss
+from tests.parallel.worker import SEED, micro_batch, tiny_model
+from tests.unit.backends.attention_cases import AttentionCase, exact, run
+
+LAYERS = 2
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+def start(case: dict) -> tuple[ParallelConfig, ParallelDims, ProcessGroups]:
+    parallel = ParallelConfig(**case["parallel"])
+    return parallel, check(parallel), process_groups.initialize(parallel)
+
+
+def check(parallel: ParallelConfig) -> ParallelDims:
+    return check_parallel(
+        parallel,
+        world_size=process_groups.world_size_from_environment(),
+        num_attention_heads=4,
+        num_layers=LAYERS,
+        micro_batch_size=1,
+        global_batch_size=4,
+    )
+
+
+def attention(case: dict) -> dict:
+    """Compare spread attention with the exact attention over whole packs, for every scheme and attention case.
+
+    With `one_segment` it is told that each pack is one long sample, as if `cu_seqlens` were ignored.
+
+    Returns:
+        For each scheme, for each attention case: the relative error of the output and of each gradient, and what
+        padding rows hold.
+    """
+    parallel, _, groups = start(case)
+    errors = {}
+    for comm, split in case["schemes"]:
+        attend = attention_path(replace(parallel, context_comm=comm, context_split=split), groups, torch.float32)
+        found = {one.name: _errors(one, attend, split, groups.cp, case.get("one_segment")) for one in case["cases"]}
+        errors[comm, split] = found
+    process_groups.release()
+    return errors
+
+
+def _errors(
+    one: AttentionCase, attend: Attention, split: ContextSplit, group: Any, one_segment: bool
+) -> dict[str, float]:
+    true_q, true_k = one.layouts()
+    told_q, told_k = true_q, true_k
+    if one_segment:
+        told_q = told_k = SequenceLayout.from_lengths([true_q.total_tokens])
+    mine = context_rows(told_q, group.size(), split).of_rank(group.rank())
+    held_q = told_q.select(mine)
+    keys, held_k = (mine, held_q) if told_k is told_q else (slice(None), told_k)
+
+    def spread(q: Tensor, k: Tensor, v: Tensor, *_: SequenceLayout) -> Tensor:
+        # Rows of other ranks are zeros, so their cotangents reach nothing here; the sum over ranks is the whole.
+        return torch.zeros_like(q).index_copy(0, mine, attend(q[mine], k[keys], v[keys], held_q, held_k))
+
+    ours, theirs = vars(run(spread, one, one.qkv())), vars(exact(one, one.qkv()))
+    summed = torch.cat([x.flatten() for x in ours.values()])
+    dist.all_reduce(summed, group=group)
+    parts = summed.split([x.numel() for x in ours.values()])
+    found = {}
+    for name, got, layout in zip(theirs, parts, (true_q, true_q, true_k, true_k)):
+        want = theirs[name]
+        got = got.view_as(want)
+        found[name] = float((got - want).norm() / want.norm().clamp(min=1e-12))
+        found[f"{name} padding"] = float(got[~layout.valid_T].abs().sum())
+    return found
+
+
+def build(parallel: ParallelConfig, groups: ProcessGroups) -> Backbone:
+    """Build the tiny model with zero-initialised parameters moved, so that every part of it counts."""
+    (backbone,) = build_model(tiny_model(num_layers=LAYERS), parallel, "fp32", groups, SEED)
+    with torch.no_grad():
+        for name, parameter in backbone.named_parameters():
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return backbone
+
+
+def sample_and_validate(case: dict) -> dict:
+    """Generate latents whose tokens do not divide evenly, and take the held-out loss of ragged packs, per split."""
+    parallel, _, groups = start(case)
+    model, found = tiny_model(), {}
+    for split in case["splits"]:
+        parallel = replace(parallel, context_split=split)
+        multiple_of = check(parallel).token_multiple
+        backbone = build(parallel, groups)
+        spec = BatchSpec(
+            patch_temporal=model.patch_temporal,
+            patch_spatial=model.patch_spatial,
+            latent_channels=model.in_channels,
+            num_classes=model.num_classes,
+            context_size=model.context_size,
+            micro_batch_size=1,
+            multiple_of=multiple_of,
+        )
+        generator = torch.Generator().manual_seed(1)
+        texts = [torch.randn(n, model.context_size, generator=generator) for n in (3, 5)]
+        pack = empty_pack(spec, (1, 6, 6), 2, torch.device("cpu"), labels=[1, 4], contexts=texts)
+        network = over_whole_packs(backbone, groups.cp, split)
+        settings = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
+        latents = generate(network, FlowMatching(), pack, spec, **settings)
+        packs = (micro_batch(i, packed=True, multiple_of=max(4, multiple_of)) for i in range(3))
+        share = partial(shard, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), split=split)
+        losses = held_out_loss(backbone, packs, FlowMatching(), torch.device("cpu"), groups, share)
+        found[split] = {"latents": latents, "losses": losses}
+    process_groups.release()
+    return found
+
+
+def traffic(case: dict) -> dict:
+    """Count what one rank sends over the context-parallel groups in one forward and one backward pass."""
+    parallel, dims, groups = start(case)
+    pack = micro_batch(0, packed=True, multiple_of=max(4, dims.token_multiple))
+    part = shard(pack, groups.cp.rank(), groups.cp.size(), parallel.context_split)
+    found = {}
+    for comm in case["comms"]:
+        backbone = build(replace(parallel, context_comm=comm), groups)
+        with bytes_sent([groups.cp, *groups.collection.hcp]) as forward:
+            out_TC = backbone(part.latents_TC, torch.full((2,), 0.3), part)
+        with bytes_sent([groups.cp, *groups.collection.hcp]) as backward:
+            out_TC.square().sum().backward()
+        found[comm] = (dict(forward), dict(backward))
+    process_groups.release()
+    return {"tokens": pack.layout.total_tokens, **found}
+
+
+def run_in_full(case: dict) -> list[dict]:
+    """Run the training loop with everything that looks at batches, and return what rank 0 logged."""
+    from dit.training.pretrain import Run, check_settings
+    from dit.training.settings import (
+        CheckpointConfig,
+        LoggingConfig,
+        OptimizerConfig,
+        SamplingConfig,
+        ScheduleConfig,
+        TrainingConfig,
+    )
+    from energon_data.mock import MockData
+
+    settings: dict[str, Any] = {
+        "model": tiny_model(num_layers=LAYERS),
+        "data": MockData(
+            shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_micro_batches=2, num_streams=1
+        ),
+        "objective": FlowMatching(),
+        "optimizer": OptimizerConfig(),
+        "schedule": ScheduleConfig(),
+        "parallel": ParallelConfig(**case["parallel"]),
+        "training": TrainingConfig(
+            run_dir=case["run_dir"],
+            num_steps=2,
+            global_batch_size=2,
+            precision="fp32",
+            log_interval=2,
+            validation_interval=2,
+            sample_interval=2,
+        ),
+        "checkpoint": CheckpointConfig(),
+        "logging": LoggingConfig(tensorboard=False),
+        "sampling": SamplingConfig(num_steps=2),
+    }
+    names = ("model", "data", "optimizer", "schedule", "parallel", "training")
+    dims, spec = check_settings(*(settings[name] for name in names))
+    groups = process_groups.initialize(settings["parallel"])
+    run = Run(settings, dims, spec, groups)
+    run.train(SimpleNamespace(step=0))  # type: ignore[arg-type]
+    run.close()
+    process_groups.release()
+    lines = (Path(case["run_dir"]) / "metrics.jsonl").read_text().splitlines() if groups.rank == 0 else []
+    return [json.loads(line) for line in lines]
+
+
+def placement(case: dict) -> list[tuple[int, int, list[int]]]:
+    """Return for every rank of the world: its data-parallel rank, its context-parallel rank, its peers over samples."""
+    _, _, groups = start(case)
+    mine = (groups.dp_rank, groups.cp.rank(), dist.get_process_group_ranks(groups.dp))
+    found: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(found, mine)
+    process_groups.release()
+    return found
+
+
+@contextmanager
+def bytes_sent(groups: list[Any]) -> Iterator[Counter[str]]:
+    """Count the bytes this rank sends to other ranks of these groups, by kind of call."""
+    sent: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in ("batch_isend_irecv", *COLLECTIVES)}
+
+    def exchange(ops: list[Any]) -> Any:
+        sent["p2p"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend and op.group in groups)
+        return originals["batch_isend_irecv"](ops)
+
+    def watching(name: str) -> Callable[..., Any]:
+        def call(output: Tensor, given: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+            if group in groups:
+                others = group.size() - 1
+                # A gather sends all that is given to each other rank, the two others a part of it to each.
+                sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else group.size())
+            return originals[name](output, given, *args, group=group, **kwargs)
+
+        return call
+
+    dist.batch_isend_irecv = exchange
+    for name in COLLECTIVES:
+        setattr(dist, name, watching(name))
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

@@ -1,0 +1,63 @@
+"""Tasks for the ranks of a test world: write and read checkpoints of a model with experts."""
+
+from pathlib import Path
+
+import torch
+
+from dit.backends import process_groups
+from tests.parallel.worker import build, of_all_stages, whole
+
+
+def state_of(it, ema) -> dict:
+    """Return every global tensor of the training state by name, and the fingerprint of the model."""
+    from dit.training.checkpoint import global_shapes
+    from dit.training.checkpoint_store import model_fingerprint
+    from dit.training.optim import SLOTS, get_step_count
+
+    named = []
+    for shard, average in zip(it.shards, ema.values):
+        slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
+        named += [(f"{k}.{shard.name}", whole(shard.gather(v), shard.parameter, it.groups)) for k, v in slots.items()]
+    fingerprint = model_fingerprint(global_shapes(it.chunks, it.groups))
+    return {**of_all_stages(named, it.groups), "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}
+
+
+def save(case: dict) -> dict:
+    """Write the state of an untrained model; all slots differ and follow from the weights, element by element."""
+    from dit.training.ema import EMA
+    from dit.training.optim import set_step_count
+    from dit.training.sharded_state import save_state
+
+    it = build(case)
+    ema = EMA([*it.shards], 0.9)
+    for shard, average in zip(it.shards, ema.values):
+        shard.ensure_state()
+        shard.state["exp_avg"].copy_(3 * shard.main.detach())
+        shard.state["exp_avg_sq"].copy_(shard.main.detach().square())
+        average.copy_(shard.main.detach() - 1)
+    set_step_count(it.optimizer, 7)
+    if it.groups.rank == 0:
+        Path(case["folder"]).mkdir(parents=True)
+    torch.distributed.barrier()
+    save_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.groups)
+    state = state_of(it, ema)
+    process_groups.release()
+    return state
+
+
+def load(case: dict) -> dict:
+    """Read a state into a model of zeros; the model's own weights are returned too."""
+    from dit.training.ema import EMA
+    from dit.training.sharded_state import load_state
+    from tests.parallel.worker import named_parameters
+
+    it = build(case)
+    for shard in it.shards:
+        shard.main.detach().zero_()
+    ema = EMA([*it.shards], 0.9)
+    load_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.wrapped, it.groups)
+    state = state_of(it, ema)
+    named = [(f"model.{n}", whole(p.data, p, it.groups)) for n, p in named_parameters(it.chunks)]
+    state |= of_all_stages(named, it.groups)
+    process_groups.release()
+    return state

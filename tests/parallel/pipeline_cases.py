@@ -1,0 +1,179 @@
+"""What the pipeline tests run inside a world besides training steps, and the ways they break a model on purpose."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from dit.data_api import BatchSpec
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from tests.parallel.worker import build, micro_batch, of_all_stages, tiny_model, train, whole
+
+
+def forget_conditioners(chunks: list) -> None:
+    """As if Megatron-Core had not been told of the replicated embedders: their gradients are not summed."""
+    chunks[0].config.has_cond_embedder = False
+
+
+def share_buckets(chunks: list) -> None:
+    """Let the distributed optimizer shard the copies of an embedder differently on every stage."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.shared_embedding = False
+
+
+def count_copies(chunks: list) -> None:
+    """Let every copy of an embedder enter the gradient norm."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.shared = False
+
+
+def predict(case: dict) -> dict:
+    """Held-out loss and samples with the weight average, and the weights afterwards."""
+    from dit.backends import process_groups
+    from dit.parallel.schedule import WholeNetwork
+    from dit.sampling.generate import empty_pack, generate
+    from dit.training.ema import EMA
+    from dit.training.validate import held_out_loss
+
+    it = build(case)
+    groups, model = it.groups, it.model
+    network = WholeNetwork(it.chunks, groups)
+    ema = EMA(it.shards, 0.5)
+    for value in ema.values:
+        value.mul_(1.25)
+    before = [p.detach().clone() for chunk in it.chunks for p in chunk.parameters()]
+    spec = BatchSpec(
+        patch_temporal=1,
+        patch_spatial=2,
+        latent_channels=4,
+        num_classes=model.num_classes,
+        context_size=model.context_size,
+        micro_batch_size=1,
+        multiple_of=it.dims.token_multiple,
+    )
+    generator = torch.Generator().manual_seed(1)
+    contexts = [torch.randn(length, 12, generator=generator) for length in (3, 4)]
+    pack = empty_pack(spec, (1, 8, 8), 2, torch.device("cpu"), labels=[1, 4], contexts=contexts)
+    with ema.applied(it.optimizer, it.wrapped):
+        mine = range(groups.dp_rank, 4, groups.dp_size)
+        batches = (micro_batch(i, packed=True, multiple_of=4) for i in mine)
+        losses = held_out_loss(network, batches, FlowMatching(), torch.device("cpu"), groups)
+        options = {"solver": "heun", "num_steps": 2, "guidance_scale": 2.0, "seed": 3}
+        samples = generate(network, FlowMatching(), pack, spec, **options)
+    after = [p for chunk in it.chunks for p in chunk.parameters()]
+    _, differ = of_all_stages([("samples", samples), ("loss", torch.tensor(losses["loss"]))], groups)
+    process_groups.release()
+    return {
+        "losses": losses,
+        "samples": samples,
+        "differ_between_stages": differ,
+        "weights_back": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+    }
+
+
+def _state(it: SimpleNamespace, ema) -> dict:
+    """Every tensor that a checkpoint holds, whole, and the shapes by which it is recognised."""
+    from dit.training.checkpoint import global_shapes
+    from dit.training.optim import SLOTS, get_step_count
+
+    named = []
+    for shard, average in zip(it.shards, ema.values, strict=True):
+        shard.ensure_state()
+        slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
+        for slot, values in slots.items():
+            named.append((f"{slot}.{shard.name}", whole(shard.gather(values), shard.parameter, it.groups)))
+    for chunk in it.chunks:
+        named += [(f"model.{name}", whole(p.data, p, it.groups)) for name, p in chunk.named_parameters()]
+    tensors, drifted = of_all_stages(named, it.groups)
+    shapes = global_shapes(it.chunks, it.groups)
+    return {"tensors": tensors, "drifted": drifted, "step": get_step_count(it.optimizer), "shapes": shapes}
+
+
+def save(case: dict) -> dict:
+    """Train, write a checkpoint into `folder` and return what it should hold."""
+    from dit.training.ema import EMA
+    from dit.training.sharded_state import save_state
+
+    found: dict = {}
+
+    def then(it: SimpleNamespace) -> None:
+        ema = EMA(it.shards, 0.5)
+        for value in ema.values:
+            value.mul_(1.25)
+        found.update(_state(it, ema))
+        folder = Path(case["folder"])
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state(folder, it.shards, ema, it.optimizer, it.groups)
+
+    train({**case, "then": then})
+    return found
+
+
+def load(case: dict) -> dict:
+    """Read the checkpoint in `folder` on this case's layout and return what came back; write it to `save_to`."""
+    from dit.backends import process_groups
+    from dit.training.ema import EMA
+    from dit.training.sharded_state import load_state, load_weights, save_state
+
+    it = build(case)
+    ema = EMA(it.shards, 0.5)
+    load_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.wrapped, it.groups)
+    found = _state(it, ema)
+    if "save_to" in case:
+        Path(case["save_to"]).mkdir(parents=True, exist_ok=True)
+        save_state(Path(case["save_to"]), it.shards, ema, it.optimizer, it.groups)
+    load_weights(Path(case["folder"]), it.chunks, it.groups, slot="ema")
+    named = [(name, whole(p.data, p, it.groups)) for chunk in it.chunks for name, p in chunk.named_parameters()]
+    found["ema_weights"], _ = of_all_stages(named, it.groups)
+    process_groups.release()
+    return found
+
+
+def run_legs(case: dict) -> dict:
+    """Run the loop itself in legs, each resuming the one before on its own layout; return what it logged."""
+    from dit.backends import process_groups
+    from dit.training.pretrain import Run, check_settings
+    from dit.training.settings import (
+        CheckpointConfig,
+        LoggingConfig,
+        OptimizerConfig,
+        SamplingConfig,
+        ScheduleConfig,
+        TrainingConfig,
+    )
+    from energon_data.mock import MockData
+
+    for parallel, num_steps in case["legs"]:
+        settings = {
+            "model": tiny_model(),
+            "data": MockData(shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, num_streams=1),
+            "objective": FlowMatching(),
+            "optimizer": OptimizerConfig(lr=1e-3),
+            "schedule": ScheduleConfig(),
+            "parallel": ParallelConfig(**parallel),
+            "training": TrainingConfig(
+                run_dir=case["folder"],
+                num_steps=num_steps,
+                global_batch_size=4,
+                precision="fp32",
+                ema_decay=0.9,
+                log_interval=1,
+                validation_interval=2,
+                sample_interval=2,
+            ),
+            "checkpoint": CheckpointConfig(),
+            "logging": LoggingConfig(tensorboard=False),
+            "sampling": SamplingConfig(num_steps=2),
+        }
+        names = ("model", "data", "optimizer", "schedule", "parallel", "training")
+        dims, spec = check_settings(*(settings[name] for name in names))
+        run = Run(settings, dims, spec, process_groups.initialize(settings["parallel"]))
+        run.train(SimpleNamespace(step=0))
+        run.close()
+        process_groups.release()
+    lines = (Path(case["folder"]) / "metrics.jsonl").read_text().splitlines() if Path(case["folder"]).exists() else []
+    return {"metrics": [json.loads(line) for line in lines]}

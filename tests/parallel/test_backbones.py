@@ -1,0 +1,53 @@
+"""Every backbone with cross-attention gives the numbers of one rank under any layout, packs with texts of any length.
+
+Text, null text, norms, position tables and low-rank modulation each meet other rows on another rank; a wrong sum over
+ranks shows in that parameter alone.
+"""
+
+import pytest
+
+from tests.parallel.world import run_world
+
+GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
+MODELS = {
+    "dit_cross": {"backbone": "dit_cross", "num_query_groups": 2, "size_conditioning": True, "num_classes": 5},
+    "dit_cross_rope": {
+        **{"backbone": "dit_cross", "position_embedding": "rope_3d", "rope_factors": [2.0, 1.0, 1.0]},
+        **{"adaln_lora_rank": 4, "add_bias": True, "qk_layernorm": False},
+    },
+    "moviegen": {"backbone": "moviegen", "num_query_groups": 2, "ffn_hidden_size": 48, "max_grid": [4, 5, 6]},
+    "dit_rope": {"position_embedding": "rope_3d"},
+}
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "distributed_optimizer2": {},
+    "cp2": {"context_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+CASES = [
+    (model, layout) for model in MODELS for layout in LAYOUTS if "rope" not in model or layout in ("tp2_sp", "cp2")
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Every case's numbers, and those of one rank; each world size starts once."""
+    folder = tmp_path_factory.mktemp("backbones")
+    cases = [{"parallel": {"data_parallel": "ddp"}, "model": model, "packed": True} for model in MODELS.values()]
+    found = dict(zip(MODELS, run_world(1, cases, folder / "1")))
+    cases = [{"parallel": LAYOUTS[layout], "model": MODELS[model], "packed": True} for model, layout in CASES]
+    return found | dict(zip(CASES, run_world(2, cases, folder / "2")))
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_layout_equals_one_rank(results, model, layout):
+    one, many = results[model], results[model, layout]
+    assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
+    assert many["gradients"].keys() == one["gradients"].keys()
+    for parameter, expected in one["gradients"].items():
+        assert expected.norm() > 0, f"{parameter} has no gradient, so the comparison shows nothing"
+        error = (many["gradients"][parameter] - expected).norm() / expected.norm()
+        assert error <= GRADIENT_RTOL, f"{parameter}: relative gradient error {error:.2e}"
+    assert many["drifted"] == []

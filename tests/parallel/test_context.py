@@ -1,0 +1,179 @@
+"""Context parallelism: tokens spread over ranks change no number, and travel as much as the formulas say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.test_layouts import GRADIENT_RTOL
+from tests.parallel.world import run_world
+from tests.unit.backends.attention_cases import AttentionCase
+
+ATTENTION_RTOL = 2e-6  # fp32 sums of up to 33 terms in another order
+SAMPLING_ATOL = 1e-5  # the network's fp32 rounding through four guided solver steps
+WORKER = "tests.parallel.context_worker"
+TWO_LEVEL = {"context_comm": "a2a+p2p", "context_a2a_size": 2}
+SPLITS = ("contiguous", "load_balanced")
+
+
+def cp(size: int, comm: str, split: str, **others) -> dict:
+    scheme = TWO_LEVEL if comm == "a2a+p2p" else {"context_comm": comm}
+    return {"context_parallel_size": size, "context_split": split, **scheme, **others}
+
+
+COMMS = {2: ("p2p", "all_gather", "a2a"), 4: ("p2p", "all_gather", "a2a", "a2a+p2p")}
+SCHEMES = [(size, comm, split) for size, comms in COMMS.items() for comm in comms for split in SPLITS]
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PACKED = {
+    2: {f"cp2_{comm}_{split}": cp(2, comm, split) for comm in COMMS[2] for split in SPLITS},
+    4: {
+        "cp4_ring": cp(4, "p2p", "load_balanced"),
+        "cp4_all_gather": cp(4, "all_gather", "contiguous"),
+        "cp4_a2a": cp(4, "a2a", "load_balanced"),
+        "cp4_two_level": cp(4, "a2a+p2p", "contiguous"),
+        "cp2_tp2_sp_ring": cp(2, "p2p", "load_balanced", **TP2SP),
+        "cp2_tp2_sp_a2a": cp(2, "a2a", "contiguous", **TP2SP),
+        "dp2_cp2": cp(2, "p2p", "contiguous"),
+        "pp2_cp2": cp(2, "all_gather", "load_balanced", pipeline_model_parallel_size=2),
+    },
+}
+DENSE = {
+    2: {f"cp2_{comm}": cp(2, comm, split) for comm, split in zip(COMMS[2], (*SPLITS, SPLITS[0]))},
+    4: {"cp4_two_level": cp(4, "a2a+p2p", "load_balanced")},
+}
+LAYOUTS = [
+    (name, packed) for packed, kinds in ((True, PACKED), (False, DENSE)) for named in kinds.values() for name in named
+]
+# A sample shorter than the ranks are many leaves some of them without any of its tokens.
+ATTENTION_CASES = [
+    AttentionCase("dense", (16, 16, 16)),
+    AttentionCase("one_sample", (32,)),
+    AttentionCase("ragged_padded", (12, 5, 33, 5, 1), multiple_of_q=8, tail_q=8),
+    AttentionCase("mostly_short", (1, 2, 3, 1), multiple_of_q=8),
+    AttentionCase("long_tail", (7, 9), multiple_of_q=8, tail_q=24),
+    AttentionCase("text", (8, 21, 8), (4, 7, 1), multiple_of_q=8, multiple_of_k=8, tail_q=8, tail_k=8),
+    AttentionCase("gqa", (12, 5, 7), multiple_of_q=8, heads=8, kv_heads=4),
+]
+HIDDEN, LAYERS, FP32_BYTES = 32, 2, 4  # of the tiny model
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Everything that runs on several ranks, by name; each world size starts once."""
+    folder, found = tmp_path_factory.mktemp("worlds"), {}
+    for world in (1, 2, 4):
+        cases = dict(_cases(world, folder))
+        found |= zip(cases, run_world(world, list(cases.values()), folder / str(world), timeout_s=600))
+    return found
+
+
+def _cases(world: int, folder: Path):
+    def call(function: str, parallel: dict, **options) -> dict:
+        return {"task": f"{WORKER}:{function}", "parallel": parallel, **options}
+
+    for packed, kinds in ((True, PACKED), (False, DENSE)):
+        for name, parallel in kinds.get(world, {"one": {"data_parallel": "ddp"}}).items():
+            yield (name, packed), {"parallel": parallel, "packed": packed, "model": {"num_layers": LAYERS}}
+    if world < 4:
+        run_dir = str(folder / f"run_{world}")
+        yield ("run", world), call("run_in_full", {"context_parallel_size": world}, run_dir=run_dir)
+        parallel = {"context_parallel_size": world}
+        yield ("sampling", world), call("sample_and_validate", parallel, splits=SPLITS[:world])
+    if world > 1:
+        most = cp(world, COMMS[world][-1], SPLITS[0])
+        schemes = [(comm, split) for comm in COMMS[world] for split in SPLITS]
+        yield ("attention", world), call("attention", most, cases=ATTENTION_CASES, schemes=schemes)
+    if world == 2:
+        packs = [case for case in ATTENTION_CASES if case.lengths_k is None]
+        yield "one_segment", call("attention", most, cases=packs, schemes=schemes[:1], one_segment=True)
+    if world == 4:
+        yield "placement", call("placement", cp(2, "p2p", "contiguous"))
+        yield "traffic", call("traffic", most, comms=COMMS[4])
+
+
+@pytest.mark.parametrize(("size", "comm", "split"), SCHEMES)
+def test_spread_attention_is_the_attention_of_whole_packs(results, size, comm, split):
+    """Outputs and gradients, with exact zeros in padding rows; text is attended to whole."""
+    for case, errors in results["attention", size][comm, split].items():
+        for what, error in errors.items():
+            assert error <= (0 if "padding" in what else ATTENTION_RTOL), f"{case}: {what} is off by {error:.2e}"
+
+
+def test_ignoring_where_samples_end_is_seen(results):
+    """The comparison above has teeth: told that a pack is one sample, attention fails it for all packs but one."""
+    for case, errors in results["one_segment"]["p2p", "contiguous"].items():
+        assert (errors["out"] <= ATTENTION_RTOL) == (case == "one_sample")
+        assert case == "one_sample" or min(errors[name] for name in ("out", "grad_q", "grad_k", "grad_v")) > 0.1
+
+
+@pytest.mark.parametrize(("name", "packed"), LAYOUTS)
+def test_layout_equals_one_rank(results, name, packed):
+    """Losses, gradient norms, every parameter's gradient, and the parameters after three steps."""
+    one, many = results["one", packed], results[name, packed]
+    assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
+    assert many["gradients"].keys() == one["gradients"].keys()
+    for parameter, expected in one["gradients"].items():
+        error = (many["gradients"][parameter] - expected).norm() / expected.norm()
+        assert error <= GRADIENT_RTOL, f"{parameter}: relative gradient error {error:.2e}"
+    for parameter, expected in one["parameters"].items():
+        error = (many["parameters"][parameter] - expected).norm() / expected.norm()
+        assert error <= 1e-4, f"{parameter}: relative error {error:.2e} after three steps"
+    assert many["drifted"] == []
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_sampling_equals_one_rank(results, split):
+    """Equal noise gives equal latents, in the order of the tokens, also where samples had to be padded."""
+    one, two = (results["sampling", n][key]["latents"] for n, key in ((1, SPLITS[0]), (2, split)))
+    assert one.std() > 0.1
+    torch.testing.assert_close(two, one, rtol=0, atol=SAMPLING_ATOL)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_held_out_loss_equals_one_rank(results, split):
+    """In total and by noise level; no token counts twice."""
+    one, two = (results["sampling", n][key]["losses"] for n, key in ((1, SPLITS[0]), (2, split)))
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+def sent(tokens: int, comm: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the bytes sent per rank in a forward and a backward pass on four ranks."""
+    unit = LAYERS * tokens / 4 * HIDDEN * FP32_BYTES
+    keys_and_values, exchange = 2 * unit * 3, 4 * unit * 3 / 4
+    if comm == "p2p":
+        return {"p2p": keys_and_values}, {"p2p": 2 * keys_and_values}
+    if comm == "all_gather":
+        gather = {"all_gather_into_tensor": keys_and_values}
+        return gather, {**gather, "reduce_scatter_tensor": keys_and_values}
+    if comm == "a2a":
+        return ({"all_to_all_single": exchange},) * 2
+    inside, across = {"all_to_all_single": 4 * unit / 2}, 2 * unit
+    return {**inside, "p2p": across}, {**inside, "p2p": 2 * across}
+
+
+@pytest.mark.parametrize("comm", COMMS[4])
+def test_bytes_sent_are_those_of_the_formulas(results, comm):
+    """Ring and all-gather: 2 (T/c) h (c-1) forward and twice that backward; all-to-all: 4 (T/c) h (c-1)/c each way."""
+    assert results["traffic"][comm] == sent(results["traffic"]["tokens"], comm)
+
+
+def test_ranks_of_one_context_read_the_same_samples(results):
+    """Neighbours share samples; the data-parallel rank counts replicas, and its group spans equal shares of them."""
+    assert results["placement"] == [(0, 0, [0, 2]), (0, 1, [1, 3]), (1, 0, [0, 2]), (1, 1, [1, 3])]
+
+
+def test_a_run_logs_what_one_rank_logs(results):
+    """Losses, held-out losses, and counts of samples, tokens and work that know nothing of the ranks sharing them."""
+    one, two = results["run", 1], results["run", 2]
+    scalars = [[line for line in lines if line["kind"] == "scalars"] for lines in (one, two)]
+    assert len(scalars[0]) == len(scalars[1]) == 2
+    for a, b in zip(*scalars):
+        assert a["consumed_samples"] == b["consumed_samples"] > 0
+        for name in (n for n in a if n in ("loss", "grad_norm") or n.startswith("held_out/")):
+            assert b[name] == pytest.approx(a[name], rel=1e-5), name
+    a, b = scalars[0][0], scalars[1][0]
+    for name, ranks in (("tokens_per_s", 1), ("padded_tokens_per_s_per_rank", 2), ("tflops_per_rank", 2)):
+        per_sample = [line[name] / line["samples_per_s"] for line in (a, b)]
+        assert per_sample[1] * ranks == pytest.approx(per_sample[0]), name
+    assert sorted(line["kind"] for line in one) == sorted(line["kind"] for line in two)

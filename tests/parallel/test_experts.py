@@ -1,0 +1,109 @@
+"""Experts shared by ranks give the numbers of one rank: losses, norm, every gradient, weights, load and checkpoints."""
+
+import pytest
+import torch
+
+from tests.parallel.world import run_world
+
+GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
+EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2, CP2 = {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+DDP = {"data_parallel": "ddp"}
+ROUTERS = {
+    "expert_choice": {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5},
+    # A large coefficient, so that a balancing loss of the wrong scale would show.
+    "top_k": {"num_experts": 4, "moe_router": "top_k", "moe_top_k": 2, "moe_aux_loss_coeff": 0.5},
+}
+BOTH = [("expert_choice", True), ("top_k", True)]
+BATCHES = [(router, packed) for router in ROUTERS for packed in (False, True)]
+# (ranks, name): (layout, batches)
+LAYOUTS = {
+    (2, "ep2"): (EP2, BATCHES),
+    (2, "ep2_ddp"): (EP2 | DDP, BOTH),
+    (2, "ep2_overlap"): (EP2 | OVERLAP, [("expert_choice", False)]),
+    (2, "tp2_sp"): (TP2SP, BOTH),
+    (2, "ep2_tp2_sp"): (EP2 | TP2SP, BATCHES),
+    (2, "ep2_cp2"): (EP2 | CP2, BOTH),
+    (4, "ep2_dp4"): (EP2, [("expert_choice", True)]),
+    (4, "ep2_tp2_sp"): (EP2 | TP2SP, BOTH),
+    (4, "ep4_tp2_sp_ddp"): (EP4 | TP2SP | DDP, BOTH),
+    (4, "ep2_tp2_sp_cp2"): (EP2 | TP2SP | CP2, [("expert_choice", True)]),
+    (4, "ep2_pp2"): (EP2 | PP2, BOTH),
+}
+CASES = [(*key, *batch) for key, (_, batches) in LAYOUTS.items() for batch in batches]
+
+
+def case(parallel: dict, router: str, packed: bool, **more) -> dict:
+    return {"parallel": parallel, "packed": packed, "model": {"num_layers": 2, **ROUTERS[router]}, **more}
+
+
+def checkpoint(task: str, parallel: dict, folder) -> dict:
+    return case(parallel, "expert_choice", True, task=f"tests.parallel.expert_tasks:{task}", folder=str(folder))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Every case's numbers, and those of one rank; each world size starts once.
+
+    Checkpoints go from four ranks to one, and from one to two.
+    """
+    folder = tmp_path_factory.mktemp("worlds")
+    four, one = folder / "from_four", folder / "from_one"
+    extra = {
+        4: {"saved_on_four": checkpoint("save", EP2 | TP2SP, four)},
+        1: {
+            **{("one", *batch): case(DDP, *batch) for batch in BATCHES},
+            "loaded_on_one": checkpoint("load", DDP, four),
+            "saved_on_one": checkpoint("save", DDP, one),
+        },
+        2: {"loaded_on_two": checkpoint("load", EP2, one), "loaded_on_two_pp": checkpoint("load", PP2, four)},
+    }
+    found = {}
+    for world, cases in extra.items():
+        for key, (parallel, batches) in LAYOUTS.items():
+            if key[0] == world:
+                cases |= {(*key, *batch): case(parallel, *batch) for batch in batches}
+        found |= dict(zip(cases, run_world(world, list(cases.values()), folder / str(world))))
+    return found
+
+
+@pytest.mark.parametrize(("world", "name", "router", "packed"), CASES)
+def test_layout_equals_one_rank(results, world, name, router, packed):
+    one, many = results["one", router, packed], results[world, name, router, packed]
+    assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
+    assert many["gradients"].keys() == one["gradients"].keys()
+    assert {f"layers.1.mlp.experts.{i}.linear_fc1.weight" for i in range(4)} <= one["gradients"].keys()
+    for parameter, expected in one["gradients"].items():
+        error = (many["gradients"][parameter] - expected).norm() / expected.norm()
+        assert expected.norm() > 0, f"{parameter} has no gradient, so the comparison shows nothing"
+        assert error <= GRADIENT_RTOL, f"{parameter}: relative gradient error {error:.2e}"
+    for parameter, expected in one["parameters"].items():
+        error = (many["parameters"][parameter] - expected).norm() / expected.norm()
+        assert error <= 1e-4, f"{parameter}: relative error {error:.2e} after three steps"
+    assert many["drifted"] == []
+    assert many["expert_load"] == pytest.approx(one["expert_load"], rel=1e-5)
+    assert len(one["expert_load"]) == 2 * (3 if router == "expert_choice" else 4)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("saved_on_four", "loaded_on_one"),
+        ("saved_on_one", "loaded_on_two"),
+        ("saved_on_four", "loaded_on_two_pp"),
+        ("saved_on_four", "saved_on_one"),
+    ],
+)
+def test_checkpoints_carry_experts_between_layouts_to_the_bit(results, written, read):
+    """Weights, average, Adam's state and fingerprint are the same; so are the weights that the model runs with."""
+    before, after = results[written], results[read]
+    for name, value in before.items():
+        equal = torch.equal(after[name], value) if isinstance(value, torch.Tensor) else after[name] == value
+        assert equal, name
+        model = after.get(name.replace("weight.", "model.", 1)) if name.startswith("weight.") else None
+        assert model is None or torch.equal(model, value), name
+    assert before["step"] == 7
+    assert any("mlp.experts.3." in name for name in before)

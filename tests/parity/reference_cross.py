@@ -1,0 +1,218 @@
+"""The backbones with text cross-attention in plain PyTorch, written from their papers' formulas, one sample at a time.
+
+They read our parameters by name, as float64 leaves, and take fused projections apart row by row; nothing else is shared
+with `dit`. The gradients of the leaves are therefore the exact gradients of our parameters, name by name.
+
+Source: adaLN-Zero: Peebles and Xie 2023, arXiv:2212.09748, section 3.2; Movie Gen: Polyak et al. 2024,
+arXiv:2410.13720, section 3.1.2; SwiGLU: Shazeer 2020, Eq. 6; rotary positions: Su et al. 2021, Eq. 13, as complex
+numbers, on each of three axes; grouped queries: Ainslie et al. 2023, figure 2.
+"""
+
+import math
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+
+from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu, time_features
+
+Grid = tuple[int, int, int]
+
+
+class Leaves:
+    """Float64 copies of a model's parameters, by name, that collect exact gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.by_name = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.by_name[name]
+
+    def get(self, name: str) -> Optional[Tensor]:
+        return self.by_name.get(name)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        bias = self.get(f"{name}.bias")
+        return x @ self[f"{name}.weight"].T + (0 if bias is None else bias)
+
+
+def patch_indices(grid: Grid) -> list[Grid]:
+    """Return (t, h, w) of every patch, time slowest."""
+    return [(t, h, w) for t in range(grid[0]) for h in range(grid[1]) for w in range(grid[2])]
+
+
+def sincos_features(grid: Grid, size: int) -> Tensor:
+    """Return sines, then cosines, per axis: an even third for time (so that four divides the rest), halves of the rest.
+
+    Each axis of width d has frequencies 10000 ** (-2 i / d).
+    """
+    time = 2 * (size // 6)
+    while (size - time) % 4:
+        time -= 1
+    widths = (time, (size - time) // 2, (size - time) // 2)
+    rows = []
+    for index in patch_indices(grid):
+        row: list[float] = []
+        for position, width in zip(index, widths):
+            angles = [position * 10000.0 ** (-2 * i / width) for i in range(width // 2)]
+            row += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def turns(grid: Grid, head_size: int, settings: Any) -> Tensor:
+    """Return the unit complex number that turns each pair of a head's features, `[n, head_size / 2]`."""
+    pairs = head_size // 2
+    counts = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
+    factors = settings.rope_factors or [1.0, 1.0, 1.0]
+    rows = []
+    for index in patch_indices(grid):
+        row = []
+        for position, count, factor in zip(index, counts, factors):
+            for i in range(count):
+                theta, at = settings.rope_theta, float(position)
+                if settings.rope_scaling == "linear":
+                    at /= factor
+                elif count > 1:
+                    theta *= factor ** (count / (count - 1))
+                angle = at * theta ** (-i / count)
+                row.append(complex(math.cos(angle), math.sin(angle)))
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.complex128)
+
+
+def turn(x: Tensor, by: Optional[Tensor]) -> Tensor:
+    """Multiply the pairs (i, i + H / 2) of one head `[n, H]` as complex numbers."""
+    if by is None:
+        return x
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[:, :half], x[:, half:]) * by
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> Tensor:
+    """Attend head by head; query head i reads the keys of group i // (heads / groups)."""
+    share = len(q) // len(k)
+    heads = []
+    for i, query in enumerate(q):
+        scores = query @ k[i // share].T / math.sqrt(query.shape[-1])
+        heads.append(torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)) @ v[i // share])
+    return torch.cat(heads, -1)
+
+
+class CrossReference:
+    """One of the two backbones on one sample; `run` gives the prediction `[n, output features]`."""
+
+    def __init__(self, config: Any, leaves: Leaves) -> None:
+        self.config, self.leaves = config, leaves
+        self.head_size = config.hidden_size // config.num_attention_heads
+        self.groups = config.num_query_groups or config.num_attention_heads
+
+    def head_norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.leaves.get(f"{name}.weight")
+        return x if weight is None else rms_normalise(x, weight, self.config.layernorm_epsilon)
+
+    def self_attention(self, x: Tensor, name: str, by: Optional[Tensor]) -> Tensor:
+        """The fused rows are, group by group, the group's queries, its key, its value."""
+        rows = list(self.leaves.linear(x, f"{name}.linear_qkv").split(self.head_size, -1))
+        share = self.config.num_attention_heads // self.groups
+        q, k, v = [], [], []
+        for group in range(self.groups):
+            own = rows[group * (share + 2) : (group + 1) * (share + 2)]
+            q += [turn(self.head_norm(head, f"{name}.q_layernorm"), by) for head in own[:share]]
+            k.append(turn(self.head_norm(own[share], f"{name}.k_layernorm"), by))
+            v.append(own[share + 1])
+        return self.leaves.linear(attend(q, k, v), f"{name}.linear_proj")
+
+    def cross_attention(self, x: Tensor, text: Tensor, name: str) -> Tensor:
+        """The fused rows of the text are key and value of each group in turn."""
+        q = [
+            self.head_norm(head, f"{name}.q_layernorm")
+            for head in self.leaves.linear(x, f"{name}.linear_q").split(self.head_size, -1)
+        ]
+        rows = list(self.leaves.linear(text, f"{name}.linear_kv").split(self.head_size, -1))
+        k = [self.head_norm(key, f"{name}.k_layernorm") for key in rows[0::2]]
+        return self.leaves.linear(attend(q, k, rows[1::2]), f"{name}.linear_proj")
+
+    def condition(self, time: Tensor, grid: Grid, fps: Optional[float], label: Optional[int]) -> Tensor:
+        """Sum the embedded time, class (None for no class), frame rate (None for 30) and size."""
+        config, leaves = self.config, self.leaves
+
+        def embed(features: Tensor, name: str) -> Tensor:
+            return leaves.linear(silu(leaves.linear(features, f"{name}.linear_1")), f"{name}.linear_2")
+
+        cond = embed(time_features(time.double() * config.time_scale), "conditioner.time")[0]
+        rate = 30.0 if fps is None else fps
+        if config.num_classes is not None:
+            cond = cond + leaves["conditioner.label.weight"][config.num_classes if label is None else label]
+        if config.fps_conditioning:
+            cond = cond + embed(time_features(torch.tensor([rate])), "conditioner.fps")[0]
+        if config.size_conditioning:
+            frames = grid[0] * config.patch_temporal
+            sides = [grid[1] * config.patch_spatial, grid[2] * config.patch_spatial, frames / rate]
+            features = torch.cat([time_features(torch.tensor([side], dtype=torch.float64)) for side in sides], 1)
+            cond = cond + embed(features, "conditioner.size")[0]
+        return cond
+
+    def dit_block(self, x: Tensor, cond: Tensor, text: Tensor, name: str, by: Optional[Tensor]) -> Tensor:
+        modulation, eps = silu(cond), self.config.layernorm_epsilon
+        if self.config.adaln_lora_rank is not None:
+            modulation = self.leaves.linear(modulation, f"{name}.modulation.down")
+        chunks = self.leaves.linear(modulation, f"{name}.modulation.linear").chunk(9)
+        for i, sublayer in enumerate(("attention", "cross_attention", "mlp")):
+            shift, scale, gate = chunks[3 * i : 3 * i + 3]
+            y = normalise(x, eps) * (1 + scale) + shift
+            if sublayer == "attention":
+                y = self.self_attention(y, f"{name}.attention", by)
+            elif sublayer == "cross_attention":
+                y = self.cross_attention(y, text, f"{name}.cross_attention")
+            else:
+                y = self.leaves.linear(
+                    gelu_tanh(self.leaves.linear(y, f"{name}.mlp.linear_fc1")), f"{name}.mlp.linear_fc2"
+                )
+            x = x + gate * y
+        return x
+
+    def moviegen_block(self, x: Tensor, cond: Tensor, text: Tensor, name: str, by: Optional[Tensor]) -> Tensor:
+        leaves, eps = self.leaves, self.config.layernorm_epsilon
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = leaves.linear(
+            silu(cond), f"{name}.modulation.linear"
+        ).chunk(6)
+        y = rms_normalise(x, leaves[f"{name}.attention_norm.weight"], eps) * (1 + scale_1) + shift_1
+        x = x + gate_1 * self.self_attention(y, f"{name}.attention", by)
+        y = rms_normalise(x, leaves[f"{name}.cross_norm.weight"], eps)
+        x = x + self.cross_attention(y, text, f"{name}.cross_attention")
+        y = rms_normalise(x, leaves[f"{name}.mlp_norm.weight"], eps) * (1 + scale_2) + shift_2
+        hidden = leaves.linear(y, f"{name}.mlp.linear_fc1")
+        hidden = silu(hidden[:, 0::2]) * hidden[:, 1::2]  # gate and up in turn
+        return x + gate_2 * leaves.linear(hidden, f"{name}.mlp.linear_fc2")
+
+    def run(
+        self,
+        patches: Tensor,
+        time: Tensor,
+        grid: Grid,
+        text: Optional[Tensor],
+        *,
+        fps: Optional[float] = None,
+        label: Optional[int] = None,
+    ) -> Tensor:
+        """Predict one sample; no text stands for one null token."""
+        config, leaves = self.config, self.leaves
+        moviegen = "head.norm.weight" in leaves.by_name
+        text = leaves["text.null"][None] if text is None else text.double()
+        cond = self.condition(time, grid, fps, label)
+        by = turns(grid, self.head_size, config) if config.position_embedding == "rope_3d" else None
+        x = leaves.linear(patches.double(), "embed.linear")
+        if config.position_embedding == "sincos_3d":
+            x = x + sincos_features(grid, config.hidden_size)
+        for i in range(config.num_layers):
+            if config.position_embedding == "learned_3d":
+                index = torch.tensor(patch_indices(grid))
+                x = x + sum(leaves[f"positions.{axis}"][index[:, j]] for j, axis in enumerate("thw"))
+            block = self.moviegen_block if moviegen else self.dit_block
+            x = block(x, cond, text, f"layers.{i}", by)
+        shift, scale = leaves.linear(silu(cond), "head.modulation").chunk(2)
+        eps = config.layernorm_epsilon
+        normed = rms_normalise(x, leaves["head.norm.weight"], eps) if moviegen else normalise(x, eps)
+        return leaves.linear(normed * (1 + scale) + shift, "head.linear")

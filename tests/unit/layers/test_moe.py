@@ -1,0 +1,229 @@
+"""What each expert takes, and that nothing but the sample decides it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from dit.backends.addressed_init import initialize_weights
+from dit.backends.process_groups import ProcessGroups
+from dit.backends.provider import LayerProvider
+from dit.batch import SequenceLayout
+from dit.errors import ConfigError
+from dit.layers.mlp import MLP
+from dit.layers.moe import MoE
+from dit.layers.routing import balancing_loss, choose_experts, choose_tokens, expert_capacity
+
+SIZE, INNER = 16, 24
+LAYOUT = SequenceLayout.from_lengths([5, 13, 1, 8], multiple_of=4, total_tokens=40)
+
+
+@pytest.fixture
+def provider(one_rank_world: ProcessGroups) -> LayerProvider:
+    return make_provider(one_rank_world, 4)
+
+
+def make_provider(world: ProcessGroups, num_experts: int) -> LayerProvider:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=SIZE,
+        num_attention_heads=4,
+        num_moe_experts=num_experts,
+        moe_ffn_hidden_size=INNER,
+        moe_expert_capacity_factor=1.0,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+    )
+    return LayerProvider(config, world.collection)
+
+
+def moe(provider: LayerProvider, router: str, num_experts: int = 4, **changes) -> MoE:
+    options = {"capacity_factor": 1.5, "top_k": 2, "aux_loss_coeff": 0.0, **changes}
+    layer = MoE(SIZE, INNER, num_experts, provider, router=router, **options)
+    initialize_weights(layer, 1, tp_rank=0, tp_size=1)
+    with torch.no_grad():  # far from uniform scores
+        layer.router.weight *= 30
+    return layer
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def samples(layout: SequenceLayout) -> list[slice]:
+    return [slice(start, start + length) for start, length in zip(layout.starts, layout.lengths)]
+
+
+def test_capacity_is_exact():
+    """Rounded up once, never because of a float's last bit, and never more than the sample has."""
+    assert [expert_capacity(n, 4, 2.0) for n in (1, 2, 3, 4, 256)] == [1, 1, 2, 2, 128]
+    assert expert_capacity(30, 1, 0.1) == 3  # 30 * 0.1 > 3 in floats
+    assert expert_capacity(7, 64, 8.0) == 1
+    assert expert_capacity(5, 4, 4.0) == 5
+
+
+@pytest.mark.parametrize("capacity_factor", [0.3, 1.0, 2.5, 4.0])
+def test_every_expert_is_full_in_every_sample(capacity_factor: float):
+    """Each takes exactly its capacity, and none of its tokens has a lower score than one it leaves."""
+    scores = randn(40, 4).softmax(-1)
+    chosen = choose_tokens(scores, LAYOUT, capacity_factor)
+    for rows, length in zip(samples(LAYOUT), LAYOUT.lengths):
+        assert chosen[rows].sum(0).tolist() == [expert_capacity(length, 4, capacity_factor)] * 4
+        for e in range(4):
+            taken, left = scores[rows, e][chosen[rows, e]], scores[rows, e][~chosen[rows, e]]
+            assert not len(left) or taken.min() >= left.max()
+
+
+@pytest.mark.parametrize("scores", [torch.zeros(40, 4), torch.full((40, 4), torch.nan)], ids=["zero", "nan"])
+def test_padding_is_never_chosen(scores: Tensor):
+    """Whatever stands there, also where it beats all real tokens."""
+    real = randn(40, 4).softmax(-1)
+    scores = torch.where(LAYOUT.valid_T[:, None], real - 1, scores)
+    for chosen in (choose_tokens(scores, LAYOUT, 4.0), choose_experts(scores, LAYOUT.valid_T, 4)):
+        assert torch.equal(chosen, LAYOUT.valid_T[:, None].expand(-1, 4))
+    assert torch.equal(choose_tokens(scores, LAYOUT, 1.5), choose_tokens(real, LAYOUT, 1.5))
+
+
+def test_ties_go_to_the_first():
+    even = torch.ones(8, 4)
+    layout = SequenceLayout.from_lengths([8])
+    assert torch.equal(choose_tokens(even, layout, 2.0), (torch.arange(8) < 4)[:, None].expand(-1, 4))
+    assert torch.equal(choose_experts(even, layout.valid_T, 3), (torch.arange(4) < 3).expand(8, -1))
+
+
+def test_each_token_has_its_best_experts():
+    scores = randn(40, 4).softmax(-1)
+    chosen = choose_experts(scores, LAYOUT.valid_T, 2)
+    assert chosen[LAYOUT.valid_T].sum(1).tolist() == [2] * LAYOUT.valid_tokens
+    left_out = scores.masked_fill(chosen, -1).max(1).values
+    assert (scores.masked_fill(~chosen, 2).min(1).values >= left_out)[LAYOUT.valid_T].all()
+
+
+@pytest.mark.parametrize("router", ["expert_choice", "top_k"])
+def test_a_pack_is_its_samples(provider: LayerProvider, router: str):
+    """Packed or alone, with padding or without: the same outputs and the same gradients."""
+    layer = moe(provider, router, aux_loss_coeff=0.3)
+    x, cotangent = randn(40, SIZE), randn(40, SIZE, seed=1)
+    out = layer(x, LAYOUT)
+    out.backward(torch.where(LAYOUT.valid_T[:, None], cotangent, 0.0))
+    packed = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    for rows, length in zip(samples(LAYOUT), LAYOUT.lengths):
+        alone = layer(x[rows], SequenceLayout.from_lengths([length]))
+        torch.testing.assert_close(out[rows], alone)
+        alone.backward(cotangent[rows])
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-5)
+    assert not out[~LAYOUT.valid_T].any()
+
+
+@pytest.mark.parametrize("router", ["expert_choice", "top_k"])
+def test_order_of_tokens_and_samples_does_not_matter(provider: LayerProvider, router: str):
+    layer = moe(provider, router)
+    x, layout = randn(24, SIZE), SequenceLayout.from_lengths([9, 15])
+    out = layer(x, layout)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(layer(torch.cat([x[:9][order], x[9:]]), layout), torch.cat([out[:9][order], out[9:]]))
+    swapped = layer(torch.cat([x[9:], x[:9]]), SequenceLayout.from_lengths([15, 9]))
+    torch.testing.assert_close(swapped, torch.cat([out[9:], out[:9]]))
+
+
+@pytest.mark.parametrize("router", ["expert_choice", "top_k"])
+def test_one_expert_is_a_plain_mlp(one_rank_world: ProcessGroups, router: str):
+    provider = make_provider(one_rank_world, 1)
+    layer = moe(provider, router, 1, capacity_factor=1.0, top_k=1)
+    mlp = MLP(SIZE, INNER, provider)
+    mlp.load_state_dict(layer.experts["0"].state_dict(), strict=False)
+    x = randn(40, SIZE)
+    torch.testing.assert_close(layer(x, LAYOUT)[LAYOUT.valid_T], mlp(x)[LAYOUT.valid_T])
+
+
+def test_both_routers_agree_when_everything_is_chosen(provider: LayerProvider):
+    x = randn(40, SIZE)
+    by_expert = moe(provider, "expert_choice", capacity_factor=4.0)(x, LAYOUT)
+    torch.testing.assert_close(by_expert, moe(provider, "top_k", top_k=4)(x, LAYOUT))
+
+
+def test_a_token_nobody_chose_adds_nothing(provider: LayerProvider):
+    layer = moe(provider, "expert_choice", capacity_factor=0.5)
+    x = randn(40, SIZE)
+    scores = torch.nn.functional.linear(x, layer.router.weight).softmax(-1)
+    lonely = ~choose_tokens(scores, LAYOUT, 0.5).any(1)
+    out = layer(x, LAYOUT)
+    assert not out[lonely].any()
+    assert out[~lonely].any(1).all()
+    load = layer.load.take(x.device)
+    assert load[:-3].tolist() == [sum(expert_capacity(n, 4, 0.5) for n in LAYOUT.lengths)] * 4
+    assert load[-3:].tolist() == [LAYOUT.valid_tokens, int((lonely & LAYOUT.valid_T).sum()), 0]
+    assert not layer.load.take(x.device).any()
+
+
+def test_load_is_counted_in_training_only(provider: LayerProvider):
+    layer = moe(provider, "top_k")
+    with torch.no_grad():
+        layer(randn(40, SIZE), LAYOUT)
+    assert not layer.load.take(torch.device("cpu")).any()
+
+
+def test_balancing_loss_is_its_formula():
+    """sum_s n_s E sum_e f_se P_se, sample by sample."""
+    scores = randn(40, 4).softmax(-1)
+    chosen = choose_experts(scores, LAYOUT.valid_T, 2)
+    expected = 0.0
+    for rows, length in zip(samples(LAYOUT), LAYOUT.lengths):
+        share = [int(chosen[rows, e].sum()) / (2 * length) for e in range(4)]
+        mean = [float(scores[rows, e].sum()) / length for e in range(4)]
+        expected += length * 4 * sum(f * p for f, p in zip(share, mean))
+    taken = LAYOUT.sum_per_sample(chosen.float())
+    assert balancing_loss(scores, taken, LAYOUT, 2).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("preferred", "expected"), [(0.25, 1.0), (0.5, 2.0)], ids=["even", "two of four"])
+def test_balancing_loss_ends_at_its_bounds(preferred: float, expected: float):
+    """1 per token when scores and choices are even, E / k when all tokens want the same k experts."""
+    layout = SequenceLayout.from_lengths([8])
+    scores = torch.tensor([[preferred, preferred, 0.5 - preferred, 0.5 - preferred]]).expand(8, -1)
+    chosen = torch.zeros(8, 4)
+    for t in range(8):
+        chosen[t, [0, 1] if preferred == 0.5 else [2 * t % 4, (2 * t + 1) % 4]] = 1
+    loss = balancing_loss(scores, layout.sum_per_sample(chosen), layout, 2)
+    assert loss.item() / 8 == pytest.approx(expected)
+
+
+def test_balancing_loss_reaches_the_router_at_its_weight(provider: LayerProvider):
+    """Its gradient is added on the way back: `coefficient` times that of the formula, on the router and the input."""
+    x = randn(40, SIZE)
+    gradients = []
+    for coefficient in (0.0, 0.7):
+        layer = moe(provider, "top_k", aux_loss_coeff=coefficient)
+        layer(x, LAYOUT).sum().backward()
+        gradients.append(layer.router.weight.grad)
+    weight = layer.router.weight.detach().clone().requires_grad_()
+    scores = torch.nn.functional.linear(x, weight).softmax(-1)
+    taken = LAYOUT.sum_per_sample(choose_experts(scores, LAYOUT.valid_T, 2).float())
+    (0.7 * balancing_loss(scores, taken, LAYOUT, 2)).backward()
+    torch.testing.assert_close(gradients[1] - gradients[0], weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_start_different_and_by_name(provider: LayerProvider):
+    """Every expert has its own start, that of its global name."""
+    layer, again = moe(provider, "top_k"), moe(provider, "expert_choice")
+    weights = [expert.linear_fc1.weight for expert in layer.experts.values()]
+    assert all(not torch.allclose(a, b) for i, a in enumerate(weights) for b in weights[:i])
+    assert torch.equal(weights[3], dict(again.named_parameters())["experts.3.linear_fc1.weight"])
+    bound = math.sqrt(6 / (SIZE + INNER))
+    assert 0.9 * bound < weights[0].abs().max() <= bound
+
+
+def test_experts_that_cannot_be_shared_are_refused(provider: LayerProvider):
+    class Three:
+        def size(self) -> int:
+            return 3
+
+    provider._groups = replace(provider._groups)
+    provider._groups.ep = Three()
+    with pytest.raises(ConfigError, match=r"num_experts=4.*expert_model_parallel_size=3.*\[1, 2, 4\]"):
+        provider.local_experts(4)

@@ -1,0 +1,81 @@
+"""Context-parallel settings: what fits, and what a message says when it does not."""
+
+import pytest
+
+from dit.errors import ConfigError
+from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+
+
+def check(world_size: int = 8, heads: int = 12, **parallel) -> ParallelDims:
+    return check_parallel(
+        ParallelConfig(**parallel),
+        world_size=world_size,
+        num_attention_heads=heads,
+        num_layers=4,
+        micro_batch_size=1,
+        global_batch_size=8,
+    )
+
+
+def test_context_ranks_share_samples():
+    """Only what is left after tensor and context parallelism reads different samples."""
+    dims = check(context_parallel_size=2, tensor_model_parallel_size=2)
+    assert (dims.data_parallel_size, dims.micro_batches) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "multiple"),
+    [
+        ({}, 1),
+        ({"context_split": "load_balanced"}, 1),
+        ({"context_parallel_size": 4}, 4),
+        ({"context_parallel_size": 4, "context_split": "load_balanced"}, 8),
+        ({"context_parallel_size": 4, "tensor_model_parallel_size": 2}, 4),
+        ({"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}, 4),
+        (
+            {
+                "context_parallel_size": 2,
+                "context_split": "load_balanced",
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+            },
+            8,
+        ),
+    ],
+)
+def test_samples_are_padded_so_that_all_ranks_hold_equally_much(parallel, multiple):
+    assert check(**parallel).token_multiple == multiple
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            {"context_parallel_size": 8, "context_comm": "a2a"},
+            r"num_attention_heads=12 / tensor_model_parallel_size=1 = 12 heads .* context_parallel_size=8",
+        ),
+        (
+            {"context_parallel_size": 4, "context_comm": "a2a", "tensor_model_parallel_size": 2},
+            r"= 6 heads among context_parallel_size=4 ranks; use one of \[1, 2, 3, 6\] ranks",
+        ),
+        (
+            {"context_parallel_size": 8, "context_comm": "a2a+p2p"},
+            r"cannot have parallel.context_a2a_size=None; use one of \[2, 4\]",
+        ),
+        (
+            {"context_parallel_size": 8, "context_comm": "a2a+p2p", "context_a2a_size": 8},
+            r"context_a2a_size=8; use one of \[2, 4\]",
+        ),
+        (
+            {"context_parallel_size": 2, "context_comm": "a2a+p2p", "context_a2a_size": 2},
+            r"no size divides both, so use 'p2p' or 'all_gather'",
+        ),
+        ({"context_parallel_size": 4, "context_a2a_size": 2}, r"context_a2a_size=2 belongs to .* 'p2p'; leave it out"),
+        ({"context_parallel_size": 2, "context_comm": "ring"}, r"context_comm='ring' is unknown; use one of 'p2p'"),
+        ({"context_parallel_size": 2, "context_split": "zigzag"}, r"context_split='zigzag' is unknown"),
+        ({"context_parallel_size": 3}, r"world size 8 is not a multiple of .* CP 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(parallel, message):
+    with pytest.raises(ConfigError, match=message):
+        check(**parallel)
