@@ -203,8 +203,8 @@ def check_parallel(
     sharded_gradients = parallel.data_parallel == "fsdp" and parallel.fsdp_sharding != "optim"
     if sharded_gradients and ep > 1 and tp * cp * dp == ep and cp * dp > 1:
         raise ConfigError(
-            f"parallel.fsdp_sharding={parallel.fsdp_sharding!r} cannot shard experts of which each lies on one rank, as "
-            f"with expert_model_parallel_size={ep} on TP {tp} x CP {cp} x DP {dp} ranks: Megatron-FSDP counts their "
+            f"parallel.fsdp_sharding={parallel.fsdp_sharding!r} cannot shard experts of which each lies on one rank, "
+            f"as with expert_model_parallel_size={ep} on TP {tp} x CP {cp} x DP {dp} ranks: Megatron-FSDP counts their "
             "gradients twice; use a smaller expert_model_parallel_size, fsdp_sharding='optim' or "
             "data_parallel=distributed_optimizer"
         )

@@ -13,7 +13,6 @@ from typing import Any, Optional
 from unittest import mock
 
 import torch
-import torch.distributed.checkpoint
 from torch import Tensor
 
 from dit.errors import exit_code
@@ -141,8 +140,10 @@ def saving_fails(limit: int, rank: int) -> Iterator[None]:
 @contextlib.contextmanager
 def index_refused() -> Iterator[None]:
     """Let the disk be full when rank 0 writes the index of the checkpoint."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), ".metadata")
-    with mock.patch.object(torch.distributed.checkpoint.FileSystemWriter, "finish", side_effect=full):
+    with mock.patch.object(FileSystemWriterAsync, "finish", side_effect=full):
         yield
 
 

@@ -134,7 +134,8 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     add("budget", damaged[0], ranks=2, data__max_lost_samples=1000, training__num_steps=2)
     add("nan on one rank", ranks=2, fault=nan(3, 1, folder / "nan_2.pt"), checkpoint__interval=1)
     add("disk of rank 0", ranks=2, fault=partial(actions.saving_fails, 500, 0), at="sound")
-    add("disk of rank 1", ranks=2, fault=partial(actions.saving_fails, 16_000, 1), at="sound")
+    halves = {"parallel__tensor_model_parallel_size": 2}
+    add("disk of rank 1", ranks=2, fault=partial(actions.saving_fails, 16_000, 1), at="sound", **halves)
     add("disk at the index", ranks=2, fault=actions.index_refused, at="sound")
     add("repaired", at="sound", fault=partial(actions.resaved, folder / "loaded"))
     return run_jobs(folder / "world", jobs)

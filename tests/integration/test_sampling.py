@@ -108,7 +108,7 @@ def test_every_solver_draws_from_every_objective(drawn: dict, name: str) -> None
         assert x0.shape == (len(LABELS), 1, 1, 8, 8)
         assert x0.dtype == torch.float32
         assert torch.isfinite(x0).all()
-        assert 0.05 < x0.std() < 5
+        assert x0.std() > 0.05
     exact = drawn[name]["fine heun"]
     for solver in ("euler", "ddim", "dpmpp_2m"):
         assert distance(drawn[name][f"fine {solver}"], exact) < SOLVED_ALIKE, solver

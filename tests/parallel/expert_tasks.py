@@ -19,7 +19,8 @@ def state_of(it, ema) -> dict:
         slots = {"weight": shard.main, "ema": average, **{slot: shard.slot(slot) for slot in SLOTS}}
         named += [(f"{k}.{shard.name}", whole(shard.gather(v), shard.parameter, it.groups)) for k, v in slots.items()]
     fingerprint = model_fingerprint(global_shapes(it.shards, it.groups))
-    return {**of_all_stages(named, it.groups), "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}
+    tensors, drifted = of_all_stages(named, it.groups)
+    return {**tensors, "drifted": drifted, "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}
 
 
 def save(case: dict) -> dict:
@@ -58,6 +59,7 @@ def load(case: dict) -> dict:
     load_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.wrapped, it.groups)
     state = state_of(it, ema)
     named = [(f"model.{n}", whole(p.data, p, it.groups)) for n, p in named_parameters(it.chunks)]
-    state |= of_all_stages(named, it.groups)
+    tensors, drifted = of_all_stages(named, it.groups)
+    state = {**state, **tensors, "drifted": state["drifted"] + drifted}
     process_groups.release()
     return state
