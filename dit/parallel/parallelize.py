@@ -12,12 +12,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from dit.backends.addressed_init import initialize_weights
-from dit.backends.attention import Attention, resolve_attention
+from dit.backends.attention import Attention, AttentionChoice, resolve_attention
 from dit.backends.attention_blocks import resolve_blocks
 from dit.backends.context_attention import ContextAttention
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
-from dit.backends.provider import LayerProvider
+from dit.backends.provider import LayerProvider, LinearChoice
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
@@ -90,10 +90,12 @@ def count_parameters(model: ModelConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model).parameters())
 
 
-def attention_path(parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype) -> Attention:
+def attention_path(
+    parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype, choice: AttentionChoice = "auto"
+) -> Attention:
     """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any."""
     device = local_device()
-    _, attention = resolve_attention(device, dtype)
+    _, attention = resolve_attention(device, dtype, choice)
     if parallel.context_parallel_size == 1:
         return attention
     inner, outer = groups.collection.hcp if parallel.context_comm == "a2a+p2p" else (None, None)
@@ -109,15 +111,22 @@ def attention_path(parallel: ParallelConfig, groups: ProcessGroups, dtype: torch
 
 
 def build_model(
-    model: ModelConfig, parallel: ParallelConfig, precision: str, groups: ProcessGroups, seed: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: str,
+    groups: ProcessGroups,
+    seed: int,
+    *,
+    attention: AttentionChoice = "auto",
+    linears: LinearChoice = "auto",
 ) -> list[Backbone]:
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights."""
     model.validate()
     config = megatron_config(model, parallel, precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]
-    provider = LayerProvider(config, groups.collection)
-    attention = attention_path(parallel, groups, DTYPES[precision])
+    provider = LayerProvider(config, groups.collection, linears)
+    path = attention_path(parallel, groups, DTYPES[precision], attention)
     mine = stages(
         config.num_layers,
         groups.pp.size(),
@@ -125,7 +134,7 @@ def build_model(
         parallel.virtual_pipeline_model_parallel_size,
         parallel.pipeline_layers,
     )
-    chunks = [model.build(provider, attention, stage) for stage in mine]
+    chunks = [model.build(provider, path, stage) for stage in mine]
     for chunk in chunks:
         chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
         initialize_weights(chunk, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)

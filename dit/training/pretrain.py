@@ -19,6 +19,7 @@ from dit.backends import process_groups
 from dit.backends.attention import resolve_attention
 from dit.backends.device import describe, local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
+from dit.backends.provider import resolve_linears
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED, ConfigError
@@ -120,6 +121,8 @@ def check_settings(
         global_batch_size=training.global_batch_size,
         num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
+    resolve_attention(local_device(), DTYPES[training.precision], training.attention)
+    resolve_linears(training.linears)
     check_schedule(training.num_steps, optimizer.lr, schedule)
     if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
         raise ConfigError(f"training.ema_decay={training.ema_decay} must lie in [0, 1); use None for no average")
@@ -186,7 +189,15 @@ class Run:
 
     def _build(self) -> TrainState:
         parallel, training, groups = self.settings["parallel"], self.training, self.groups
-        chunks = build_model(self.model, parallel, training.precision, groups, training.seed)
+        chunks = build_model(
+            self.model,
+            parallel,
+            training.precision,
+            groups,
+            training.seed,
+            attention=training.attention,
+            linears=training.linears,
+        )
         wrapped = wrap(chunks, parallel, groups)
         optimizer = build_optimizer(wrapped, self.settings["optimizer"], parallel, training.precision, groups)
         shards = master_shards(optimizer, chunks)
@@ -226,7 +237,7 @@ class Run:
         count = sum(shard.parameter.numel() for shard in self.state.shards)
         pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
-        attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
+        attention, _ = resolve_attention(self.device, DTYPES[self.training.precision], self.training.attention)
         context = ""
         if parallel.context_parallel_size > 1:
             context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
