@@ -86,7 +86,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
 def varlen_attention(
     q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
 ) -> Tensor:
-    """Run torch's varlen kernel (CUDA, half precision) on ragged packs; dense ones go to scaled-dot-product attention."""
+    """Run torch's varlen kernel (CUDA, half precision) on ragged packs; dense packs take `segment_sdpa`."""
     from torch.nn.attention.varlen import varlen_attn
 
     # The kernel always took grouped queries; from torch 2.12 on it asks whether they are meant.
