@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_strided", "as_tensor")
+_NEW_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 _COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -145,6 +146,8 @@ def _redirect_tensors() -> None:
     importlib.import_module("torch.utils._device")._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
+    for name in _NEW_LIKE:
+        setattr(torch.Tensor, name, _factory_on_cpu(getattr(torch.Tensor, name)))
     tensor_type, tensor_to = torch.Tensor.type, torch.Tensor.to
 
     def type_like_cuda(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:

@@ -72,6 +72,17 @@ def test_factories_pin_no_memory(name: str):
     assert not getattr(torch, name)(*FACTORY_ARGUMENTS[name], pin_memory=True).is_pinned()
 
 
+@pytest.mark.parametrize("device", CUDA_NAMES, ids=str)
+@pytest.mark.parametrize("name", megatron_cpu._NEW_LIKE)
+def test_tensors_make_new_cuda_tensors_on_cpu(name: str, device: object):
+    arguments = {"new_full": ((2,), 3.0), "new_tensor": ([1.0, 2.0],)}.get(name, ((2,),))
+    x = torch.ones(3, dtype=torch.float64)
+    made = getattr(x, name)(*arguments, device=device)
+    assert made.device.type == "cpu"
+    assert (made.shape, made.dtype) == ((2,), torch.float64)
+    assert getattr(x, name)(*arguments, dtype=torch.int32).dtype == torch.int32
+
+
 def test_factories_leave_other_devices_alone():
     assert torch.empty(2, device="meta").is_meta
     with torch.device("meta"):
