@@ -116,7 +116,7 @@ def build(case: dict) -> SimpleNamespace:
         num_layers=model.num_layers,
         micro_batch_size=1,
         global_batch_size=num_micro,
-        num_experts=model.num_experts,
+        num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, "fp32", groups, SEED)
