@@ -128,6 +128,7 @@ def check_settings(
         raise ConfigError(f"training.ema_decay={training.ema_decay} must lie in [0, 1); use None for no average")
     if training.log_interval < 1:
         raise ConfigError(f"training.log_interval={training.log_interval} must be at least 1")
+    _check_writable(Path(training.run_dir))
     spec = BatchSpec(
         patch_temporal=model.patch_temporal,
         patch_spatial=model.patch_spatial,
@@ -139,6 +140,14 @@ def check_settings(
     )
     data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
     return dims, spec
+
+
+def _check_writable(folder: Path) -> None:
+    """Check that a folder is one, or can be made, and that files can be put into it."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "may not be written to" if existing.is_dir() else "is no folder"
+        raise ConfigError(f"training.run_dir={folder} cannot be used: {existing} {why}; choose another folder")
 
 
 class Run:

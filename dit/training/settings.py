@@ -54,7 +54,7 @@ class TrainingConfig:
         seed: addresses initial weights, data order and all noise.
         ema_decay: decay of the weight average per step (fp32); None for no average.
         ema_start_step: the average equals the weights until this step.
-        log_interval: steps between log lines.
+        log_interval: steps between log lines; one more goes before each checkpoint.
         validation_interval: steps between held-out losses; 0 for never.
         sample_interval: steps between sample grids; 0 for never.
         stop_at_step: leave after this step as if preempted, with a checkpoint (for tests and short jobs).

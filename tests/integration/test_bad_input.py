@@ -112,6 +112,8 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
         arguments = letters(data, folder / (at or name), **settings)
         jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
 
+    (folder / "file").write_text("")
+    add("no folder", at="file/run")
     add("missing", folder / "nowhere")
     add("empty", folder)
     add("impossible", training__global_batch_size=10)
@@ -173,6 +175,14 @@ def test_a_mistake_is_told_with_its_code_and_cure(
         assert not (run_dir / "checkpoints").exists()
 
 
+def test_a_run_folder_that_cannot_be_made_is_told_at_once(ended: dict[str, Any], folder: Path) -> None:
+    """The exit record has no place to be, so it goes to the error output."""
+    assert ended["no folder"].code == 2
+    record, _, rest = ended["no folder"].err.partition("error: ")
+    assert json.loads(record)["code"] == 2
+    assert rest.startswith(f"training.run_dir={folder / 'file' / 'run'} cannot be used: {folder / 'file'} is no folder")
+
+
 def test_nothing_in_a_shard_is_executed(ended: dict[str, Any], folder: Path) -> None:
     assert not (folder / "executed").exists()
     pickle.loads(pickle.dumps(Executed(folder / "executed")))
@@ -206,7 +216,7 @@ def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged
     data, shard, key = damaged
     run_dir, log = folder / "torchrun", folder / "torchrun.log"
     with started(letters(data, run_dir, training__num_steps=6), log, ranks=2) as process:
-        assert process.wait(timeout=120) == 1, log.read_text()
+        assert process.wait(timeout=240) == 1, log.read_text()
     record = outcome(run_dir)
     assert (record["code"], record["reason"]) == (3, "data")
     assert key in record["error"]

@@ -132,7 +132,7 @@ def test_killed_runs_become_the_run_that_was_never_killed(
 
     log = folder / "killed_3.log"
     with started(arguments, log) as process:
-        assert process.wait(timeout=120) == 0, log.read_text()
+        assert process.wait(timeout=240) == 0, log.read_text()
     assert "resumed at step" in log.read_text()
     assert outcome(run_dir)["reason"] == "completed"
     assert checkpoints(run_dir) == [checkpoint(run_dir, NUM_STEPS - INTERVAL).name, checkpoint(run_dir, NUM_STEPS).name]
@@ -171,14 +171,14 @@ def test_torchrun_passes_the_request_on_and_two_ranks_continue(
     with started(arguments, log, ranks=2) as process:
         wait_for(process, lambda: steps_logged(run_dir) >= 3, log)
         process.terminate()
-        assert process.wait(timeout=120) != 0
+        assert process.wait(timeout=240) != 0
     ended = outcome(run_dir)
     assert (ended["code"], ended["reason"]) == (75, "preempted"), log.read_text()
     assert 3 <= ended["step"] < NUM_STEPS
     assert checkpoints(run_dir)[-1] == checkpoint(run_dir, ended["step"]).name
 
     with started(arguments, log, ranks=2) as process:
-        assert process.wait(timeout=180) == 0, log.read_text()
+        assert process.wait(timeout=240) == 0, log.read_text()
     assert f"resumed at step {ended['step']}" in log.read_text()
     assert outcome(run_dir)["code"] == 0
     jobs.result()
