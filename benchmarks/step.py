@@ -131,7 +131,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
         "dp": dims.data_parallel_size,
         "data_parallel": parallel.data_parallel,
         "precision": training.precision,
-        "attention": resolve_attention(run.device, DTYPES[training.precision])[0],
+        "attention": resolve_attention(run.device, DTYPES[training.precision], training.attention)[0],
         "parameters": model.num_parameters(),
         "micro_batch_size": training.micro_batch_size,
         "global_batch_size": training.global_batch_size,

@@ -77,7 +77,8 @@ def estimate_memory(
 
     bf16 keeps bf16 weights, fp32 gradients, and in the optimizer an fp32 master copy with Adam's two moments; fp32
     keeps fp32 weights and gradients and the two moments. The distributed optimizer spreads its states and the fp32
-    average over the ranks that hold the same parameters.
+    average over the ranks that hold the same parameters; FSDP may spread gradients and weights, too (at any time it
+    also holds a few layers whole).
 
     Args:
         tokens: per sample.
@@ -116,12 +117,18 @@ def _rank_memory(
     micro_batches = training.global_batch_size // (training.micro_batch_size * data_parallel_size)
     layers = layers_in_flight(split_layers(num_layers, pp, *cut), pp, pp_rank, micro_batches)
     half = training.precision == "bf16"
-    sharded = parallel.data_parallel == "distributed_optimizer"
+    spread_parts = {
+        "ddp": (),
+        "distributed_optimizer": ("optim",),
+        "fsdp": tuple(parallel.fsdp_sharding.split("_")),
+    }[parallel.data_parallel]
     expert_copies = data_parallel_size * tp * cp // ep
 
-    def spread(size: int) -> int:
-        """Return the bytes of what takes `size` per parameter and is spread over the ranks that hold it."""
-        return dense * size // (data_parallel_size * cp) + experts * size // expert_copies if sharded else count * size
+    def held(part: str, size: int) -> int:
+        """Return the bytes of a part that takes `size` per parameter; some are spread over the ranks that share it."""
+        if part not in spread_parts:
+            return count * size
+        return dense * size // (data_parallel_size * cp) + experts * size // expert_copies
 
     sizes = model.megatron_sizes()
     h, f = sizes["hidden_size"], sizes["ffn_hidden_size"]
@@ -132,10 +139,10 @@ def _rank_memory(
         mlp = met * (SAVED_SPLIT_F * sizes["moe_ffn_hidden_size"] + SAVED_ROUTED_H * h)
     per_token = whole + (SAVED_SPLIT_H * h + mlp) / tp
     return Memory(
-        weights=count * (2 if half else 4),
-        gradients=count * 4,
-        optimizer=spread(12 if half else 8),
-        average=0 if training.ema_decay is None else spread(4),
+        weights=held("params", 2 if half else 4),
+        gradients=held("grads", 4),
+        optimizer=held("optim", 12 if half else 8),
+        average=0 if training.ema_decay is None else held("optim", 4),
         activations=int(training.micro_batch_size * tokens / cp * layers * per_token * (2 if half else 4)),
     )
 

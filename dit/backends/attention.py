@@ -7,14 +7,20 @@ come out as zeros.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
 from inspect import signature
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from dit.batch import SequenceLayout
+from dit.errors import ConfigError
+
+AttentionChoice = Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"]
+_PACKAGES = {"transformer_engine": "transformer_engine", "flash_attn": "flash_attn"}
 
 Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], Tensor]
 
@@ -80,30 +86,77 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
 def varlen_attention(
     q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
 ) -> Tensor:
-    """Run torch's varlen kernel (CUDA, bf16 or fp16) on ragged packs; dense packs go to scaled-dot-product attention.
-
-    The kernel wants segments side by side, so padding rows are taken out before and put back as zeros.
-    """
+    """Run torch's varlen kernel (CUDA, half precision) on ragged packs; dense packs take `segment_sdpa`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    full_q, full_k = layout_q.gathered, layout_k.gathered
-    if full_q.uniform_length and full_k.uniform_length:
-        return segment_sdpa(q_TNH, k_KNH, v_KNH, full_q, full_k)
-    keep_q = full_q.valid_T.nonzero()[:, 0] if full_q.valid_tokens < full_q.total_tokens else None
-    keep_k = full_k.valid_T.nonzero()[:, 0] if full_k.valid_tokens < full_k.total_tokens else None
+    # The kernel always took grouped queries; from torch 2.12 on it asks whether they are meant.
+    grouped = q_TNH.shape[1] != k_KNH.shape[1] and "enable_gqa" in signature(varlen_attn).parameters
+    kernel = partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
+    return _side_by_side(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+
+
+def flash_attention(
+    q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+) -> Tensor:
+    """Run the flash-attn package's varlen kernel on ragged packs; dense packs go to scaled-dot-product attention."""
+    from flash_attn import flash_attn_varlen_func
+
+    return _side_by_side(flash_attn_varlen_func, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+
+
+def _side_by_side(
+    kernel: Callable[..., Any],
+    q_TNH: Tensor,
+    k_KNH: Tensor,
+    v_KNH: Tensor,
+    layout_q: SequenceLayout,
+    layout_k: SequenceLayout,
+) -> Tensor:
+    """Call a kernel that wants segments side by side: take padding rows out before, put them back as zeros."""
+    if layout_q.uniform_length and layout_k.uniform_length:
+        return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
+    keep_q = layout_q.valid_T.nonzero()[:, 0] if layout_q.valid_tokens < layout_q.total_tokens else None
+    keep_k = layout_k.valid_T.nonzero()[:, 0] if layout_k.valid_tokens < layout_k.total_tokens else None
     q = q_TNH if keep_q is None else q_TNH[keep_q]
     k, v = (x if keep_k is None else x[keep_k] for x in (k_KNH, v_KNH))
-    # The kernel always took grouped queries; from torch 2.12 on it asks whether they are meant.
-    grouped = q.shape[1] != k.shape[1] and "enable_gqa" in signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
-    out: Any = varlen_attn(
-        q, k, v, full_q.cu_seqlens, full_k.cu_seqlens, full_q.max_seqlen, full_k.max_seqlen, **options
-    )
+    out = kernel(q, k, v, layout_q.cu_seqlens, layout_k.cu_seqlens, layout_q.max_seqlen, layout_k.max_seqlen)
     return out if keep_q is None else torch.zeros_like(q_TNH).index_copy(0, keep_q, out)
 
 
-def resolve_attention(device: torch.device, dtype: torch.dtype) -> tuple[str, Attention]:
-    """Choose the attention path of this process once; the name goes into the log and the run record."""
-    if device.type == "cpu" or dtype == torch.float32:
+def resolve_attention(
+    device: torch.device, dtype: torch.dtype, choice: AttentionChoice = "auto"
+) -> tuple[str, Attention]:
+    """Choose the attention path of this process once; the name goes into the log and the run record.
+
+    Args:
+        choice: `auto` takes, for half precision on CUDA, the first importable of Transformer Engine, flash-attn and
+            torch's varlen kernel, and scaled-dot-product attention elsewhere.
+
+    Raises:
+        ConfigError: the path asked for is unknown, not installed, or not for this device and precision.
+    """
+    half_on_cuda = device.type == "cuda" and dtype != torch.float32
+    if choice == "auto":
+        installed = [name for name, package in _PACKAGES.items() if find_spec(package)]
+        choice = (*installed, "varlen")[0] if half_on_cuda else "sdpa"  # type: ignore[assignment]
+    if choice == "sdpa":
         return "segment_sdpa", segment_sdpa
-    return "varlen", varlen_attention
+    if choice not in get_args(AttentionChoice):
+        raise ConfigError(
+            f"training.attention={choice!r} is unknown; use one of {', '.join(get_args(AttentionChoice))}"
+        )
+    if not half_on_cuda:
+        raise ConfigError(
+            f"training.attention={choice!r} needs bf16 on CUDA, this run has {dtype} on {device.type}; use 'auto'"
+        )
+    package = _PACKAGES.get(choice)
+    if package and not find_spec(package):
+        raise ConfigError(
+            f"training.attention={choice!r} needs {package}, which is not installed; pip install 'megatron-dit[gpu]', "
+            "or use 'auto'"
+        )
+    if choice == "transformer_engine":
+        from dit.backends.te_layers import TEAttention
+
+        return choice, TEAttention()
+    return choice, flash_attention if choice == "flash_attn" else varlen_attention

@@ -1,8 +1,9 @@
 """Let Megatron-Core 0.16 run on CPU with gloo: every redirection it takes, in one room.
 
-Megatron-Core assumes CUDA in four ways: it asks for the current CUDA device, it makes tensors with `device="cuda"`, it
-tells parameters apart by `tensor.type()`, and it orders asynchronous collectives by CUDA streams. `install` answers
-each of these on CPU. It changes process-wide functions of torch, so it runs only in processes that train on CPU.
+Megatron-Core assumes CUDA in five ways: it asks for the current CUDA device, it makes tensors with `device="cuda"`, it
+tells parameters apart by `tensor.type()`, it orders asynchronous collectives by CUDA streams, and its FSDP lays out
+meshes of CUDA devices. `install` answers each of these on CPU. It changes process-wide functions of torch, so it runs
+only in processes that train on CPU.
 """
 
 import functools
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_strided", "as_tensor")
+_NEW_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 _COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -30,6 +32,10 @@ _MODULES_THAT_BIND = (
     "megatron.core.tensor_parallel.layers",
     "megatron.core.tensor_parallel.mappings",
     "megatron.core.distributed.param_and_grad_buffer",
+)
+_MODULES_THAT_COALESCE = (
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
 )
 
 
@@ -59,7 +65,7 @@ class _NoStream:
         pass
 
     def record_event(self, *_: Any) -> "_NoStream":
-        return _NoStream()
+        return self
 
     def query(self) -> bool:
         return True
@@ -118,7 +124,6 @@ def _answer(value: Any) -> Callable:
 
 def _redirect_cuda_calls() -> None:
     cuda: Any = torch.cuda
-    cpu = torch.device("cpu")
     for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect"):
         setattr(cuda, name, _answer(None))
     for name in ("reset_peak_memory_stats", "_lazy_init", "_lazy_call"):
@@ -127,7 +132,7 @@ def _redirect_cuda_calls() -> None:
         setattr(cuda, name, _answer(0))
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, _answer(None))
-    cuda.current_device = _answer(cpu)
+    cuda.current_device = _answer(0)  # a number, because it is also written into names such as "cuda:0"
     cuda.Stream, cuda.Event = type("Stream", (_NoStream,), {}), type("Event", (_NoStream,), {})
     cuda.current_stream, cuda.default_stream = _answer(_NoStream()), _answer(_NoStream())
     cuda.stream = lambda *_, **__: nullcontext()
@@ -141,6 +146,8 @@ def _redirect_tensors() -> None:
     importlib.import_module("torch.utils._device")._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
+    for name in _NEW_LIKE:
+        setattr(torch.Tensor, name, _factory_on_cpu(getattr(torch.Tensor, name)))
     tensor_type, tensor_to = torch.Tensor.type, torch.Tensor.to
 
     def type_like_cuda(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
@@ -173,14 +180,25 @@ def _redirect_collectives() -> None:
         for bound, name in _BOUND_AT_IMPORT.items():
             if hasattr(module, bound):
                 setattr(module, bound, getattr(dist, name))
-    buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
-    buffers._coalescing_manager = _run_at_once
+    for module_name in _MODULES_THAT_COALESCE:
+        buffers: Any = importlib.import_module(module_name)
+        buffers._coalescing_manager = _run_at_once
 
 
 def _redirect_rng_tracker() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _redirect_device_meshes() -> None:
+    adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    from_group = adapter.DeviceMesh.from_group
+
+    def on_cpu(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return from_group(group, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
+
+    adapter.DeviceMesh = type("DeviceMesh", (adapter.DeviceMesh,), {"from_group": staticmethod(on_cpu)})
 
 
 def _redirect_expert_dispatch() -> None:
@@ -201,4 +219,5 @@ def install() -> None:
     _redirect_tensors()
     _redirect_collectives()
     _redirect_rng_tracker()
+    _redirect_device_meshes()
     _redirect_expert_dispatch()

@@ -4,7 +4,8 @@ Layers ask for a linear by what it does (split its outputs, split its inputs, re
 """
 
 from copy import copy
-from typing import Any, Optional
+from importlib.util import find_spec
+from typing import Any, Literal, Optional, get_args
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -12,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import ZEROS, Init, with_init
+from dit.backends.device import use_cuda
 from dit.backends.expert_dispatch import ExpertDispatch
 from dit.errors import ConfigError
 
@@ -37,16 +39,47 @@ class RowLinear(RowParallelLinear):
         return super().forward(x_TD)[0]
 
 
+LinearChoice = Literal["auto", "megatron", "transformer_engine"]
+
+
+def resolve_linears(choice: LinearChoice) -> tuple[Any, Any]:
+    """Return the classes of column- and row-parallel linears.
+
+    Raises:
+        ConfigError: the choice is unknown or not installed.
+    """
+    installed = find_spec("transformer_engine") is not None
+    if choice == "megatron" or (choice == "auto" and not (installed and use_cuda())):
+        return ColumnLinear, RowLinear
+    if choice not in get_args(LinearChoice):
+        raise ConfigError(f"training.linears={choice!r} is unknown; use one of {', '.join(get_args(LinearChoice))}")
+    if not installed:
+        raise ConfigError(
+            "training.linears='transformer_engine' needs transformer_engine, which is not installed; "
+            "pip install 'megatron-dit[gpu]', or use 'auto'"
+        )
+    from dit.backends.te_layers import TEColumnLinear, TERowLinear
+
+    return TEColumnLinear, TERowLinear
+
+
 class LayerProvider:
     """Builds the parallel parts of a model for one rank.
 
     Args:
         config: Megatron-Core's view of the layout and precision.
         groups: its `ProcessGroupCollection`; None builds the whole model on one rank (meta device, export).
+        linears: whose parallel linears; `auto` takes Transformer Engine's on CUDA where it is installed.
+
+    Raises:
+        ConfigError: the linears asked for are unknown or not installed.
     """
 
-    def __init__(self, config: TransformerConfig, groups: Optional[Any] = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, groups: Optional[Any] = None, linears: LinearChoice = "megatron"
+    ) -> None:
         self.config = config
+        self._column, self._row = resolve_linears(linears)
         self.tp_group = None if groups is None else groups.tp
         self.tp_size = 1 if groups is None else groups.tp.size()
         self.tp_rank = 0 if groups is None else groups.tp.rank()
@@ -88,8 +121,16 @@ class LayerProvider:
         if whole_input:
             config = copy(config)
             config.sequence_parallel = False
-        layer = ColumnLinear(
-            in_features, out_features, config=config, init_method=None, bias=bias, tp_group=self.tp_group
+        layer = self._column(
+            in_features,
+            out_features,
+            config=config,
+            init_method=None,
+            bias=bias,
+            gather_output=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
         )
         _mark_split(layer.weight, 0)
         with_init(layer.weight, init)
@@ -100,7 +141,7 @@ class LayerProvider:
     def row_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> RowLinear:
         """Build a linear layer whose input features are split."""
         self.split(in_features, "input features")
-        layer = RowLinear(
+        layer = self._row(
             in_features,
             out_features,
             config=self.config,
@@ -108,6 +149,7 @@ class LayerProvider:
             bias=bias,
             input_is_parallel=True,
             skip_bias_add=False,
+            is_expert=False,
             tp_group=self.tp_group,
         )
         _mark_split(layer.weight, 1)

@@ -10,29 +10,6 @@ from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, 
 from torch import Tensor
 
 from dit.batch import SequenceLayout
-from dit.errors import ConfigError
-
-
-def is_importable() -> bool:
-    """Tell whether Transformer Engine is installed."""
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def require() -> None:
-    """Check that Transformer Engine is there.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    if not is_importable():
-        raise ConfigError(
-            "transformer_engine was asked for but is not installed; pip install 'megatron-dit[gpu]', "
-            "or leave training.linears and training.attention at 'auto'"
-        )
 
 
 class TEColumnLinear(TEColumnParallelLinear):

@@ -93,6 +93,8 @@ class Backbone(nn.Module, ABC):
 
     config: Any
     share_embeddings_and_output_weights = False
+    fsdp_units: tuple[type[nn.Module], ...] = ()
+    """Layers whose weights Megatron-FSDP gathers and frees as one; used nowhere outside their own `forward`."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()

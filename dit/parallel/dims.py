@@ -1,10 +1,12 @@
 """Parallel sizes: what a recipe asks for, checked before any memory is touched."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal, Optional, get_args
 
 from dit.errors import ConfigError
 from dit.parallel.pipeline import split_layers
+
+FSDPSharding = Literal["optim", "optim_grads", "optim_grads_params"]
 
 
 @dataclass(kw_only=True)
@@ -28,8 +30,10 @@ class ParallelConfig:
             data-parallel ranks of a pipeline stage.
         expert_tensor_parallel_size: ranks that share one expert; experts are whole here, so 1.
         data_parallel: what data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
-        overlap_grad_reduce: reduce gradients while the backward pass runs.
-        overlap_param_gather: gather parameters while the forward pass runs (distributed optimizer).
+        fsdp_sharding: what Megatron-FSDP shards: the optimizer and its fp32 weights, the gradients too, or all three.
+        overlap_grad_reduce: reduce gradients while the backward pass runs; FSDP with sharded gradients always does.
+        overlap_param_gather: gather parameters while the forward pass runs (distributed optimizer); FSDP with sharded
+            weights always does.
     """
 
     tensor_model_parallel_size: int = 1
@@ -44,6 +48,7 @@ class ParallelConfig:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
+    fsdp_sharding: FSDPSharding = "optim_grads_params"
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
 
@@ -67,6 +72,31 @@ class ParallelDims:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _check_fsdp(parallel: ParallelConfig) -> None:
+    sharding, pp = parallel.fsdp_sharding, parallel.pipeline_model_parallel_size
+    if sharding not in get_args(FSDPSharding):
+        raise ConfigError(
+            f"parallel.fsdp_sharding={sharding!r} is unknown; use one of {', '.join(map(repr, get_args(FSDPSharding)))}"
+        )
+    if pp > 1:
+        raise ConfigError(
+            f"parallel.data_parallel=fsdp cannot run with pipeline_model_parallel_size={pp}: Megatron-FSDP lays its "
+            "shards over a mesh of data and tensor parallel ranks that must be the whole world; use "
+            "data_parallel=distributed_optimizer, or pipeline_model_parallel_size=1"
+        )
+    overlaps = {
+        "overlap_grad_reduce": parallel.overlap_grad_reduce,
+        "overlap_param_gather": parallel.overlap_param_gather,
+    }
+    legal = {"optim": (), "optim_grads": ("overlap_grad_reduce",), "optim_grads_params": tuple(overlaps)}[sharding]
+    for name, wanted in overlaps.items():
+        if wanted and name not in legal:
+            raise ConfigError(
+                f"parallel.{name}=True cannot be had with fsdp_sharding={sharding!r}; switch it off or use "
+                "fsdp_sharding='optim_grads_params', which always overlaps both"
+            )
 
 
 def _check_pipeline(parallel: ParallelConfig, num_layers: int) -> None:
@@ -140,14 +170,8 @@ def check_parallel(
             f"num_attention_heads={num_attention_heads} cannot be split over tensor_model_parallel_size={tp}; "
             f"use one of {_divisors(num_attention_heads)} or change the number of heads"
         )
-    unsupported = {
-        "data_parallel=fsdp": parallel.data_parallel == "fsdp",
-    }
-    if any(unsupported.values()):
-        raise ConfigError(
-            f"parallel.{[k for k, bad in unsupported.items() if bad]} is not available yet; this version runs tensor, "
-            "sequence, pipeline, context and expert parallelism with data_parallel=ddp or distributed_optimizer"
-        )
+    if parallel.data_parallel == "fsdp":
+        _check_fsdp(parallel)
     _check_pipeline(parallel, num_layers)
     _check_experts(parallel, num_experts)
     if parallel.sequence_parallel and tp == 1:
@@ -156,10 +180,9 @@ def check_parallel(
             "raise it or switch sequence_parallel off"
         )
     _check_context(parallel, num_attention_heads)
-    if parallel.overlap_param_gather and parallel.data_parallel != "distributed_optimizer":
+    if parallel.overlap_param_gather and parallel.data_parallel == "ddp":
         raise ConfigError(
-            "parallel.overlap_param_gather=True needs data_parallel=distributed_optimizer, "
-            f"got {parallel.data_parallel!r}"
+            "parallel.overlap_param_gather=True needs data_parallel=distributed_optimizer or fsdp, got 'ddp'"
         )
     if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         raise ConfigError("parallel.overlap_param_gather=True needs parallel.overlap_grad_reduce=True")
@@ -176,6 +199,14 @@ def check_parallel(
         raise ConfigError(
             f"parallel.expert_model_parallel_size={ep} does not divide the TP {tp} x CP {cp} x DP {dp} = "
             f"{tp * cp * dp} ranks of a pipeline stage; use one of {fits} or start another number of ranks"
+        )
+    sharded_gradients = parallel.data_parallel == "fsdp" and parallel.fsdp_sharding != "optim"
+    if sharded_gradients and ep > 1 and tp * cp * dp == ep and cp * dp > 1:
+        raise ConfigError(
+            f"parallel.fsdp_sharding={parallel.fsdp_sharding!r} cannot shard experts of which each lies on one rank, "
+            f"as with expert_model_parallel_size={ep} on TP {tp} x CP {cp} x DP {dp} ranks: Megatron-FSDP counts their "
+            "gradients twice; use a smaller expert_model_parallel_size, fsdp_sharding='optim' or "
+            "data_parallel=distributed_optimizer"
         )
     if micro_batch_size < 1 or global_batch_size < 1:
         raise ConfigError(

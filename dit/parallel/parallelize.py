@@ -12,14 +12,15 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from dit.backends.addressed_init import initialize_weights
-from dit.backends.attention import Attention, resolve_attention
+from dit.backends.attention import Attention, AttentionChoice, resolve_attention
 from dit.backends.attention_blocks import resolve_blocks
 from dit.backends.context_attention import ContextAttention
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
-from dit.backends.provider import LayerProvider
+from dit.backends.provider import LayerProvider, LinearChoice
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.parallel.dims import ParallelConfig
+from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
 from dit.parallel.pipeline import split_layers, stages
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -89,10 +90,12 @@ def count_parameters(model: ModelConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model).parameters())
 
 
-def attention_path(parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype) -> Attention:
+def attention_path(
+    parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype, choice: AttentionChoice = "auto"
+) -> Attention:
     """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any."""
     device = local_device()
-    _, attention = resolve_attention(device, dtype)
+    _, attention = resolve_attention(device, dtype, choice)
     if parallel.context_parallel_size == 1:
         return attention
     inner, outer = groups.collection.hcp if parallel.context_comm == "a2a+p2p" else (None, None)
@@ -108,15 +111,22 @@ def attention_path(parallel: ParallelConfig, groups: ProcessGroups, dtype: torch
 
 
 def build_model(
-    model: ModelConfig, parallel: ParallelConfig, precision: str, groups: ProcessGroups, seed: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: str,
+    groups: ProcessGroups,
+    seed: int,
+    *,
+    attention: AttentionChoice = "auto",
+    linears: LinearChoice = "auto",
 ) -> list[Backbone]:
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights."""
     model.validate()
     config = megatron_config(model, parallel, precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]
-    provider = LayerProvider(config, groups.collection)
-    attention = attention_path(parallel, groups, DTYPES[precision])
+    provider = LayerProvider(config, groups.collection, linears)
+    path = attention_path(parallel, groups, DTYPES[precision], attention)
     mine = stages(
         config.num_layers,
         groups.pp.size(),
@@ -124,7 +134,7 @@ def build_model(
         parallel.virtual_pipeline_model_parallel_size,
         parallel.pipeline_layers,
     )
-    chunks = [model.build(provider, attention, stage) for stage in mine]
+    chunks = [model.build(provider, path, stage) for stage in mine]
     for chunk in chunks:
         chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
         initialize_weights(chunk, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
@@ -154,8 +164,17 @@ def _mark_copies(chunk: Backbone) -> None:
             parameter.shared_embedding = True  # type: ignore[attr-defined]
 
 
-def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGroups) -> list[DistributedDataParallel]:
-    """Wrap a model's chunks so that data-parallel ranks share their gradients (fp32 reduction)."""
+def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGroups) -> list[Any]:
+    """Wrap a model's chunks so that data-parallel ranks share their gradients (fp32 reduction), and with FSDP weights.
+
+    Forward passes must go through the wrappers: under FSDP the bare chunks hold no whole weights.
+    """
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    if parallel.data_parallel == "fsdp":
+        sharded = [wrap_fsdp(chunk, parallel.fsdp_sharding, groups) for chunk in chunks]
+        config.no_sync_func = sharded[0].no_sync if reduces_in_backward(sharded[0]) else None
+        return sharded
     interleaved = len(chunks) > 1
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -164,13 +183,11 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
         align_param_gather=interleaved and parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.data_parallel == "distributed_optimizer",
     )
-    config = chunks[0].config
     wrapped = [
         # The communication of later chunks hides behind other chunks' work, so it need not come in small buckets.
         DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
         for i, chunk in enumerate(chunks)
     ]
-    config.finalize_model_grads_func = finalize_model_grads
     no_sync, grad_sync, param_sync = (
         [getattr(chunk, name) for chunk in wrapped] for name in ("no_sync", "start_grad_sync", "start_param_sync")
     )
@@ -184,7 +201,7 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
 
 
 def build_optimizer(
-    wrapped: Sequence[DistributedDataParallel],
+    wrapped: Sequence[Any],
     settings: Any,
     parallel: ParallelConfig,
     precision: str,
@@ -205,14 +222,14 @@ def build_optimizer(
         clip_grad=settings.clip_grad,
         bf16=precision == "bf16",
         params_dtype=DTYPES[precision],
-        use_distributed_optimizer=parallel.data_parallel == "distributed_optimizer",
+        use_distributed_optimizer=parallel.data_parallel != "ddp",  # which FSDP's optimizer is to Megatron-Core, too
         overlap_param_gather=parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
         config, list(wrapped), use_gloo_process_groups=False, pg_collection=groups.collection
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if any(group["is_expert_parallel"] for group in part.param_groups):
+        if parallel.data_parallel != "fsdp" and any(group["is_expert_parallel"] for group in part.param_groups):
             # The gradient norm counts a whole parameter on the first tensor-parallel rank alone. Those ranks hold
             # copies of a dense parameter, but different experts.
             part.tp_group = groups.collection.expt_tp

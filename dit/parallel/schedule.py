@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from torch import Tensor
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
@@ -58,23 +59,25 @@ class WholeNetwork:
     take the same steps everywhere. One micro-batch is under way at a time.
 
     Args:
-        chunks: this rank's bare model chunks.
+        networks: this rank's model chunks, in their data-parallel wrappers where they have any: under FSDP a bare
+            chunk holds no whole weights.
     """
 
-    def __init__(self, chunks: Sequence[Backbone], groups: ProcessGroups) -> None:
-        self.chunks, self.group = list(chunks), groups.pp
-        self._neighbours = P2PCommunicator(groups.pp, chunks[0].config)
+    def __init__(self, networks: Sequence[nn.Module], groups: ProcessGroups) -> None:
+        self.networks, self.group = list(networks), groups.pp
+        self.chunks: list[Backbone] = [get_attr_wrapped_model(n, "stage", return_model_obj=True) for n in networks]
+        self._neighbours = P2PCommunicator(groups.pp, self.chunks[0].config)
 
     @torch.no_grad()
     def __call__(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         """Predict as `Backbone.forward` does on one rank; float32 when stages share the model."""
         if self.group.size() == 1:
-            return self.chunks[0](inputs_TC, time_S, batch)
+            return self.networks[0](inputs_TC, time_S, batch)
         out: Any = None
-        for chunk in self.chunks:
+        for network, chunk in zip(self.networks, self.chunks, strict=True):
             # The shape asked for is a placeholder: the sender tells the real one.
             chunk.set_input_tensor(self._neighbours.recv_forward((1, 1, 1), chunk.stage.first))
-            out = chunk(inputs_TC, time_S, batch)
+            out = network(inputs_TC, time_S, batch)
             chunk.set_input_tensor(None)
             self._neighbours.send_forward(out, chunk.stage.last)
         return self._share(out.float() if self.chunks[-1].stage.last else None, inputs_TC.device)

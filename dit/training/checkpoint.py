@@ -11,7 +11,6 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 import yaml
-from torch import nn
 
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
@@ -50,15 +49,14 @@ class TrainState:
     consumed_samples: int = 0
 
 
-def global_shapes(chunks: Sequence[nn.Module], groups: ProcessGroups) -> dict[str, list[int]]:
+def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
     """Return the shape of every whole parameter of all stages and experts by name, equal on every layout and rank."""
     shapes = {}
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            shape = list(parameter.shape)
-            if getattr(parameter, "tensor_model_parallel", False):
-                shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
-            shapes[name] = shape
+    for shard in shards:
+        shape = list(shard.parameter.shape)
+        if getattr(shard.parameter, "tensor_model_parallel", False):
+            shape[shard.parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
+        shapes[shard.name] = shape
     parts: list[Any] = [None] * groups.different_parameters.size()
     dist.all_gather_object(parts, shapes, group=groups.different_parameters)
     return {name: shape for part in parts for name, shape in part.items()}
@@ -86,7 +84,7 @@ class Checkpointer:
             CheckpointError: a rank could not write; the checkpoints before are untouched.
         """
         groups, step = state.groups, state.step
-        fingerprint = model_fingerprint(global_shapes(state.chunks, groups))
+        fingerprint = model_fingerprint(global_shapes(state.shards, groups))
         failure: Optional[BaseException] = None
         if groups.rank == 0:
             try:
@@ -159,7 +157,7 @@ class Checkpointer:
         return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
-        check_same_model(manifest, model_fingerprint(global_shapes(state.chunks, state.groups)))
+        check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
         self._check_ema(state, folder)
         load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
         state.stream.load_state_dict(read_loader_state(folder))

@@ -10,6 +10,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from dit.parallel.fsdp import local, publish, sharded_parameters
+
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -21,8 +23,8 @@ class MasterShard:
         name: global parameter name.
         parameter: the model's own (tensor-parallel) parameter.
         start, stop: range of the flattened parameter that this rank updates.
-        main: the master values, any shape with `stop - start` elements.
-        state: Adam's state of `main`; empty before the first step.
+        owner: what the optimizer updates, any shape with `stop - start` elements on this rank; a DTensor under FSDP.
+        state: Adam's state of `owner`; empty before the first step.
         group: ranks among which the parameter's shards are spread; None if every rank holds it whole.
     """
 
@@ -30,15 +32,29 @@ class MasterShard:
     parameter: nn.Parameter
     start: int
     stop: int
-    main: Tensor
+    owner: Tensor
     state: dict[str, Any]
     group: Any
 
+    @property
+    def main(self) -> Tensor:
+        """The master values of this rank, any shape with `stop - start` elements."""
+        return local(self.owner)
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of `main`, as `gradient_norm` left it; zeros where there is none."""
+        return torch.zeros_like(self.main) if self.owner.grad is None else local(self.owner.grad)
+
+    def slot(self, name: str) -> Tensor:
+        """Return one of Adam's states, in the shape of `main`; zeros before the first step."""
+        return local(self.state[name]) if name in self.state else torch.zeros_like(self.main)
+
     def ensure_state(self) -> None:
-        """Give Adam's state its tensors, as before the first step."""
+        """Give Adam's state its tensors, to be filled; Adam also needs its step count then (`set_step_count`)."""
         for slot in SLOTS:
             if slot not in self.state:
-                self.state[slot] = torch.zeros_like(self.main)
+                self.state[slot] = torch.zeros_like(self.owner)
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the parameter-shaped fp32 tensor whose shard here is `values`, on every rank of the group.
@@ -60,6 +76,10 @@ class MasterShard:
 def sub_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers behind Megatron-Core's chain (dense and expert parameters have one each)."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _is_fsdp(optimizer: Any) -> bool:
+    return isinstance(optimizer, DistributedOptimizer) and optimizer.ddp_config.use_megatron_fsdp
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
@@ -92,6 +112,8 @@ def master_shards(optimizer: Any, chunks: Sequence[nn.Module]) -> list[MasterSha
     names = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
     found: dict[nn.Parameter, MasterShard] = {}
     for part in sub_optimizers(optimizer):
+        if _is_fsdp(part):
+            return _fsdp_shards(part, list(names.values()))
         group = part.data_parallel_group if isinstance(part, DistributedOptimizer) else None
         for parameter, main, start, stop in _pairs(part):
             state = part.optimizer.state[main]
@@ -100,6 +122,15 @@ def master_shards(optimizer: Any, chunks: Sequence[nn.Module]) -> list[MasterSha
         if isinstance(part, DistributedOptimizer):
             found |= _absent_shards(part, names, found)
     return [found[parameter] for parameter in names]
+
+
+def _fsdp_shards(optimizer: DistributedOptimizer, names: list[str]) -> list[MasterShard]:
+    found = {}
+    for chunk in optimizer.model_chunks:
+        for p in sharded_parameters(chunk):
+            state = optimizer.optimizer.state[p.owner]
+            found[p.name] = MasterShard(p.name, p.raw, p.start, p.stop, p.owner, state, p.group)
+    return [found[name] for name in names]
 
 
 def _absent_shards(
@@ -130,17 +161,22 @@ def get_step_count(optimizer: Any) -> int:
 def set_step_count(optimizer: Any, step: int) -> None:
     """Set Adam's step count, wherever the implementation at hand keeps it."""
     for part in sub_optimizers(optimizer):
-        fused = type(part.optimizer).__module__.startswith(("transformer_engine", "apex"))
+        per_group = type(part.optimizer).__module__.startswith(("transformer_engine", "apex"))
         for group in part.optimizer.param_groups:
-            if fused:
+            if per_group:
                 group["step"] = step
                 continue
             for parameter in group["params"]:
-                part.optimizer.state[parameter]["step"] = torch.tensor(float(step))
+                device = parameter.device if group["fused"] else "cpu"  # torch's fused kernel counts where it works
+                part.optimizer.state[parameter]["step"] = torch.tensor(float(step), device=device)
 
 
 def publish_masters(optimizer: Any, wrapped: Sequence[Any]) -> None:
     """Copy the master weights into the model's chunks, on every rank that holds a part of them."""
+    if any(_is_fsdp(part) for part in sub_optimizers(optimizer)):
+        for chunk in wrapped:
+            publish(chunk)
+        return
     for part in sub_optimizers(optimizer):
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()

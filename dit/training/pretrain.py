@@ -19,6 +19,7 @@ from dit.backends import process_groups
 from dit.backends.attention import resolve_attention
 from dit.backends.device import describe, local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
+from dit.backends.provider import resolve_linears
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED, ConfigError
@@ -120,6 +121,8 @@ def check_settings(
         global_batch_size=training.global_batch_size,
         num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
+    resolve_attention(local_device(), DTYPES[training.precision], training.attention)
+    resolve_linears(training.linears)
     check_schedule(training.num_steps, optimizer.lr, schedule)
     if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
         raise ConfigError(f"training.ema_decay={training.ema_decay} must lie in [0, 1); use None for no average")
@@ -174,7 +177,7 @@ class Run:
         self.class_names = self.data.class_names()
         self.record = {CLASS_KEY: f"{pretrain.__module__}.{pretrain.__name__}", **to_record(settings)}
         self.state = self._build()
-        self.network = WholeNetwork(self.state.chunks, groups)
+        self.network = WholeNetwork(self.state.wrapped, groups)
         self.checkpointer = Checkpointer(CheckpointStore(run_dir / "checkpoints", settings["checkpoint"]), self.record)
         resumed = self.checkpointer.resume(self.state, settings["checkpoint"].resume)
         if not resumed and settings["checkpoint"].start_from is not None:
@@ -195,7 +198,15 @@ class Run:
 
     def _build(self) -> TrainState:
         parallel, training, groups = self.settings["parallel"], self.training, self.groups
-        chunks = build_model(self.model, parallel, training.precision, groups, training.seed)
+        chunks = build_model(
+            self.model,
+            parallel,
+            training.precision,
+            groups,
+            training.seed,
+            attention=training.attention,
+            linears=training.linears,
+        )
         wrapped = wrap(chunks, parallel, groups)
         optimizer = build_optimizer(wrapped, self.settings["optimizer"], parallel, training.precision, groups)
         shards = master_shards(optimizer, chunks)
@@ -232,10 +243,10 @@ class Run:
     def headline(self, resumed: bool) -> str:
         """Say in one line what this run is."""
         parallel: ParallelConfig = self.settings["parallel"]
-        count = sum(p.numel() for chunk in self.state.chunks for p in chunk.parameters())
+        count = sum(shard.parameter.numel() for shard in self.state.shards)
         pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
-        attention, _ = resolve_attention(self.device, DTYPES[self.training.precision])
+        attention, _ = resolve_attention(self.device, DTYPES[self.training.precision], self.training.attention)
         context = ""
         if parallel.context_parallel_size > 1:
             context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"

@@ -49,6 +49,8 @@ class TrainingConfig:
         micro_batch_size: samples (or packs) per forward pass of one data-parallel rank.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` keeps fp32 master weights; `fp32` everywhere.
+        attention: attention path; `auto` takes the best one installed (see `dit.backends.attention`).
+        linears: whose parallel linears; `auto` takes Transformer Engine's on CUDA where it is installed.
         seed: addresses initial weights, data order and all noise.
         ema_decay: decay of the weight average per step (fp32); None for no average.
         ema_start_step: the average equals the weights until this step.
@@ -63,6 +65,8 @@ class TrainingConfig:
     micro_batch_size: int = 1
     global_batch_size: int = 1
     precision: Literal["bf16", "fp32"] = "bf16"
+    attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
+    linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
     seed: int = 1234
     ema_decay: Optional[float] = 0.9999
     ema_start_step: int = 0

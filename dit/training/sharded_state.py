@@ -50,10 +50,9 @@ def save_state(
     """
     state: dict[str, Any] = {}
     for i, shard in enumerate(shards):
-        shard.ensure_state()
         if f"weight.{shard.name}" in state:
             continue  # another chunk's copy, equal to the bit
-        slots = {"weight": shard.main, **{slot: shard.state[slot] for slot in SLOTS}}
+        slots = {"weight": shard.main, **{slot: shard.slot(slot) for slot in SLOTS}}
         if ema is not None:
             slots["ema"] = ema.values[i]
         for slot, values in slots.items():
@@ -83,7 +82,7 @@ def load_state(
             request[key] = sharded_tensor(key, empty, shard.parameter, groups)
     loaded = dist_checkpointing.load(request, str(directory))
     for i, shard in enumerate(shards):
-        targets = {"weight": shard.main, **{slot: shard.state[slot] for slot in SLOTS}}
+        targets = {"weight": shard.main, **{slot: shard.slot(slot) for slot in SLOTS}}
         if ema is not None:
             targets["ema"] = ema.values[i]
         for slot, target in targets.items():

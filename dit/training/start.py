@@ -33,7 +33,7 @@ def start_from(path: str, state: TrainState) -> None:
         ConfigError: it belongs to another model.
     """
     folder = agree_on_folder(path, state.groups)
-    check_same_model(read_manifest(folder), model_fingerprint(global_shapes(state.chunks, state.groups)))
+    check_same_model(read_manifest(folder), model_fingerprint(global_shapes(state.shards, state.groups)))
     record = yaml.safe_load((folder / CONFIG_FILE).read_text())
     slot = "weight" if record["training"]["ema_decay"] is None else "ema"
     request: dict[str, Any] = {}

@@ -16,10 +16,11 @@ def state_of(it, ema) -> dict:
 
     named = []
     for shard, average in zip(it.shards, ema.values):
-        slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
+        slots = {"weight": shard.main, "ema": average, **{slot: shard.slot(slot) for slot in SLOTS}}
         named += [(f"{k}.{shard.name}", whole(shard.gather(v), shard.parameter, it.groups)) for k, v in slots.items()]
-    fingerprint = model_fingerprint(global_shapes(it.chunks, it.groups))
-    return {**of_all_stages(named, it.groups), "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}
+    fingerprint = model_fingerprint(global_shapes(it.shards, it.groups))
+    tensors, drifted = of_all_stages(named, it.groups)
+    return {**tensors, "drifted": drifted, "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}
 
 
 def save(case: dict) -> dict:
@@ -32,8 +33,8 @@ def save(case: dict) -> dict:
     ema = EMA([*it.shards], 0.9)
     for shard, average in zip(it.shards, ema.values):
         shard.ensure_state()
-        shard.state["exp_avg"].copy_(3 * shard.main.detach())
-        shard.state["exp_avg_sq"].copy_(shard.main.detach().square())
+        shard.slot("exp_avg").copy_(3 * shard.main.detach())
+        shard.slot("exp_avg_sq").copy_(shard.main.detach().square())
         average.copy_(shard.main.detach() - 1)
     set_step_count(it.optimizer, 7)
     if it.groups.rank == 0:
@@ -58,6 +59,7 @@ def load(case: dict) -> dict:
     load_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.wrapped, it.groups)
     state = state_of(it, ema)
     named = [(f"model.{n}", whole(p.data, p, it.groups)) for n, p in named_parameters(it.chunks)]
-    state |= of_all_stages(named, it.groups)
+    tensors, drifted = of_all_stages(named, it.groups)
+    state = {**state, **tensors, "drifted": state["drifted"] + drifted}
     process_groups.release()
     return state

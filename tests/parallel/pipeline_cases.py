@@ -89,7 +89,7 @@ def _state(it: SimpleNamespace, ema) -> dict:
     for chunk in it.chunks:
         named += [(f"model.{name}", whole(p.data, p, it.groups)) for name, p in chunk.named_parameters()]
     tensors, drifted = of_all_stages(named, it.groups)
-    shapes = global_shapes(it.chunks, it.groups)
+    shapes = global_shapes(it.shards, it.groups)
     return {"tensors": tensors, "drifted": drifted, "step": get_step_count(it.optimizer), "shapes": shapes}
 
 

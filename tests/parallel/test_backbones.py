@@ -23,6 +23,7 @@ LAYOUTS = {
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "distributed_optimizer2": {},
     "cp2": {"context_parallel_size": 2},
+    "fsdp2": {"data_parallel": "fsdp"},
     "pp2": {"pipeline_model_parallel_size": 2},
 }
 CASES = [

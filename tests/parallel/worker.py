@@ -1,5 +1,6 @@
 """One rank of a test world: train a tiny model under each case's layout and report global tensors."""
 
+import gc
 import pickle
 import sys
 from importlib import import_module
@@ -115,7 +116,7 @@ def build(case: dict) -> SimpleNamespace:
         num_layers=model.num_layers,
         micro_batch_size=1,
         global_batch_size=num_micro,
-        num_experts=model.num_experts,
+        num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, "fp32", groups, SEED)
@@ -163,12 +164,13 @@ def train(case: dict) -> dict:
         result["losses"].append((sums[0] / sums[1]).item())
         result["grad_norms"].append(optim.gradient_norm(optimizer))
         if step == 0:
-            gathered = [(s, s.gather(s.main.grad if s.main.numel() else s.main)) for s in shards]
-            named = [(s.name, whole(gradient, s.parameter, groups)) for s, gradient in gathered]
+            named = [(s.name, whole(s.gather(s.grad), s.parameter, groups)) for s in shards]
             result["gradients"], _ = of_all_stages(named, groups)
         optim.apply_update(optimizer, result["grad_norms"][-1], it.settings.clip_grad)
     optim.publish_masters(optimizer, it.wrapped)  # with an overlapped gather the last update waits for the next forward
-    named = named_parameters(it.chunks)
+    if it.parallel.data_parallel == "fsdp":
+        it.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
+    named = [(s.name, s.parameter) for s in shards]
     result["parameters"], drifted = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
     result["drifted"] = drifted + [n for n, p in named if copies_differ(p, groups)]
     case.get("then", lambda it: None)(it)
@@ -181,6 +183,7 @@ def main(folder: Path) -> None:
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
     results = []
     for case in cases:
+        gc.freeze()  # Megatron-FSDP collects garbage for every model; half a second if it visits all that is imported
         module, name = case.get("task", "tests.parallel.worker:train").split(":")
         results.append(getattr(import_module(module), name)(case))
     if dist.get_rank() == 0:

@@ -51,6 +51,8 @@ class DiT(Backbone):
     QK-layernorm, (t, h, w) positions and rotary positions are options.
     """
 
+    fsdp_units = (DiTLayer,)
+
     def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config

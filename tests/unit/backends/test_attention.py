@@ -1,10 +1,14 @@
 """Attention over packs: every sample attends to itself alone, whatever the layout."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 from dit.backends.attention import reference_attention, resolve_attention, segment_sdpa, varlen_attention
+from dit.backends.provider import ColumnLinear, RowLinear, resolve_linears
 from dit.batch import SequenceLayout
+from dit.errors import ConfigError
 from tests.unit.backends.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
 # float32 sums of up to 33 terms in another order.
@@ -95,3 +99,25 @@ def test_path_is_chosen_by_device_and_precision():
     assert resolve_attention(cpu, torch.bfloat16) == ("segment_sdpa", segment_sdpa)
     assert resolve_attention(gpu, torch.float32) == ("segment_sdpa", segment_sdpa)
     assert resolve_attention(gpu, torch.bfloat16) == ("varlen", varlen_attention)
+
+
+def test_a_path_that_cannot_be_had_is_refused():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="unknown; use one of auto, sdpa"):
+        resolve_attention(gpu, torch.bfloat16, "fastest")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs bf16 on CUDA"):
+        resolve_attention(cpu, torch.bfloat16, "varlen")
+    assert resolve_attention(gpu, torch.bfloat16, "sdpa") == ("segment_sdpa", segment_sdpa)
+    for name in ("flash_attn", "transformer_engine"):
+        if not find_spec(name):
+            with pytest.raises(ConfigError, match=f"needs {name}, which is not installed"):
+                resolve_attention(gpu, torch.bfloat16, name)  # type: ignore[arg-type]
+
+
+def test_linears_that_cannot_be_had_are_refused():
+    assert resolve_linears("auto") == resolve_linears("megatron") == (ColumnLinear, RowLinear)
+    with pytest.raises(ConfigError, match="unknown; use one of auto, megatron"):
+        resolve_linears("fast")  # type: ignore[arg-type]
+    if not find_spec("transformer_engine"):
+        with pytest.raises(ConfigError, match="not installed"):
+            resolve_linears("transformer_engine")

@@ -72,6 +72,17 @@ def test_factories_pin_no_memory(name: str):
     assert not getattr(torch, name)(*FACTORY_ARGUMENTS[name], pin_memory=True).is_pinned()
 
 
+@pytest.mark.parametrize("device", CUDA_NAMES, ids=str)
+@pytest.mark.parametrize("name", megatron_cpu._NEW_LIKE)
+def test_tensors_make_new_cuda_tensors_on_cpu(name: str, device: object):
+    arguments = {"new_full": ((2,), 3.0), "new_tensor": ([1.0, 2.0],)}.get(name, ((2,),))
+    x = torch.ones(3, dtype=torch.float64)
+    made = getattr(x, name)(*arguments, device=device)
+    assert made.device.type == "cpu"
+    assert (made.shape, made.dtype) == ((2,), torch.float64)
+    assert getattr(x, name)(*arguments, dtype=torch.int32).dtype == torch.int32
+
+
 def test_factories_leave_other_devices_alone():
     assert torch.empty(2, device="meta").is_meta
     with torch.device("meta"):
@@ -121,6 +132,7 @@ def test_current_device_is_the_cpu():
     """What Megatron-Core passes on as a device makes CPU tensors."""
     torch.cuda.set_device(3)
     assert torch.empty(1, device=torch.cuda.current_device()).device.type == "cpu"
+    assert torch.empty(1, device=torch.device(f"cuda:{torch.cuda.current_device()}")).device.type == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +170,7 @@ def test_streams_and_events_order_nothing():
     stream.wait_event(event)
     stream.wait_stream(torch.cuda.default_stream())
     event.synchronize()
+    stream.record_event().wait()
     assert event.query()
     assert event.elapsed_time(torch.cuda.Event()) == 0.0
     assert isinstance(stream, torch.cuda.Stream)
@@ -241,15 +254,35 @@ def test_names_bound_at_import_are_redirected_too():
 
 def test_coalesced_collectives_run_at_once(one_rank_world: ProcessGroups):
     from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp_buffer
 
     out, x = torch.zeros(2), torch.tensor([1.0, 2.0])
-    for manager in (dist._coalescing_manager, param_and_grad_buffer._coalescing_manager):
+    for home in (dist, param_and_grad_buffer, fsdp_buffer):
+        manager = home._coalescing_manager
         out.zero_()
         with manager(one_rank_world.tp, async_ops=True) as work:
             dist.all_gather_into_tensor(out, x, group=one_rank_world.tp, async_op=True)
             assert torch.equal(out, x)
         assert work.is_completed()
         assert work.wait()
+
+
+def test_meshes_of_megatron_fsdp_lie_on_the_cpu(one_rank_world: ProcessGroups):
+    """It asks for a mesh of CUDA devices and gets one of CPUs, whose DTensors work; torch's own class is untouched."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from torch.distributed import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    groups = [one_rank_world.dp_cp, one_rank_world.tp]
+    mesh = mcore_fsdp_adapter.DeviceMesh.from_group(
+        groups, device_type="cuda", mesh=[[0]], mesh_dim_names=("dp_cp", "tp")
+    )
+    assert mesh.device_type == "cpu"
+    assert mesh.get_group("tp") is one_rank_world.tp
+    x = torch.arange(4.0)
+    assert torch.equal(DTensor.from_local(x, mesh["dp_cp"], [Shard(0)]).full_tensor(), x)
+    assert DeviceMesh is not mcore_fsdp_adapter.DeviceMesh
+    assert issubclass(mcore_fsdp_adapter.DeviceMesh, DeviceMesh)
 
 
 def test_megatrons_linears_train_on_cpu(one_rank_world: ProcessGroups):

@@ -38,6 +38,21 @@ def test_the_distributed_optimizer_spreads_states_and_average_only():
     assert (spread.optimizer, spread.average) == (whole.optimizer // 4, whole.average // 4)
 
 
+@pytest.mark.parametrize(
+    ("sharding", "spread"),
+    [
+        ("optim", {"optimizer", "average"}),
+        ("optim_grads", {"optimizer", "average", "gradients"}),
+        ("optim_grads_params", {"optimizer", "average", "gradients", "weights"}),
+    ],
+)
+def test_fsdp_spreads_what_it_is_told_to(sharding, spread):
+    fsdp = ParallelConfig(data_parallel="fsdp", fsdp_sharding=sharding)
+    one, four = (asdict(plan.estimate_memory(MODEL, TRAINING, fsdp, ranks, tokens=16)) for ranks in (1, 4))
+    assert {name for name in one if four[name] < one[name]} == spread
+    assert all(four[name] == one[name] // 4 for name in spread)
+
+
 def test_experts_are_shared_and_their_states_spread_over_their_own_copies():
     """Over 4 ranks with EP 2, each expert has two copies; dense parameters have four."""
     model = replace(MODEL, num_experts=4, moe_ffn_hidden_size=32)

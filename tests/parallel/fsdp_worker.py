@@ -1,0 +1,147 @@
+"""What one rank of a Megatron-FSDP test world runs; cases name these functions."""
+
+import torch
+from torch import nn
+
+from dit.backends import process_groups
+from dit.models.base import Backbone, Stage
+from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.parallel.parallelize import build_optimizer, megatron_config, wrap
+from dit.sampling.generate import empty_pack, generate
+from dit.training.optim import SLOTS, get_step_count, gradient_norm, master_shards
+from dit.training.pretrain import Run, check_settings
+from dit.training.settings import (
+    CheckpointConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from energon_data.mock import MockData
+from tests.parallel.worker import whole
+
+
+def start(case: dict) -> Run:
+    """Start or resume the run in `case["run_dir"]`, on synthetic ragged packs that every layout shares alike."""
+    settings = {
+        "model": DiTConfig(
+            hidden_size=32, num_layers=2, num_attention_heads=2, num_classes=3, position_embedding="sincos_3d"
+        ),
+        "data": MockData(shapes=["1x8x8", "1x4x8"], num_streams=4, max_tokens_per_pack=40),
+        "objective": FlowMatching(),
+        "optimizer": OptimizerConfig(lr=1e-2, weight_decay=0.1),
+        "schedule": ScheduleConfig(),
+        "parallel": ParallelConfig(**case["parallel"]),
+        "training": TrainingConfig(
+            run_dir=str(case["run_dir"]), global_batch_size=4, precision=case.get("precision", "fp32"), ema_decay=0.5
+        ),
+        "checkpoint": CheckpointConfig(interval=0),
+        "logging": LoggingConfig(tensorboard=False),
+        "sampling": SamplingConfig(),
+    }
+    checked = (settings[name] for name in ("model", "data", "optimizer", "schedule", "parallel", "training"))
+    dims, spec = check_settings(*checked)
+    return Run(settings, dims, spec, process_groups.initialize(settings["parallel"]), quiet=True)
+
+
+def state_of(run: Run) -> dict[str, torch.Tensor]:
+    """Join every global tensor of a run's state on every rank: masters, average, Adam's moments and step count."""
+    state, found = run.state, {}
+    for i, shard in enumerate(state.shards):
+        parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in SLOTS}}
+        for slot, values in parts.items():
+            found[f"{slot}.{shard.name}"] = whole(shard.gather(values), shard.parameter, run.groups)
+    return {**found, "step": torch.tensor(get_step_count(state.optimizer))}
+
+
+def look(run: Run) -> dict:
+    """Return the held-out loss and three samples with the averaged weights, and samples with the weights."""
+    pack = empty_pack(run.spec, (1, 8, 8), 3, run.device, labels=[0, 1, 2])
+
+    def draw() -> torch.Tensor:
+        options = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
+        return generate(run.network, FlowMatching(), pack, run.spec, **options)
+
+    run._validate()
+    with run.state.ema.applied(run.state.optimizer, run.state.wrapped):
+        averaged = draw()
+    return {"held_out": run.held_out, "averaged": averaged, "raw": draw()}
+
+
+def train(case: dict) -> dict:
+    """Resume, look, make steps, look, save: as the case says; report the state before and after."""
+    run = start(case)
+    loss_sums = torch.zeros(2)
+    result = {"resumed_at": run.state.step, "before": state_of(run)}
+    if case.get("look_before"):
+        result["looks_before"] = look(run)
+    result["grad_norms"] = [run.step(loss_sums) for _ in range(case["steps"])]
+    result["after"] = state_of(run)
+    if case.get("look_after"):
+        result["looks_after"] = look(run)
+        result["after_looking"] = state_of(run)
+    if case.get("save"):
+        run.checkpointer.save(run.state, {}, None)
+    if "steps_after" in case:
+        result["grad_norms"] += [run.step(loss_sums) for _ in range(case["steps_after"])]
+        result["at_end"] = state_of(run)
+    run.close()
+    process_groups.release()
+    return result
+
+
+class Unit(nn.Module):
+    """A layer that is gathered and freed as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Awkward(Backbone):
+    """It holds a parameter itself, registers the module that runs first last, and leaves one without a gradient."""
+
+    fsdp_units = (Unit,)
+
+    def __init__(self, config) -> None:
+        super().__init__(Stage(range(2)))
+        self.config = config
+        self.scale = nn.Parameter(torch.randn(8))
+        self.head = nn.Linear(8, 4)
+        self.layers = nn.ModuleList(Unit() for _ in range(2))
+        self.unused = nn.Linear(8, 8)
+        self.embed = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def awkward(case: dict) -> dict:
+    """Take the gradients of a backbone that is laid out as badly as it may be, over two micro-batches per rank."""
+    parallel = ParallelConfig(**case["parallel"])
+    groups = process_groups.initialize(parallel)
+    torch.manual_seed(0)
+    backbone = Awkward(megatron_config(DiTConfig(hidden_size=8, num_attention_heads=1), parallel, "fp32"))
+    wrapped = wrap([backbone], parallel, groups)
+    optimizer = build_optimizer(wrapped, OptimizerConfig(), parallel, "fp32", groups)
+    shards = master_shards(optimizer, [backbone])
+    x = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1)).chunk(groups.dp_size)[groups.dp_rank]
+    config = backbone.config
+    wrapped[0].zero_grad_buffer()
+    for i, part in enumerate(x):
+        with config.no_sync_func() if config.no_sync_func and i < len(x) - 1 else torch.enable_grad():
+            wrapped[0](part).square().sum().backward()
+    config.finalize_model_grads_func(wrapped, torch.tensor(len(x), dtype=torch.int32), groups.collection)
+    norm = gradient_norm(optimizer)
+    result = {"norm": norm, "gradients": {s.name: s.gather(s.grad) for s in shards}}
+    process_groups.release()
+    return result

@@ -1,0 +1,189 @@
+"""Megatron-FSDP gives the numbers of one rank, and shares its checkpoints with every other layout."""
+
+import pytest
+import torch
+
+from tests.parallel.test_layouts import assert_equal_training
+from tests.parallel.world import run_world
+
+FSDP = {"data_parallel": "fsdp"}
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
+DDP = {"data_parallel": "ddp"}
+
+LAYOUTS = {
+    1: {"fsdp1": FSDP},  # nothing to share: the same recipe on a single device
+    2: {
+        "fsdp2": FSDP,
+        "fsdp2_optim_grads": {**FSDP, "fsdp_sharding": "optim_grads"},
+        "fsdp2_optim": {**FSDP, "fsdp_sharding": "optim"},
+        "cp2_fsdp": {**FSDP, "context_parallel_size": 2},
+    },
+    4: {"tp2_sp_fsdp2": {**FSDP, **TP2SP}},
+}
+EXPERTS = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+EP2 = {**FSDP, "expert_model_parallel_size": 2}
+EXPERT_LAYOUTS = {
+    2: {"ep2_fsdp_optim2": {**EP2, "fsdp_sharding": "optim"}},  # each expert on one rank, dense parameters on two
+    4: {"ep2_fsdp4": EP2, "ep2_tp2_sp_fsdp2": {**EP2, **TP2SP}},
+}
+CASES = [(name, packed) for named in LAYOUTS.values() for name in named for packed in (False, True)]
+SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
+BF16_SHARDINGS = ("optim", "optim_grads_params")
+
+SUM_RTOL = 1e-5  # fp32; sums are taken in another order
+ADAM_RTOL = 1e-4  # Adam divides by the root of small gradients
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Every case's numbers; each world size starts once."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    saves = {"steps": 2, "look_after": True, "save": True, "steps_after": 1}
+
+    def run(name, parallel, **options):
+        return {"task": "tests.parallel.fsdp_worker:train", "run_dir": folder / name, "parallel": parallel, **options}
+
+    def resumes(name, parallel):  # and writes nothing
+        return run(name, parallel, steps=1, look_before=True)
+
+    def experts(task, parallel):
+        task = f"tests.parallel.expert_tasks:{task}"
+        return {"task": task, "parallel": parallel, "packed": True, "model": EXPERTS, "folder": folder / "experts"}
+
+    def awkward(parallel):
+        return {"task": "tests.parallel.fsdp_worker:awkward", "parallel": parallel}
+
+    kinds = {kind: {**FSDP, "fsdp_sharding": kind} for kind in SHARDINGS}
+    more = {
+        2: {
+            "run_fsdp2": run("fsdp2", FSDP, **saves),
+            "run_distributed2": run("distributed2", DISTRIBUTED, **saves),
+            "fsdp2_to_distributed2": resumes("fsdp2", DISTRIBUTED),
+            "distributed2_to_fsdp2": resumes("distributed2", FSDP),
+            "distributed2_to_fsdp2_optim": resumes("distributed2", kinds["optim"]),
+            "bf16_distributed2": run("bf16", DISTRIBUTED, precision="bf16", steps=3, look_after=True),
+            **{f"bf16_{k}": run("bf16", kinds[k], precision="bf16", steps=3, look_after=True) for k in BF16_SHARDINGS},
+            **{f"awkward_{k}": awkward(p) for k, p in kinds.items()},
+        },
+        4: {
+            "saved_experts": experts("save", EP2),
+            "fsdp2_to_fsdp4": resumes("fsdp2", FSDP),
+            "fsdp2_to_tp2_sp_fsdp2": resumes("fsdp2", {**FSDP, **TP2SP}),
+        },
+        1: {
+            "fsdp2_to_ddp1": resumes("fsdp2", DDP),
+            "awkward_one": awkward(DDP),
+            "one_experts": {"parallel": DDP, "packed": True, "model": EXPERTS},
+            "loaded_experts": experts("load", DDP),
+            **{f"one_{packed}": {"parallel": DDP, "packed": packed} for packed in (False, True)},
+        },
+    }
+    found = {}
+    for world, named in more.items():  # in this order: what one writes, others read
+        cases = {**named}
+        for name, parallel in LAYOUTS[world].items():
+            cases |= {f"{name}_{packed}": {"parallel": parallel, "packed": packed} for packed in (False, True)}
+        for name, parallel in EXPERT_LAYOUTS.get(world, {}).items():
+            cases[name] = {"parallel": parallel, "packed": True, "model": EXPERTS}
+        found |= dict(zip(cases, run_world(world, list(cases.values()), folder / f"world{world}")))
+    return found
+
+
+def assert_close(given, expected, rtol):
+    assert given.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (given[name] - tensor).float().norm()
+        assert error <= rtol * tensor.float().norm(), f"{name}: {error:.2e} off {tensor.float().norm():.2e}"
+
+
+def assert_same(given, expected):
+    assert given.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(given[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(("name", "packed"), CASES)
+def test_fsdp_equals_one_rank(results, name, packed):
+    assert_equal_training(results[f"one_{packed}"], results[f"{name}_{packed}"])
+
+
+@pytest.mark.parametrize("name", [name for named in EXPERT_LAYOUTS.values() for name in named])
+def test_fsdp_with_experts_equals_one_rank(results, name):
+    """An expert's weights are sharded over the ranks that hold this expert, the others over all."""
+    assert_equal_training(results["one_experts"], results[name])
+
+
+def test_experts_go_to_one_rank_to_the_bit(results):
+    saved, loaded = results["saved_experts"], results["loaded_experts"]
+    assert saved["fingerprint"] == loaded["fingerprint"]
+    tensors = {name: value for name, value in saved.items() if isinstance(value, torch.Tensor)}
+    assert any("mlp.experts.3." in name for name in tensors)
+    assert_same({name: loaded[name] for name in tensors}, tensors)
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_every_gradient_arrives_however_the_model_is_laid_out(results, kind):
+    """Parameters of the model itself, modules that run in another order than they were registered, unused ones."""
+    one, many = results["awkward_one"], results[f"awkward_{kind}"]
+    assert many["norm"] == pytest.approx(one["norm"], rel=SUM_RTOL)
+    assert_close(many["gradients"], one["gradients"], SUM_RTOL)
+    idle = {name for name, gradient in one["gradients"].items() if not gradient.any()}
+    assert idle == {"unused.weight", "unused.bias"}
+
+
+def test_fsdp_is_the_same_run_as_the_distributed_optimizer(results):
+    """Weights, average and moments agree, and what the loop sees of them: held-out loss and samples."""
+    fsdp, other = results["run_fsdp2"], results["run_distributed2"]
+    assert_same(fsdp["before"], other["before"])
+    assert fsdp["grad_norms"] == pytest.approx(other["grad_norms"], rel=SUM_RTOL)
+    assert_close(fsdp["at_end"], other["at_end"], ADAM_RTOL)
+    assert fsdp["looks_after"]["held_out"] == pytest.approx(other["looks_after"]["held_out"], rel=ADAM_RTOL)
+    for kind in ("averaged", "raw"):
+        torch.testing.assert_close(fsdp["looks_after"][kind], other["looks_after"][kind], rtol=1e-4, atol=1e-4)
+
+
+def test_average_and_weights_differ_and_come_back(results):
+    """Looking with the averaged weights uses other weights, and leaves every number of the run as it was."""
+    run = results["run_fsdp2"]
+    assert (run["looks_after"]["averaged"] - run["looks_after"]["raw"]).abs().max() > 1e-3
+    assert_same(run["after_looking"], run["after"])
+
+
+@pytest.mark.parametrize("kind", BF16_SHARDINGS)
+def test_bf16_keeps_fp32_masters(results, kind):
+    """The same steps as the distributed optimizer in bf16: fp32 gradients, moments, weights and average."""
+    fsdp, other = results[f"bf16_{kind}"], results["bf16_distributed2"]
+    assert_same(fsdp["before"], other["before"])
+    assert fsdp["grad_norms"] == pytest.approx(other["grad_norms"], rel=SUM_RTOL)
+    assert_close(fsdp["after"], other["after"], ADAM_RTOL)
+    for seen in ("averaged", "raw"):
+        torch.testing.assert_close(fsdp["looks_after"][seen], other["looks_after"][seen], rtol=1e-4, atol=1e-4)
+    assert_same(fsdp["after_looking"], fsdp["after"])
+
+
+RESUMED = {
+    "fsdp2_to_ddp1": "run_fsdp2",
+    "fsdp2_to_distributed2": "run_fsdp2",
+    "fsdp2_to_fsdp4": "run_fsdp2",
+    "fsdp2_to_tp2_sp_fsdp2": "run_fsdp2",
+    "distributed2_to_fsdp2": "run_distributed2",
+    "distributed2_to_fsdp2_optim": "run_distributed2",
+}
+
+
+@pytest.mark.parametrize(("name", "saved"), RESUMED.items())
+def test_checkpoints_are_read_to_the_bit_on_another_layout(results, name, saved):
+    """Weights, average, both moments and Adam's step count; the next step is that of the run that went on."""
+    run, resumed = results[saved], results[name]
+    assert resumed["resumed_at"] == 2
+    assert_same(resumed["before"], run["after"])
+    assert resumed["grad_norms"] == pytest.approx(run["grad_norms"][2:], rel=SUM_RTOL)
+    assert_close(resumed["after"], run["at_end"], ADAM_RTOL)
+
+
+@pytest.mark.parametrize(("name", "saved"), RESUMED.items())
+def test_samples_and_held_out_loss_are_those_of_the_run_that_saved(results, name, saved):
+    seen, expected = results[name]["looks_before"], results[saved]["looks_after"]
+    assert seen["held_out"] == pytest.approx(expected["held_out"], rel=SUM_RTOL)
+    for kind in ("averaged", "raw"):
+        torch.testing.assert_close(seen[kind], expected[kind], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,100 @@
+"""What Megatron-FSDP cannot do is refused before anything is built, and what it is told reaches it."""
+
+import pytest
+from torch import nn
+
+from dit.backends.process_groups import ProcessGroups
+from dit.errors import ConfigError
+from dit.models.base import Backbone, Stage
+from dit.models.dit.config import DiTConfig
+from dit.parallel.dims import ParallelConfig, check_parallel
+
+SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
+
+
+def checked(world_size=4, num_experts=None, **parallel):
+    return check_parallel(
+        ParallelConfig(data_parallel="fsdp", **parallel),
+        world_size=world_size,
+        num_attention_heads=4,
+        num_layers=4,
+        micro_batch_size=1,
+        global_batch_size=8,
+        num_experts=num_experts,
+    )
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}])
+def test_every_sharding_goes_with_tensor_parallelism(kind, layout):
+    assert checked(fsdp_sharding=kind, **layout).data_parallel_size == (2 if layout else 4)
+
+
+def test_overlaps_that_always_happen_may_be_asked_for():
+    """So that a recipe with both overlaps switches to FSDP by one setting."""
+    both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert checked(**both) == checked()
+    assert checked(fsdp_sharding="optim_grads", overlap_grad_reduce=True) == checked()
+
+
+def test_experts_need_copies_to_be_sharded():
+    assert checked(num_experts=4, expert_model_parallel_size=2) == checked()
+    assert checked(num_experts=4, expert_model_parallel_size=4, fsdp_sharding="optim") == checked()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"pipeline_model_parallel_size": 2}, "fsdp cannot run with pipeline_model_parallel_size=2.*distributed_optim"),
+        ({"fsdp_sharding": "weights"}, "fsdp_sharding='weights' is unknown; use one of 'optim', 'optim_grads'"),
+        ({"fsdp_sharding": "optim", "overlap_grad_reduce": True}, "overlap_grad_reduce=True cannot be had with .*'opt"),
+        (
+            {"expert_model_parallel_size": 4, "num_experts": 4},
+            "each lies on one rank, as with expert_model_parallel_size=4 on TP 1 x CP 1 x DP 4 ranks",
+        ),
+        (
+            {"fsdp_sharding": "optim_grads", "overlap_grad_reduce": True, "overlap_param_gather": True},
+            "overlap_param_gather=True cannot be had with fsdp_sharding='optim_grads'; switch it off or use",
+        ),
+    ],
+)
+def test_what_megatron_fsdp_cannot_do_is_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        checked(**settings)
+
+
+def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
+    """Sharded weights are gathered layer by layer, so there must be layers; weaker kinds need none."""
+    from dit.parallel.parallelize import megatron_config, wrap
+
+    class Plain(Backbone):
+        def __init__(self) -> None:
+            super().__init__(Stage(range(1)))
+            self.config = megatron_config(DiTConfig(hidden_size=8, num_attention_heads=1), ParallelConfig(), "fp32")
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, *_):
+            raise NotImplementedError
+
+    with pytest.raises(
+        ConfigError, match=r"Plain\.fsdp_units names none; name them or use fsdp_sharding='optim_grads'"
+    ):
+        wrap([Plain()], ParallelConfig(data_parallel="fsdp"), one_rank_world)
+    wrap([Plain()], ParallelConfig(data_parallel="fsdp", fsdp_sharding="optim_grads"), one_rank_world)
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_one_data_parallel_rank_shards_nothing(one_rank_world: ProcessGroups, kind):
+    """Every kind is then the plainest one; weights in fp32 are their own masters, others get fp32 masters."""
+    from dit.parallel.parallelize import build_model, wrap
+
+    parallel = ParallelConfig(data_parallel="fsdp", fsdp_sharding=kind)
+    for precision, has_masters in (("fp32", False), ("bf16", True)):
+        model = DiTConfig(hidden_size=8, num_layers=1, num_attention_heads=1)
+        chunks = build_model(model, parallel, precision, one_rank_world, seed=0)
+        (wrapped,) = wrap(chunks, parallel, one_rank_world)
+        assert wrapped.ddp_config.data_parallel_sharding_strategy == "optim"
+        assert wrapped.ddp_config.grad_reduce_in_fp32
+        groups = wrapped.param_and_grad_buffer.parameter_groups
+        assert all((group.main_weight_buffer is not None) == has_masters for group in groups)
+        assert chunks[0].config.no_sync_func is None
