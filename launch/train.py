@@ -38,7 +38,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except Exception:
+    except Exception as error:
+        from dit.training.exit_record import is_peer_lost
+
+        if is_peer_lost(error) and not verbose:
+            print(f"rank {environment.rank()}: stopped because another rank ended; see its error", file=sys.stderr)
+            return EXIT_UNEXPECTED
         print(f"rank {environment.rank()}: unexpected error", file=sys.stderr)
         traceback.print_exc()
         return EXIT_UNEXPECTED

@@ -221,7 +221,8 @@ def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged
     assert (record["code"], record["reason"]) == (3, "data")
     assert key in record["error"]
     assert shard in record["error"]
-    assert f"rank {record['rank']}: error: " in log.read_text()
+    assert f"rank {record['rank']}: error: lost sample '{key}'" in log.read_text()
+    assert f"rank {1 - record['rank']}: unexpected error" not in log.read_text()
 
 
 @pytest.mark.parametrize(("name", "step", "file"), [("nan", 4, "nan.pt"), ("nan on one rank", 3, "nan_2.pt")])
