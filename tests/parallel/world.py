@@ -20,7 +20,7 @@ def free_port() -> int:
                 return port
 
 
-def run_world(world_size: int, cases: list[dict], folder: Path, *, timeout_s: float = 300.0) -> list[dict]:
+def run_world(world_size: int, cases: list[dict], folder: Path, *, timeout_s: float = 900.0) -> list[dict]:
     """Run every case on `world_size` ranks, in one start, and return rank 0's result of each.
 
     Raises:
