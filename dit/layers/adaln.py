@@ -77,3 +77,40 @@ class Modulation(nn.Module):
         chunks = self.linear(self.down(nn.functional.silu(cond_SD))).chunk(3 * self.num_sublayers, dim=-1)
         triples = zip(chunks[0::3], chunks[1::3], chunks[2::3])
         return [SublayerModulation(shift, scale, gate, self.eps) for shift, scale, gate in triples]
+
+
+class SharedModulation(nn.Module):
+    """Linear(SiLU(c)) to the chunks of all sub-layers, once for all layers; each adds its own `TableModulation`.
+
+    Every pipeline stage holds a copy; the copies' gradients are summed. Starts at zero, so that with tables of zeros
+    every gated residual starts as the identity, as in adaLN-Zero.
+
+    Source: adaLN-single, Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3.
+    """
+
+    def __init__(self, hidden_size: int, num_sublayers: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.linear = provider.replicated_linear(hidden_size, 3 * num_sublayers * hidden_size, bias=True, init=ZEROS)
+        for parameter in self.parameters():
+            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, cond_SD: Tensor) -> Tensor:
+        """Return `[S, 3 * num_sublayers * D]`: shift, scale and gate of each sub-layer in turn."""
+        return self.linear(nn.functional.silu(cond_SD))
+
+
+class TableModulation(nn.Module):
+    """One layer's learned table, added to what `SharedModulation` gives all layers.
+
+    Source: adaLN-single, as `SharedModulation`.
+    """
+
+    def __init__(self, hidden_size: int, num_sublayers: int, provider: LayerProvider, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.table = provider.parameter((3 * num_sublayers, hidden_size), ZEROS)
+
+    def forward(self, shared_SD: Tensor) -> list[SublayerModulation]:
+        chunks = (shared_SD.unflatten(-1, self.table.shape) + self.table).unbind(1)
+        triples = zip(chunks[0::3], chunks[1::3], chunks[2::3])
+        return [SublayerModulation(shift, scale, gate, self.eps) for shift, scale, gate in triples]
