@@ -46,11 +46,11 @@ class Recording(Iterator):
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches
-        self.layouts: list[tuple[Any, Any]] = []
+        self.layouts: list[tuple[Any, Any, Any]] = []
 
     def __next__(self) -> Any:
         batch = next(self.batches)
-        self.layouts.append((batch.layout, batch.context_layout))
+        self.layouts.append((batch.layout, batch.context_layout, batch.grids))
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -109,7 +109,10 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
         seconds.append(time.perf_counter() - started)
     counted = batches.reset()
     conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
-    flops = [sum(training_flops(model, *pair, convention=c) for pair in batches.layouts) for c in conventions]
+    flops = [
+        sum(training_flops(model, *layouts, grids=grids, convention=c) for *layouts, grids in batches.layouts)
+        for c in conventions
+    ]
     totals = torch.tensor([counted.samples, counted.valid_tokens, counted.padded_tokens, *flops], dtype=torch.float64)
     totals = totals.to(run.device)
     dist.all_reduce(totals, group=groups.dp)

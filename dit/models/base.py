@@ -1,6 +1,7 @@
 """What every backbone is to the rest of the house."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -79,6 +80,14 @@ class ModelConfig(ABC):
             context_layout: the texts, for a model that reads them token by token.
             padding: count the padding rows too, as the device computes them.
         """
+
+    def unattended_flops(self, grids: Sequence[tuple[int, int, int]]) -> int:
+        """Count the operations of `forward_flops` that attention inside frames and columns leaves out.
+
+        Args:
+            grids: (t, h, w) in patches of each sample.
+        """
+        return 0
 
     @abstractmethod
     def build(self, provider: Any, attention: Any, stage: Stage) -> "Backbone":

@@ -6,16 +6,19 @@
 | `hardware` | all rows, padding included | once per sample | what the device does, recomputed activations included |
 | `nemo` | real tokens | once per token | the published tables of NeMo's diffusion framework, and nothing else |
 
-All count two operations per multiply-add, and attention over every pair of tokens of a sample. A step's backward pass
-costs twice its forward pass. Counts are for the whole pack: divide by the ranks that share it.
+All count two operations per multiply-add, and attention over every pair of tokens of a sample; the first two leave out
+the pairs that attention inside frames and columns does not visit, where the samples' grids are given. A step's backward
+pass costs twice its forward pass. Counts are for the whole pack: divide by the ranks that share it.
 """
 
+from collections.abc import Sequence
 from typing import Literal, Optional
 
 from dit.batch import SequenceLayout
 from dit.models.base import ModelConfig
 
 Convention = Literal["model", "hardware", "nemo"]
+Grid = tuple[int, int, int]
 
 
 def forward_flops(
@@ -23,6 +26,7 @@ def forward_flops(
     layout: SequenceLayout,
     context_layout: Optional[SequenceLayout] = None,
     *,
+    grids: Sequence[Grid] = (),
     convention: Convention = "model",
 ) -> int:
     """Count the operations of one forward pass over a pack.
@@ -30,12 +34,14 @@ def forward_flops(
     Args:
         layout: the tokens of the pack.
         context_layout: its texts, if the model takes text.
+        grids: (t, h, w) in patches of its samples, for models that attend inside frames and columns.
     """
     if convention == "nemo":
         h, layers = config.megatron_sizes()["hidden_size"], config.megatron_sizes()["num_layers"]
         pairs = sum(n * n for n in layout.lengths)
         return 2 * config.nemo_weights() * layout.valid_tokens + 4 * layers * h * pairs
-    return config.forward_flops(layout, context_layout, padding=convention == "hardware")
+    dense = config.forward_flops(layout, context_layout, padding=convention == "hardware")
+    return dense - config.unattended_flops(grids)
 
 
 def training_flops(
@@ -43,6 +49,7 @@ def training_flops(
     layout: SequenceLayout,
     context_layout: Optional[SequenceLayout] = None,
     *,
+    grids: Sequence[Grid] = (),
     convention: Convention = "model",
 ) -> int:
     """Count the operations of a forward and a backward pass over a pack; no activation is recomputed.
@@ -50,8 +57,9 @@ def training_flops(
     Args:
         layout: the tokens of the pack.
         context_layout: its texts, if the model takes text.
+        grids: as in `forward_flops`.
     """
-    return 3 * forward_flops(config, layout, context_layout, convention=convention)
+    return 3 * forward_flops(config, layout, context_layout, grids=grids, convention=convention)
 
 
 def flops_per_token(
@@ -59,6 +67,7 @@ def flops_per_token(
     sequence_length: int,
     context_length: Optional[int] = None,
     *,
+    grid: Optional[Grid] = None,
     convention: Convention = "model",
 ) -> float:
     """Return the training operations per token of samples of one length.
@@ -66,10 +75,12 @@ def flops_per_token(
     Args:
         sequence_length: tokens of a sample.
         context_length: tokens of its text, if the model takes text.
+        grid: (t, h, w) in patches of the sample, for models that attend inside frames and columns.
     """
     layout = SequenceLayout.from_lengths([sequence_length])
     context_layout = None if context_length is None else SequenceLayout.from_lengths([context_length])
-    return training_flops(config, layout, context_layout, convention=convention) / sequence_length
+    grids = () if grid is None else (grid,)
+    return training_flops(config, layout, context_layout, grids=grids, convention=convention) / sequence_length
 
 
 def nemo_flops_per_token(num_parameters: float, num_layers: int, hidden_size: int, sequence_length: int) -> float:
