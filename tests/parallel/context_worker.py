@@ -225,8 +225,11 @@ def bytes_sent(groups: list[Any]) -> Iterator[Counter[str]]:
         def call(output: Tensor, given: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             if group in groups:
                 others = group.size() - 1
-                # A gather sends all that is given to each other rank, the two others a part of it to each.
-                sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else group.size())
+                if len(args) == 2:  # an all-to-all with shares of its own for each rank: all but what stays
+                    sent[name] += (given.nbytes // max(1, len(given))) * (sum(args[1]) - args[1][group.rank()])
+                else:
+                    # A gather sends all that is given to each other rank, the two others a part of it to each.
+                    sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else group.size())
             return originals[name](output, given, *args, group=group, **kwargs)
 
         return call
