@@ -119,7 +119,7 @@ def build(case: dict) -> SimpleNamespace:
         num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     groups = process_groups.initialize(parallel)
-    chunks = build_model(model, parallel, "fp32", groups, SEED)
+    chunks = build_model(model, parallel, "fp32", groups, SEED, **case.get("recompute", {}))
     with torch.no_grad():  # a zero-initialised network would hide most gradients
         for name, parameter in named_parameters(chunks):
             if parameter.init.kind == "constant":
