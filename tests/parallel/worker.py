@@ -2,7 +2,6 @@
 
 import gc
 import pickle
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +179,8 @@ def train(case: dict) -> dict:
 
 
 def main(folder: Path) -> None:
+    """Run the cases of a folder on this rank; rank 0 leaves the results there."""
+    torch.set_num_threads(1)
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
     results = []
     for case in cases:
@@ -189,8 +190,3 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     process_groups.destroy()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
