@@ -11,7 +11,8 @@ from dit.batch import PackedBatch, SequenceLayout
 from dit.parallel.context import shard
 from dit.parallel.parallelize import build_model
 from dit.patchify import grid_positions
-from tests.parallel.context_worker import bytes_sent, start
+from tests.parallel.context_worker import start
+from tests.parallel.traffic import bytes_sent
 from tests.parallel.worker import SEED, tiny_model
 
 
