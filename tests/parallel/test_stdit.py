@@ -49,7 +49,7 @@ LAYOUTS = {
         "cp2_dp2_hybrid": CP2,
     },
 }
-# Rows of the second model, whose rotary positions travel, heads come in groups, and layers mix local and full attention.
+# Rows of the second model, whose rotary positions travel, heads come in groups, and layers mix kinds of attention.
 BOTH = {"tp2_sp", "cp2_hybrid", "cp2_ring", "cp2_a2a", "cp4_hybrid_balanced", "cp2_tp2_sp_hybrid", "cp2_tp2_sp_ring"}
 CASES = [
     (world, model, layout)
