@@ -59,6 +59,9 @@ CASES = [
     if model == "alternating" or (layout in BOTH and layout != "cp2_a2a")
 ]
 
+# Layers that run again exchange again; what came over the network is kept where only cheap parts run again.
+RECOMPUTED = [(2, "all_in_one", f"cp2_hybrid_{choice}") for choice in ("selective", "full")]
+
 HIDDEN, FP32_BYTES = 32, 4
 PACKS = {
     "clip": ((8, 2, 4),),  # frames and columns both divide by the ranks
@@ -84,6 +87,17 @@ def results(tmp_path_factory):
     for world in LAYOUTS:
         keys = [case for case in CASES if case[0] == world]
         cases = [{"parallel": LAYOUTS[world][name], "model": MODELS[model], "packed": True} for _, model, name in keys]
+        if world == 2:
+            keys += RECOMPUTED
+            cases += [
+                {
+                    "parallel": CP2,
+                    "model": MODELS[model],
+                    "packed": True,
+                    "recompute": {"recompute": layout.split("_")[-1]},
+                }
+                for _, model, layout in RECOMPUTED
+            ]
         if world == 4:
             keys += TOPOLOGIES
             cases += [_traffic(parallel) for parallel in TOPOLOGIES.values()]
@@ -95,7 +109,7 @@ def _traffic(parallel: dict) -> dict:
     return {"task": "tests.parallel.stdit_worker:traffic", "parallel": parallel, "keys": TRAFFIC, "packs": PACKS}
 
 
-@pytest.mark.parametrize(("world", "model", "layout"), CASES)
+@pytest.mark.parametrize(("world", "model", "layout"), CASES + RECOMPUTED)
 def test_layout_equals_one_rank(results, world, model, layout):
     """Losses, gradient norms, every parameter's gradient, and the parameters after three steps."""
     assert_equal_training(results[model], results[world, model, layout])
