@@ -60,7 +60,7 @@ CASES = [
 ]
 
 # Layers that run again exchange again; what came over the network is kept where only cheap parts run again.
-RECOMPUTED = [(2, "all_in_one", f"cp2_hybrid_{choice}") for choice in ("selective", "full")]
+RECOMPUTED = {(2, "all_in_one", f"cp2_hybrid_{choice}"): {"recompute": choice} for choice in ("selective", "full")}
 
 HIDDEN, FP32_BYTES = 32, 4
 PACKS = {
@@ -90,13 +90,8 @@ def results(tmp_path_factory):
         if world == 2:
             keys += RECOMPUTED
             cases += [
-                {
-                    "parallel": CP2,
-                    "model": MODELS[model],
-                    "packed": True,
-                    "recompute": {"recompute": layout.split("_")[-1]},
-                }
-                for _, model, layout in RECOMPUTED
+                {"parallel": CP2, "model": MODELS["all_in_one"], "packed": True, "recompute": recompute}
+                for recompute in RECOMPUTED.values()
             ]
         if world == 4:
             keys += TOPOLOGIES
@@ -109,7 +104,7 @@ def _traffic(parallel: dict) -> dict:
     return {"task": "tests.parallel.stdit_worker:traffic", "parallel": parallel, "keys": TRAFFIC, "packs": PACKS}
 
 
-@pytest.mark.parametrize(("world", "model", "layout"), CASES + RECOMPUTED)
+@pytest.mark.parametrize(("world", "model", "layout"), [*CASES, *RECOMPUTED])
 def test_layout_equals_one_rank(results, world, model, layout):
     """Losses, gradient norms, every parameter's gradient, and the parameters after three steps."""
     assert_equal_training(results[model], results[world, model, layout])
