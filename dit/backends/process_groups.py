@@ -119,8 +119,11 @@ def release() -> None:
     """
     from megatron.core import parallel_state
     from torch.distributed.distributed_c10d import _world
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     parallel_state.destroy_model_parallel()
+    # DTensor's cache (Megatron-FSDP) takes a mesh of the same ranks for the same, whatever became of its groups.
+    _clear_sharding_prop_cache()
     for group in list(_world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
