@@ -3,5 +3,6 @@
 BACKBONES = {
     "dit": "dit.models.dit.config:DiTConfig",
     "dit_cross": "dit.models.dit_cross.config:DiTCrossConfig",
+    "flux": "dit.models.flux.config:FluxConfig",
     "moviegen": "dit.models.moviegen.config:MovieGenConfig",
 }

@@ -28,6 +28,7 @@ def empty_pack(
     *,
     labels: Optional[Sequence[int]] = None,
     contexts: Optional[Sequence[Tensor]] = None,
+    pooled: Optional[Sequence[Tensor]] = None,
 ) -> PackedBatch:
     """Return a dense pack of `count` samples to be generated: positions and conditions, zero latents.
 
@@ -35,6 +36,7 @@ def empty_pack(
         latent_size: (T, H, W) of each latent.
         labels: class of each sample; None for no class.
         contexts: text embeddings `[k, context_size]` of each sample; None for no text.
+        pooled: pooled text embedding `[pooled_size]` of each sample; None for no text.
 
     Raises:
         ConfigError: a label is not one of the model's classes.
@@ -66,6 +68,7 @@ def empty_pack(
         labels_S=labels_S,
         context_KD=context_KD,
         context_layout=context_layout,
+        pooled_SD=None if pooled is None else torch.stack(list(pooled)),
     ).to(device)
 
 
@@ -92,6 +95,7 @@ def join(cond: PackedBatch, uncond: PackedBatch) -> PackedBatch:
         context_KD=both("context_KD"),
         context_layout=context_layout,
         context_dropped_S=both("context_dropped_S"),
+        pooled_SD=both("pooled_SD"),
         fps_S=both("fps_S"),
     )
 

@@ -42,6 +42,7 @@ class Generator:
             latent_channels=model.in_channels,
             num_classes=model.num_classes,
             context_size=model.context_size,
+            pooled_size=model.pooled_size,
             micro_batch_size=1,
         )
         frames, height, width = facts["latent_size"]
