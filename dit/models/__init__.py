@@ -5,4 +5,5 @@ BACKBONES = {
     "dit_cross": "dit.models.dit_cross.config:DiTCrossConfig",
     "flux": "dit.models.flux.config:FluxConfig",
     "moviegen": "dit.models.moviegen.config:MovieGenConfig",
+    "wan": "dit.models.wan.config:WanConfig",
 }

@@ -37,7 +37,7 @@ class RotarySettings:
         from dit.layers.positions import RotaryPositions, check_rope
 
         factors = (1.0, 1.0, 1.0) if self.rope_factors is None else tuple(self.rope_factors)
-        positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors, axes)
+        positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors, axes=axes)
         check_rope(positions)
         return positions
 

@@ -100,8 +100,17 @@ def join(cond: PackedBatch, uncond: PackedBatch) -> PackedBatch:
     )
 
 
-def without_conditions(batch: PackedBatch, spec: BatchSpec, negative: Optional[Sequence[Tensor]] = None) -> PackedBatch:
-    """Return the unconditional twin of a pack: no class, and no text or the negative texts instead."""
+def without_conditions(
+    batch: PackedBatch,
+    spec: BatchSpec,
+    negative: Optional[Sequence[Tensor]] = None,
+    negative_pooled: Optional[Sequence[Tensor]] = None,
+) -> PackedBatch:
+    """Return the unconditional twin of a pack: no class, and no text or the negative texts instead.
+
+    Raises:
+        ConfigError: the model wants a pooled embedding of each text, and the negative ones have none.
+    """
     changes: dict = {}
     if spec.num_classes is not None:
         changes["labels_S"] = torch.full_like(batch.labels_S, spec.num_classes)  # type: ignore[arg-type]
@@ -111,6 +120,10 @@ def without_conditions(batch: PackedBatch, spec: BatchSpec, negative: Optional[S
         if negative is not None:
             changes["context_KD"] = torch.cat(list(negative)).to(device)
             changes["context_layout"] = SequenceLayout.from_lengths([len(c) for c in negative], device=device)
+            if batch.pooled_SD is not None:
+                if negative_pooled is None:
+                    raise ConfigError("negative texts of this model need pooled embeddings, too; give negative_pooled")
+                changes["pooled_SD"] = torch.stack(list(negative_pooled)).to(device)
     return replace(batch, **changes)
 
 
@@ -126,6 +139,7 @@ def generate(
     guidance_scale: float,
     seed: int,
     negative: Optional[Sequence[Tensor]] = None,
+    negative_pooled: Optional[Sequence[Tensor]] = None,
 ) -> Tensor:
     """Generate every sample of a pack made by `empty_pack`.
 
@@ -133,6 +147,7 @@ def generate(
 
     Args:
         negative: text embeddings that guidance leads away from, one per sample; None leads away from no text.
+        negative_pooled: their pooled embeddings, where the model takes any.
 
     Returns:
         Latents `[N, C, T, H, W]`, float32.
@@ -142,7 +157,7 @@ def generate(
         none_dropped = torch.zeros(layout.num_samples, dtype=torch.bool, device=layout.device)
         batch = replace(batch, context_dropped_S=none_dropped)
     if needs_unconditional(guidance_scale):
-        pair = join(batch, without_conditions(batch, spec, negative))
+        pair = join(batch, without_conditions(batch, spec, negative, negative_pooled))
         bound = guided_pair(lambda inputs_TC, time_S: network(inputs_TC, time_S, pair).float(), guidance_scale)
     else:
 

@@ -16,10 +16,6 @@ MODELS = {
         **{"adaln_lora_rank": 4, "add_bias": True, "qk_layernorm": False},
     },
     "moviegen": {"backbone": "moviegen", "num_query_groups": 2, "ffn_hidden_size": 48, "max_grid": [4, 5, 6]},
-    "flux": {
-        **{"backbone": "flux", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48, "pooled_size": 6},
-        **{"rope_axes": [2, 4, 2], "guidance": 3.5},
-    },
     "dit_rope": {"position_embedding": "rope_3d"},
 }
 LAYOUTS = {
