@@ -70,7 +70,7 @@ def joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
     return _joint_layout(text, whole, held)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _joint_layout(text: SequenceLayout, image: SequenceLayout, held: SequenceLayout) -> JointLayout:
     keys = []
     for part, layout in enumerate((text, held)):
