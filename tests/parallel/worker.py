@@ -2,7 +2,6 @@
 
 import gc
 import pickle
-import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +29,8 @@ def tiny_model(backbone: str = "dit", **changes) -> ModelConfig:
         sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
         config = getattr(import_module(module), name)
         known = {field.name for field in fields(config)}
-        return config(**{k: v for k, v in sizes.items() if k in known}, **{"context_dropout": 0.4, **changes})
+        sizes = {name: size for name, size in sizes.items() if name in known}
+        return config(**{**sizes, "context_dropout": 0.4, **changes})
     sizes = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5}
     options = {"qk_layernorm": True, "position_embedding": "sincos_3d", "context_size": 12, "context_dropout": 0.4}
     return DiTConfig(**{**sizes, **options, **changes})
@@ -123,7 +123,7 @@ def build(case: dict) -> SimpleNamespace:
         num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     groups = process_groups.initialize(parallel)
-    chunks = build_model(model, parallel, "fp32", groups, SEED)
+    chunks = build_model(model, parallel, "fp32", groups, SEED, **case.get("recompute", {}))
     with torch.no_grad():  # a zero-initialised network would hide most gradients
         for name, parameter in named_parameters(chunks):
             if parameter.init.kind == "constant":
@@ -184,6 +184,8 @@ def train(case: dict) -> dict:
 
 
 def main(folder: Path) -> None:
+    """Run the cases of a folder on this rank; rank 0 leaves the results there."""
+    torch.set_num_threads(1)
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
     results = []
     for case in cases:
@@ -193,8 +195,3 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     process_groups.destroy()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))

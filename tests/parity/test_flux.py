@@ -215,6 +215,16 @@ def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample]
     assert counter.get_total_flops() == exact
 
 
+def test_the_ends_are_what_is_left_without_blocks():
+    """Recomputing every block once adds their work, and that of nothing else."""
+    made, batch = config(), pack(MIXED, config())
+    layouts = (batch.layout, batch.context_layout)
+    more = replace(made, num_joint_layers=3, num_single_layers=3)
+    blocks = forward_flops(more, *layouts) - forward_flops(made, *layouts)  # one of each kind
+    ends = forward_flops(made.without_layers(), *layouts)
+    assert forward_flops(made, *layouts) == ends + 2 * blocks
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

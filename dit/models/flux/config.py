@@ -1,7 +1,7 @@
 """Sizes of FLUX."""
 
-from dataclasses import dataclass, field
-from typing import Any, Optional
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional, Self
 
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
@@ -123,6 +123,9 @@ class FluxConfig(ModelConfig, RotarySettings):
         head = (rows + text_rows * padding) * h * self.output_features + samples * 2 * h * h
         layers = self.num_joint_layers * joint_layer + self.num_single_layers * single_layer
         return 2 * (embed + samples * self._conditioner() + layers + head)
+
+    def without_layers(self) -> Self:
+        return replace(self, num_joint_layers=0, num_single_layers=0)
 
     def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
         from dit.models.flux.model import Flux

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from dit.backends.addressed_init import xavier_uniform
 from dit.backends.attention import Attention
-from dit.backends.fused_ops import gated_residual
+from dit.backends.fused_ops import gated_residual, gelu_tanh
 from dit.backends.joint import JointLayout
 from dit.backends.provider import LayerProvider
 from dit.batch import SequenceLayout
@@ -126,5 +126,5 @@ class SingleLayer(nn.Module):
         q, k, v, mlp = inner.split(self.shares, -1)
         q, k = rotate(self.q_layernorm(q), rotation_J), rotate(self.k_layernorm(k), rotation_J)
         attended = self.attention(q, k, v, joint, joint)
-        both = torch.cat([attended, nn.functional.gelu(mlp, approximate="tanh")], -1)
+        both = torch.cat([attended, gelu_tanh(mlp)], -1)
         return gated_residual(x_JD, self.linear_out(both.flatten(1)), mod.gate_SD, layout)
