@@ -14,5 +14,5 @@ def norm_own_heads_alone(chunks: list) -> None:
 
 
 def forget_text_rows(chunks: list) -> None:
-    """As if every tensor-parallel rank met all text rows: the null token's gradients are not summed."""
-    chunks[0].text.null.sequence_parallel = False
+    """As if every tensor-parallel rank met all text rows: the gradients of the text's embedding are not summed."""
+    chunks[0].embed_text.bias.sequence_parallel = False
