@@ -32,6 +32,7 @@ class SequenceLayout:
         total_tokens: rows of the whole pack, all padding included.
         rows: which of those rows this rank holds, in its order, int64; None for all of them.
         parent: the layout these rows were taken from, where the layers gather them again; None where they do not.
+        held: under context parallelism, the rows of this rank as a pack of their own, in which samples may be empty.
     """
 
     lengths: tuple[int, ...]
@@ -40,6 +41,7 @@ class SequenceLayout:
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     rows: Optional[Tensor] = None
     parent: Optional["SequenceLayout"] = None
+    held: Optional["SequenceLayout"] = None
 
     @classmethod
     def from_lengths(
@@ -152,19 +154,23 @@ class SequenceLayout:
         """The layout of the rows that attention gets: those of all tensor-parallel ranks under sequence parallelism."""
         return self if self.parent is None else self.parent
 
-    def select(self, rows: Tensor, *, gathered: bool = False) -> "SequenceLayout":
+    def select(
+        self, rows: Tensor, *, gathered: bool = False, held: Optional["SequenceLayout"] = None
+    ) -> "SequenceLayout":
         """Describe the same pack on a rank that holds only `rows` (indices into the rows held here).
 
         Args:
             gathered: the layers gather the rows held here again before attention (sequence parallel).
+            held: these rows as a pack of their own, where it is known (context parallel).
         """
-        held = rows if self.rows is None else self.rows[rows]
-        return replace(self, rows=held.to(self.device), parent=self.gathered if gathered else None)
+        chosen = rows if self.rows is None else self.rows[rows]
+        return replace(self, rows=chosen.to(self.device), parent=self.gathered if gathered else None, held=held)
 
     def to(self, device: torch.device | str) -> "SequenceLayout":
         rows = None if self.rows is None else self.rows.to(device)
         parent = None if self.parent is None else self.parent.to(device)
-        return replace(self, device=torch.device(device), rows=rows, parent=parent)
+        held = None if self.held is None else self.held.to(device)
+        return replace(self, device=torch.device(device), rows=rows, parent=parent, held=held)
 
 
 @dataclass
@@ -182,6 +188,7 @@ class PackedBatch:
         context_KD: text embeddings of all samples.
         context_layout: where the texts lie in K.
         context_dropped_S: True where the text is replaced by the model's null text; None for nowhere.
+        pooled_SD: one more embedding of each text, as a single vector (CLIP's, for FLUX); dropped with the text.
         fps_S: frames per second, float32.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
     """
@@ -196,6 +203,7 @@ class PackedBatch:
     context_KD: Optional[Tensor] = None
     context_layout: Optional[SequenceLayout] = None
     context_dropped_S: Optional[Tensor] = None
+    pooled_SD: Optional[Tensor] = None
     fps_S: Optional[Tensor] = None
     loss_weight_S: Optional[Tensor] = None
 
@@ -224,7 +232,7 @@ class PackedBatch:
             "grids": (len(self.grids), S),
             "keys": (len(self.keys), S),
         }
-        for name in ("labels_S", "fps_S", "loss_weight_S"):
+        for name in ("labels_S", "pooled_SD", "fps_S", "loss_weight_S"):
             value = getattr(self, name)
             if value is not None:
                 sizes[name] = (len(value), S)

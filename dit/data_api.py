@@ -18,6 +18,7 @@ class BatchSpec:
         latent_channels: channels of a latent before patchifying, from the model.
         num_classes: labels must lie in `[0, num_classes)`; None if the model takes no label.
         context_size: width of the text embeddings; None if the model takes no text.
+        pooled_size: width of the pooled text embedding; None if the model takes none.
         micro_batch_size: samples per micro-batch when not packing.
         multiple_of: every sample is padded to a multiple of this many tokens (context and sequence parallel).
     """
@@ -27,6 +28,7 @@ class BatchSpec:
     latent_channels: int
     num_classes: Optional[int]
     context_size: Optional[int]
+    pooled_size: Optional[int] = None
     micro_batch_size: int
     multiple_of: int = 1
 

@@ -1,8 +1,8 @@
 """From the decoded parts of a sample to a `Clip`.
 
 Parts a sample may have: `latent.npy` or `latent.safetensors` (`[C, T, H, W]`, or `[C, H, W]` for an image), `text.npy`
-or `text.safetensors` (text embeddings `[K, context_size]`). Metadata that is used: `label`, `fps` (or `framerate`),
-`loss_weight`, `aesthetic_score`.
+or `text.safetensors` (text embeddings `[K, context_size]`), `pooled.npy` or `pooled.safetensors` (pooled text embedding
+`[pooled_size]`). Metadata that is used: `label`, `fps` (or `framerate`), `loss_weight`, `aesthetic_score`.
 """
 
 from typing import Any, Optional
@@ -13,7 +13,7 @@ from megatron.energon import Cooker, stateless
 from torch import Tensor
 
 from dit.data_api import sample_id
-from energon_data.samples import LATENT, META_PART, TEXT, Clip, SampleError
+from energon_data.samples import LATENT, META_PART, POOLED, TEXT, Clip, SampleError
 
 
 def _tensor(sample: dict[str, Any], stem: str) -> Optional[Tensor]:
@@ -66,6 +66,9 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
     text = _tensor(sample, TEXT)
     if text is not None and (text.dim() != 2 or 0 in text.shape):
         raise SampleError("wrong_shape", f"the text has shape {list(text.shape)}, wanted [tokens, width]")
+    pooled = _tensor(sample, POOLED)
+    if pooled is not None and (pooled.dim() != 1 or 0 in pooled.shape):
+        raise SampleError("wrong_shape", f"the pooled text has shape {list(pooled.shape)}, wanted [width]")
     label = _number(metadata, "label")
     weight = _number(metadata, "loss_weight")
     key = sample["__key__"]
@@ -76,6 +79,7 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         latent=latent.float(),
         metadata=metadata,
         text=text,
+        pooled=None if pooled is None else pooled.float(),
         shard=sample["__shard__"],
         id=sample_id(key),
         label=None if label is None else int(label),

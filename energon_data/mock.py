@@ -199,11 +199,13 @@ class MockSource:
         spec = self._spec
         label = address % (spec.num_classes or 10)
         latent = 0.5 * torch.randn(spec.latent_channels, *size, generator=generator) + self._pattern(label, size)
-        text = None
+        text = pooled = None
         if spec.context_size is not None:
             most = self._data.text_tokens
             length = int(torch.randint((most + 1) // 2, most + 1, (), generator=generator))
             text = torch.randn(length, spec.context_size, generator=generator)
+        if spec.pooled_size is not None:
+            pooled = torch.randn(spec.pooled_size, generator=generator)
         t, h, w = size
         return Clip(
             __key__=key,
@@ -211,6 +213,7 @@ class MockSource:
             latent=latent,
             metadata={},
             text=text,
+            pooled=pooled,
             id=address,
             label=label,
             fps=self._data.fps if t > 1 else None,

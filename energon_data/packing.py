@@ -110,6 +110,7 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
         labels_S=None if spec.num_classes is None else torch.tensor([c.label for c in clips], dtype=torch.int64),
         context_KD=context,
         context_layout=context_layout,
+        pooled_SD=None if spec.pooled_size is None else torch.stack([c.pooled for c in clips if c.pooled is not None]),
         fps_S=torch.tensor([IMAGE_FPS if c.fps is None else c.fps for c in clips]),
         loss_weight_S=None if all(w == 1.0 for w in weights) else torch.tensor(weights),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from dit.errors import DataError
 
 META_PART = "json"
-LATENT, TEXT = "latent", "text"
+LATENT, TEXT, POOLED = "latent", "text", "pooled"
 _SELF = re.compile(rb'"json": "([0-9a-f]{8})"')
 _BLANK = b'"json": "00000000"'
 
@@ -27,6 +27,7 @@ class Clip:
     Attributes:
         latent: `[C, T, H, W]` float32, dimensionless after VAE scale and shift.
         text: text embeddings `[K, context_size]` in their stored dtype.
+        pooled: pooled text embedding `[pooled_size]`.
         id: 63-bit address of the sample.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
     """
@@ -37,6 +38,7 @@ class Clip:
     latent: Tensor
     metadata: dict[str, Any]
     text: Optional[Tensor] = None
+    pooled: Optional[Tensor] = None
     shard: str = ""
     id: int = 0
     label: Optional[int] = None

@@ -146,6 +146,14 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
                 )
             clip.text = clip.text[: self.options.max_text_tokens]
             filters.check_values(clip.text, "text embeddings")
+        if spec.pooled_size is not None:
+            if clip.pooled is None:
+                raise SampleError("missing_part", "the model takes a pooled text and the sample has no pooled.npy")
+            if len(clip.pooled) != spec.pooled_size:
+                raise SampleError(
+                    "wrong_shape", f"the pooled text is {len(clip.pooled)} wide, the model takes {spec.pooled_size}"
+                )
+            filters.check_values(clip.pooled, "pooled text")
         return clip
 
     def build_encode_sample(self, dataset: SavableDataset, *, worker_config: WorkerConfig) -> SavableDataset:

@@ -52,6 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--text-embedding", nargs="+", metavar="FILE", help="one .npy per text, for a model that takes text"
     )
+    parser.add_argument(
+        "--pooled-embedding", nargs="+", metavar="FILE", help="one more .npy per text, for FLUX: its pooled embedding"
+    )
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
     parser.add_argument("--columns", type=at_least_one, metavar="N", help="pictures per row")
     parser.add_argument("--out", default="samples.png", metavar="FILE", help="picture to write (%(default)s)")
@@ -144,6 +147,37 @@ def read_embedding(path: str, context_size: int) -> Tensor:
     return torch.from_numpy(array).float()
 
 
+def read_pooled(files: Optional[Sequence[str]], texts: int, pooled_size: Optional[int]) -> Optional[list[Tensor]]:
+    """Read the pooled embedding of each text, `[pooled_size]`, from `.npy` files; None if the model takes none.
+
+    Args:
+        texts: how many texts there are.
+
+    Raises:
+        ConfigError: there are more or fewer files than the model wants, or one does not fit it.
+    """
+    wanted = 0 if pooled_size is None else texts
+    if len(files or ()) != wanted:
+        raise ConfigError(
+            f"--pooled-embedding names {len(files or ())} files, the model of this checkpoint wants {wanted} for "
+            f"{texts} texts; give one for each text to a model that takes them (FLUX), and none to others"
+        )
+    if not files:
+        return None
+    found = []
+    for path in files:
+        try:
+            array = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--pooled-embedding {path} cannot be read: {error}; save it with numpy.save") from error
+        if array.shape != (pooled_size,):
+            raise ConfigError(
+                f"--pooled-embedding {path} has shape {list(array.shape)}; the model takes [{pooled_size}]"
+            )
+        found.append(torch.from_numpy(array).float())
+    return found
+
+
 def spread(count: int, limit: int) -> list[int]:
     """Return at most `limit` of the numbers below `count`, evenly spread."""
     return list(range(count)) if count <= limit else [i * count // limit for i in range(limit)]
@@ -161,6 +195,9 @@ def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
             raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
         files = [path for path in args.text_embedding for _ in range(args.count)]
         contexts = [read_embedding(path, model.context_size) for path in files]
+        pooled = read_pooled(args.pooled_embedding, len(args.text_embedding), model.pooled_size)
+        if pooled is not None:
+            settings["pooled"] = [x for x in pooled for _ in range(args.count)]
         return generator.generate(contexts=contexts, **settings), [Path(path).stem for path in files]
     chosen = args.labels if args.label is None else args.label
     if not model.num_classes and chosen is None:

@@ -10,8 +10,10 @@ from dit.data_api import DataConfig
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.stdit.config import STDiTConfig
+from dit.models.wan.config import WanConfig
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
@@ -103,6 +105,30 @@ def moviegen_5b() -> run.Config[MovieGenConfig]:
 def moviegen_30b() -> run.Config[MovieGenConfig]:
     """MovieGen-30B (33.4 B): 48 layers of width 6144, 48 heads in 8 groups."""
     return run.Config(MovieGenConfig, hidden_size=6144, num_layers=48, num_attention_heads=48, ffn_hidden_size=16384)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux_dev() -> run.Config[FluxConfig]:
+    """FLUX.1 (11.9 B): 19 joint and 38 single-stream blocks of width 3072, 24 heads; text of 4096, pooled of 768."""
+    return run.Config(FluxConfig, num_joint_layers=19, num_single_layers=38)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux_two_layers() -> run.Config[FluxConfig]:
+    """FLUX.1 cut to one block of each kind (535 M); otherwise as flux_dev."""
+    return run.Config(FluxConfig, num_joint_layers=1, num_single_layers=1)
+
+
+@run.cli.factory(target=ModelConfig)
+def wan_1_3b() -> run.Config[WanConfig]:
+    """Wan 2.1 1.3B (1.42 B): 30 layers of width 1536, 12 heads; 16 latent channels, text of 4096."""
+    return run.Config(WanConfig, hidden_size=1536, num_layers=30, num_attention_heads=12, ffn_hidden_size=8960)
+
+
+@run.cli.factory(target=ModelConfig)
+def wan_14b() -> run.Config[WanConfig]:
+    """Wan 2.1 14B (14.3 B): 40 layers of width 5120, 40 heads; otherwise as wan_1_3b."""
+    return run.Config(WanConfig, hidden_size=5120, num_layers=40, num_attention_heads=40, ffn_hidden_size=13824)
 
 
 @run.cli.factory(target=ModelConfig)

@@ -25,6 +25,7 @@ from torch import Tensor
 from dit.backends.attention import Attention
 from dit.backends.attention_blocks import BlockAttention
 from dit.backends.context_rows import ContextSplit, Shares, context_rows
+from dit.backends.joint import JointLayout, joint_layout
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 
@@ -37,7 +38,10 @@ Order = Optional[tuple[Tensor, Tensor]]
 class ContextAttention:
     """Self-attention over a context-parallel group, in place of the attention path of one device.
 
-    Keys that every rank holds whole (text) are attended to without any exchange.
+    Keys that every rank holds whole (text) are attended to without any exchange. In joint attention over text and image
+    (`JointLayout`) every rank has its own copy of the text: its text queries, like its image queries, attend to that
+    copy once and to all image keys by the scheme. What a copy gives is read by its own rank alone, or sent back to it
+    by the exchange of heads, so the sum of the ranks' parameter gradients is exact.
 
     Attributes:
         local: the attention path of this device, for whole samples and for text.
@@ -62,30 +66,75 @@ class ContextAttention:
         self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
     ) -> Tensor:
         layout_q, layout_k = layout_q.gathered, layout_k.gathered
+        if isinstance(layout_q, JointLayout):
+            return self._joint(q_TNH, k_KNH, v_KNH, layout_q)
         shares = context_rows(layout_q, self.group.size(), self.split)
+        own = shares.blocks()[self.group.rank()]
         if layout_k.rows is None:
-            return self.local(q_TNH, k_KNH, v_KNH, shares.blocks()[self.group.rank()], layout_k)
+            return self.local(q_TNH, k_KNH, v_KNH, own, layout_k)
         return self.exchange(q_TNH, k_KNH, v_KNH, shares)
 
     def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
         """Attend inside segments that are spread over the ranks; each rank gives its rows in ascending order."""
+        own = shares.blocks()[self.group.rank()]
         if self.comm == "p2p":
-            return _Ring.apply(q_TNH, k_KNH, v_KNH, shares.blocks(), self.group, self.kernel)
+            return _Ring.apply(q_TNH, k_KNH, v_KNH, own, shares.blocks(), self.group, self.kernel)
         if self.comm == "all_gather":
-            return _GatheredKeys.apply(q_TNH, k_KNH, v_KNH, shares, self.group, self.kernel)
+            return _GatheredKeys.apply(q_TNH, k_KNH, v_KNH, own, shares, self.group, self.kernel)
         return self._by_heads(q_TNH, k_KNH, v_KNH, shares)
+
+    def _inner(self) -> tuple[Any, int]:
+        """Return the ranks that exchange heads, and the place of their tokens among those of all such groups."""
+        return (self.group, 0) if self.comm == "a2a" else (self.inner, self.outer.rank())
 
     def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
         """Exchange tokens for heads, attend with all tokens of the inner group, and exchange back."""
-        inner = self.group if self.comm == "a2a" else self.inner
-        size, index = inner.size(), 0 if self.comm == "a2a" else self.outer.rank()
-        order, blocks = shares.order(index, size), shares.blocks(size)
+        inner, index = self._inner()
+        order, blocks = shares.order(index, inner.size()), shares.blocks(inner.size())
         q, k, v = tokens_for_heads([q_TNH, k_KNH, v_KNH], inner, order)
         if self.comm == "a2a":
             out = self.local(q, k, v, blocks[0], blocks[0])
         else:
-            out = _Ring.apply(q, k, v, blocks, self.outer, self.kernel)
+            out = _Ring.apply(q, k, v, blocks[index], blocks, self.outer, self.kernel)
         return heads_for_tokens(out, inner, order)
+
+    def _joint(self, q_JNH: Tensor, k_JNH: Tensor, v_JNH: Tensor, joint: JointLayout) -> Tensor:
+        """Attend with this rank's text and image rows to its text and to the image rows of all ranks."""
+        shares = context_rows(joint.image, self.group.size(), self.split)
+        (text_k, image_k), (text_v, image_v) = joint.split(k_JNH), joint.split(v_JNH)
+        here = (text_k, text_v, joint.text)
+        if self.comm == "p2p":
+            return _Ring.apply(q_JNH, image_k, image_v, joint, shares.blocks(), self.group, self.kernel, *here)
+        if self.comm == "all_gather":
+            return _GatheredKeys.apply(q_JNH, image_k, image_v, joint, shares, self.group, self.kernel, *here)
+        return self._joint_by_heads(joint.split(q_JNH), (text_k, image_k), (text_v, image_v), joint, shares)
+
+    def _joint_by_heads(
+        self,
+        q: tuple[Tensor, Tensor],
+        k: tuple[Tensor, Tensor],
+        v: tuple[Tensor, Tensor],
+        joint: JointLayout,
+        shares: Shares,
+    ) -> Tensor:
+        """As `_by_heads`, where of its text a rank takes only the heads that it gets for the image, and gives them out.
+
+        Args:
+            q, k, v: of text and image.
+        """
+        inner, index = self._inner()
+        order, blocks = shares.order(index, inner.size()), shares.blocks(inner.size())
+        images = tokens_for_heads([x[1] for x in (q, k, v)], inner, order)
+        texts = [x[0].chunk(inner.size(), 1)[inner.rank()] for x in (q, k, v)]
+        layout = joint_layout(joint.text, blocks[index])
+        if self.comm == "a2a":
+            q_JNH, k_JNH, v_JNH = (layout.join(*pair) for pair in zip(texts, images))
+            out_JNH = self.local(q_JNH, k_JNH, v_JNH, layout, layout)
+        else:
+            q_JNH, here = layout.join(texts[0], images[0]), (texts[1], texts[2], joint.text)
+            out_JNH = _Ring.apply(q_JNH, *images[1:], layout, blocks, self.outer, self.kernel, *here)
+        text, image = layout.split(out_JNH)
+        return joint.join(_GatherHeads.apply(text, inner), heads_for_tokens(image, inner, order))
 
 
 class _Exchange:
@@ -117,7 +166,10 @@ def merge(out_TNH: Tensor, lse_TN: Tensor, part_TNH: Tensor, part_lse_TN: Tensor
 
 
 class _Ring(torch.autograd.Function):
-    """Keys and values go round; each rank attends with its queries to one block after the other."""
+    """Keys and values go round; each rank attends with its queries to one block after the other.
+
+    Keys and values that stay `here` are one more block, which every rank has for itself.
+    """
 
     @staticmethod
     def forward(
@@ -125,9 +177,13 @@ class _Ring(torch.autograd.Function):
         q_TNH: Tensor,
         k_TNH: Tensor,
         v_TNH: Tensor,
+        layout_q: SequenceLayout,
         blocks: tuple[SequenceLayout, ...],
         group: Any,
         kernel: BlockAttention,
+        k_here: Optional[Tensor] = None,
+        v_here: Optional[Tensor] = None,
+        layout_here: Optional[SequenceLayout] = None,
     ) -> Tensor:
         rank, size = group.rank(), group.size()
         travelling = torch.stack([k_TNH, v_TNH])
@@ -135,19 +191,21 @@ class _Ring(torch.autograd.Function):
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         for hop in range(size):
             coming = _Exchange(travelling, group) if hop < size - 1 else None
-            part = kernel.forward(q_TNH, travelling[0], travelling[1], blocks[rank], blocks[(rank - hop) % size])
+            part = kernel.forward(q_TNH, travelling[0], travelling[1], layout_q, blocks[(rank - hop) % size])
             out_TNH, lse_TN = merge(out_TNH, lse_TN, *part)
             if coming is not None:
                 travelling = coming.wait()
+        if k_here is not None and v_here is not None and layout_here is not None:
+            out_TNH, lse_TN = merge(out_TNH, lse_TN, *kernel.forward(q_TNH, k_here, v_here, layout_q, layout_here))
         out = out_TNH.to(q_TNH.dtype)
-        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, lse_TN)
-        ctx.blocks, ctx.group, ctx.kernel = blocks, group, kernel
+        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, lse_TN, k_here, v_here)
+        ctx.layouts, ctx.blocks, ctx.group, ctx.kernel = (layout_q, layout_here), blocks, group, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Optional[Tensor], ...]:  # type: ignore[override]
-        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN = ctx.saved_tensors
-        rank, size, blocks = ctx.group.rank(), ctx.group.size(), ctx.blocks
+        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, k_here, v_here = ctx.saved_tensors
+        (layout_q, layout_here), rank, size, blocks = ctx.layouts, ctx.group.rank(), ctx.group.size(), ctx.blocks
         travelling, grad_TNH = torch.stack([k_TNH, v_TNH]), grad_TNH.contiguous()
         dq_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
         # The gradient of a block starts at the block's second stop and arrives at its owner with the last exchange;
@@ -162,7 +220,7 @@ class _Ring(torch.autograd.Function):
                 travelling[1],
                 out_TNH,
                 lse_TN,
-                blocks[rank],
+                layout_q,
                 blocks[(rank - hop) % size],
             )
             dq_TNH += dq
@@ -178,7 +236,27 @@ class _Ring(torch.autograd.Function):
         if homeward is not None:
             own += homeward.wait()
         dk_TNH, dv_TNH = own.to(travelling.dtype)
-        return dq_TNH.to(q_TNH.dtype), dk_TNH, dv_TNH, None, None, None
+        dq, *here = _backward_here(ctx.kernel, grad_TNH, q_TNH, k_here, v_here, out_TNH, lse_TN, layout_q, layout_here)
+        dq_TNH = dq_TNH if dq is None else dq_TNH + dq
+        return dq_TNH.to(q_TNH.dtype), dk_TNH, dv_TNH, None, None, None, None, *here, None
+
+
+def _backward_here(
+    kernel: BlockAttention,
+    grad_TNH: Tensor,
+    q_TNH: Tensor,
+    k_here: Optional[Tensor],
+    v_here: Optional[Tensor],
+    out_TNH: Tensor,
+    lse_TN: Tensor,
+    layout_q: SequenceLayout,
+    layout_here: Optional[SequenceLayout],
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """Return the parts of dq, dk, dv of the block that does not travel; None where there is none."""
+    if k_here is None or v_here is None or layout_here is None:
+        return None, None, None
+    dq, dk, dv = kernel.backward(grad_TNH, q_TNH, k_here, v_here, out_TNH, lse_TN, layout_q, layout_here)
+    return dq, dk.to(k_here.dtype), dv.to(v_here.dtype)
 
 
 class _GatheredKeys(torch.autograd.Function):
@@ -190,29 +268,41 @@ class _GatheredKeys(torch.autograd.Function):
         q_TNH: Tensor,
         k_TNH: Tensor,
         v_TNH: Tensor,
+        layout_q: SequenceLayout,
         shares: Shares,
         group: Any,
         kernel: BlockAttention,
+        k_here: Optional[Tensor] = None,
+        v_here: Optional[Tensor] = None,
+        layout_here: Optional[SequenceLayout] = None,
     ) -> Tensor:
-        order, layouts = shares.order(0, shares.size), (shares.blocks()[group.rank()], shares.blocks(shares.size)[0])
+        order, layouts = shares.order(0, shares.size), (layout_q, shares.blocks(shares.size)[0], layout_here)
         k, v = (_gather(x, group, order) for x in (k_TNH, v_TNH))
-        out, lse_TN = kernel.forward(q_TNH, k, v, *layouts)
+        out, lse_TN = kernel.forward(q_TNH, k, v, *layouts[:2])
+        if k_here is not None and v_here is not None and layout_here is not None:
+            out, lse_TN = merge(out.float(), lse_TN, *kernel.forward(q_TNH, k_here, v_here, layout_q, layout_here))
         out = out.to(q_TNH.dtype)
-        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, lse_TN)
+        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, lse_TN, k_here, v_here)
         ctx.order, ctx.layouts, ctx.group, ctx.kernel = order, layouts, group, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Optional[Tensor], ...]:  # type: ignore[override]
-        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN = ctx.saved_tensors
+        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, k_here, v_here = ctx.saved_tensors
+        layout_q, layout_k, layout_here = ctx.layouts
+        grad_TNH = grad_TNH.contiguous()
         k, v = (_gather(x, ctx.group, ctx.order) for x in (k_TNH, v_TNH))
-        dq, *parts = ctx.kernel.backward(grad_TNH.contiguous(), q_TNH, k, v, out_TNH, lse_TN, *ctx.layouts)
+        dq, *parts = ctx.kernel.backward(grad_TNH, q_TNH, k, v, out_TNH, lse_TN, layout_q, layout_k)
         grads = []
         for part in parts:
             rank_by_rank = part if ctx.order is None else part[ctx.order[1]]
             grads.append(torch.empty_like(k_TNH, memory_format=torch.contiguous_format))
             dist.reduce_scatter_tensor(grads[-1], rank_by_rank.to(k_TNH.dtype).contiguous(), group=ctx.group)
-        return dq.to(q_TNH.dtype), *grads, None, None, None
+        more, *here = _backward_here(
+            ctx.kernel, grad_TNH, q_TNH, k_here, v_here, out_TNH, lse_TN, layout_q, layout_here
+        )
+        dq = dq if more is None else dq.float() + more
+        return dq.to(q_TNH.dtype), *grads, None, None, None, None, *here, None
 
 
 def _gather(x_TNH: Tensor, group: Any, order: Order) -> Tensor:
@@ -220,6 +310,24 @@ def _gather(x_TNH: Tensor, group: Any, order: Order) -> Tensor:
     gathered = x_TNH.new_empty(group.size() * x_TNH.shape[0], *x_TNH.shape[1:])
     dist.all_gather_into_tensor(gathered, x_TNH.contiguous(), group=group)
     return gathered if order is None else gathered[order[0]]
+
+
+class _GatherHeads(torch.autograd.Function):
+    """Every rank has a share of the heads of the same rows and gets all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_KNH: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        shares = [torch.empty_like(x_KNH, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(shares, x_KNH.contiguous(), group=group)
+        return torch.cat(shares, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_KNH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        shares = torch.stack(grad_KNH.chunk(ctx.group.size(), 1))
+        grad = torch.empty_like(shares[0])
+        dist.reduce_scatter_tensor(grad, shares.flatten(0, 1), group=ctx.group)
+        return grad, None
 
 
 class _AllToAll(torch.autograd.Function):

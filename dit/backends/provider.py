@@ -8,7 +8,12 @@ from importlib.util import find_spec
 from typing import Any, Literal, Optional, get_args
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -208,6 +213,22 @@ class LayerProvider:
         if group is not None and group.size() > 1:
             torch.distributed.all_reduce(x, group=group)
         return x
+
+    def sum_over_tensor_ranks(self, x: Tensor) -> Tensor:
+        """Add up a tensor over the tensor-parallel ranks, and its gradient in the backward pass."""
+        if self.tp_size == 1:
+            return x
+        return copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(x, group=self.tp_group), group=self.tp_group
+        )
+
+    def split_vector(self, size: int, init: Init) -> nn.Parameter:
+        """Build a vector of which every tensor-parallel rank holds its share."""
+        empty = torch.empty(self.split(size, "features"), dtype=self.config.params_dtype, device=self._device)
+        vector = nn.Parameter(empty)
+        _mark_split(vector, 0)
+        with_init(vector, init)
+        return vector
 
     def parameter(self, shape: tuple[int, ...], init: Init, *, meets_all_rows: bool = False) -> nn.Parameter:
         """Build a parameter that every tensor-parallel rank holds whole.

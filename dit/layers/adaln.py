@@ -27,6 +27,19 @@ class RMSNorm(nn.Module):
         return rms_norm_modulate(x_TD, self.weight, shift_SD, scale_SD, layout, self.eps)
 
 
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight + bias over the width of the tokens (Ba et al. 2016), for a sub-layer not modulated."""
+
+    def __init__(self, hidden_size: int, provider: LayerProvider, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = provider.parameter((hidden_size,), ONES)
+        self.bias = provider.parameter((hidden_size,), ZEROS)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x_TD, x_TD.shape[-1:], self.weight, self.bias, self.eps)
+
+
 @dataclass(frozen=True)
 class SublayerModulation:
     """What one sub-layer takes from the conditioning: shift and scale before it, a gate after it."""

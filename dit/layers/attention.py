@@ -2,6 +2,7 @@
 
 from typing import Optional
 
+import torch
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import ONES, ZEROS, xavier_uniform
@@ -25,6 +26,33 @@ class HeadRMSNorm(nn.Module):
         return nn.functional.rms_norm(x_TNH, x_TNH.shape[-1:], self.weight, self.eps)
 
 
+class WidthRMSNorm(nn.Module):
+    """RMSNorm over all heads together, with a weight for each feature; the heads are those of all ranks.
+
+    Source: Wan Team 2025, arXiv:2503.20314, and its published code (`qk_norm`).
+    """
+
+    def __init__(self, num_heads: int, head_size: int, provider: LayerProvider, *, eps: float) -> None:
+        super().__init__()
+        self.eps, self.width, self.provider = eps, num_heads * head_size, provider
+        self.weight = provider.split_vector(self.width, ONES)
+
+    def forward(self, x_TNH: Tensor) -> Tensor:
+        x = x_TNH.float()
+        square_T11 = self.provider.sum_over_tensor_ranks(x.square().sum((1, 2), keepdim=True))
+        normed = x * torch.rsqrt(square_T11 / self.width + self.eps)
+        return (normed * self.weight.view(x.shape[1:])).to(x_TNH.dtype)
+
+
+def qk_norms(
+    heads: int, groups: int, head_size: int, provider: LayerProvider, *, eps: float, full_width: bool
+) -> tuple[nn.Module, nn.Module]:
+    """Return the norms of queries and keys: of each head for itself, or of all heads together."""
+    if full_width:
+        return WidthRMSNorm(heads, head_size, provider, eps=eps), WidthRMSNorm(groups, head_size, provider, eps=eps)
+    return HeadRMSNorm(head_size, provider, eps=eps), HeadRMSNorm(head_size, provider, eps=eps)
+
+
 class SelfAttention(nn.Module):
     """Bidirectional multi-head self-attention inside each sample of the pack.
 
@@ -39,6 +67,8 @@ class SelfAttention(nn.Module):
             et al. 2023); `num_heads` if None.
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
+        norm_full_width: normalise them over all heads together instead; Megatron-Core's config must then not say
+            `qk_layernorm`, for these weights are split over ranks.
         attention: the attention path of this process.
     """
 
@@ -52,6 +82,7 @@ class SelfAttention(nn.Module):
         num_query_groups: Optional[int] = None,
         bias: bool = True,
         qk_layernorm: bool = False,
+        norm_full_width: bool = False,
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
@@ -66,8 +97,10 @@ class SelfAttention(nn.Module):
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size)
         )
-        self.q_layernorm = HeadRMSNorm(head_size, provider, eps=eps) if qk_layernorm else nn.Identity()
-        self.k_layernorm = HeadRMSNorm(head_size, provider, eps=eps) if qk_layernorm else nn.Identity()
+        norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
+        if qk_layernorm:
+            norms = qk_norms(num_heads, groups, head_size, provider, eps=eps, full_width=norm_full_width)
+        self.q_layernorm, self.k_layernorm = norms
 
     def forward(
         self,
@@ -104,6 +137,7 @@ class CrossAttention(nn.Module):
         num_query_groups: heads of keys and values; `num_heads` if None.
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
+        norm_full_width: normalise them over all heads together instead, as in `SelfAttention`.
         zero_output: start the output projection at zero, for a residual that has no gate (PixArt-alpha, Chen et al.
             2023, section 2.3).
         attention: the attention path of this process; keys that every rank holds whole need no exchange.
@@ -120,6 +154,7 @@ class CrossAttention(nn.Module):
         num_query_groups: Optional[int] = None,
         bias: bool = True,
         qk_layernorm: bool = False,
+        norm_full_width: bool = False,
         zero_output: bool = False,
         eps: float = 1e-6,
     ) -> None:
@@ -137,8 +172,10 @@ class CrossAttention(nn.Module):
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square
         )
-        self.q_layernorm = HeadRMSNorm(head_size, provider, eps=eps) if qk_layernorm else nn.Identity()
-        self.k_layernorm = HeadRMSNorm(head_size, provider, eps=eps) if qk_layernorm else nn.Identity()
+        norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
+        if qk_layernorm:
+            norms = qk_norms(num_heads, groups, head_size, provider, eps=eps, full_width=norm_full_width)
+        self.q_layernorm, self.k_layernorm = norms
 
     def forward(
         self, x_TD: Tensor, context_KD: Tensor, layout: SequenceLayout, context_layout: SequenceLayout

@@ -1,4 +1,4 @@
-"""The text as cross-attention reads it, token by token."""
+"""The text token by token, as cross-attention reads it or as a stream of its own."""
 
 import torch
 from torch import Tensor, nn
@@ -6,6 +6,13 @@ from torch import Tensor, nn
 from dit.backends.addressed_init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch, SequenceLayout
+
+
+def text_layout(batch: PackedBatch) -> SequenceLayout:
+    """Return where the text tokens lie; one null token stands for each missing text."""
+    if batch.context_layout is not None and batch.context_KD is not None:
+        return batch.context_layout
+    return SequenceLayout.from_lengths([1] * batch.layout.num_samples, device=batch.layout.device)
 
 
 class TextTokens(nn.Module):
@@ -17,22 +24,22 @@ class TextTokens(nn.Module):
 
     Args:
         context_size: width of the text embeddings.
+        stream: the text goes through the layers as the image does, its rows split under sequence parallelism, and only
+            the first pipeline stage reads it from here. Otherwise every layer reads these tokens.
     """
 
-    def __init__(self, context_size: int, provider: LayerProvider) -> None:
+    def __init__(self, context_size: int, provider: LayerProvider, *, stream: bool = False) -> None:
         super().__init__()
         # The text is whole on every tensor-parallel rank, and the key and value projections sum its gradient over them.
-        self.null = provider.parameter((context_size,), normal(0.02), meets_all_rows=True)
+        self.null = provider.parameter((context_size,), normal(0.02), meets_all_rows=not stream)
         # Every pipeline stage holds a copy and reads it in its own layers; the copies' gradients are summed.
-        self.null.pipeline_parallel = True  # type: ignore[attr-defined]
+        self.null.pipeline_parallel = not stream  # type: ignore[attr-defined]
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout]:
         """Return the text tokens `[K, context_size]` and where they lie."""
-        context_KD, layout = batch.context_KD, batch.context_layout
-        if context_KD is None or layout is None:
-            samples = batch.layout.num_samples
-            layout = SequenceLayout.from_lengths([1] * samples, device=self.null.device)
-            return self.null.expand(samples, -1), layout
+        context_KD, layout = batch.context_KD, text_layout(batch)
+        if context_KD is None:
+            return self.null.expand(layout.num_samples, -1), layout
         context_KD = context_KD.to(self.null.dtype)
         if layout.valid_tokens < layout.total_tokens:
             # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.

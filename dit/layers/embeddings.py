@@ -99,3 +99,28 @@ class PooledTextEmbedder(nn.Module):
             if dropped_S is not None:
                 pooled = torch.where(dropped_S[:, None], self.null, pooled)
         return self.linear_2(nn.functional.silu(self.linear_1(pooled)))
+
+
+class PooledVectorEmbedder(nn.Module):
+    """A given vector of each sample's text through Linear-SiLU-Linear; a learned vector stands for no text.
+
+    Args:
+        pooled_size: width of the vectors.
+        hidden_size: width of the conditioning vector.
+    """
+
+    def __init__(self, pooled_size: int, hidden_size: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.null = provider.parameter((pooled_size,), ZEROS)
+        init = xavier_uniform(pooled_size, hidden_size)
+        self.linear_1 = provider.replicated_linear(pooled_size, hidden_size, bias=True, init=init)
+        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        if batch.pooled_SD is None:
+            pooled = self.null.expand(batch.layout.num_samples, -1)
+        else:
+            pooled = batch.pooled_SD.to(self.null.dtype)
+            if batch.context_dropped_S is not None:
+                pooled = torch.where(batch.context_dropped_S[:, None], self.null, pooled)
+        return self.linear_2(nn.functional.silu(self.linear_1(pooled)))

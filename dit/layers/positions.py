@@ -6,7 +6,7 @@ Learned tables, for the backbones that want them, say which index they end at.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class Rotation:
 class RotaryPositions:
     """Three-dimensional rotary embedding: the head is divided among (t, h, w), each part turns with its own index.
 
-    Of the `head_size / 2` pairs of features, h and w have a third each (rounded down), t the rest.
+    Of the `head_size / 2` pairs of features, h and w have a third each (rounded down), t the rest, unless `axes` says.
 
     Attributes:
         head_size: features per head, even and at least 6.
@@ -95,6 +95,7 @@ class RotaryPositions:
             shortest stays (bloc97 2023; Cosmos uses it).
         factors: stretch of t, h and w; 1 for none.
         time_only: the whole head turns with t, for attention through time.
+        axes: features of t, h and w, even numbers that add up to `head_size`; None for the split above.
 
     Source: Su et al. 2021, arXiv:2104.09864, Eq. 34, on each axis; the split of the head is that of Cosmos and Wan.
     """
@@ -104,13 +105,20 @@ class RotaryPositions:
     scaling: RopeScaling = "ntk"
     factors: Sequence[float] = (1.0, 1.0, 1.0)
     time_only: bool = False
+    axes: Optional[Sequence[int]] = None
+
+    def pairs(self) -> tuple[int, int, int]:
+        """Return how many pairs of features turn with t, h and w."""
+        if self.axes is not None:
+            t, h, w = (size // 2 for size in self.axes)
+            return t, h, w
+        image = 0 if self.time_only else self.head_size // 6
+        return self.head_size // 2 - 2 * image, image, image
 
     def angles(self, positions_T3: Tensor) -> Tensor:
         """Return the angle of each pair of features, float64 `[T, head_size / 2]`."""
-        pairs = self.head_size // 2
-        image = 0 if self.time_only else pairs // 3
         parts = []
-        for axis, count in enumerate((pairs - 2 * image, image, image)):
+        for axis, count in enumerate(self.pairs()):
             index_T, theta = positions_T3[:, axis].double(), self.theta
             if self.scaling == "linear":
                 index_T = index_T / self.factors[axis]
@@ -138,6 +146,14 @@ def check_rope(rotary: RotaryPositions) -> None:
             f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to turn with t; "
             "use an even head size, or temporal_rope=False"
         )
+    if rotary.axes is not None:
+        if len(rotary.axes) != 3 or min(rotary.axes) < 2 or any(size % 2 for size in rotary.axes):
+            raise ConfigError(f"model.rope_axes={list(rotary.axes)} must be three even numbers of at least 2: t, h, w")
+        if sum(rotary.axes) != rotary.head_size:
+            raise ConfigError(
+                f"model.rope_axes={list(rotary.axes)} add up to {sum(rotary.axes)}, but a head has {rotary.head_size} "
+                "features (hidden_size / num_attention_heads); they must be equal"
+            )
     if not rotary.time_only and (rotary.head_size % 2 or rotary.head_size < 6):
         raise ConfigError(
             f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pair for each of t, h "

@@ -1,5 +1,6 @@
 """The ends of a token stack: this rank's rows of the pack, the patch embedding, the hand-over between stages."""
 
+from dataclasses import replace
 from typing import Optional
 
 import torch
@@ -26,6 +27,20 @@ def shard_rows(
     start = provider.tp_rank * share
     rows = torch.arange(start, start + share, device=layout.device)
     return layout.select(rows, gathered=True), tuple(x[start : start + share] for x in tensors_T)
+
+
+def pad_rows(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayout:
+    """Return a layout with the tail pad that `shard_rows` needs."""
+    if not provider.sequence_parallel:
+        return layout
+    return replace(layout, total_tokens=-(-layout.total_tokens // provider.tp_size) * provider.tp_size)
+
+
+def unshard_rows(x_TD: Tensor, provider: LayerProvider) -> Tensor:
+    """Undo `shard_rows` inside the network, where the ranks make different use of the rows: gradients are summed."""
+    if not provider.sequence_parallel:
+        return x_TD
+    return gather_from_sequence_parallel_region(x_TD, tensor_parallel_output_grad=True, group=provider.tp_group)
 
 
 def gather_rows(x_TD: Tensor, provider: LayerProvider) -> Tensor:

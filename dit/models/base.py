@@ -51,6 +51,11 @@ class ModelConfig(ABC):
         """Width of a patchified latent."""
         return self.in_channels * self.patch_temporal * self.patch_spatial**2
 
+    @property
+    def pooled_size(self) -> Optional[int]:
+        """Width of the single vector that the model wants of each text besides its tokens; None for none."""
+        return None
+
     @abstractmethod
     def validate(self) -> None:
         """Check the sizes against each other; raise `ConfigError` with the numbers."""

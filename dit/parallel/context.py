@@ -26,12 +26,13 @@ def shard(batch: PackedBatch, cp_rank: int, cp_size: int, split: ContextSplit) -
     """
     if cp_size == 1:
         return batch
-    rows = context_rows(batch.layout, cp_size, split).of_rank(cp_rank)
+    shares = context_rows(batch.layout, cp_size, split)
+    rows = shares.of_rank(cp_rank)
     return replace(
         batch,
         latents_TC=batch.latents_TC[rows],
         positions_T3=batch.positions_T3[rows],
-        layout=batch.layout.select(rows),
+        layout=batch.layout.select(rows, held=shares.blocks()[cp_rank]),
     )
 
 

@@ -28,6 +28,7 @@ def empty_pack(
     *,
     labels: Optional[Sequence[int]] = None,
     contexts: Optional[Sequence[Tensor]] = None,
+    pooled: Optional[Sequence[Tensor]] = None,
 ) -> PackedBatch:
     """Return a dense pack of `count` samples to be generated: positions and conditions, zero latents.
 
@@ -35,6 +36,7 @@ def empty_pack(
         latent_size: (T, H, W) of each latent.
         labels: class of each sample; None for no class.
         contexts: text embeddings `[k, context_size]` of each sample; None for no text.
+        pooled: pooled text embedding `[pooled_size]` of each sample; None for no text.
 
     Raises:
         ConfigError: a label is not one of the model's classes.
@@ -66,6 +68,7 @@ def empty_pack(
         labels_S=labels_S,
         context_KD=context_KD,
         context_layout=context_layout,
+        pooled_SD=None if pooled is None else torch.stack(list(pooled)),
     ).to(device)
 
 
@@ -92,12 +95,22 @@ def join(cond: PackedBatch, uncond: PackedBatch) -> PackedBatch:
         context_KD=both("context_KD"),
         context_layout=context_layout,
         context_dropped_S=both("context_dropped_S"),
+        pooled_SD=both("pooled_SD"),
         fps_S=both("fps_S"),
     )
 
 
-def without_conditions(batch: PackedBatch, spec: BatchSpec, negative: Optional[Sequence[Tensor]] = None) -> PackedBatch:
-    """Return the unconditional twin of a pack: no class, and no text or the negative texts instead."""
+def without_conditions(
+    batch: PackedBatch,
+    spec: BatchSpec,
+    negative: Optional[Sequence[Tensor]] = None,
+    negative_pooled: Optional[Sequence[Tensor]] = None,
+) -> PackedBatch:
+    """Return the unconditional twin of a pack: no class, and no text or the negative texts instead.
+
+    Raises:
+        ConfigError: the model wants a pooled embedding of each text, and the negative ones have none.
+    """
     changes: dict = {}
     if spec.num_classes is not None:
         changes["labels_S"] = torch.full_like(batch.labels_S, spec.num_classes)  # type: ignore[arg-type]
@@ -107,6 +120,10 @@ def without_conditions(batch: PackedBatch, spec: BatchSpec, negative: Optional[S
         if negative is not None:
             changes["context_KD"] = torch.cat(list(negative)).to(device)
             changes["context_layout"] = SequenceLayout.from_lengths([len(c) for c in negative], device=device)
+            if batch.pooled_SD is not None:
+                if negative_pooled is None:
+                    raise ConfigError("negative texts of this model need pooled embeddings, too; give negative_pooled")
+                changes["pooled_SD"] = torch.stack(list(negative_pooled)).to(device)
     return replace(batch, **changes)
 
 
@@ -122,6 +139,7 @@ def generate(
     guidance_scale: float,
     seed: int,
     negative: Optional[Sequence[Tensor]] = None,
+    negative_pooled: Optional[Sequence[Tensor]] = None,
 ) -> Tensor:
     """Generate every sample of a pack made by `empty_pack`.
 
@@ -129,6 +147,7 @@ def generate(
 
     Args:
         negative: text embeddings that guidance leads away from, one per sample; None leads away from no text.
+        negative_pooled: their pooled embeddings, where the model takes any.
 
     Returns:
         Latents `[N, C, T, H, W]`, float32.
@@ -138,7 +157,7 @@ def generate(
         none_dropped = torch.zeros(layout.num_samples, dtype=torch.bool, device=layout.device)
         batch = replace(batch, context_dropped_S=none_dropped)
     if needs_unconditional(guidance_scale):
-        pair = join(batch, without_conditions(batch, spec, negative))
+        pair = join(batch, without_conditions(batch, spec, negative, negative_pooled))
         bound = guided_pair(lambda inputs_TC, time_S: network(inputs_TC, time_S, pair).float(), guidance_scale)
     else:
 

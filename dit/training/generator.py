@@ -42,6 +42,7 @@ class Generator:
             latent_channels=model.in_channels,
             num_classes=model.num_classes,
             context_size=model.context_size,
+            pooled_size=model.pooled_size,
             micro_batch_size=1,
         )
         frames, height, width = facts["latent_size"]
@@ -53,7 +54,9 @@ class Generator:
         *,
         count: Optional[int] = None,
         contexts: Optional[Sequence[Tensor]] = None,
+        pooled: Optional[Sequence[Tensor]] = None,
         negative: Optional[Sequence[Tensor]] = None,
+        negative_pooled: Optional[Sequence[Tensor]] = None,
         solver: Optional[str] = None,
         num_steps: Optional[int] = None,
         guidance_scale: Optional[float] = None,
@@ -70,7 +73,7 @@ class Generator:
         own = self.config["sampling"]
         device = local_device()
         size = len(labels) if labels is not None else len(contexts) if contexts is not None else count or 1
-        batch = empty_pack(self.spec, self.latent_size, size, device, labels=labels, contexts=contexts)
+        batch = empty_pack(self.spec, self.latent_size, size, device, labels=labels, contexts=contexts, pooled=pooled)
         return generate(
             self.network,
             self.config["objective"],
@@ -81,6 +84,7 @@ class Generator:
             guidance_scale=own.guidance_scale if guidance_scale is None else guidance_scale,
             seed=own.seed if seed is None else seed,
             negative=negative,
+            negative_pooled=negative_pooled,
         )
 
 

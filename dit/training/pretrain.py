@@ -138,6 +138,7 @@ def check_settings(
         latent_channels=model.in_channels,
         num_classes=model.num_classes,
         context_size=model.context_size,
+        pooled_size=model.pooled_size,
         micro_batch_size=training.micro_batch_size,
         multiple_of=dims.token_multiple,
     )

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,10 @@ def tiny_model(backbone: str = "dit", **changes) -> ModelConfig:
     if backbone != "dit":
         module, name = BACKBONES[backbone].split(":")
         sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
-        return getattr(import_module(module), name)(**{**sizes, "context_dropout": 0.4, **changes})
+        config = getattr(import_module(module), name)
+        known = {field.name for field in fields(config)}
+        sizes = {name: size for name, size in sizes.items() if name in known}
+        return config(**{**sizes, "context_dropout": 0.4, **changes})
     sizes = {"hidden_size": 32, "num_layers": 4, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5}
     options = {"qk_layernorm": True, "position_embedding": "sincos_3d", "context_size": 12, "context_dropout": 0.4}
     return DiTConfig(**{**sizes, **options, **changes})
@@ -55,6 +59,7 @@ def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
         labels_S=torch.tensor([index % 5, (index + 2) % 5]),
         context_KD=torch.randn(context_layout.total_tokens, 12, generator=generator),
         context_layout=context_layout,
+        pooled_SD=torch.randn(2, 6, generator=generator),
         fps_S=torch.tensor([24.0, 8.0 + index]),
     )
 

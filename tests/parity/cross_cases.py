@@ -1,5 +1,6 @@
 """Packs of images and clips with texts, and what every backbone with cross-attention must do with them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
@@ -28,6 +29,12 @@ class Sample:
             return None
         generator = torch.Generator().manual_seed(sum(self.grid) * 100 + self.text_tokens)
         return torch.randn(self.text_tokens, width, generator=generator)
+
+    def pooled(self, width: int) -> Optional[Tensor]:
+        """Return the text as one vector; it is no function of the tokens."""
+        if self.text_tokens is None:
+            return None
+        return torch.randn(width, generator=torch.Generator().manual_seed(sum(self.grid) * 7 + self.text_tokens))
 
 
 MIXED = [
@@ -58,6 +65,10 @@ def pack(
     labels = None
     if config.num_classes is not None:
         labels = torch.tensor([config.num_classes if s.label is None else s.label for s in samples])
+    pooled = None
+    if (size := config.pooled_size) is not None:
+        given = [sample.pooled(size) for sample in samples]
+        pooled = torch.stack([torch.full((size,), 1e3) if x is None else x for x in given])
     return PackedBatch(
         latents_TC=torch.zeros(layout.total_tokens, config.token_channels),
         positions_T3=positions,
@@ -69,6 +80,7 @@ def pack(
         context_KD=context,
         context_layout=context_layout,
         context_dropped_S=torch.tensor([sample.text_tokens is None for sample in samples]),
+        pooled_SD=pooled,
         fps_S=torch.tensor([sample.fps for sample in samples]),
     ).validate()
 
@@ -85,26 +97,38 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
 
 
+Reference = Callable[[Tensor, Tensor, Sample], Tensor]
+"""Maps the patches, the time and the conditions of one sample to the prediction."""
+
+
+def cross_reference(config: Any, leaves: Leaves, kind: type[CrossReference] = CrossReference) -> Reference:
+    reference = kind(config, leaves)
+
+    def run(patches: Tensor, time: Tensor, sample: Sample) -> Tensor:
+        text = sample.text(config.context_size)
+        return reference.run(patches, time, sample.grid, text, fps=sample.fps, label=sample.label)
+
+    return run
+
+
 def check_against_reference(
-    model: nn.Module, config: Any, samples: list[Sample], kind: type[CrossReference] = CrossReference, **padding: int
+    model: nn.Module,
+    config: Any,
+    samples: list[Sample],
+    *,
+    reference_of: Callable[[Any, Leaves], Reference] = cross_reference,
+    **padding: int,
 ) -> None:
     """Run the pack once through ours, each sample alone through the reference; compare outputs and all gradients."""
     batch, leaves = pack(samples, config, **padding), Leaves(model)
-    reference = kind(config, leaves)
+    reference = reference_of(config, leaves)
     inputs, time = draw(batch)
     out = model(inputs, time, batch)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(6))
     loss = torch.zeros((), dtype=torch.float64)
     for i, (sample, start, length) in enumerate(zip(samples, batch.layout.starts, batch.layout.lengths)):
         rows = slice(start, start + length)
-        exact = reference.run(
-            inputs[rows],
-            time[i : i + 1],
-            sample.grid,
-            sample.text(config.context_size),
-            fps=sample.fps,
-            label=sample.label,
-        )
+        exact = reference(inputs[rows], time[i : i + 1], sample)
         assert relative_error(out[rows], exact) <= RTOL, f"sample {i}"
         loss = loss + (exact * cotangent[rows].double()).sum()
     loss.backward()

@@ -11,7 +11,9 @@ from dit.batch import PackedBatch, SequenceLayout
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.wan.config import WanConfig
 from dit.patchify import grid_positions
 
 DIT = DiTConfig(hidden_size=32, num_layers=3, num_attention_heads=4, num_classes=5)
@@ -19,7 +21,12 @@ EXPERTS = DiTConfig(
     hidden_size=32, num_layers=2, num_attention_heads=4, num_classes=5, num_experts=4, moe_ffn_hidden_size=48
 )
 TEXT = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
-MODELS = [DIT, EXPERTS, DiTCrossConfig(**TEXT), MovieGenConfig(**TEXT, num_query_groups=2)]
+STREAMS = {**TEXT, "num_joint_layers": 1, "num_single_layers": 1, "pooled_size": 6, "rope_axes": [2, 4, 2]}
+FLUX = FluxConfig(**{name: size for name, size in STREAMS.items() if name != "num_layers"}, ffn_hidden_size=48)
+MODELS = [
+    *(DIT, EXPERTS, DiTCrossConfig(**TEXT), MovieGenConfig(**TEXT, num_query_groups=2)),
+    *(FLUX, WanConfig(**TEXT, ffn_hidden_size=48)),
+]
 GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2))
 
 

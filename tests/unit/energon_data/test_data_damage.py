@@ -261,6 +261,10 @@ def _latent(value: float, shape: tuple[int, ...] = (2, 1, 4, 4)) -> dict[str, An
         ({"parts": {"latent.npy": None}}, "no latent"),
         ({"parts": {"text.npy": None}}, "no text.npy"),
         ({"parts": {"text.npy": npy(np.zeros((3, 4), np.float32))}}, "4 wide, the model takes 3"),
+        (
+            {"parts": {"pooled.npy": npy(np.zeros((1, 3), np.float32))}},
+            r"pooled text has shape \[1, 3\], wanted \[width\]",
+        ),
         ({"meta": {"label": 10}}, r"label is 10, the model knows 0\.\.9"),
         ({"meta": {"label": None}}, "label is None"),
         ({"meta": {"fps": "fast"}}, "fps is 'fast', not a number"),
@@ -275,6 +279,30 @@ def test_a_sample_that_does_not_fit_is_named_with_the_numbers(
     keys, skipped = run(folder, 5, max_lost_samples=9)
     assert "train_clip00005" not in keys
     assert sum(skipped.values()) >= 1
+
+
+def test_pooled_texts_are_read_and_asked_for(tmp_path: Path) -> None:
+    """A model that takes a pooled text gets each sample's own, and refuses samples without or of another width."""
+
+    def with_pooled() -> Any:
+        for i, (key, meta, parts) in enumerate(clips(12, sizes=[(1, 4, 4)])):
+            yield key, meta, parts | {"pooled.npy": npy(np.full(5, i, np.float16))}
+
+    def first(folder: Path, size: int) -> Any:
+        data = EnergonData(path=str(folder), shuffle_buffer=0)
+        stream = data.build_train(spec(pooled_size=size), dp_rank=0, dp_size=1, seed=0, log_dir=None)
+        try:
+            return next(stream)
+        finally:
+            stream.close()
+
+    folder = write_dataset(tmp_path / "data", {"train": with_pooled()})
+    batch = first(folder, 5)
+    assert batch.pooled_SD.tolist() == [[float(key[-5:])] * 5 for key in batch.keys]
+    with pytest.raises(DataError, match="pooled text is 5 wide, the model takes 6"):
+        first(folder, 6)
+    with pytest.raises(DataError, match=r"no pooled\.npy"):
+        first(write_dataset(tmp_path / "bare", {"train": clips(12, sizes=[(1, 4, 4)])}), 5)
 
 
 def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> None:

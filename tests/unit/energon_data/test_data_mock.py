@@ -37,6 +37,16 @@ def test_a_sample_is_a_function_of_its_number() -> None:
     assert len(set(batch.grids)) == 3
 
 
+def test_pooled_texts_are_drawn_where_the_model_takes_them() -> None:
+    """They change nothing else, and are one for each sample."""
+    plain, pooled = (source(MockData(), spec(pooled_size=size)).next() for size in (None, 6))
+    assert plain.batch.pooled_SD is None
+    assert pooled.batch.pooled_SD.shape == (4, 6)
+    assert len(pooled.batch.pooled_SD.unique(dim=0)) == 4
+    assert torch.equal(plain.batch.latents_TC, pooled.batch.latents_TC)
+    assert torch.equal(plain.batch.context_KD, pooled.batch.context_KD)
+
+
 def test_drawing_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     source(MockData(), spec()).next()

@@ -48,6 +48,7 @@ def _clip(number: int, size: tuple[int, int, int], text: int, **changes: Any) ->
         latent=torch.randn(3, *size, generator=generator),
         metadata={},
         text=torch.randn(text, 5, generator=generator),
+        pooled=torch.randn(7, generator=generator),
         id=number,
         label=number % 10,
         grid=(size[0], size[1] // 2, size[2] // 2),
@@ -71,6 +72,7 @@ def test_a_pack_holds_each_sample_at_its_place(
         latent_channels=3,
         num_classes=10,
         context_size=5,
+        pooled_size=7,
         micro_batch_size=1,
         multiple_of=multiple_of,
     )
@@ -91,6 +93,7 @@ def test_a_pack_holds_each_sample_at_its_place(
     assert batch.context_layout is not None
     assert batch.context_layout.lengths == tuple(text for _, text in samples)
     torch.testing.assert_close(batch.context_KD, torch.cat([c.text for c in clips]), atol=0, rtol=0)
+    assert torch.equal(batch.pooled_SD, torch.stack([c.pooled for c in clips]))
     assert batch.loss_weight_S is None
     assert batch.fps_S.tolist() == [30.0] * len(clips)
 

@@ -25,12 +25,14 @@ class FakeGenerator:
     class_names: Optional[list[str]] = field(default_factory=lambda: list(NAMES))
     num_classes: Optional[int] = 26
     context_size: Optional[int] = None
+    pooled_size: Optional[int] = None
     confused: tuple[int, ...] = ()
     calls: list[dict] = field(default_factory=list)
 
     @property
     def config(self):
-        model = SimpleNamespace(num_classes=self.num_classes, context_size=self.context_size)
+        sizes = {"context_size": self.context_size, "pooled_size": self.pooled_size}
+        model = SimpleNamespace(num_classes=self.num_classes, **sizes)
         return {"model": model, "data": SimpleNamespace(path="somewhere")}
 
     def generate(self, labels=None, *, count=None, contexts=None, **settings):
@@ -129,6 +131,22 @@ def test_text_embeddings_of_the_models_width_are_passed_on(generator, tmp_path, 
     assert [c.shape for c in generator.calls[-1]["contexts"]] == [(5, 8), (5, 8)]
     assert draw(tmp_path, "--text-embedding", str(tmp_path / "bad.npy")) == 2
     assert "[5, 9]" in capsys.readouterr().err
+
+
+def test_pooled_embeddings_are_asked_for_by_models_that_take_them(generator, tmp_path, capsys):
+    for name, shape in (("text", (5, 8)), ("pooled", (4,)), ("bad", (1, 4))):
+        np.save(tmp_path / f"{name}.npy", np.ones(shape, dtype=np.float16))
+    text, pooled, bad = (str(tmp_path / f"{name}.npy") for name in ("text", "pooled", "bad"))
+    generator.context_size = 8
+    assert draw(tmp_path, "--text-embedding", text, "--pooled-embedding", pooled) == 2
+    assert "names 1 files, the model of this checkpoint wants 0" in capsys.readouterr().err
+    generator.pooled_size = 4
+    assert draw(tmp_path, "--text-embedding", text) == 2
+    assert "names 0 files, the model of this checkpoint wants 1" in capsys.readouterr().err
+    assert draw(tmp_path, "--text-embedding", text, "--pooled-embedding", bad) == 2
+    assert "[1, 4]; the model takes [4]" in capsys.readouterr().err
+    assert draw(tmp_path, "--text-embedding", text, "--pooled-embedding", pooled, "--count", "2") == 0
+    assert [p.tolist() for p in generator.calls[-1]["pooled"]] == [[1.0] * 4] * 2
 
 
 def test_an_array_that_could_execute_code_is_refused(generator, tmp_path, capsys):

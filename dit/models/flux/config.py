@@ -1,0 +1,133 @@
+"""Sizes of FLUX."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional, Self
+
+from dit.batch import SequenceLayout
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig, Stage
+from dit.models.sizes import CONDITION_FEATURES, RotarySettings, check_heads, check_positive, check_shares
+
+
+@dataclass(kw_only=True)
+class FluxConfig(ModelConfig, RotarySettings):
+    """FLUX.1: blocks in which text and image are two streams, then blocks in which they are one. The defaults are 12B.
+
+    Attributes:
+        context_size: width of the text embeddings (T5-XXL).
+        pooled_size: width of the pooled text embedding (CLIP).
+        hidden_size, num_attention_heads, ffn_hidden_size: Megatron's words.
+        num_joint_layers: blocks with two streams, and one attention over both.
+        num_single_layers: blocks behind them, with one stream.
+        out_channels: channels predicted per latent position; `in_channels` if None.
+        layernorm_epsilon: of all norms.
+        rope_axes: features of a head that turn with t, h and w; t of an image is 0.
+        guidance: the guidance scale that a guidance-distilled network is told, the same for all samples; None for a
+            network that is told none.
+        time_scale: factor on the objective's time, and on the guidance scale, before their sinusoids.
+    """
+
+    in_channels: int = 16
+    context_size: Optional[int] = 4096
+    pooled_size: int = 768
+    hidden_size: int = 3072
+    num_attention_heads: int = 24
+    num_joint_layers: int = 19
+    num_single_layers: int = 38
+    ffn_hidden_size: int = 12288
+    out_channels: Optional[int] = None
+    layernorm_epsilon: float = 1e-6
+    rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
+    guidance: Optional[float] = None
+    time_scale: float = 1000.0
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of both kinds."""
+        return self.num_joint_layers + self.num_single_layers
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def output_features(self) -> int:
+        """Width of the head: predicted channels of one patch."""
+        return self.token_channels // self.in_channels * (self.out_channels or self.in_channels)
+
+    def validate(self) -> None:
+        check_positive(self, "hidden_size", "num_attention_heads", "num_joint_layers", "num_single_layers")
+        check_positive(self, "ffn_hidden_size", "in_channels", "out_channels", "patch_spatial", "patch_temporal")
+        check_positive(self, "context_size", "pooled_size")
+        check_heads(self.hidden_size, self.num_attention_heads)
+        check_shares(self)
+        if self.context_size is None:
+            raise ConfigError("model.context_size=None: FLUX reads text; give the width of its embeddings (4096)")
+        if self.num_classes is not None:
+            raise ConfigError(
+                f"model.num_classes={self.num_classes}: FLUX is conditioned on text, not on classes; leave it None, or "
+                "use the DiT backbones"
+            )
+        if self.ffn_hidden_size % self.num_attention_heads:
+            nearest = max(1, round(self.ffn_hidden_size / self.num_attention_heads)) * self.num_attention_heads
+            raise ConfigError(
+                f"model.ffn_hidden_size={self.ffn_hidden_size} is not a multiple of "
+                f"model.num_attention_heads={self.num_attention_heads}, with whose heads a single-stream block's MLP "
+                f"is split; use {nearest}"
+            )
+        self.rotary(self.head_size, self.rope_axes)
+
+    def megatron_sizes(self) -> dict[str, Any]:
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "layernorm_epsilon": self.layernorm_epsilon,
+            "qk_layernorm": True,
+        }
+
+    def _matrices(self) -> tuple[int, int]:
+        """Return the weights that every row meets in one stream of a joint block, and in a single-stream block."""
+        h, f = self.hidden_size, self.ffn_hidden_size
+        return 4 * h * h + 2 * h * f, h * (3 * h + f) + (h + f) * h
+
+    def _conditioner(self) -> int:
+        """Return the weights of the conditioning vector's embedders, which every sample meets once."""
+        h, sinusoids = self.hidden_size, 1 + (self.guidance is not None)
+        return sinusoids * (CONDITION_FEATURES * h + h * h) + self.pooled_size * h + h * h
+
+    def num_parameters(self) -> int:
+        h, f, c, norms = self.hidden_size, self.ffn_hidden_size, self.context_size or 0, 2 * self.head_size
+        stream, single = self._matrices()
+        stream += 3 * h + h + f + h + norms + 6 * h * (h + 1)
+        single += 3 * h + f + h + norms + 3 * h * (h + 1)
+        vectors = 2 * (2 + (self.guidance is not None)) * h
+        conditioner = self._conditioner() + vectors + self.pooled_size
+        embed = (self.token_channels + 1) * h + (c + 1) * h + c
+        head = 2 * h * (h + 1) + (h + 1) * self.output_features
+        return embed + conditioner + 2 * self.num_joint_layers * stream + self.num_single_layers * single + head
+
+    def forward_flops(
+        self, layout: SequenceLayout, context_layout: Optional[SequenceLayout] = None, *, padding: bool = False
+    ) -> int:
+        h, samples = self.hidden_size, layout.num_samples
+        texts = SequenceLayout.from_lengths([1] * samples) if context_layout is None else context_layout
+        rows, text_rows = (x.total_tokens if padding else x.valid_tokens for x in (layout, texts))
+        pairs = sum((n + k) ** 2 for n, k in zip(layout.lengths, texts.lengths))
+        stream, single = self._matrices()
+        joint_layer = (rows + text_rows) * stream + 2 * pairs * h + samples * 12 * h * h
+        single_layer = (rows + text_rows) * single + 2 * pairs * h + samples * 3 * h * h
+        embed = rows * self.token_channels * h + text_rows * (self.context_size or 0) * h
+        # The device gives the text's rows to the head, too; nobody asks for them.
+        head = (rows + text_rows * padding) * h * self.output_features + samples * 2 * h * h
+        layers = self.num_joint_layers * joint_layer + self.num_single_layers * single_layer
+        return 2 * (embed + samples * self._conditioner() + layers + head)
+
+    def without_layers(self) -> Self:
+        return replace(self, num_joint_layers=0, num_single_layers=0)
+
+    def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
+        from dit.models.flux.model import Flux
+
+        return Flux(self, provider, attention, stage)

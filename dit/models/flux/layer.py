@@ -1,0 +1,130 @@
+"""FLUX's two kinds of blocks: text and image as two streams, and as one."""
+
+import torch
+from torch import Tensor, nn
+
+from dit.backends.addressed_init import xavier_uniform
+from dit.backends.attention import Attention
+from dit.backends.fused_ops import gated_residual, gelu_tanh
+from dit.backends.joint import JointLayout
+from dit.backends.provider import LayerProvider
+from dit.batch import SequenceLayout
+from dit.layers.adaln import Modulation
+from dit.layers.attention import HeadRMSNorm
+from dit.layers.mlp import MLP
+from dit.layers.positions import Rotation, rotate
+from dit.models.flux.config import FluxConfig
+
+
+class Stream(nn.Module):
+    """What one of the two streams has for itself: all but the attention.
+
+    The fused projection holds its output rows head by head: query, key, value of head 0, then those of head 1, ...
+    """
+
+    def __init__(self, config: FluxConfig, provider: LayerProvider) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.local_heads = provider.split(config.num_attention_heads, "num_attention_heads")
+        self.modulation = Modulation(size, 2, provider, eps=eps)
+        self.linear_qkv = provider.column_linear(size, 3 * size, bias=True, init=xavier_uniform(size, 3 * size))
+        self.linear_proj = provider.row_linear(size, size, bias=True, init=xavier_uniform(size, size))
+        self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
+        self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
+        self.mlp = MLP(size, config.ffn_hidden_size, provider)
+
+    def qkv(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, both normalised, and values, each `[T, N, H]`."""
+        q, k, v = self.linear_qkv(x_TD).unflatten(-1, (self.local_heads, 3, -1)).unbind(2)
+        return self.q_layernorm(q), self.k_layernorm(k), v
+
+
+class JointLayer(nn.Module):
+    """Two streams, each with its modulation, projections and MLP, and one attention over both.
+
+    Source: Esser et al. 2024, arXiv:2403.03206, figure 2b (MM-DiT); black-forest-labs/flux `DoubleStreamBlock`.
+    """
+
+    def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+        self.text, self.image = Stream(config, provider), Stream(config, provider)
+
+    def forward(
+        self,
+        text_KD: Tensor,
+        x_TD: Tensor,
+        cond_SD: Tensor,
+        text_layout: SequenceLayout,
+        layout: SequenceLayout,
+        joint: JointLayout,
+        rotation_J: Rotation,
+    ) -> tuple[Tensor, Tensor]:
+        """Return text and image.
+
+        Args:
+            text_layout, layout: of the rows held here.
+            joint: of the rows that attention gets.
+        """
+        text_mods, image_mods = self.text.modulation(cond_SD), self.image.modulation(cond_SD)
+        text_qkv = self.text.qkv(text_mods[0].norm_and_modulate(text_KD, text_layout))
+        image_qkv = self.image.qkv(image_mods[0].norm_and_modulate(x_TD, layout))
+        q, k, v = (joint.join(*pair) for pair in zip(text_qkv, image_qkv))
+        out_JNH = self.attention(rotate(q, rotation_J), rotate(k, rotation_J), v, joint, joint)
+        text_out, image_out = joint.split(out_JNH.flatten(1))
+        text_KD = self._rest(self.text, text_KD, text_out, text_mods, text_layout)
+        return text_KD, self._rest(self.image, x_TD, image_out, image_mods, layout)
+
+    @staticmethod
+    def _rest(stream: Stream, x_TD: Tensor, attended: Tensor, mods: list, layout: SequenceLayout) -> Tensor:
+        attention_mod, mlp_mod = mods
+        x_TD = gated_residual(x_TD, stream.linear_proj(attended), attention_mod.gate_SD, layout)
+        y_TD = stream.mlp(mlp_mod.norm_and_modulate(x_TD, layout))
+        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)
+
+
+class SingleLayer(nn.Module):
+    """One stream; attention and MLP side by side behind one norm, one gate and one projection at each end.
+
+    Both fused projections go head by head, so that tensor parallelism splits attention and MLP alike and one sum over
+    ranks joins both: `linear_in` holds as output rows, for each head, its query, key, value and its share of the MLP's
+    inner features; `linear_out` has as input columns, for each head, its output and that share.
+
+    Source: Dehghani et al. 2023, arXiv:2302.05442, section 2 (parallel layers); black-forest-labs/flux
+    `SingleStreamBlock`, whose fused projections hold all of attention first and all of the MLP behind.
+    """
+
+    def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+        size, ffn, heads, eps = (
+            config.hidden_size,
+            config.ffn_hidden_size,
+            config.num_attention_heads,
+            config.layernorm_epsilon,
+        )
+        self.local_heads = provider.split(heads, "num_attention_heads")
+        self.shares = [config.head_size] * 3 + [ffn // heads]
+        wide = 3 * size + ffn
+        self.modulation = Modulation(size, 1, provider, eps=eps)
+        self.linear_in = provider.column_linear(size, wide, bias=True, init=xavier_uniform(size, wide))
+        self.linear_out = provider.row_linear(size + ffn, size, bias=True, init=xavier_uniform(size + ffn, size))
+        self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
+        self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
+
+    def forward(
+        self, x_JD: Tensor, cond_SD: Tensor, layout: SequenceLayout, joint: JointLayout, rotation_J: Rotation
+    ) -> Tensor:
+        """Return the joint rows.
+
+        Args:
+            layout: of the joint rows held here.
+            joint: of the rows that attention gets.
+        """
+        (mod,) = self.modulation(cond_SD)
+        inner = self.linear_in(mod.norm_and_modulate(x_JD, layout)).unflatten(-1, (self.local_heads, -1))
+        q, k, v, mlp = inner.split(self.shares, -1)
+        q, k = rotate(self.q_layernorm(q), rotation_J), rotate(self.k_layernorm(k), rotation_J)
+        attended = self.attention(q, k, v, joint, joint)
+        both = torch.cat([attended, gelu_tanh(mlp)], -1)
+        return gated_residual(x_JD, self.linear_out(both.flatten(1)), mod.gate_SD, layout)

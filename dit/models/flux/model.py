@@ -1,0 +1,131 @@
+"""FLUX on Megatron-Core linears."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from dit.backends.addressed_init import xavier_uniform
+from dit.backends.attention import Attention
+from dit.backends.joint import joint_layout
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch, SequenceLayout
+from dit.layers.context import TextTokens, text_layout
+from dit.layers.embeddings import PooledVectorEmbedder, TimestepEmbedder
+from dit.layers.heads import FinalLayer
+from dit.layers.tokens import (
+    PatchEmbedding,
+    from_previous_stage,
+    gather_rows,
+    pad_rows,
+    shard_rows,
+    to_next_stage,
+    unshard_rows,
+)
+from dit.models.base import Backbone, Stage
+from dit.models.flux.config import FluxConfig
+from dit.models.flux.layer import JointLayer, SingleLayer
+
+
+class FluxConditioner(nn.Module):
+    """The sum of the embedded time, guidance scale and pooled text.
+
+    Every pipeline stage holds a copy and computes the vector from the same inputs; the copies' gradients are summed.
+    """
+
+    def __init__(self, config: FluxConfig, provider: LayerProvider) -> None:
+        super().__init__()
+        size, scale = config.hidden_size, config.time_scale
+        self.scale: Optional[float] = config.guidance
+        self.time = TimestepEmbedder(size, provider, time_scale=scale)
+        self.guidance = None if config.guidance is None else TimestepEmbedder(size, provider, time_scale=scale)
+        self.pooled = PooledVectorEmbedder(config.pooled_size, size, provider)
+        for parameter in self.parameters():
+            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        cond_SD = self.time(time_S) + self.pooled(batch)
+        if self.guidance is not None and self.scale is not None:
+            cond_SD = cond_SD + self.guidance(torch.full_like(time_S, self.scale))
+        return cond_SD
+
+
+class Flux(Backbone):
+    """FLUX.1: text and image as two streams with one attention, then as one stream; a modulated head for the image.
+
+    The text is one more stream, so it is shared out as the image is: its rows are split under sequence parallelism, and
+    it goes from stage to stage beside the image's rows. Under context parallelism it is whole on every rank (see
+    `ContextAttention`).
+
+    A dropped text keeps its length, as null tokens: joint attention counts them, so it differs from a missing text,
+    which is one null token. Guidance drops texts and so meets what training met. A missing pooled text is a learned
+    vector.
+
+    Source: black-forest-labs/flux, `model.py`; sizes and defaults of FLUX.1-dev. Deviations: packs of any lengths
+    instead of texts padded to 512 tokens that attention reads; the modulations, gates and head start at zero.
+    """
+
+    fsdp_units = (JointLayer, SingleLayer)
+
+    def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
+        super().__init__(stage)
+        self.config = provider.config
+        self.model_config = config
+        self.provider = provider
+        size = config.hidden_size
+        assert config.context_size is not None
+        self.rotary = config.rotary(config.head_size, config.rope_axes)
+        self.conditioner = FluxConditioner(config, provider)
+        if stage.first:
+            self.embed = PatchEmbedding(config.token_channels, size, provider)
+            self.text = TextTokens(config.context_size, provider, stream=True)
+            init = xavier_uniform(config.context_size, size)
+            self.embed_text = provider.replicated_linear(config.context_size, size, bias=True, init=init)
+        joint = config.num_joint_layers
+        self.layers = nn.ModuleDict(
+            {str(i): (JointLayer if i < joint else SingleLayer)(config, provider, attention) for i in stage.layers}
+        )
+        if stage.last:
+            self.head = FinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)
+
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        texts, provider = pad_rows(text_layout(batch), self.provider), self.provider
+        joint = joint_layout(texts, batch.layout)
+        # Attention gets the rows of all tensor-parallel ranks. The text stands at the origin, where nothing turns.
+        origin_K3 = batch.positions_T3.new_zeros(texts.total_tokens, 3)
+        rotation_J = self.rotary(joint.join(origin_K3, batch.positions_T3))
+        cond_SD = self.conditioner(time_S, batch)
+        layout, (inputs_TC,) = shard_rows(batch.layout, provider, inputs_TC)
+        own_texts, _ = shard_rows(texts, provider)
+        own_joint, _ = shard_rows(joint, provider)
+        single = max(self.stage.layers.start, self.model_config.num_joint_layers)
+        if self.stage.layers.start > self.model_config.num_joint_layers:
+            x_JD = from_previous_stage(self.input_tensor)
+        else:
+            if self.pre_process:
+                text_KD, x_TD = self._embed_text(batch, texts), self.embed(inputs_TC, layout)
+            else:
+                rows_D = from_previous_stage(self.input_tensor)
+                text_KD, x_TD = rows_D.split([own_texts.num_rows, layout.num_rows])
+            for i in range(self.stage.layers.start, min(single, self.stage.layers.stop)):
+                layer = self.layers[str(i)]
+                text_KD, x_TD = layer(text_KD, x_TD, cond_SD, own_texts, layout, joint, rotation_J)
+            if single >= self.stage.layers.stop:
+                return to_next_stage(torch.cat([text_KD, x_TD]))
+            # Under sequence parallelism, rows change ranks here.
+            x_JD = joint.join(unshard_rows(text_KD, provider), unshard_rows(x_TD, provider))
+            _, (x_JD,) = shard_rows(joint, provider, x_JD)
+        for i in range(single, self.stage.layers.stop):
+            x_JD = self.layers[str(i)](x_JD, cond_SD, own_joint, joint, rotation_J)
+        if not self.post_process:
+            return to_next_stage(x_JD)
+        # The text's rows go through the head for nothing: they are few, and dropping them first would move wider rows.
+        out_JC = gather_rows(self.head(x_JD, cond_SD, own_joint), provider)
+        return joint.split(out_JC)[1]
+
+    def _embed_text(self, batch: PackedBatch, texts: SequenceLayout) -> Tensor:
+        """Return this rank's rows of the text stream."""
+        context_KC, _ = self.text(batch)
+        padded_KC = nn.functional.pad(context_KC, (0, 0, 0, texts.total_tokens - len(context_KC)))
+        _, (own_KC,) = shard_rows(texts, self.provider, padded_KC)
+        return self.embed_text(own_KC)

@@ -1,0 +1,54 @@
+"""One Wan block."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from dit.backends.attention import Attention
+from dit.backends.fused_ops import gated_residual
+from dit.backends.provider import LayerProvider
+from dit.batch import SequenceLayout
+from dit.layers.adaln import LayerNorm, TableModulation
+from dit.layers.attention import CrossAttention, SelfAttention
+from dit.layers.mlp import MLP
+from dit.layers.positions import Rotation
+from dit.models.wan.config import WanConfig
+
+
+class WanLayer(nn.Module):
+    """Modulated self-attention, cross-attention behind an affine norm and without a gate, modulated MLP.
+
+    Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1 and figure 10, and its published code. Deviation: tables and
+    the cross-attention's output projection start at zero, so the block starts as the identity.
+    """
+
+    def __init__(self, config: WanConfig, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        size, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
+        options: dict[str, Any] = {
+            "num_query_groups": config.num_query_groups,
+            "qk_layernorm": config.qk_layernorm,
+            "norm_full_width": True,
+            "eps": eps,
+        }
+        self.modulation = TableModulation(size, 2, provider, eps=eps)
+        self.attention = SelfAttention(size, heads, provider, attention, **options)
+        self.cross_norm = LayerNorm(size, provider, eps=eps)
+        self.cross_attention = CrossAttention(size, size, heads, provider, attention, zero_output=True, **options)
+        self.mlp = MLP(size, config.ffn_size, provider)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        shared_SD: Tensor,
+        context_KD: Tensor,
+        layout: SequenceLayout,
+        context_layout: SequenceLayout,
+        rotation: Rotation,
+    ) -> Tensor:
+        attention_mod, mlp_mod = self.modulation(shared_SD)
+        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout, rotation)
+        x_TD = gated_residual(x_TD, y_TD, attention_mod.gate_SD, layout)
+        x_TD = x_TD + self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
+        y_TD = self.mlp(mlp_mod.norm_and_modulate(x_TD, layout))
+        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)

@@ -1,0 +1,61 @@
+"""Wan-shaped video transformers: flow matching on made-up clips of 480p, for measurements of long sequences.
+
+Sizes are those of Wan 2.1's text-to-video models, clip and layout those of NVIDIA-NeMo/DFM. Counts of GPUs follow from
+the layout and from the memory that `--dryrun` estimates; none of these runs has been made at full size here.
+"""
+
+import nemo_run as run
+
+from dit.models.base import ModelConfig
+from dit.models.wan.config import WanConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.training.pretrain import pretrain
+from dit.training.settings import SamplingConfig
+from recipes.components import wan_1_3b, wan_14b
+from recipes.dit import as_large_model, as_mock, as_tiny, on_tensor_parallel, text_conditional, with_fsdp
+
+CLIP_480P = (24, 104, 60)
+"""Latent (frames, height, width) of 37,440 tokens: about 93 frames of 832 x 480 through an autoencoder of 4 x 8 x 8."""
+
+
+def _wan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
+    """Return flow matching with times moved towards noise, as long sequences want them."""
+    recipe = text_conditional(name, model)
+    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=3.0)
+    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=5.0)
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def tiny_wan() -> run.Partial:
+    """Made-up images and clips with texts, a 2-layer Wan of width 64: trains in seconds on any machine."""
+    recipe = as_tiny(_wan("tiny_wan", run.Config(WanConfig)))
+    recipe.model.ffn_hidden_size = 128
+    return recipe
+
+
+def _mock(name: str, model: run.Config[ModelConfig], samples: int) -> run.Partial:
+    """Return 15 steps of made-up clips under DFM's layout."""
+    recipe = on_tensor_parallel(as_mock(as_large_model(_wan(name, model)), CLIP_480P), 2)
+    recipe.parallel.context_parallel_size = 4
+    recipe.training.global_batch_size = samples
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def wan_1_3b_mock() -> run.Partial:
+    """Wan 2.1 1.3B (1.42 B) on made-up clips of 37,440 tokens, TP 2 + SP, CP 4, 15 steps: 8 x 24 GB.
+
+    Every GPU works on 9360 tokens of a clip; `--dryrun --tokens 37440` estimates 15 GiB on each.
+    """
+    return _mock("wan_1_3b_mock", wan_1_3b(), 8)
+
+
+@run.cli.factory(target=pretrain)
+def wan_14b_mock() -> run.Partial:
+    """Wan 2.1 14B (14.3 B) on made-up clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP, 15 steps: 16 x 80 GB or more.
+
+    `--dryrun --tokens 37440` estimates 43 GiB on each of 16 GPUs, 28 of them activations. DFM publishes 325.8 TFLOP/s
+    for each of 128 H100 with this model, clip and layout: 1974 tokens/s.
+    """
+    return with_fsdp(_mock("wan_14b_mock", wan_14b(), 16))

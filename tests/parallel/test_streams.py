@@ -1,0 +1,109 @@
+"""FLUX and Wan give the numbers of one rank under any layout: joint attention, a stream of text, norms over all heads.
+
+In FLUX the text is shared out as the image is, but whole on every context-parallel rank; in Wan the mean square of
+queries and keys runs over the heads of all tensor-parallel ranks.
+"""
+
+import pytest
+
+from tests.parallel.stream_cases import forget_text_rows, norm_own_heads_alone
+from tests.parallel.world import run_world
+
+GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
+MODELS = {
+    "flux": {
+        **{"backbone": "flux", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48, "pooled_size": 6},
+        **{"rope_axes": [2, 4, 2], "guidance": 3.5},
+    },
+    "wan": {"backbone": "wan", "ffn_hidden_size": 48},
+}
+
+
+def cp(size: int, comm: str, split: str = "contiguous", **others) -> dict:
+    return {"context_parallel_size": size, "context_comm": comm, "context_split": split, **others}
+
+
+TP = {"tensor_model_parallel_size": 2}
+SP = {**TP, "sequence_parallel": True}
+# ranks: {layout: which packs}
+BOTH, PACKED = (True, False), (True,)
+LAYOUTS = {
+    2: {
+        "tp2": (TP, PACKED),
+        "tp2_sp": (SP, BOTH),
+        "pp2": ({"pipeline_model_parallel_size": 2}, BOTH),
+        "distributed_optimizer2": ({}, PACKED),
+        "fsdp2": ({"data_parallel": "fsdp"}, PACKED),
+        "cp2_ring": (cp(2, "p2p", "load_balanced"), BOTH),
+        "cp2_all_gather": (cp(2, "all_gather"), PACKED),
+        "cp2_a2a": (cp(2, "a2a", "load_balanced"), PACKED),
+    },
+    4: {
+        "cp2_tp2_sp": (cp(2, "p2p", **SP), BOTH),
+        "cp2_a2a_tp2_sp": (cp(2, "a2a", **SP), PACKED),
+    },
+}
+# Four layers, so that stages begin and end among the two streams, at the joint, and behind it.
+FLUX_ALONE = {
+    "cp4_two_level": (cp(4, "a2a+p2p", context_a2a_size=2), PACKED),
+    "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
+    "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
+}
+CASES = {
+    ranks: {
+        (model, layout, packed): {"parallel": parallel, "model": MODELS[model], "packed": packed}
+        for model in MODELS
+        for layout, (parallel, packs) in {**layouts, **(FLUX_ALONE if (model, ranks) == ("flux", 4) else {})}.items()
+        for packed in packs
+    }
+    for ranks, layouts in LAYOUTS.items()
+}
+BROKEN = {
+    ("wan", "tp2", "norm_own_heads_alone"): {"parallel": TP, "break": norm_own_heads_alone},
+    ("flux", "tp2_sp", "forget_text_rows"): {"parallel": SP, "break": forget_text_rows},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Every case's numbers, and those of one rank; each world size starts once."""
+    folder, found = tmp_path_factory.mktemp("streams"), {}
+    cases = {
+        (model, packed): {"parallel": {"data_parallel": "ddp"}, "model": MODELS[model], "packed": packed}
+        for model in MODELS
+        for packed in BOTH
+    }
+    found |= zip(cases, run_world(1, list(cases.values()), folder / "1"))
+    broken = {key: {**case, "model": MODELS[key[0]], "packed": True} for key, case in BROKEN.items()}
+    for ranks, cases in CASES.items():
+        cases = {**cases, **(broken if ranks == 2 else {})}
+        found |= zip(cases, run_world(ranks, list(cases.values()), folder / str(ranks)))
+    return found
+
+
+def gradient_errors(one: dict, many: dict) -> dict[str, float]:
+    assert many["gradients"].keys() == one["gradients"].keys()
+    errors = {}
+    for parameter, expected in one["gradients"].items():
+        assert expected.norm() > 0, f"{parameter} has no gradient, so the comparison shows nothing"
+        errors[parameter] = float((many["gradients"][parameter] - expected).norm() / expected.norm())
+    return errors
+
+
+@pytest.mark.parametrize(("model", "layout", "packed"), [case for cases in CASES.values() for case in cases])
+def test_layout_equals_one_rank(results, model, layout, packed):
+    """Losses of three steps, gradient norms, every parameter's gradient, and copies that stay equal."""
+    one, many = results[model, packed], results[model, layout, packed]
+    assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
+    wrong = {name: error for name, error in gradient_errors(one, many).items() if not error <= GRADIENT_RTOL}
+    assert not wrong, wrong
+    assert many["drifted"] == []
+
+
+@pytest.mark.parametrize("key", BROKEN, ids="-".join)
+def test_a_forgotten_sum_is_seen(results, key):
+    """The comparison has teeth: leaving out one sum over ranks shows in the parameters that it is for."""
+    errors = gradient_errors(results[key[0], True], results[key])
+    seen = {name for name, error in errors.items() if error > 100 * GRADIENT_RTOL}
+    assert seen == {"embed_text.bias"} if key[0] == "flux" else "layers.1.attention.q_layernorm.weight" in seen

@@ -1,0 +1,91 @@
+"""The Wan-shaped backbone in plain PyTorch, written from its report's formulas, one sample at a time.
+
+It reads our parameters by name, as float64 leaves, and takes fused projections apart row by row; nothing else is shared
+with `dit`.
+
+Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1; the norms over the whole width, the affine norm before
+cross-attention and the table of the head are those of its published code.
+"""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from tests.parity.cross_cases import Reference, Sample
+from tests.parity.reference_cross import CrossReference, Leaves, attend, turn, turns
+from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu
+
+
+class WanReference(CrossReference):
+    def width_norm(self, heads: list[Tensor], name: str) -> list[Tensor]:
+        """Normalise all heads by the mean square of their whole width."""
+        weight = self.leaves.get(f"{name}.weight")
+        if weight is None:
+            return heads
+        return list(
+            rms_normalise(torch.cat(heads, -1), weight, self.config.layernorm_epsilon).split(self.head_size, -1)
+        )
+
+    def wan_self_attention(self, x: Tensor, name: str, by: Tensor) -> Tensor:
+        """The fused rows are, group by group, the group's queries, its key, its value."""
+        rows = list(self.leaves.linear(x, f"{name}.linear_qkv").split(self.head_size, -1))
+        share = self.config.num_attention_heads // self.groups
+        q: list[Tensor] = []
+        for group in range(self.groups):
+            q += rows[group * (share + 2) : group * (share + 2) + share]
+        k, v = rows[share :: share + 2], rows[share + 1 :: share + 2]
+        q, k = self.width_norm(q, f"{name}.q_layernorm"), self.width_norm(k, f"{name}.k_layernorm")
+        attended = attend([turn(head, by) for head in q], [turn(head, by) for head in k], v)
+        return self.leaves.linear(attended, f"{name}.linear_proj")
+
+    def wan_cross_attention(self, x: Tensor, text: Tensor, name: str) -> Tensor:
+        """The fused rows of the text are key and value of each group in turn."""
+        q = list(self.leaves.linear(x, f"{name}.linear_q").split(self.head_size, -1))
+        rows = list(self.leaves.linear(text, f"{name}.linear_kv").split(self.head_size, -1))
+        q, k = self.width_norm(q, f"{name}.q_layernorm"), self.width_norm(rows[0::2], f"{name}.k_layernorm")
+        return self.leaves.linear(attend(q, k, rows[1::2]), f"{name}.linear_proj")
+
+    def block(self, x: Tensor, shared: Tensor, text: Tensor, name: str, by: Tensor) -> Tensor:
+        leaves, eps = self.leaves, self.config.layernorm_epsilon
+        rows = shared.unflatten(0, (6, -1)) + leaves[f"{name}.modulation.table"]
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = rows
+        y = self.wan_self_attention(normalise(x, eps) * (1 + scale_1) + shift_1, f"{name}.attention", by)
+        x = x + gate_1 * y
+        y = normalise(x, eps) * leaves[f"{name}.cross_norm.weight"] + leaves[f"{name}.cross_norm.bias"]
+        x = x + self.wan_cross_attention(y, text, f"{name}.cross_attention")
+        y = leaves.linear(normalise(x, eps) * (1 + scale_2) + shift_2, f"{name}.mlp.linear_fc1")
+        return x + gate_2 * leaves.linear(gelu_tanh(y), f"{name}.mlp.linear_fc2")
+
+    def run(
+        self,
+        patches: Tensor,
+        time: Tensor,
+        grid: tuple[int, int, int],
+        text: Optional[Tensor],
+        *,
+        fps: Optional[float] = None,
+        label: Optional[int] = None,
+    ) -> Tensor:
+        config, leaves = self.config, self.leaves
+        text = leaves["text.null"][None] if text is None else text.double()
+        projected = gelu_tanh(leaves.linear(text, "text_projection.linear_1"))
+        text = leaves.linear(projected, "text_projection.linear_2")
+        cond = self.condition(time, grid, fps, label)
+        shared = leaves.linear(silu(cond), "modulation.linear")
+        by = turns(grid, self.head_size, config)
+        x = leaves.linear(patches.double(), "embed.linear")
+        for i in range(config.num_layers):
+            x = self.block(x, shared, text, f"layers.{i}", by)
+        shift, scale = leaves["head.table"] + cond
+        return leaves.linear(normalise(x, config.layernorm_epsilon) * (1 + scale) + shift, "head.linear")
+
+
+def wan_reference(config: Any, leaves: Leaves) -> Reference:
+    reference = WanReference(config, leaves)
+
+    def run(patches: Tensor, time: Tensor, sample: Sample) -> Tensor:
+        text = sample.text(config.context_size)
+        return reference.run(patches, time, sample.grid, text, fps=sample.fps, label=sample.label)
+
+    return run
