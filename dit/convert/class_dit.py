@@ -22,6 +22,10 @@ ONLY_THESE = {
 """Settings of ours that the paper's model has no others of."""
 
 
+SAMPLING = {"solver": "ancestral", "num_steps": 250, "guidance_scale": 4.0}
+"""As in facebookresearch/DiT, `sample.py`; there guidance leaves the last channel alone, here it takes all."""
+
+
 def trained_objective() -> DDPM:
     """Return the objective of the published weights.
 

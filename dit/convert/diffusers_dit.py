@@ -15,7 +15,7 @@ Source: diffusers 0.38, `models/transformers/dit_transformer_2d.py`, names and s
 from collections.abc import Mapping
 from typing import Any
 
-from dit.convert.class_dit import check_expressible, position_table, trained_objective
+from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
 from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
 from dit.convert.rules import Axes, Copies, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
@@ -71,7 +71,8 @@ class DiffusersDiT(DiffusersFormat):
                 f"norm_eps={settings['norm_eps']:g} holds for the norm before the MLP alone; ours has "
                 f"{model.layernorm_epsilon:g} everywhere, as the paper's code"
             )
-        return ImportedModel(model, trained_objective(), (1, settings["sample_size"], settings["sample_size"]), notes)
+        size = (1, settings["sample_size"], settings["sample_size"])
+        return ImportedModel(model, trained_objective(), size, SAMPLING, notes)
 
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         check_expressible(model, self.class_name, ffn_size=4 * model.hidden_size)

@@ -26,12 +26,14 @@ class ImportedModel:
         model: its sizes.
         objective: what it was trained for, as published.
         latent_size: (T, H, W) of the latents it was trained on.
+        sampling: how its authors sample, by the names of `SamplingConfig`.
         notes: what our network does otherwise, in a sentence each.
     """
 
     model: ModelConfig
     objective: Objective
     latent_size: LatentSize
+    sampling: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
 
 

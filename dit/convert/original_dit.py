@@ -15,7 +15,7 @@ from typing import Optional
 
 from torch import Tensor
 
-from dit.convert.class_dit import check_expressible, position_table, trained_objective
+from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
 from dit.convert.diffusers_format import ImportedModel, LatentSize
 from dit.convert.rules import Axes, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
@@ -64,7 +64,7 @@ def read_sizes(theirs: Mapping[str, Tensor], num_attention_heads: Optional[int] 
         patch_spatial=patch,
         num_classes=theirs["y_embedder.embedding_table.weight"].shape[0] - 1,
     )
-    return ImportedModel(model, trained_objective(), (1, grid * patch, grid * patch))
+    return ImportedModel(model, trained_objective(), (1, grid * patch, grid * patch), SAMPLING)
 
 
 def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:

@@ -118,21 +118,27 @@ class RuleBook:
 
     Attributes:
         shapes: of our parameters, by global name.
-        rules: every one of `shapes` is in exactly one rule.
+        rules: every one of `shapes` is in exactly one rule, or in `only_ours`.
         tables: tensors that they store and we compute: compared where a file holds them, never loaded.
         stored_tables: whether their files hold the tables.
+        only_ours: parameters that their model has no counterpart of, and why; imported as zeros, not exported.
     """
 
     shapes: Mapping[str, Shape]
     rules: Sequence[Rule]
     tables: Mapping[str, Tensor] = field(default_factory=dict)
     stored_tables: bool = False
+    only_ours: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ours = [rule.ours for rule in self.rules]
+        ours = [*(rule.ours for rule in self.rules), *self.only_ours]
         theirs = [name for rule in self.rules for name in rule.theirs] + list(self.tables)
         assert len(set(theirs)) == len(theirs), "a tensor of theirs is in two rules"
         assert sorted(ours) == sorted(self.shapes), sorted(set(ours) ^ set(self.shapes))
+
+    def left_behind(self) -> list[str]:
+        """Say what an export leaves behind."""
+        return [f"{name} is not exported: {why}" for name, why in self.only_ours.items()]
 
     def their_shapes(self) -> dict[str, Shape]:
         """Return name and shape of every tensor that their model has, tables left out."""
@@ -155,7 +161,7 @@ class RuleBook:
         for name, table in self.tables.items():
             if name in theirs:
                 _check_table(name, theirs[name], table)
-        ours = {}
+        ours = {name: torch.zeros(self.shapes[name]) for name in self.only_ours}
         for rule in self.rules:
             try:
                 tensor = rule.form.to_ours([theirs[name] for name in rule.theirs])

@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from dit.batch import PackedBatch, SequenceLayout
 from dit.convert.rules import Shape
 from dit.models.base import ModelConfig
-from dit.parallel.parallelize import build_on_meta
 from dit.patchify import grid_positions, patchify, unpatchify
-
-
-def shapes_of(model: ModelConfig) -> dict[str, Shape]:
-    return {name: tuple(p.shape) for name, p in build_on_meta(model).named_parameters()}
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ from dit.convert import original_dit
 from dit.convert.diffusers_dit import DiffusersDiT
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
+from dit.parallel.parallelize import parameter_shapes
 from tests.conftest import BuildModel
-from tests.parity.convert_cases import load, random_weights, relative_error, run, shapes_of
+from tests.parity.convert_cases import load, random_weights, relative_error, run
 from tests.parity.public_dit import public_forward, random_state
 
 RTOL = 1e-5  # float32 against float64, or against float32 of another order
@@ -49,7 +50,7 @@ def test_a_published_state_dict_computes_the_same_here(build_model: BuildModel, 
     """Sizes are read off the tensors; the network predicts what the public names say, steps and null class included."""
     theirs = random_state(**{**SIZES, **changes})
     imported = original_dit.read_sizes(theirs, num_attention_heads=4)
-    rules = original_dit.rules(imported.model, shapes_of(imported.model), imported.latent_size)
+    rules = original_dit.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     network = load(build_model(imported.model), rules.to_ours(theirs))
     ours = run(network, imported.model, images()[:, :, None], STEPS / 1000, labels_B=LABELS)[:, :, 0]
     exact = public_forward(theirs, 4, images(), STEPS, LABELS)
@@ -72,7 +73,7 @@ def test_published_sizes_have_their_published_counts():
             out_channels=8,
             num_classes=1000,
         )
-        rules = original_dit.rules(model, shapes_of(model), (1, 32, 32))
+        rules = original_dit.rules(model, parameter_shapes(model), (1, 32, 32))
         theirs = sum(torch.Size(shape).numel() for shape in rules.their_shapes().values())
         assert theirs + rules.tables["pos_embed"].numel() == count
 
@@ -90,7 +91,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, out
         for block in theirs.transformer_blocks[1:]:
             block.norm1.emb.load_state_dict(first)
     imported = form.read_settings(theirs.config)
-    rules = form.rules(imported.model, shapes_of(imported.model), imported.latent_size)
+    rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     network = load(build_model(imported.model), rules.to_ours(theirs.state_dict()))
     assert_same_bits(rules.to_theirs(rules.to_ours(theirs.state_dict())), theirs.state_dict())
 
@@ -145,7 +146,7 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
 def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):
     model = DiTConfig(**{"num_classes": 3, **changes})
     with pytest.raises(ConfigError, match=next(iter(changes))):
-        original_dit.rules(model, shapes_of(model), (1, 8, 8))
+        original_dit.rules(model, parameter_shapes(model), (1, 8, 8))
     with pytest.raises(ConfigError, match=next(iter(changes))):
         DiffusersDiT().write_settings(model, (1, 8, 8))
 
@@ -153,7 +154,7 @@ def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):
 def test_weights_that_do_not_fit_are_named():
     theirs = random_state(**SIZES)
     imported = original_dit.read_sizes(theirs, num_attention_heads=4)
-    rules = original_dit.rules(imported.model, shapes_of(imported.model), imported.latent_size)
+    rules = original_dit.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     wrong = {**theirs, "blocks.1.attn.proj.bias": torch.zeros(47), "lora.up": torch.zeros(2)}
     del wrong["t_embedder.mlp.2.weight"]
     with pytest.raises(ConfigError) as error:
@@ -176,6 +177,6 @@ def test_embedders_of_their_own_in_each_block_are_refused():
     theirs = diffusers_model()
     form = DiffusersDiT()
     imported = form.read_settings(theirs.config)
-    rules = form.rules(imported.model, shapes_of(imported.model), imported.latent_size)
+    rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     with pytest.raises(ConfigError, match="copies of one tensor differ"):
         rules.to_ours(theirs.state_dict())
