@@ -86,7 +86,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
     from dit.backends.attention import resolve_attention
     from dit.backends.device import describe, peak_memory_bytes, synchronize
     from dit.parallel.parallelize import DTYPES
-    from dit.training.flops import Convention, training_flops
+    from dit.training.flops import Convention, recomputed_share, training_flops
     from dit.training.pretrain import Run, check_settings
 
     named = ("model", "data", "optimizer", "schedule", "parallel", "training")
@@ -109,7 +109,11 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
         seconds.append(time.perf_counter() - started)
     counted = batches.reset()
     conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
-    flops = [sum(training_flops(model, *pair, convention=c) for pair in batches.layouts) for c in conventions]
+    again = recomputed_share(training, parallel, model.megatron_sizes()["num_layers"])
+    flops = [
+        sum(training_flops(model, *pair, convention=c, recomputed=again) for pair in batches.layouts)
+        for c in conventions
+    ]
     totals = torch.tensor([counted.samples, counted.valid_tokens, counted.padded_tokens, *flops], dtype=torch.float64)
     totals = totals.to(run.device)
     dist.all_reduce(totals, group=groups.dp)
@@ -131,6 +135,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
         "dp": dims.data_parallel_size,
         "data_parallel": parallel.data_parallel,
         "precision": training.precision,
+        "recompute": training.recompute,
         "attention": resolve_attention(run.device, DTYPES[training.precision], training.attention)[0],
         "parameters": model.num_parameters(),
         "micro_batch_size": training.micro_batch_size,

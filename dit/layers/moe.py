@@ -7,7 +7,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import normal, xavier_uniform
+from dit.backends.fused_ops import gelu_tanh
 from dit.backends.provider import LayerProvider
+from dit.backends.recompute import first_run
 from dit.batch import SequenceLayout
 from dit.layers.routing import balancing_loss, choose_experts, choose_tokens
 
@@ -22,7 +24,7 @@ class Expert(nn.Module):
         self.linear_fc2 = provider.expert_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x_TD), approximate="tanh"))
+        return self.linear_fc2(gelu_tanh(self.linear_fc1(x_TD)))
 
 
 class MoE(nn.Module):
@@ -98,7 +100,7 @@ class MoE(nn.Module):
             aux_loss = balancing_loss(scores_TE, taken_SE, layout, self.top_k)
             # The loss function stays unaware: this adds the gradient on the way back, at the main loss's scale.
             y_TD = MoEAuxLossAutoScaler.apply(y_TD, self.aux_loss_coeff * aux_loss)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and first_run():
             self.load.count(chosen_TE, layout.valid_T, aux_loss)
         return y_TD
 
