@@ -17,7 +17,7 @@ from typing import Any
 
 from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
 from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
-from dit.convert.rules import Axes, Copies, Rule, RuleBook, Shape, with_bias
+from dit.convert.rules import Axes, ByHead, Copies, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 
@@ -116,7 +116,8 @@ class DiffusersDiT(DiffusersFormat):
             *with_bias("head.modulation", "proj_out_1"),
             *with_bias("head.linear", "proj_out_2"),
         ]
-        by_head = Axes("parts (n h) ... -> (n parts h) ...", {"n": model.num_attention_heads}, parts=3)
+        heads = model.num_attention_heads
+        by_head = ByHead(heads, (model.hidden_size // heads,) * 3)
         for i in range(model.num_layers):
             ours, theirs = f"layers.{i}", f"transformer_blocks.{i}"
             qkv = [f"{theirs}.attn1.to_{part}" for part in "qkv"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
 from dit.convert.diffusers_format import ImportedModel, LatentSize
-from dit.convert.rules import Axes, Rule, RuleBook, Shape, with_bias
+from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 
@@ -100,7 +100,8 @@ def _rules(model: DiTConfig) -> list[Rule]:
         *with_bias("head.modulation", "final_layer.adaLN_modulation.1"),
         *with_bias("head.linear", "final_layer.linear"),
     ]
-    by_head = Axes("(qkv n h) ... -> (n qkv h) ...", {"qkv": 3, "n": model.num_attention_heads})
+    heads = model.num_attention_heads
+    by_head = ByHead(heads, (model.hidden_size // heads,) * 3, fused=True)
     for i in range(model.num_layers):
         ours, theirs = f"layers.{i}", f"blocks.{i}"
         found += with_bias(f"{ours}.attention.linear_qkv", f"{theirs}.attn.qkv", form=by_head)

@@ -56,26 +56,65 @@ class Copies:
 
 @dataclass(frozen=True)
 class Axes:
-    """An einops pattern from theirs to ours; several of theirs are stacked along a first axis, `parts`.
+    """An einops pattern from theirs to ours.
 
     Attributes:
         pattern: `theirs -> ours`, a one-to-one rearrangement.
         sizes: of the axes that cannot be read off both sides.
-        parts: tensors on their side.
     """
 
     pattern: str
     sizes: Mapping[str, int] = field(default_factory=dict)
-    parts: int = 1
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return rearrange(theirs[0] if self.parts == 1 else torch.stack(list(theirs)), self.pattern, **self.sizes)
+        return rearrange(theirs[0], self.pattern, **self.sizes)
 
     def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
         left, right = self.pattern.split("->")
-        sizes = dict(self.sizes) if self.parts == 1 else {**self.sizes, "parts": self.parts}
-        theirs = rearrange(ours, f"{right} -> {left}", **sizes)
-        return (theirs,) if self.parts == 1 else theirs.unbind(0)
+        return (rearrange(ours, f"{right} -> {left}", **self.sizes),)
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """A fused projection: ours has, for each head in turn, its share of every part; theirs has part after part.
+
+    Attributes:
+        heads: of each part.
+        shares: features of a head in each part.
+        turned: parts whose pairs of features turn with the position: neighbours (2 i, 2 i + 1) on their side, (i, i +
+            half of the head) on ours.
+        fused: theirs is one tensor with all parts, not one for each.
+        dim: axis of the features: 0 for outputs, 1 for inputs.
+    """
+
+    heads: int
+    shares: tuple[int, ...]
+    turned: tuple[int, ...] = ()
+    fused: bool = False
+    dim: int = 0
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        sizes = [self.heads * share for share in self.shares]
+        parts = theirs[0].split(sizes, self.dim) if self.fused else theirs
+        by_head = [x.unflatten(self.dim, (self.heads, -1)) for x in parts]
+        for i in self.turned:
+            by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (-1, 2))
+        return torch.cat(by_head, self.dim + 1).flatten(self.dim, self.dim + 1)
+
+    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
+        by_head = list(ours.unflatten(self.dim, (self.heads, -1)).split(list(self.shares), self.dim + 1))
+        for i in self.turned:
+            by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (2, -1))
+        parts = [x.flatten(self.dim, self.dim + 1) for x in by_head]
+        return (torch.cat(parts, self.dim),) if self.fused else parts
+
+
+def _swap_pairs(x: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
+    return x.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+TURNED_HEAD = Axes("(half two) -> (two half)", {"two": 2})
+"""A vector over the features of a head that turn with the position, such as the weight of its norm."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Run our packed models on dense images or clips, to compare them with other code bases' modules."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Optional
 
@@ -61,3 +62,9 @@ def run(
 
 def relative_error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name

@@ -10,7 +10,7 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.parallel.parallelize import parameter_shapes
 from tests.conftest import BuildModel
-from tests.parity.convert_cases import load, random_weights, relative_error, run
+from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error, run
 from tests.parity.public_dit import public_forward, random_state
 
 RTOL = 1e-5  # float32 against float64, or against float32 of another order
@@ -35,12 +35,6 @@ def diffusers_model(**changes) -> DiTTransformer2DModel:
         "norm_eps": 1e-6,
     }
     return DiTTransformer2DModel(**{**settings, **changes}).eval()
-
-
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert torch.equal(found[name], x), name
 
 
 @pytest.mark.parametrize(
