@@ -113,6 +113,7 @@ def attention_path(
         group=groups.cp,
         inner=inner,
         outer=outer,
+        segment_comm=parallel.spatial_temporal_comm,
     )
 
 
