@@ -2,4 +2,5 @@
 
 DIFFUSERS = {
     "DiTTransformer2DModel": "dit.convert.diffusers_dit:DiffusersDiT",
+    "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
 }
