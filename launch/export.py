@@ -64,9 +64,11 @@ def run(args: argparse.Namespace) -> list[str]:
     model, latent_size = config["model"], tuple(facts["latent_size"])
     slot = slot_of(found, config, "raw" if args.raw_weights else "ema")
     if args.format == "dit":
+        from dit.convert.class_dit import trained_objective
+
         rules = original_rules(model, latent_size)
         write_tensors(rules.to_theirs(read_whole_weights(found, slot)), out)
-        return rules.left_behind()
+        return note_objective(config["objective"], trained_objective())
     from dit.convert.diffusers_format import format_of_model
     from dit.parallel.parallelize import parameter_shapes
 
@@ -74,7 +76,15 @@ def run(args: argparse.Namespace) -> list[str]:
     settings, notes = form.write_settings(model, latent_size)
     rules = form.rules(model, parameter_shapes(model), latent_size)
     write_diffusers(settings, rules.to_theirs(read_whole_weights(found, slot)), out)
-    return [*notes, *rules.left_behind()]
+    published = form.read_settings(settings).objective
+    return [*notes, *rules.left_behind(), *note_objective(config["objective"], published)]
+
+
+def note_objective(own: Any, published: Any) -> list[str]:
+    """Say that the weights want another scheduler than the published ones of the same class, if they do."""
+    if own == published:
+        return []
+    return [f"the weights were trained by {own}, the published ones by {published}: choose the scheduler for the first"]
 
 
 def original_rules(model: Any, latent_size: Any) -> Any:

@@ -97,12 +97,12 @@ def read_original(source: Path, args: argparse.Namespace) -> tuple[Any, Any, Any
 
 def read_diffusers_folder(source: Path) -> tuple[Any, Any, Any]:
     """Return the model, the rules and the tensors of a folder in the diffusers layout."""
-    from dit.convert.diffusers_format import format_of_class
+    from dit.convert.diffusers_format import format_of_settings
     from dit.convert.state_files import read_diffusers
     from dit.parallel.parallelize import parameter_shapes
 
     settings, theirs = read_diffusers(source)
-    form = format_of_class(settings.get("_class_name"))
+    form = format_of_settings(settings)
     imported = form.read_settings(settings)
     imported.model.validate()
     return imported, form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size), theirs

@@ -41,7 +41,8 @@ class DiffusersFormat(ABC):
     """One model class of diffusers.
 
     Attributes:
-        class_name: in `config.json`; `aliases` are older names that are read too.
+        class_name: in `config.json`.
+        aliases: older names, read where `norm_type` says that this class is meant.
         config_class: our backbone's.
         defaults: every argument of their constructor with its default.
         fixed: those whose other values our backbone cannot follow.
@@ -68,6 +69,13 @@ class DiffusersFormat(ABC):
         Args:
             shapes: of our parameters, by global name.
         """
+
+    def reads(self, settings: Mapping[str, Any]) -> bool:
+        """Tell whether a `config.json` is of this class."""
+        name = settings.get("_class_name")
+        return name == self.class_name or (
+            name in self.aliases and settings.get("norm_type") == self.fixed.get("norm_type")
+        )
 
     def read_settings(self, settings: Mapping[str, Any]) -> ImportedModel:
         """Read a `config.json`.
@@ -105,17 +113,19 @@ def formats() -> list[DiffusersFormat]:
     return found
 
 
-def format_of_class(class_name: Any) -> DiffusersFormat:
-    """Return the format of a `_class_name`.
+def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat:
+    """Return the format of a `config.json`.
 
     Raises:
         ConfigError: there is none.
     """
     for found in formats():
-        if class_name in (found.class_name, *found.aliases):
+        if found.reads(settings):
             return found
     known = ", ".join(DIFFUSERS)
-    raise ConfigError(f"_class_name={class_name!r} is not a model that is converted; those are {known}")
+    raise ConfigError(
+        f"_class_name={settings.get('_class_name')!r} is not a model that is converted; those are {known}"
+    )
 
 
 def format_of_model(model: ModelConfig) -> DiffusersFormat:

@@ -14,11 +14,15 @@ arXiv:2310.00426.
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
 from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
 from dit.errors import ConfigError
+from dit.layers.positions import sincos
 from dit.models.stdit.config import STDiTConfig
 from dit.objectives.ddpm import DDPM
+from dit.patchify import grid_positions
 
 ONLY_THESE = {
     "layer_pattern": ["full"],
@@ -38,6 +42,7 @@ class DiffusersPixArt(DiffusersFormat):
     """`PixArtTransformer2DModel`."""
 
     class_name = "PixArtTransformer2DModel"
+    aliases = ("Transformer2DModel",)
     config_class = STDiTConfig
     defaults: Mapping[str, Any] = {
         "num_attention_heads": 16,
@@ -159,4 +164,13 @@ class DiffusersPixArt(DiffusersFormat):
             found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ff.net.2")
             found.append(Rule(f"{ours}.modulation.table", (f"{theirs}.scale_shift_table",)))
         null = "PixArt takes the embedding of the empty text for a dropped one"
-        return RuleBook(shapes, found, only_ours={"text.null": null})
+        return RuleBook(
+            shapes, found, only_ours={"text.null": null}, tables={"pos_embed.pos_embed": _positions(model, latent_size)}
+        )
+
+
+def _positions(model: STDiTConfig, latent_size: LatentSize) -> Tensor:
+    """Return the fixed positions that old files hold, `[1, patches, D]`."""
+    side = latent_size[1] // model.patch_spatial
+    scale = 1.0 if model.position_span is None else model.position_span / side
+    return sincos(grid_positions((1, side, side)) * scale, model.hidden_size, "sincos_2d")[None]

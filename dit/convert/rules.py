@@ -15,6 +15,7 @@ from torch import Tensor
 from dit.errors import ConfigError
 
 Shape = tuple[int, ...]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUM_SHOWN = 5  # names in a message before it says how many more there are
 
 
@@ -192,11 +193,14 @@ class RuleBook:
         """Return our parameters, float32, by global name.
 
         Raises:
-            ConfigError: a tensor is missing, unknown, of another shape, or a table is not the one we compute.
+            ConfigError: a tensor is missing, unknown, of another shape or kind, or not finite, or a table is another than
+                ours.
         """
         expected = self.their_shapes()
         found = {name: tuple(x.shape) for name, x in theirs.items() if name not in self.tables}
         complain("the weights do not fit the model", expected, found)
+        for name, tensor in theirs.items():
+            _check_numbers(name, tensor)
         for name, table in self.tables.items():
             if name in theirs:
                 _check_table(name, theirs[name], table)
@@ -254,6 +258,15 @@ def complain(what: str, expected: Mapping[str, Shape], found: Mapping[str, Shape
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
     return ", ".join(names[:NUM_SHOWN]) + more
+
+
+def _check_numbers(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in FLOATS:
+        raise ConfigError(
+            f"{name} is of {tensor.dtype}; quantised weights are not read, only {', '.join(map(str, FLOATS))}"
+        )
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{name} holds {int((~tensor.isfinite()).sum())} numbers that are not finite")
 
 
 def _check_table(name: str, theirs: Tensor, ours: Tensor) -> None:

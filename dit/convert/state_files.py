@@ -7,7 +7,6 @@ which builds tensors and plain containers and refuses everything else.
 import argparse
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,7 +56,9 @@ def _read_pickle(path: Path) -> Any:
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a damaged or hostile pickle fails in any way it likes
             reason = str(error).strip().splitlines()
             told = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0] if reason else "")
             raise ConfigError(

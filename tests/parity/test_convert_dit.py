@@ -6,6 +6,7 @@ from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DMod
 
 from dit.convert import original_dit
 from dit.convert.diffusers_dit import DiffusersDiT
+from dit.convert.diffusers_format import format_of_settings
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.parallel.parallelize import parameter_shapes
@@ -118,6 +119,22 @@ def test_what_differs_in_diffusers_is_said():
     assert "norm_eps=1e-05" in form.read_settings(diffusers_model(norm_eps=1e-5).config).notes[0]
     _, notes = form.write_settings(DiTConfig(num_classes=3), (1, 8, 8))
     assert "time_frequency_shift=0" in notes[0]
+
+
+def test_the_published_folder_of_2022_is_read():
+    """It has the class's old name, arguments that are gone, and its position table among the weights."""
+    gone = {"cross_attention_dim": None, "num_vector_embeds": None, "only_cross_attention": False}
+    old = {"_class_name": "Transformer2DModel", "out_channels": 8, "norm_type": "ada_norm_zero", **gone}
+    form = format_of_settings(old)
+    imported = form.read_settings(old)
+    rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    assert (imported.model.hidden_size, imported.model.num_layers, imported.latent_size) == (1152, 28, (1, 32, 32))
+    with torch.device("meta"):
+        published = {name: tuple(p.shape) for name, p in DiTTransformer2DModel(out_channels=8).named_parameters()}
+    assert rules.their_shapes() == published
+    torch.testing.assert_close(
+        rules.tables["pos_embed.pos_embed"], DiTTransformer2DModel(num_layers=0).pos_embed.pos_embed
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
+from dit.convert.diffusers_format import format_of_settings
 from dit.convert.diffusers_pixart import DiffusersPixArt
 from dit.errors import ConfigError
 from dit.models.stdit.config import STDiTConfig
@@ -69,6 +70,20 @@ def test_the_whole_config_survives_the_way_there_and_back():
     settings, _ = form.write_settings(imported.model, imported.latent_size)
     assert {n: v for n, v in settings.items() if n[0] != "_"} == {n: v for n, v in theirs.config.items() if n[0] != "_"}
     assert form.read_settings(settings) == imported
+
+
+def test_old_folders_are_told_apart_and_their_position_tables_checked():
+    """Old files call DiT and PixArt by one name and hold the positions, which are computed here."""
+    old = {**diffusers_model(interpolation_scale=2).config, "_class_name": "Transformer2DModel"}
+    form = format_of_settings(old)
+    assert isinstance(form, DiffusersPixArt)
+    imported = form.read_settings(old)
+    rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    theirs = diffusers_model(interpolation_scale=2)
+    table = theirs.pos_embed.pos_embed
+    rules.to_ours({**theirs.state_dict(), "pos_embed.pos_embed": table})
+    with pytest.raises(ConfigError, match="not the fixed table"):
+        rules.to_ours({**theirs.state_dict(), "pos_embed.pos_embed": 2 * table})
 
 
 @pytest.mark.parametrize(
