@@ -193,8 +193,7 @@ class RuleBook:
         """Return our parameters, float32, by global name.
 
         Raises:
-            ConfigError: a tensor is missing, unknown, of another shape or kind, or not finite, or a table is another than
-                ours.
+            ConfigError: a tensor is missing, unknown, of another shape or kind, or not finite; or a table is not ours.
         """
         expected = self.their_shapes()
         found = {name: tuple(x.shape) for name, x in theirs.items() if name not in self.tables}
