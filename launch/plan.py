@@ -187,6 +187,7 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
         num_experts=model.megatron_sizes().get("num_moe_experts"),
+        num_query_groups=model.megatron_sizes().get("num_query_groups"),
     )
     need = estimate_memory(model, training, parallel, dims.data_parallel_size, tokens)
     flops = flops_per_token(model, tokens)
