@@ -12,13 +12,14 @@ from tests.integration.runs import Job, checkpoint, mock, read_tensors, run_jobs
 from tests.parity.public_dit import random_state
 
 SIZES = {"size": 48, "depth": 2, "inner": 192, "channels": 4, "patch": 2, "classes": 5, "grid": 4}
-MODEL = {
+TINY = {
     "model__hidden_size": 48,
     "model__num_layers": 2,
     "model__num_attention_heads": 4,
     "model__in_channels": 4,
     "model__patch_spatial": 2,
     "model__num_classes": 5,
+    "schedule__warmup_steps": 0,
 }
 TINY_STEP = 1e-7  # one step of Adam moves a weight by at most the learning rate, 1e-9
 
@@ -51,7 +52,7 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
 
     started = mock(
         folder / "run",
-        **MODEL,
+        **TINY,
         checkpoint__start_from=folder / "mean",
         training__num_steps=1,
         optimizer__lr=1e-9,
@@ -77,7 +78,7 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
             actions.sample, {"run_dir": folder / "mean", "requests": [{"labels": [1], "num_steps": 3}]}
         ),
         "again": take_in("theirs.safetensors", "imported"),
-        "resume": command(actions.train, *mock(folder / "mean", **MODEL, training__num_steps=1)),
+        "resume": command(actions.train, *mock(folder / "mean", **TINY, training__num_steps=1)),
         "start": command(actions.train, *started, ranks=2),
         "back": put_out("imported", "dit", "back.pt"),
         "raw": put_out("run", "dit", "raw.safetensors", "--raw-weights"),
@@ -88,7 +89,7 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
         ),
         "no average": put_out("plain", "diffusers", "none"),
     }
-    plain = mock(folder / "plain", **MODEL, training__num_steps=1, training__ema_decay="None")
+    plain = mock(folder / "plain", **TINY, training__num_steps=1, training__ema_decay="None")
     return run_jobs(folder / "jobs", {"plain": command(actions.train, *plain), **jobs})
 
 
