@@ -2,7 +2,5 @@
 
 DIFFUSERS = {
     "DiTTransformer2DModel": "dit.convert.diffusers_dit:DiffusersDiT",
-    "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
-    "WanTransformer3DModel": "dit.convert.diffusers_wan:DiffusersWan",
 }
