@@ -50,13 +50,13 @@ LAYOUTS = {
     },
 }
 # Rows of the second model, whose rotary positions travel, heads come in groups, and layers mix kinds of attention.
-BOTH = {"tp2_sp", "cp2_hybrid", "cp2_ring", "cp2_a2a", "cp4_hybrid_balanced", "cp2_tp2_sp_hybrid", "cp2_tp2_sp_ring"}
+BOTH = {"tp2_sp", "cp2_hybrid", "cp2_ring", "cp4_hybrid_balanced", "cp2_tp2_sp_hybrid", "cp2_tp2_sp_ring"}
 CASES = [
     (world, model, layout)
     for world, layouts in LAYOUTS.items()
     for layout in layouts
     for model in MODELS
-    if model == "alternating" or (layout in BOTH and layout != "cp2_a2a")
+    if model == "alternating" or layout in BOTH
 ]
 
 # Layers that run again exchange again; what came over the network is kept where only cheap parts run again.
