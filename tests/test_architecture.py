@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "dit.models": {"dit.errors", "dit.batch", "dit.patchify", "dit.backends", "dit.layers"},
     "dit.parallel": {"dit.errors", "dit.batch", "dit.backends", "dit.models"},
     "dit.encoders": {"dit.errors", "dit.backends"},
-    "dit.convert": {"dit.errors", "dit.backends", "dit.models"},
+    "dit.convert": {"dit.errors", "dit.batch", "dit.patchify", "dit.objectives", "dit.layers", "dit.models"},
     "dit.training": {
         *("dit.errors", "dit.philox", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
         *("dit.backends", "dit.layers", "dit.models", "dit.parallel", "dit.encoders", "dit.convert"),

@@ -8,15 +8,18 @@ from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 
 
-def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0) -> Tensor:
+def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0, *, shift: int = 0) -> Tensor:
     """Embed continuous times as cosines, then sines, of `size / 2` frequencies from 1 to 1 / max_period; float32.
 
     The angles reach 1000, where float32 is off by 6e-5; they are float64 inside, for the rows are few.
 
+    Args:
+        shift: 1 reaches 1 / max_period with the last frequency (DDPM); 0 would with one more (ADM, DiT).
+
     Source: DDPM's (Ho et al. 2020) sinusoid in the cosine-first order of ADM and DiT.
     """
     half = size // 2
-    frequency = max_period ** -(torch.arange(half, device=time_S.device, dtype=torch.float64) / half)
+    frequency = max_period ** -(torch.arange(half, device=time_S.device, dtype=torch.float64) / (half - shift))
     angle = time_S.double()[:, None] * frequency
     return torch.cat([angle.cos(), angle.sin()], -1).float()
 
@@ -28,16 +31,26 @@ class TimestepEmbedder(nn.Module):
         hidden_size: width of the conditioning vector.
         time_scale: factor on the objective's time before the sinusoid; 1000 spans DDPM's classic timesteps.
         features: width of the sinusoid.
+        frequency_shift: see `timestep_features`.
     """
 
-    def __init__(self, hidden_size: int, provider: LayerProvider, *, time_scale: float, features: int = 256) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        provider: LayerProvider,
+        *,
+        time_scale: float,
+        features: int = 256,
+        frequency_shift: int = 0,
+    ) -> None:
         super().__init__()
-        self.features, self.time_scale = features, time_scale
+        self.features, self.time_scale, self.frequency_shift = features, time_scale, frequency_shift
         self.linear_1 = provider.replicated_linear(features, hidden_size, bias=True, init=normal(0.02))
         self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
 
     def forward(self, time_S: Tensor) -> Tensor:
-        features = timestep_features(time_S.double() * self.time_scale, self.features).to(self.linear_1.weight.dtype)
+        time_S = time_S.double() * self.time_scale
+        features = timestep_features(time_S, self.features, shift=self.frequency_shift).to(self.linear_1.weight.dtype)
         return self.linear_2(nn.functional.silu(self.linear_1(features)))
 
 

@@ -86,6 +86,11 @@ def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None) -> Backbone
         return model.build(LayerProvider(config), attention, stage or Stage(range(config.num_layers)))
 
 
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the whole model by global name, without memory."""
+    return {name: tuple(parameter.shape) for name, parameter in build_on_meta(model).named_parameters()}
+
+
 def count_parameters(model: ModelConfig) -> int:
     """Count the parameters of the whole model."""
     return sum(p.numel() for p in build_on_meta(model).parameters())

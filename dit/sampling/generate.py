@@ -127,6 +127,19 @@ def without_conditions(
     return replace(batch, **changes)
 
 
+def predicted_mean(prediction_TC: Tensor, token_channels: int, latent_channels: int) -> Tensor:
+    """Drop what a network predicts behind the latent's channels at every position of a patch: a learned variance.
+
+    Solvers choose the variance themselves.
+
+    Source: the channel order of Nichol and Dhariwal 2021, arXiv:2102.09672, and DiT.
+    """
+    if prediction_TC.shape[1] == token_channels:
+        return prediction_TC
+    positions = token_channels // latent_channels
+    return prediction_TC.unflatten(1, (positions, -1))[..., :latent_channels].flatten(1)
+
+
 @torch.no_grad()
 def generate(
     network: ConditionalNetwork,
@@ -156,13 +169,17 @@ def generate(
     if batch.context_KD is not None and batch.context_dropped_S is None:
         none_dropped = torch.zeros(layout.num_samples, dtype=torch.bool, device=layout.device)
         batch = replace(batch, context_dropped_S=none_dropped)
+
+    def predict(inputs_TC: Tensor, time_S: Tensor, of: PackedBatch) -> Tensor:
+        return predicted_mean(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
+
     if needs_unconditional(guidance_scale):
         pair = join(batch, without_conditions(batch, spec, negative, negative_pooled))
-        bound = guided_pair(lambda inputs_TC, time_S: network(inputs_TC, time_S, pair).float(), guidance_scale)
+        bound = guided_pair(lambda inputs_TC, time_S: predict(inputs_TC, time_S, pair), guidance_scale)
     else:
 
         def bound(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
-            return network(inputs_TC, time_S, batch).float()
+            return predict(inputs_TC, time_S, batch)
 
     def noise_at(step: int) -> Tensor:
         return AddressedNoise(seed, step + 1, batch.sample_ids_S, layout).normal_TC("solver", channels)

@@ -132,7 +132,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: `must` and there is none.
-            ConfigError: it belongs to another model.
+            ConfigError: it belongs to another model, or holds imported weights.
         """
         if mode == "never":
             if self.store.steps():
@@ -153,6 +153,11 @@ class Checkpointer:
                 )
             return False
         folder, manifest = found[0]
+        if manifest.is_imported:
+            raise ConfigError(
+                f"{folder} holds imported weights, which have no optimizer and no data position to resume; start from "
+                "them: checkpoint.start_from=that run folder, with another training.run_dir"
+            )
         self._restore(state, folder, manifest)
         return True
 

@@ -19,6 +19,7 @@ from dit.sampling.generate import empty_pack, generate
 from dit.training.checkpoint import CONFIG_FILE, FACTS_FILE
 from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, from_record
+from dit.training.manifest import read_manifest
 from dit.training.settings import CheckpointConfig
 from dit.training.sharded_state import load_weights
 
@@ -107,6 +108,26 @@ def find_checkpoint(path: Path | str) -> tuple[Path, int]:
     return found[0], found[1].step
 
 
+def read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a proven checkpoint, by the names of `pretrain`'s arguments, and its facts."""
+    record = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    config = {name: from_record(part) for name, part in record.items() if name != CLASS_KEY}
+    return config, json.loads((folder / FACTS_FILE).read_text())
+
+
+def slot_of(folder: Path, config: dict[str, Any], weights: Literal["ema", "raw"]) -> str:
+    """Return the name under which a proven checkpoint holds its averaged or raw weights; imported ones are both.
+
+    Raises:
+        CheckpointError: the run kept no average.
+    """
+    if weights == "raw" or read_manifest(folder).is_imported:
+        return "weight"
+    if config["training"].ema_decay is None:
+        raise CheckpointError(f"{folder} holds no weight average; ask for the raw weights")
+    return "ema"
+
+
 def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") -> Generator:
     """Build the model of a checkpoint with its averaged or its raw weights.
 
@@ -117,13 +138,10 @@ def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") 
         CheckpointError: there is no valid checkpoint, or it holds no average.
     """
     folder, step = find_checkpoint(path)
-    record = yaml.safe_load((folder / CONFIG_FILE).read_text())
-    config = {name: from_record(part) for name, part in record.items() if name != CLASS_KEY}
-    facts = json.loads((folder / FACTS_FILE).read_text())
-    if weights == "ema" and config["training"].ema_decay is None:
-        raise CheckpointError(f"{folder} holds no weight average; ask for the raw weights")
+    config, facts = read_settings(folder)
+    slot = slot_of(folder, config, weights)
     groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
     chunks = build_model(config["model"], ParallelConfig(), "fp32", groups, seed=0)
-    load_weights(folder, chunks, groups, slot="ema" if weights == "ema" else "weight")
+    load_weights(folder, chunks, groups, slot=slot)
     network = chunks[0].eval()
     return Generator(config, facts, network, step)

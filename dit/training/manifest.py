@@ -65,6 +65,11 @@ class Manifest:
         value = self.meta.get("held_out_loss")
         return None if value is None else float(value)  # "NaN" reads back as nan
 
+    @property
+    def is_imported(self) -> bool:
+        """Whether it holds another code base's weights, and neither optimizer nor data position to resume."""
+        return "imported_from" in self.meta
+
     def to_text(self) -> str:
         """Return the one text that stands for this manifest, its own digest included."""
         body = {

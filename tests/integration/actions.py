@@ -56,6 +56,20 @@ def draw(arguments: Sequence[str]) -> Ended:
     return command(main, arguments)
 
 
+def import_weights(arguments: Sequence[str]) -> Ended:
+    """Do as `python -m launch.import_weights` does."""
+    from launch.import_weights import main
+
+    return command(main, arguments)
+
+
+def export(arguments: Sequence[str]) -> Ended:
+    """Do as `python -m launch.export` does."""
+    from launch.export import main
+
+    return command(main, arguments)
+
+
 def benchmark(arguments: Sequence[str]) -> Ended:
     """Do as `python -m benchmarks.step` does."""
     from benchmarks.step import main

@@ -70,6 +70,7 @@ SHOWN: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "rope_scaling": ("linear", rotary_setting("scaling"), None),
     "rope_factors": ([2.0, 1.0, 1.0], rotary_setting("factors"), lambda value: tuple(value or (1.0, 1.0, 1.0))),
     "time_scale": (7.0, lambda m: m.conditioner.time.time_scale, None),
+    "time_frequency_shift": (1, lambda m: m.conditioner.time.frequency_shift, None),
     "num_experts": (3, lambda m: len(getattr(m.layers["1"].mlp, "experts", [])) or None, None),
     "moe_ffn_hidden_size": (
         None,
@@ -110,7 +111,13 @@ def test_field_reaches_the_model(build_model: BuildModel, name: str):
         assert show(build_model(config, perturb=0.1)) == follows(getattr(config, name))
 
 
-@pytest.mark.parametrize("name", ["layernorm_epsilon", "time_scale", "num_attention_heads", "moe_router", "moe_top_k"])
+WITHOUT_WEIGHTS = [
+    *("layernorm_epsilon", "time_scale", "time_frequency_shift", "num_attention_heads"),
+    *("moe_router", "moe_top_k"),
+]
+
+
+@pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
 def test_field_without_weights_changes_the_prediction(build_model: BuildModel, name: str):
     """Fields that shape no weight still act: the same weights predict something else."""
     base = base_of(name)

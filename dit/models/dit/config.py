@@ -26,6 +26,7 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
         layernorm_epsilon: of the layer norms.
         position_embedding: fixed sine-cosine over (h, w) as in the paper, or over (t, h, w); or rotary over (t, h, w).
         time_scale: factor on the objective's time before its sinusoid.
+        time_frequency_shift: 1 lets the sinusoid's last frequency be 1 / 10000 (DDPM, diffusers); 0 as in DiT.
     """
 
     hidden_size: int = 384
@@ -38,6 +39,7 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
     layernorm_epsilon: float = 1e-6
     position_embedding: Literal["sincos_2d", "sincos_3d", "rope_3d"] = "sincos_2d"
     time_scale: float = 1000.0
+    time_frequency_shift: int = 0
 
     @property
     def ffn_size(self) -> int:
@@ -81,6 +83,8 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
         for name, size in optional.items():
             if size is not None and size < 1:
                 raise ConfigError(f"model.{name}={size} must be at least 1, or None")
+        if self.time_frequency_shift not in (0, 1):
+            raise ConfigError(f"model.time_frequency_shift={self.time_frequency_shift} must be 0 or 1")
         if self.position_embedding == "rope_3d":
             self.rotary(self.hidden_size // self.num_attention_heads)
         else:

@@ -26,7 +26,9 @@ class Conditioner(nn.Module):
     def __init__(self, config: DiTConfig, provider: LayerProvider) -> None:
         super().__init__()
         size = config.hidden_size
-        self.time = TimestepEmbedder(size, provider, time_scale=config.time_scale)
+        self.time = TimestepEmbedder(
+            size, provider, time_scale=config.time_scale, frequency_shift=config.time_frequency_shift
+        )
         self.label = LabelEmbedder(config.num_classes, size, provider) if config.num_classes else None
         self.text = PooledTextEmbedder(config.context_size, size, provider) if config.context_size else None
         for parameter in self.parameters():

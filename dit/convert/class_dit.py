@@ -1,0 +1,53 @@
+"""What the class-conditional DiT of the paper can be, and what its conversions share."""
+
+from typing import Any
+
+from torch import Tensor
+
+from dit.convert.rules import require
+from dit.layers.positions import sincos
+from dit.models.dit.config import DiTConfig
+from dit.objectives.ddpm import DDPM
+from dit.patchify import grid_positions
+
+ONLY_THESE = {
+    "context_size": None,
+    "num_experts": None,
+    "patch_temporal": 1,
+    "qk_layernorm": False,
+    "add_bias": True,
+    "layernorm_epsilon": 1e-6,
+    "position_embedding": "sincos_2d",
+}
+"""Settings of ours that the paper's model has no others of."""
+
+
+SAMPLING = {"solver": "ancestral", "num_steps": 250, "guidance_scale": 4.0}
+"""As in facebookresearch/DiT, `sample.py`; there guidance leaves the last channel alone, here it takes all."""
+
+
+def trained_objective() -> DDPM:
+    """Return the objective of the published weights.
+
+    Source: facebookresearch/DiT, `diffusion/__init__.py`: 1000 steps, linear betas, the network predicts the noise.
+    """
+    return DDPM(schedule="linear", discrete_steps=1000, prediction="noise")
+
+
+def check_expressible(model: DiTConfig, side: str, **also: Any) -> None:
+    """Check that a model is one of the paper's.
+
+    Raises:
+        ConfigError: it has what the paper's code cannot hold, or no classes.
+    """
+    settings = {name: getattr(model, name) for name in (*ONLY_THESE, *also)}
+    require(f"{side} cannot hold this model", settings, {**ONLY_THESE, **also}, "train such a model to export it")
+    if model.num_classes is None:
+        require(
+            f"{side} cannot hold this model", {"num_classes": None}, {"num_classes": "a number"}, "train with classes"
+        )
+
+
+def position_table(model: DiTConfig, side: int) -> Tensor:
+    """Return the fixed positions of a square grid of `side * side` patches, `[1, side**2, D]`, row by row."""
+    return sincos(grid_positions((1, side, side)), model.hidden_size, "sincos_2d")[None]

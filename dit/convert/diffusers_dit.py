@@ -1,0 +1,130 @@
+"""diffusers' `DiTTransformer2DModel`, and our DiT.
+
+What they have otherwise, all of it accounted for:
+
+* the time and label embedders once in every block; all copies must be equal to be imported;
+* q, k and v as three matrices, a convolution that embeds patches;
+* the sinusoid of the time falls to 1 / 10000 one frequency earlier: our `time_frequency_shift=1`. The paper's code has
+  0, so weights that were trained there, or here with 0, see slightly other time features in diffusers;
+* `norm_eps` in the norm before the MLP alone; we have one epsilon, 1e-6, which is also that of the paper's code;
+* discrete times: feed them `time * time_scale` of ours.
+
+Source: diffusers 0.38, `models/transformers/dit_transformer_2d.py`, names and settings.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
+from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
+from dit.convert.rules import Axes, ByHead, Copies, Rule, RuleBook, Shape, with_bias
+from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
+
+
+class DiffusersDiT(DiffusersFormat):
+    """`DiTTransformer2DModel`; the published DiT-XL/2 folders call it by its old name."""
+
+    class_name = "DiTTransformer2DModel"
+    aliases = ("Transformer2DModel",)
+    config_class = DiTConfig
+    defaults: Mapping[str, Any] = {
+        "num_attention_heads": 16,
+        "attention_head_dim": 72,
+        "in_channels": 4,
+        "out_channels": None,
+        "num_layers": 28,
+        "dropout": 0.0,
+        "norm_num_groups": 32,
+        "attention_bias": True,
+        "sample_size": 32,
+        "patch_size": 2,
+        "activation_fn": "gelu-approximate",
+        "num_embeds_ada_norm": 1000,
+        "upcast_attention": False,
+        "norm_type": "ada_norm_zero",
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-5,
+    }
+    fixed: Mapping[str, Any] = {
+        "attention_bias": True,
+        "activation_fn": "gelu-approximate",
+        "norm_type": "ada_norm_zero",
+        "norm_elementwise_affine": False,
+    }
+
+    def read(self, settings: Mapping[str, Any]) -> ImportedModel:
+        out_channels = settings["out_channels"]
+        model = DiTConfig(
+            hidden_size=settings["num_attention_heads"] * settings["attention_head_dim"],
+            num_layers=settings["num_layers"],
+            num_attention_heads=settings["num_attention_heads"],
+            in_channels=settings["in_channels"],
+            out_channels=None if out_channels == settings["in_channels"] else out_channels,
+            patch_spatial=settings["patch_size"],
+            num_classes=settings["num_embeds_ada_norm"],
+            time_frequency_shift=1,
+        )
+        notes = []
+        if settings["norm_eps"] != model.layernorm_epsilon:
+            notes.append(
+                f"norm_eps={settings['norm_eps']:g} holds for the norm before the MLP alone; ours has "
+                f"{model.layernorm_epsilon:g} everywhere, as the paper's code"
+            )
+        size = (1, settings["sample_size"], settings["sample_size"])
+        return ImportedModel(model, trained_objective(), size, SAMPLING, notes)
+
+    def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        check_expressible(model, self.class_name, ffn_size=4 * model.hidden_size)
+        frames, height, width = latent_size
+        if frames != 1 or height != width:
+            raise ConfigError(f"latents of {frames} x {height} x {width}: {self.class_name} knows square images only")
+        settings = {
+            "num_attention_heads": model.num_attention_heads,
+            "attention_head_dim": model.hidden_size // model.num_attention_heads,
+            "in_channels": model.in_channels,
+            "out_channels": model.in_channels if model.out_channels is None else model.out_channels,
+            "num_layers": model.num_layers,
+            "sample_size": height,
+            "patch_size": model.patch_spatial,
+            "num_embeds_ada_norm": model.num_classes,
+            "norm_eps": model.layernorm_epsilon,
+        }
+        notes = []
+        if model.time_frequency_shift != 1:
+            notes.append(
+                "the model was trained with time_frequency_shift=0, diffusers computes the time's sinusoid with 1 "
+                "(frequencies 10000 ** -(i / 127) for 10000 ** -(i / 128)), so its outputs differ slightly; "
+                "train with model.time_frequency_shift=1 for equal ones"
+            )
+        return settings, notes
+
+    def rules(self, model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
+        patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
+        embedders = [f"transformer_blocks.{i}.norm1.emb" for i in range(model.num_layers)]
+        times, copies = [f"{name}.timestep_embedder" for name in embedders], Copies(model.num_layers)
+        found = [
+            Rule("embed.weight", ("pos_embed.proj.weight",), Axes("d c ph pw -> d (ph pw c)", patch)),
+            Rule("embed.bias", ("pos_embed.proj.bias",)),
+            *with_bias("conditioner.time.linear_1", *(f"{name}.linear_1" for name in times), form=copies),
+            *with_bias("conditioner.time.linear_2", *(f"{name}.linear_2" for name in times), form=copies),
+            Rule(
+                "conditioner.label.weight",
+                tuple(f"{name}.class_embedder.embedding_table.weight" for name in embedders),
+                copies,
+            ),
+            *with_bias("head.modulation", "proj_out_1"),
+            *with_bias("head.linear", "proj_out_2"),
+        ]
+        heads = model.num_attention_heads
+        by_head = ByHead(heads, (model.hidden_size // heads,) * 3)
+        for i in range(model.num_layers):
+            ours, theirs = f"layers.{i}", f"transformer_blocks.{i}"
+            qkv = [f"{theirs}.attn1.to_{part}" for part in "qkv"]
+            found += with_bias(f"{ours}.attention.linear_qkv", *qkv, form=by_head)
+            found += with_bias(f"{ours}.attention.linear_proj", f"{theirs}.attn1.to_out.0")
+            found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.ff.net.0.proj")
+            found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ff.net.2")
+            found += with_bias(f"{ours}.modulation.linear", f"{theirs}.norm1.linear")
+        table = position_table(model, latent_size[1] // model.patch_spatial)
+        return RuleBook(shapes, found, tables={"pos_embed.pos_embed": table})

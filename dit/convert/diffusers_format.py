@@ -1,0 +1,141 @@
+"""What is common to the model classes of diffusers: settings on both sides, the rules between the weights."""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dit.convert import DIFFUSERS
+from dit.convert.rules import RuleBook, Shape
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.objectives.base import Objective
+
+VERSION = "0.38.0"
+"""The release of diffusers that exports are compared with."""
+
+LatentSize = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """Another code base's model in our words.
+
+    Attributes:
+        model: its sizes.
+        objective: what it was trained for, as published.
+        latent_size: (T, H, W) of the latents it was trained on.
+        sampling: how its authors sample, by the names of `SamplingConfig`.
+        notes: what our network does otherwise, in a sentence each.
+    """
+
+    model: ModelConfig
+    objective: Objective
+    latent_size: LatentSize
+    sampling: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+class DiffusersFormat(ABC):
+    """One model class of diffusers.
+
+    Attributes:
+        class_name: in `config.json`.
+        aliases: older names, read where `norm_type` says that this class is meant.
+        config_class: our backbone's.
+        defaults: every argument of their constructor with its default.
+        fixed: those whose other values our backbone cannot follow.
+    """
+
+    class_name: str
+    aliases: tuple[str, ...] = ()
+    config_class: type[ModelConfig]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+
+    @abstractmethod
+    def read(self, settings: Mapping[str, Any]) -> ImportedModel:
+        """Turn their complete, checked settings into ours; raise `ConfigError` for what ours cannot follow."""
+
+    @abstractmethod
+    def write(self, model: Any, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        """Turn our settings into those of theirs that differ from `defaults`, and notes on what differs in effect."""
+
+    @abstractmethod
+    def rules(self, model: Any, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
+        """Return the rules between the weights.
+
+        Args:
+            shapes: of our parameters, by global name.
+        """
+
+    def reads(self, settings: Mapping[str, Any]) -> bool:
+        """Tell whether a `config.json` is of this class."""
+        name = settings.get("_class_name")
+        return name == self.class_name or (
+            name in self.aliases and settings.get("norm_type") == self.fixed.get("norm_type")
+        )
+
+    def read_settings(self, settings: Mapping[str, Any]) -> ImportedModel:
+        """Read a `config.json`.
+
+        Raises:
+            ConfigError: a setting is unknown here, or has a value that our backbone cannot follow.
+        """
+        given = {name: value for name, value in settings.items() if not name.startswith("_")}
+        # Old files still name arguments that are gone; unset they mean nothing.
+        unknown = [f"{n}={v!r}" for n, v in given.items() if n not in self.defaults and v not in (None, False)]
+        complete = {**self.defaults, **{n: v for n, v in given.items() if n in self.defaults}}
+        wrong = [f"{n}={complete[n]!r} (only {v!r})" for n, v in self.fixed.items() if complete[n] != v]
+        if unknown or wrong:
+            told = "; ".join(
+                f"{what}: {', '.join(names)}" for what, names in (("unknown", unknown), ("unsupported", wrong)) if names
+            )
+            raise ConfigError(
+                f"{self.class_name} with settings that {self.config_class.__name__} cannot follow; {told}"
+            )
+        return self.read(complete)
+
+    def write_settings(self, model: ModelConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        """Return a complete `config.json` and the notes of `write`."""
+        changed, notes = self.write(model, latent_size)
+        header = {"_class_name": self.class_name, "_diffusers_version": VERSION}
+        return {**header, **self.defaults, **self.fixed, **changed}, notes
+
+
+def formats() -> list[DiffusersFormat]:
+    """Return every format of the registry."""
+    found = []
+    for path in DIFFUSERS.values():
+        module, _, name = path.partition(":")
+        found.append(getattr(importlib.import_module(module), name)())
+    return found
+
+
+def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat:
+    """Return the format of a `config.json`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for found in formats():
+        if found.reads(settings):
+            return found
+    known = ", ".join(DIFFUSERS)
+    raise ConfigError(
+        f"_class_name={settings.get('_class_name')!r} is not a model that is converted; those are {known}"
+    )
+
+
+def format_of_model(model: ModelConfig) -> DiffusersFormat:
+    """Return the format that one of our models can be written in.
+
+    Raises:
+        ConfigError: diffusers has no such model.
+    """
+    for found in formats():
+        if type(model) is found.config_class:
+            return found
+    known = ", ".join(found.config_class.__name__ for found in formats())
+    raise ConfigError(f"diffusers has no model like {type(model).__name__}; those with one are {known}")

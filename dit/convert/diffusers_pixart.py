@@ -1,0 +1,176 @@
+"""diffusers' `PixArtTransformer2DModel` (PixArt-alpha and PixArt-Sigma), and our ST-DiT with full attention alone.
+
+What they have otherwise, all of it accounted for: q, k and v (in cross-attention k and v) as matrices of their own; a
+convolution that embeds patches; positions that span `sample_size / patch_size / interpolation_scale` indices at every
+resolution, our `position_span`. Times are steps 0 to 999: feed them `time * time_scale` of ours. Our learned null token
+for a dropped text has no counterpart: PixArt takes the embedding of the empty text.
+
+The 1024 px model of PixArt-alpha is conditioned on resolution and aspect ratio, which ours is not, and is refused.
+
+Source: diffusers 0.38, `models/transformers/pixart_transformer_2d.py`, names and settings; Chen et al. 2023,
+arXiv:2310.00426.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
+from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
+from dit.errors import ConfigError
+from dit.layers.positions import sincos
+from dit.models.stdit.config import STDiTConfig
+from dit.objectives.ddpm import DDPM
+from dit.patchify import grid_positions
+
+ONLY_THESE = {
+    "layer_pattern": ["full"],
+    "position_embedding": "sincos_2d",
+    "patch_temporal": 1,
+    "num_classes": None,
+    "fps_conditioning": False,
+    "size_conditioning": False,
+    "qk_layernorm": False,
+    "add_bias": True,
+    "layernorm_epsilon": 1e-6,
+}
+"""Settings of ours that PixArt has no others of."""
+
+
+class DiffusersPixArt(DiffusersFormat):
+    """`PixArtTransformer2DModel`."""
+
+    class_name = "PixArtTransformer2DModel"
+    aliases = ("Transformer2DModel",)
+    config_class = STDiTConfig
+    defaults: Mapping[str, Any] = {
+        "num_attention_heads": 16,
+        "attention_head_dim": 72,
+        "in_channels": 4,
+        "out_channels": 8,
+        "num_layers": 28,
+        "dropout": 0.0,
+        "norm_num_groups": 32,
+        "cross_attention_dim": 1152,
+        "attention_bias": True,
+        "sample_size": 128,
+        "patch_size": 2,
+        "activation_fn": "gelu-approximate",
+        "num_embeds_ada_norm": 1000,
+        "upcast_attention": False,
+        "norm_type": "ada_norm_single",
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-6,
+        "interpolation_scale": None,
+        "use_additional_conditions": None,
+        "caption_channels": None,
+        "attention_type": "default",
+    }
+    fixed: Mapping[str, Any] = {
+        "attention_bias": True,
+        "activation_fn": "gelu-approximate",
+        "norm_type": "ada_norm_single",
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-6,
+        "attention_type": "default",
+    }
+
+    def read(self, settings: Mapping[str, Any]) -> ImportedModel:
+        size, width = settings["sample_size"], settings["num_attention_heads"] * settings["attention_head_dim"]
+        extra = settings["use_additional_conditions"]
+        shown = {
+            "use_additional_conditions": size == 128 if extra is None else extra,
+            "cross_attention_dim": settings["cross_attention_dim"],
+        }
+        wanted = {"use_additional_conditions": False, "cross_attention_dim": width}
+        require(f"{self.class_name} unlike our model", shown, wanted, "such weights cannot be imported")
+        if settings["caption_channels"] is None:
+            raise ConfigError(f"{self.class_name} with caption_channels=None has no text projection; ours has one")
+        # They default to a whole number of base resolutions.
+        scale = settings["interpolation_scale"]
+        scale = max(size // 64, 1) if scale is None else scale
+        out_channels = settings["out_channels"]
+        model = STDiTConfig(
+            layer_pattern=["full"],
+            hidden_size=width,
+            num_layers=settings["num_layers"],
+            num_attention_heads=settings["num_attention_heads"],
+            in_channels=settings["in_channels"],
+            out_channels=None if out_channels == settings["in_channels"] else out_channels,
+            patch_spatial=settings["patch_size"],
+            context_size=settings["caption_channels"],
+            qk_layernorm=False,
+            fps_conditioning=False,
+            position_span=size // settings["patch_size"] / scale,
+        )
+        objective = DDPM(schedule="linear", discrete_steps=1000, prediction="noise")
+        sampling = {"solver": "dpmpp_2m", "num_steps": 20, "guidance_scale": 4.5}
+        return ImportedModel(model, objective, (1, size, size), sampling)
+
+    def write(self, model: STDiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        size, heads = model.hidden_size, model.num_attention_heads
+        same = {"num_query_groups": heads, "ffn_size": 4 * size}
+        shown = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_size")}
+        shown["num_query_groups"] = model.num_query_groups or heads
+        require(f"{self.class_name} cannot hold this model", shown, {**ONLY_THESE, **same}, "train such a model")
+        frames, height, width = latent_size
+        if frames != 1 or height != width:
+            raise ConfigError(f"latents of {frames} x {height} x {width}: {self.class_name} knows square images only")
+        side, notes = height // model.patch_spatial, []
+        if model.position_span is None:
+            notes.append(f"positions are not scaled here; diffusers scales those of other sizes than {side} patches")
+        settings = {
+            "num_attention_heads": heads,
+            "attention_head_dim": size // heads,
+            "in_channels": model.in_channels,
+            "out_channels": model.out_channels or model.in_channels,
+            "num_layers": model.num_layers,
+            "cross_attention_dim": size,
+            "sample_size": height,
+            "patch_size": model.patch_spatial,
+            "interpolation_scale": 1 if model.position_span is None else side / model.position_span,
+            "use_additional_conditions": False,
+            "caption_channels": model.context_size,
+        }
+        return settings, notes
+
+    def rules(self, model: STDiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
+        patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
+        time = "adaln_single.emb.timestep_embedder"
+        found = [
+            Rule("embed.linear.weight", ("pos_embed.proj.weight",), Axes("d c ph pw -> d (ph pw c)", patch)),
+            Rule("embed.linear.bias", ("pos_embed.proj.bias",)),
+            *with_bias("conditioner.time.linear_1", f"{time}.linear_1"),
+            *with_bias("conditioner.time.linear_2", f"{time}.linear_2"),
+            *with_bias("modulation.linear", "adaln_single.linear"),
+            *with_bias("text_projection.linear_1", "caption_projection.linear_1"),
+            *with_bias("text_projection.linear_2", "caption_projection.linear_2"),
+            Rule("head.table", ("scale_shift_table",)),
+            *with_bias("head.linear", "proj_out"),
+        ]
+        three, two = (ByHead(model.num_attention_heads, (model.head_size,) * parts) for parts in (3, 2))
+        for i in range(model.num_layers):
+            ours, theirs = f"layers.{i}", f"transformer_blocks.{i}"
+            qkv = [f"{theirs}.attn1.to_{part}" for part in "qkv"]
+            found += with_bias(f"{ours}.attentions.full.linear_qkv", *qkv, form=three)
+            found += with_bias(f"{ours}.attentions.full.linear_proj", f"{theirs}.attn1.to_out.0")
+            found += with_bias(f"{ours}.cross_attention.linear_q", f"{theirs}.attn2.to_q")
+            found += with_bias(
+                f"{ours}.cross_attention.linear_kv", f"{theirs}.attn2.to_k", f"{theirs}.attn2.to_v", form=two
+            )
+            found += with_bias(f"{ours}.cross_attention.linear_proj", f"{theirs}.attn2.to_out.0")
+            found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.ff.net.0.proj")
+            found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ff.net.2")
+            found.append(Rule(f"{ours}.modulation.table", (f"{theirs}.scale_shift_table",)))
+        null = "PixArt takes the embedding of the empty text for a dropped one"
+        return RuleBook(
+            shapes, found, only_ours={"text.null": null}, tables={"pos_embed.pos_embed": _positions(model, latent_size)}
+        )
+
+
+def _positions(model: STDiTConfig, latent_size: LatentSize) -> Tensor:
+    """Return the fixed positions that old files hold, `[1, patches, D]`."""
+    side = latent_size[1] // model.patch_spatial
+    scale = 1.0 if model.position_span is None else model.position_span / side
+    return sincos(grid_positions((1, side, side)) * scale, model.hidden_size, "sincos_2d")[None]

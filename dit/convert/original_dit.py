@@ -1,0 +1,112 @@
+"""The state dicts of facebookresearch/DiT, and our DiT.
+
+Their network: timm's attention with the rows of q, k, v one after the other; a convolution that embeds patches;
+channels of a predicted patch fastest, all means before all variances, as ours. The learned variance is the second half
+of `out_channels`. Times are steps 0 to 999, which our `time_scale=1000` makes of times below 1: feed them
+`time * time_scale`. The fixed position table is stored there and computed here.
+
+Source: Peebles and Xie 2023, arXiv:2212.09748; names of the public `models.py`.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Optional
+
+from torch import Tensor
+
+from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
+from dit.convert.diffusers_format import ImportedModel, LatentSize
+from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, with_bias
+from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
+
+HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
+"""Attention heads of the published sizes S, B, L and XL by width: no shape tells them."""
+
+_NEEDED = ("x_embedder.proj.weight", "y_embedder.embedding_table.weight", "final_layer.linear.weight", "pos_embed")
+
+
+def read_sizes(theirs: Mapping[str, Tensor], num_attention_heads: Optional[int] = None) -> ImportedModel:
+    """Read a model's sizes off its tensors.
+
+    Args:
+        num_attention_heads: None for those of the published size of this width.
+
+    Raises:
+        ConfigError: this is not such a state dict, or the heads are unknown.
+    """
+    missing = [name for name in _NEEDED if name not in theirs]
+    if missing or theirs["x_embedder.proj.weight"].dim() != 4 or theirs["pos_embed"].dim() != 3:
+        raise ConfigError(
+            f"not a state dict of facebookresearch/DiT: it needs {', '.join(_NEEDED)}"
+            + (f", and lacks {', '.join(missing)}" if missing else "")
+            + f"; it holds {len(theirs)} tensors such as {next(iter(theirs))}"
+        )
+    hidden_size, in_channels, patch, _ = theirs["x_embedder.proj.weight"].shape
+    blocks = [int(m[1]) for name in theirs if (m := re.match(r"blocks\.(\d+)\.", name))]
+    heads = num_attention_heads or HEADS.get(hidden_size)
+    if heads is None:
+        raise ConfigError(
+            f"the heads of a model of width {hidden_size} are unknown (published widths: "
+            f"{', '.join(map(str, HEADS))}); give --num-attention-heads"
+        )
+    grid = math.isqrt(theirs["pos_embed"].shape[1])
+    fc1 = theirs.get("blocks.0.mlp.fc1.weight")
+    out_channels = theirs["final_layer.linear.weight"].shape[0] // patch**2
+    model = DiTConfig(
+        hidden_size=hidden_size,
+        num_layers=max(blocks, default=-1) + 1,
+        num_attention_heads=heads,
+        ffn_hidden_size=None if fc1 is None or fc1.shape[0] == 4 * hidden_size else fc1.shape[0],
+        in_channels=in_channels,
+        out_channels=None if out_channels == in_channels else out_channels,
+        patch_spatial=patch,
+        num_classes=theirs["y_embedder.embedding_table.weight"].shape[0] - 1,
+    )
+    return ImportedModel(model, trained_objective(), (1, grid * patch, grid * patch), SAMPLING)
+
+
+def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
+    """Return the rules between the weights.
+
+    Args:
+        shapes: of our parameters, by global name.
+        latent_size: (1, H, W), square; the size of the stored position table follows from it.
+
+    Raises:
+        ConfigError: their code cannot hold this model.
+    """
+    frames, height, width = latent_size
+    check_expressible(model, "facebookresearch/DiT", time_frequency_shift=0)
+    if frames != 1 or height != width:
+        raise ConfigError(f"latents of {frames} x {height} x {width}: facebookresearch/DiT knows square images only")
+    return RuleBook(
+        shapes,
+        _rules(model),
+        tables={"pos_embed": position_table(model, height // model.patch_spatial)},
+        stored_tables=True,
+    )
+
+
+def _rules(model: DiTConfig) -> list[Rule]:
+    patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
+    found = [
+        Rule("embed.weight", ("x_embedder.proj.weight",), Axes("d c ph pw -> d (ph pw c)", patch)),
+        Rule("embed.bias", ("x_embedder.proj.bias",)),
+        *with_bias("conditioner.time.linear_1", "t_embedder.mlp.0"),
+        *with_bias("conditioner.time.linear_2", "t_embedder.mlp.2"),
+        Rule("conditioner.label.weight", ("y_embedder.embedding_table.weight",)),
+        *with_bias("head.modulation", "final_layer.adaLN_modulation.1"),
+        *with_bias("head.linear", "final_layer.linear"),
+    ]
+    heads = model.num_attention_heads
+    by_head = ByHead(heads, (model.hidden_size // heads,) * 3, fused=True)
+    for i in range(model.num_layers):
+        ours, theirs = f"layers.{i}", f"blocks.{i}"
+        found += with_bias(f"{ours}.attention.linear_qkv", f"{theirs}.attn.qkv", form=by_head)
+        found += with_bias(f"{ours}.attention.linear_proj", f"{theirs}.attn.proj")
+        found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.mlp.fc1")
+        found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.mlp.fc2")
+        found += with_bias(f"{ours}.modulation.linear", f"{theirs}.adaLN_modulation.1")
+    return found

@@ -1,0 +1,211 @@
+"""Files of tensors, read without running anything in them, and written whole or not at all.
+
+`.safetensors` holds tensors only. `.pt`, `.pth` and `.bin` are pickles and go through torch's `weights_only` reader,
+which builds tensors and plain containers and refuses everything else.
+"""
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dit.errors import ConfigError
+
+CONFIG = "config.json"
+STEM = "diffusion_pytorch_model"
+INDEX = f"{STEM}.safetensors.index.json"
+PICKLES = (".pt", ".pth", ".bin")
+MAX_SHARD_BYTES = 10 * 1000**3  # diffusers splits files here
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of one file by name; of a training checkpoint's parts, `ema` before `model`.
+
+    Raises:
+        ConfigError: the file is missing or damaged, holds more than tensors, or is of a kind that is not read.
+    """
+    if path.suffix not in (".safetensors", *PICKLES):
+        raise ConfigError(f"{path} is no file of weights that is read; use .safetensors, {', '.join(PICKLES)}")
+    try:
+        loaded = load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read: {reason}; give a whole file of tensors") from error
+    for part in ("ema", "model"):
+        if isinstance(loaded, dict) and isinstance(loaded.get(part), dict):
+            loaded = loaded[part]
+    if not isinstance(loaded, dict) or not loaded:
+        raise ConfigError(f"{path} holds {type(loaded).__name__}, not tensors by name; save a model's state_dict()")
+    odd = [f"{name!r} is a {type(x).__name__}" for name, x in loaded.items() if not isinstance(x, Tensor)]
+    if odd:
+        raise ConfigError(f"{path} holds more than tensors: {', '.join(odd[:3])}; save a model's state_dict()")
+    return loaded
+
+
+def _read_pickle(path: Path) -> Any:
+    # The published training script keeps its command line beside the weights: a Namespace, which only holds values.
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # a damaged or hostile pickle fails in any way it likes
+            reason = str(error).strip().splitlines()
+            told = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0] if reason else "")
+            raise ConfigError(
+                f"{path} is damaged or holds more than tensors and is not loaded, for a pickle can run code ({told}); "
+                "save plain tensors by name, best as .safetensors"
+            ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ConfigError: the file is missing or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give a folder in the diffusers layout") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not settings by name")
+    return value
+
+
+def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read settings and tensors of a folder in the diffusers layout, in one file or in shards.
+
+    Raises:
+        ConfigError: a file is missing or unreadable, or the index points elsewhere.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder; the diffusers layout is a folder with {CONFIG} and {STEM}.safetensors"
+        )
+    if not (folder / CONFIG).exists() and (folder / "transformer" / CONFIG).exists():
+        raise ConfigError(f"{folder} holds a whole pipeline; give its part {folder / 'transformer'}")
+    settings = read_json(folder / CONFIG)
+    if (folder / INDEX).exists():
+        return settings, _read_shards(folder)
+    for name in (f"{STEM}.safetensors", f"{STEM}.bin"):
+        if (folder / name).exists():
+            return settings, read_tensors(folder / name)
+    raise ConfigError(f"{folder} holds neither {STEM}.safetensors, {INDEX} nor {STEM}.bin")
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ConfigError(f"{folder / INDEX} holds no weight_map; fetch the folder again")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(map(str, names.values()))):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ConfigError(f"{folder / INDEX} points to {file!r}; only .safetensors files beside it are read")
+        tensors |= read_tensors(folder / file)
+    if tensors.keys() != names.keys():
+        odd = sorted(tensors.keys() ^ names.keys())
+        raise ConfigError(f"{folder / INDEX} and its shards disagree on {len(odd)} tensors, such as {odd[0]}")
+    return tensors
+
+
+@contextmanager
+def whole(out: Path) -> Iterator[Path]:
+    """Give a temporary path beside `out` to write to; it takes that name at the end, or is removed.
+
+    Raises:
+        ConfigError: `out` exists, or the disk refused.
+    """
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} exists already and is left alone; choose another --out or remove it")
+    part = out.with_name(f".{out.name}.{os.getpid()}.tmp{out.suffix}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        _flush(part)
+        os.rename(part, out)
+        _flush_one(out.parent)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot write {out}: {getattr(error, 'strerror', None) or error}; choose another --out"
+        ) from error
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part)
+        else:
+            part.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+        _flush_one(entry)
+    _flush_one(path)
+
+
+def _flush_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], out: Path) -> None:
+    """Write tensors to one file, of the kind that its name says.
+
+    Raises:
+        ConfigError: the name says none, the file exists, or the disk refused.
+    """
+    if out.suffix not in (".safetensors", ".pt"):
+        raise ConfigError(f"--out {out} must end in .safetensors or .pt")
+    with whole(out) as part:
+        if out.suffix == ".pt":
+            torch.save(dict(tensors), part)
+        else:
+            save_file(dict(tensors), part, metadata={"format": "pt"})
+
+
+def write_diffusers(
+    settings: Mapping[str, Any], tensors: Mapping[str, Tensor], out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write a folder in the diffusers layout; beyond `max_shard_bytes` in shards with an index.
+
+    Raises:
+        ConfigError: `out` exists, or the disk refused.
+    """
+    with whole(out) as part:
+        part.mkdir()
+        (part / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        shards = _shards(tensors, max_shard_bytes)
+        weight_map: dict[str, str] = {}
+        for i, shard in enumerate(shards, 1):
+            name = f"{STEM}-{i:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{STEM}.safetensors"
+            save_file(shard, part / name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(shard, name)
+        if len(shards) > 1:
+            total = sum(x.nbytes for x in tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards

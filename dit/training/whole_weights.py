@@ -1,0 +1,97 @@
+"""Whole weights by global name, out of a run's checkpoint and into one of their own.
+
+A checkpoint of imported weights holds `weight` alone: any layout can sample from it or start from it, none can resume
+it, for it has no optimizer and no data position.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+import yaml
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dit.backends import process_groups
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.objectives.base import Objective
+from dit.parallel.dims import ParallelConfig
+from dit.training.checkpoint import CONFIG_FILE, FACTS_FILE
+from dit.training.checkpoint_store import CheckpointStore, model_fingerprint
+from dit.training.config_record import to_record
+from dit.training.settings import CheckpointConfig, SamplingConfig, TrainingConfig
+from dit.training.sharded_write import write_sharded
+
+
+def read_whole_weights(folder: Path, slot: str) -> dict[str, Tensor]:
+    """Read every parameter of a proven checkpoint whole, float32, on this one process.
+
+    Args:
+        slot: `ema` or `weight`.
+    """
+    reader = torch_checkpoint.FileSystemReader(str(folder))
+    stored = reader.read_metadata().state_dict_metadata
+    prefix = f"{slot}."
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def write_imported(
+    run_dir: Path,
+    weights: Mapping[str, Tensor],
+    model: ModelConfig,
+    objective: Objective,
+    sampling: SamplingConfig,
+    latent_size: tuple[int, int, int],
+    source: str,
+) -> Path:
+    """Make a run folder of whole weights, which `launch.sample` and `checkpoint.start_from` accept on any layout.
+
+    Args:
+        weights: every parameter of `model`, by global name.
+        source: where they came from, for the record.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ConfigError: `run_dir` holds checkpoints already.
+        CheckpointError: the disk refused; nothing is left that looks like a checkpoint.
+    """
+    store = CheckpointStore(run_dir / "checkpoints", CheckpointConfig())
+    if store.steps():
+        raise ConfigError(
+            f"{run_dir} holds checkpoints of steps {store.steps()} already and is left alone; choose another --out"
+        )
+    process_groups.initialize(ParallelConfig(data_parallel="ddp"))
+    settings = {
+        "model": model,
+        "data": None,
+        "objective": objective,
+        "training": TrainingConfig(run_dir=str(run_dir), precision="fp32", ema_decay=None),
+        "sampling": sampling,
+    }
+    folder = store.begin(0)
+    with store.writing(0):
+        keys = {f"weight.{name}": tensor for name, tensor in weights.items()}
+        write_sharded({key: ShardedTensor.from_rank_offsets(key, x, replica_id=0) for key, x in keys.items()}, folder)
+        (folder / CONFIG_FILE).write_text(yaml.safe_dump(to_record(settings), sort_keys=False))
+        (folder / FACTS_FILE).write_text(json.dumps({"class_names": None, "latent_size": list(latent_size)}, indent=1))
+    meta = {
+        "imported_from": source,
+        "consumed_samples": 0,
+        "held_out_loss": None,
+        "fingerprint": model_fingerprint({name: list(x.shape) for name, x in weights.items()}),
+        "torch": torch.__version__,
+    }
+    store.publish(0, meta)
+    return store.path(0)

@@ -1,0 +1,154 @@
+"""Weights come in, train under tensor parallelism, and go out again; every step keeps every bit that it should."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.integration import actions
+from tests.integration.runs import Job, checkpoint, mock, read_tensors, run_jobs
+from tests.parity.public_dit import random_state
+
+SIZES = {"size": 48, "depth": 2, "inner": 192, "channels": 4, "patch": 2, "classes": 5, "grid": 4}
+TINY = {
+    "model__hidden_size": 48,
+    "model__num_layers": 2,
+    "model__num_attention_heads": 4,
+    "model__in_channels": 4,
+    "model__patch_spatial": 2,
+    "model__num_classes": 5,
+    "schedule__warmup_steps": 0,
+}
+TINY_STEP = 1e-7  # one step of Adam moves a weight by at most the learning rate, 1e-9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("convert")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> dict[str, torch.Tensor]:
+    """A published state dict with a learned variance, as a safetensors file and as a training checkpoint."""
+    state = random_state(**SIZES, out_channels=8)
+    save_file(state, folder / "theirs.safetensors")
+    torch.save({"ema": state, "model": {}, "step": 7}, folder / "theirs.pt")
+    return state
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def command(action: Any, *words: Any, ranks: int = 1) -> Job:
+        return Job(action, {"arguments": [str(word) for word in words]}, ranks)
+
+    def take_in(file: str, out: str, *words: str) -> Job:
+        given = ("--from", folder / file, "--format", "dit", "--num-attention-heads", 4, "--out", folder / out, *words)
+        return command(actions.import_weights, *given)
+
+    def put_out(run: str, kind: str, out: str, *words: str) -> Job:
+        return command(actions.export, "--checkpoint", folder / run, "--format", kind, "--out", folder / out, *words)
+
+    started = mock(
+        folder / "run",
+        **TINY,
+        checkpoint__start_from=folder / "mean",
+        training__num_steps=1,
+        optimizer__lr=1e-9,
+        parallel__tensor_model_parallel_size=2,
+        parallel__sequence_parallel=True,
+    )
+    jobs = {
+        "import": take_in("theirs.safetensors", "imported"),
+        "import mean": take_in("theirs.pt", "mean", "--drop-variance"),
+        "draw": command(
+            actions.draw,
+            "--checkpoint",
+            folder / "imported",
+            "--steps",
+            3,
+            "--labels",
+            "1,3",
+            "--out",
+            folder / "x.png",
+        ),
+        "latents": Job(actions.sample, {"run_dir": folder / "imported", "requests": [{"labels": [1], "num_steps": 3}]}),
+        "mean latents": Job(
+            actions.sample, {"run_dir": folder / "mean", "requests": [{"labels": [1], "num_steps": 3}]}
+        ),
+        "again": take_in("theirs.safetensors", "imported"),
+        "resume": command(actions.train, *mock(folder / "mean", **TINY, training__num_steps=1)),
+        "start": command(actions.train, *started, ranks=2),
+        "back": put_out("imported", "dit", "back.pt"),
+        "raw": put_out("run", "dit", "raw.safetensors", "--raw-weights"),
+        "diffusers": put_out("run", "diffusers", "diffusers"),
+        "reimport": command(
+            actions.import_weights,
+            *("--from", folder / "diffusers", "--format", "diffusers", "--out", folder / "reimported"),
+        ),
+        "no average": put_out("plain", "diffusers", "none"),
+    }
+    plain = mock(folder / "plain", **TINY, training__num_steps=1, training__ema_decay="None")
+    return run_jobs(folder / "jobs", {"plain": command(actions.train, *plain), **jobs})
+
+
+def test_what_comes_in_goes_out_as_it_was(done: dict, folder: Path, theirs: dict):
+    assert done["import"].code == done["back"].code == 0
+    back = torch.load(folder / "back.pt", weights_only=True)
+    assert back.keys() == theirs.keys()
+    torch.testing.assert_close(back.pop("pos_embed"), theirs["pos_embed"], rtol=0, atol=1e-6)
+    for name, tensor in back.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_imported_weights_are_sampled_with_or_without_their_variance(done: dict, folder: Path):
+    """Solvers read the mean alone, so leaving the variance behind changes no latent."""
+    assert done["draw"].code == 0, done["draw"].err
+    assert (folder / "x.png").is_file()
+    (_, [with_variance]), (_, [without]) = done["latents"], done["mean latents"]
+    assert with_variance.shape == (1, 4, 1, 8, 8)
+    assert torch.equal(with_variance, without)
+
+
+def test_a_tensor_parallel_run_starts_from_them(done: dict, folder: Path, theirs: dict):
+    """After a step of next to nothing on two ranks, every weight is still what was imported; of the head, the mean."""
+    assert all(ended.code == 0 for ended in done["start"]), done["start"]
+    for name, tensor in load_file(folder / "raw.safetensors").items():
+        expected = theirs[name]
+        if name.startswith("final_layer.linear"):
+            expected = expected.unflatten(0, (4, 8))[:, :4].flatten(0, 1)
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=TINY_STEP)
+
+
+def test_a_run_survives_the_way_through_diffusers(done: dict, folder: Path):
+    """The average of a run, exported and imported again, has the same bits; the difference in time is told."""
+    assert done["diffusers"].code == done["reimport"].code == 0
+    assert "time_frequency_shift=0" in done["diffusers"].err
+    average = {
+        n.removeprefix("ema."): x for n, x in read_tensors(checkpoint(folder / "run", 1)).items() if n[:4] == "ema."
+    }
+    again = {n.removeprefix("weight."): x for n, x in read_tensors(checkpoint(folder / "reimported", 0)).items()}
+    assert again.keys() == average.keys()
+    for name, tensor in average.items():
+        assert torch.equal(again[name], tensor), name
+
+
+def test_imported_weights_are_not_resumed(done: dict):
+    assert done["resume"].code == 2
+    assert "checkpoint.start_from" in done["resume"].err
+
+
+def test_nothing_is_written_over(done: dict):
+    assert done["again"].code == 2
+    assert "choose another --out" in done["again"].err
+
+
+def test_a_run_without_an_average_says_so(done: dict, folder: Path):
+    assert done["no average"].code == 5
+    assert "raw weights" in done["no average"].err
+    assert not (folder / "none").exists()
+
+
+def test_no_temporary_file_stays(done: dict, folder: Path):
+    assert not list(folder.rglob("*.tmp*"))

@@ -1,0 +1,70 @@
+"""Run our packed models on dense images or clips, to compare them with other code bases' modules."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from dit.batch import PackedBatch, SequenceLayout
+from dit.convert.rules import Shape
+from dit.models.base import ModelConfig
+from dit.patchify import grid_positions, patchify, unpatchify
+
+
+@torch.no_grad()
+def load(network: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """Give a network weights by name; both sides must have the same names."""
+    parameters = dict(network.named_parameters())
+    assert parameters.keys() == weights.keys()
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+    return network
+
+
+def random_weights(shapes: dict[str, Shape], *, scale: float = 0.1, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@torch.no_grad()
+def run(
+    network: nn.Module,
+    model: ModelConfig,
+    latents: Tensor,
+    time_B: Tensor,
+    *,
+    labels_B: Optional[Tensor] = None,
+    texts: Optional[list[Tensor]] = None,
+    **others: Tensor,
+) -> Tensor:
+    """Return the prediction `[B, C, T, H, W]` for latents `[B, C, T, H, W]`; `others` are fields of the batch."""
+    pt, ps = model.patch_temporal, model.patch_spatial
+    tokens, grids = zip(*(patchify(x, pt, ps) for x in latents))
+    layout = SequenceLayout.from_lengths([len(x) for x in tokens])
+    batch = PackedBatch(
+        latents_TC=torch.cat(tokens),
+        positions_T3=torch.cat([grid_positions(grid) for grid in grids]),
+        layout=layout,
+        sample_ids_S=torch.arange(len(tokens)),
+        grids=tuple(grids),
+        keys=tuple(map(str, range(len(tokens)))),
+        labels_S=labels_B,
+    )
+    if texts is not None:
+        context_layout = SequenceLayout.from_lengths([len(text) for text in texts])
+        batch = replace(batch, context_KD=torch.cat(texts), context_layout=context_layout)
+    out = network(batch.latents_TC, time_B, replace(batch, **others))
+    parts = out.split(list(layout.lengths))
+    return torch.stack([unpatchify(x, grid, pt, ps) for x, grid in zip(parts, grids)])
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact.double()).norm() / exact.double().norm())
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name

@@ -1,0 +1,193 @@
+"""Class-conditional DiT to and from the published code base and diffusers: equal outputs, exact round trips."""
+
+import pytest
+import torch
+from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+from dit.convert import original_dit
+from dit.convert.diffusers_dit import DiffusersDiT
+from dit.convert.diffusers_format import format_of_settings
+from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
+from dit.parallel.parallelize import parameter_shapes
+from tests.conftest import BuildModel
+from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error, run
+from tests.parity.public_dit import public_forward, random_state
+
+RTOL = 1e-5  # float32 against float64, or against float32 of another order
+SIZES = {"size": 48, "depth": 2, "inner": 192, "channels": 4, "out_channels": 8, "patch": 2, "classes": 7, "grid": 4}
+STEPS = torch.tensor([0, 37, 999])
+LABELS = torch.tensor([3, 7, 0])  # 7 stands for no class
+
+
+def images() -> torch.Tensor:
+    return torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def diffusers_model(**changes) -> DiTTransformer2DModel:
+    settings = {
+        "num_attention_heads": 4,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 8,
+        "num_layers": 2,
+        "sample_size": 8,
+        "num_embeds_ada_norm": 7,
+        "norm_eps": 1e-6,
+    }
+    return DiTTransformer2DModel(**{**settings, **changes}).eval()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"out_channels": 4, "inner": 100, "patch": 4, "grid": 2}], ids=["sigma", "plain"]
+)
+def test_a_published_state_dict_computes_the_same_here(build_model: BuildModel, changes: dict):
+    """Sizes are read off the tensors; the network predicts what the public names say, steps and null class included."""
+    theirs = random_state(**{**SIZES, **changes})
+    imported = original_dit.read_sizes(theirs, num_attention_heads=4)
+    rules = original_dit.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    network = load(build_model(imported.model), rules.to_ours(theirs))
+    ours = run(network, imported.model, images()[:, :, None], STEPS / 1000, labels_B=LABELS)[:, :, 0]
+    exact = public_forward(theirs, 4, images(), STEPS, LABELS)
+    assert ours.shape == exact.shape
+    assert relative_error(ours, exact) <= RTOL
+    back = rules.to_theirs(rules.to_ours(theirs))
+    # The table is computed, not copied.
+    torch.testing.assert_close(back.pop("pos_embed"), theirs.pop("pos_embed"), rtol=0, atol=1e-6)
+    assert_same_bits(back, theirs)
+
+
+def test_published_sizes_have_their_published_counts():
+    """S, B, L and XL at patch 2 with 1000 classes and a learned variance, the frozen table included."""
+    published = {(384, 12): 32_963_360, (768, 12): 130_512_416, (1024, 24): 458_102_816, (1152, 28): 675_129_632}
+    for (width, depth), count in published.items():
+        model = DiTConfig(
+            hidden_size=width,
+            num_layers=depth,
+            num_attention_heads=original_dit.HEADS[width],
+            out_channels=8,
+            num_classes=1000,
+        )
+        rules = original_dit.rules(model, parameter_shapes(model), (1, 32, 32))
+        theirs = sum(torch.Size(shape).numel() for shape in rules.their_shapes().values())
+        assert theirs + rules.tables["pos_embed"].numel() == count
+
+
+@pytest.mark.parametrize("out_channels", [8, 4])
+def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, out_channels: int):
+    """Their random module here, and our random model there."""
+    form = DiffusersDiT()
+    torch.manual_seed(0)
+    theirs = diffusers_model(out_channels=out_channels)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.1)
+        first = theirs.transformer_blocks[0].norm1.emb.state_dict()
+        for block in theirs.transformer_blocks[1:]:
+            block.norm1.emb.load_state_dict(first)
+    imported = form.read_settings(theirs.config)
+    rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    network = load(build_model(imported.model), rules.to_ours(theirs.state_dict()))
+    assert_same_bits(rules.to_theirs(rules.to_ours(theirs.state_dict())), theirs.state_dict())
+
+    ours = random_weights(rules.shapes)
+    settings, notes = form.write_settings(imported.model, imported.latent_size)
+    again = DiTTransformer2DModel.from_config(settings).eval()
+    again.load_state_dict(rules.to_theirs(ours))
+    assert notes == []
+    assert_same_bits(rules.to_ours(again.state_dict()), ours)
+    for module, weights in ((theirs, None), (again, ours)):
+        if weights is not None:
+            load(network, weights)
+        here = run(network, imported.model, images()[:, :, None], STEPS / 1000, labels_B=LABELS)[:, :, 0]
+        with torch.no_grad():
+            there = module(images(), STEPS, LABELS).sample
+        assert relative_error(here, there) <= RTOL
+
+
+def test_the_whole_config_survives_the_way_there_and_back():
+    form = DiffusersDiT()
+    theirs = dict(diffusers_model(norm_eps=1e-6, sample_size=16, patch_size=4, num_layers=3).config)
+    imported = form.read_settings(theirs)
+    settings, _ = form.write_settings(imported.model, imported.latent_size)
+    assert {n: v for n, v in settings.items() if n[0] != "_"} == {n: v for n, v in theirs.items() if n[0] != "_"}
+    assert form.read_settings(settings) == imported
+
+
+def test_what_differs_in_diffusers_is_said():
+    form = DiffusersDiT()
+    assert "norm_eps=1e-05" in form.read_settings(diffusers_model(norm_eps=1e-5).config).notes[0]
+    _, notes = form.write_settings(DiTConfig(num_classes=3), (1, 8, 8))
+    assert "time_frequency_shift=0" in notes[0]
+
+
+def test_the_published_folder_of_2022_is_read():
+    """It has the class's old name, arguments that are gone, and its position table among the weights."""
+    gone = {"cross_attention_dim": None, "num_vector_embeds": None, "only_cross_attention": False}
+    old = {"_class_name": "Transformer2DModel", "out_channels": 8, "norm_type": "ada_norm_zero", **gone}
+    form = format_of_settings(old)
+    imported = form.read_settings(old)
+    rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    assert (imported.model.hidden_size, imported.model.num_layers, imported.latent_size) == (1152, 28, (1, 32, 32))
+    with torch.device("meta"):
+        published = {name: tuple(p.shape) for name, p in DiTTransformer2DModel(out_channels=8).named_parameters()}
+    assert rules.their_shapes() == published
+    torch.testing.assert_close(
+        rules.tables["pos_embed.pos_embed"], DiTTransformer2DModel(num_layers=0).pos_embed.pos_embed
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation_fn": "geglu"}, r"activation_fn='geglu' \(only 'gelu-approximate'\)"),
+        ({"cross_attention_dim": 512}, "unknown: cross_attention_dim=512"),
+    ],
+)
+def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        DiffusersDiT().read_settings({**diffusers_model().config, **change})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"qk_layernorm": True}, {"num_classes": None}, {"context_size": 8}, {"position_embedding": "rope_3d"}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):
+    model = DiTConfig(**{"num_classes": 3, **changes})
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        original_dit.rules(model, parameter_shapes(model), (1, 8, 8))
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        DiffusersDiT().write_settings(model, (1, 8, 8))
+
+
+def test_weights_that_do_not_fit_are_named():
+    theirs = random_state(**SIZES)
+    imported = original_dit.read_sizes(theirs, num_attention_heads=4)
+    rules = original_dit.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    wrong = {**theirs, "blocks.1.attn.proj.bias": torch.zeros(47), "lora.up": torch.zeros(2)}
+    del wrong["t_embedder.mlp.2.weight"]
+    with pytest.raises(ConfigError) as error:
+        rules.to_ours(wrong)
+    text = str(error.value)
+    assert "1 missing: t_embedder.mlp.2.weight [48, 48]" in text
+    assert "1 unknown: lora.up [2]" in text
+    assert "blocks.1.attn.proj.bias is [47], needs [48]" in text
+    shifted = {**theirs, "pos_embed": theirs["pos_embed"].roll(1, dims=1)}
+    with pytest.raises(ConfigError, match="not the fixed table"):
+        rules.to_ours(shifted)
+    with pytest.raises(ConfigError, match="lacks pos_embed"):
+        original_dit.read_sizes({n: x for n, x in theirs.items() if n != "pos_embed"})
+    with pytest.raises(ConfigError, match="--num-attention-heads"):
+        original_dit.read_sizes(theirs)
+
+
+def test_embedders_of_their_own_in_each_block_are_refused():
+    """diffusers stores them once per block; ours are shared, so they must be copies."""
+    theirs = diffusers_model()
+    form = DiffusersDiT()
+    imported = form.read_settings(theirs.config)
+    rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    with pytest.raises(ConfigError, match="copies of one tensor differ"):
+        rules.to_ours(theirs.state_dict())

@@ -1,0 +1,132 @@
+"""The laws of conversion rules: a form and its inverse undo each other, and nothing is left over or damaged unseen."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Chunks, Copies, Form, Rule, RuleBook, Same
+from dit.convert.variance import drop_variance
+from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
+
+
+@st.composite
+def fused(draw: st.DrawFn) -> ByHead:
+    shares = tuple(draw(st.lists(st.sampled_from([2, 4, 6]), min_size=1, max_size=4)))
+    turned = tuple(i for i in range(len(shares)) if draw(st.booleans()))
+    return ByHead(draw(st.integers(1, 4)), shares, turned, draw(st.booleans()), draw(st.sampled_from([0, 1])))
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+@given(fused())
+def test_by_head_is_a_permutation_and_its_inverse_undoes_it(form: ByHead):
+    size = form.heads * sum(form.shares)
+    ours = numbered(size, 5) if form.dim == 0 else numbered(5, size)
+    theirs = form.to_theirs(ours)
+    assert [x.shape[form.dim] for x in theirs] == (
+        [size] if form.fused else [form.heads * share for share in form.shares]
+    )
+    assert torch.equal(form.to_ours(theirs), ours)
+    assert torch.equal(torch.cat([x.flatten() for x in theirs]).sort().values, ours.flatten().sort().values)
+
+
+def test_by_head_gives_each_head_its_share_of_every_part():
+    """Two heads of four features: q with its pairs turned, then v as it is."""
+    q, v = torch.arange(8), torch.arange(100, 108)
+    ours = ByHead(2, (4, 4), turned=(0,)).to_ours([q, v])
+    assert ours.tolist() == [0, 2, 1, 3, 100, 101, 102, 103, 4, 6, 5, 7, 104, 105, 106, 107]
+
+
+def test_a_turned_head_goes_from_neighbours_to_halves():
+    assert TURNED_HEAD.to_ours([torch.arange(6)]).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+def test_turned_pairs_keep_every_score():
+    """Turning neighbours by an angle and turning halves by it give the same products of queries and keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(2))
+    angle = torch.rand(3, generator=generator, dtype=torch.float64)
+
+    def neighbours(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.view(3, 2)) * torch.polar(torch.ones_like(by), by)).flatten()
+
+    def halves(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2)
+        return torch.cat([a * by.cos() - b * by.sin(), b * by.cos() + a * by.sin()])
+
+    theirs = neighbours(q, 2 * angle) @ neighbours(k, 5 * angle)
+    ours = halves(TURNED_HEAD.to_ours([q]), 2 * angle) @ halves(TURNED_HEAD.to_ours([k]), 5 * angle)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("form", "theirs"),
+    [
+        (Same(), [numbered(4, 3)]),
+        (Copies(2), [numbered(4, 3), numbered(4, 3)]),
+        (Axes("d c ph pw -> d (ph pw c)", {"ph": 2, "pw": 2}), [numbered(4, 3, 2, 2)]),
+        (Chunks((2, 0, 1)), [numbered(6, 2)]),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_forms_are_undone(form: Form, theirs: list[torch.Tensor]):
+    back = form.to_theirs(form.to_ours(theirs))
+    assert len(back) == len(theirs)
+    assert all(torch.equal(x, y) for x, y in zip(back, theirs))
+
+
+def test_chunks_come_in_the_order_given():
+    assert Chunks((2, 0, 1)).to_ours([torch.arange(6)]).tolist() == [4, 5, 0, 1, 2, 3]
+
+
+def book(**options) -> RuleBook:
+    return RuleBook({"a": (2,), "b": (3,)}, [Rule("a", ("x",)), Rule("b", ("y",))], **options)
+
+
+def test_a_book_has_every_parameter_and_every_tensor_once():
+    with pytest.raises(AssertionError):
+        RuleBook({"a": (2,), "b": (3,)}, [Rule("a", ("x",))])
+    with pytest.raises(AssertionError, match="two rules"):
+        RuleBook({"a": (2,), "b": (3,)}, [Rule("a", ("x",)), Rule("b", ("x",))])
+    with pytest.raises(ConfigError, match="1 unknown: c"):
+        book().to_theirs({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_of_every_precision_come_in_exactly(dtype: torch.dtype):
+    x = torch.tensor([1 / 3, -2e-3]).to(dtype)
+    found = book().to_ours({"x": x, "y": torch.zeros(3)})["a"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found.to(dtype), x)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, dtype=torch.int8), "x is of torch.int8; quantised"),
+        (torch.zeros(2).to(torch.float8_e4m3fn), "x is of torch.float8_e4m3fn; quantised"),
+        (torch.tensor([1.0, float("nan")]), "x holds 1 numbers that are not finite"),
+    ],
+)
+def test_numbers_that_cannot_be_trusted_are_refused(x: torch.Tensor, message: str):
+    with pytest.raises(ConfigError, match=message):
+        book().to_ours({"x": x, "y": torch.zeros(3)})
+
+
+def test_exported_tensors_share_no_storage():
+    """Files of tensors refuse two names for one storage."""
+    shared = RuleBook({"a": (2,)}, [Rule("a", ("x", "y"), Copies(2))]).to_theirs({"a": torch.ones(2)})
+    assert shared["x"].data_ptr() != shared["y"].data_ptr()
+
+
+def test_dropping_the_variance_keeps_the_mean_of_every_position():
+    model = DiTConfig(in_channels=2, out_channels=4, patch_spatial=2)
+    rows = numbered(16)  # four positions of (2 means, 2 variances)
+    mean, kept = drop_variance(model, {"head.linear.weight": rows[:, None], "head.linear.bias": rows, "other": rows})
+    assert mean.out_channels is None
+    assert kept["head.linear.bias"].tolist() == [0, 1, 4, 5, 8, 9, 12, 13] == kept["head.linear.weight"][:, 0].tolist()
+    assert kept["other"] is rows

@@ -1,0 +1,207 @@
+"""Importing and exporting from the command line: wrong inputs are named, nothing in them runs, nothing stays behind."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dit.convert.state_files import INDEX, read_diffusers, read_tensors, write_diffusers, write_tensors
+from dit.errors import ConfigError
+from launch import export, import_weights
+from tests.parity.public_dit import random_state
+
+SIZES = {"size": 48, "depth": 1, "inner": 192, "channels": 4, "out_channels": 4, "patch": 2, "classes": 3, "grid": 2}
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def refuse(capsys: pytest.CaptureFixture, out: Path, source: Path, *words: str, kind: str = "dit") -> str:
+    """Import, expect exit code 2 and nothing on the disk, and return the message."""
+    arguments = ["--from", str(source), "--format", kind, "--out", str(out), *words]
+    assert import_weights.main(arguments) == 2
+    assert not out.exists()
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    return told
+
+
+def folder_of(path: Path, settings: dict, tensors: dict) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, path / "diffusion_pytorch_model.safetensors")
+    return path
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, capsys):
+    torch.save({"weight": torch.zeros(2), "trap": Trap(tmp_path / "sprung")}, tmp_path / "evil.pt")
+    assert "can run code" in refuse(capsys, tmp_path / "run", tmp_path / "evil.pt")
+    assert not (tmp_path / "sprung").exists()
+    torch.load(tmp_path / "evil.pt", weights_only=False)
+    assert (tmp_path / "sprung").exists()  # the trap works
+
+
+@pytest.mark.parametrize("name", ["cut.pt", "cut.safetensors", "empty.pt", "empty.safetensors"])
+def test_a_damaged_file_is_refused(tmp_path, capsys, name):
+    write_tensors(random_state(**SIZES), tmp_path / f"whole.{name[-3:].replace('ors', 'safetensors')}")
+    whole = next(tmp_path.glob("whole.*")).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2] if name.startswith("cut") else b"")
+    assert name in refuse(capsys, tmp_path / "run", tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (torch.zeros(2), "holds Tensor, not tensors by name"),
+        ({"a": torch.zeros(2), "b": 3.0}, "'b' is a float"),
+        ({}, "holds dict, not tensors by name"),
+    ],
+)
+def test_what_is_no_state_dict_is_refused(tmp_path, capsys, held, message):
+    torch.save(held, tmp_path / "x.pt")
+    assert message in refuse(capsys, tmp_path / "run", tmp_path / "x.pt")
+
+
+def test_a_training_checkpoint_of_the_published_script_is_read(tmp_path):
+    """It holds its command line as a Namespace beside the weights; the average is taken."""
+    import argparse
+
+    state = random_state(**SIZES)
+    held = {"model": {"x": torch.zeros(1)}, "ema": state, "opt": {"state": {}}, "args": argparse.Namespace(lr=1)}
+    torch.save(held, tmp_path / "0050000.pt")
+    assert read_tensors(tmp_path / "0050000.pt").keys() == state.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("blocks.0.mlp.fc2.bias"), "1 missing: blocks.0.mlp.fc2.bias [48]"),
+        (lambda s: s.update(extra=torch.zeros(3)), "1 unknown: extra [3]"),
+        (lambda s: s.update({"blocks.0.mlp.fc2.bias": torch.zeros(50)}), "blocks.0.mlp.fc2.bias is [50], needs [48]"),
+        (lambda s: s.update({"pos_embed": s["pos_embed"] + 1e-3}), "not the fixed table"),
+        (lambda s: s.pop("pos_embed"), "lacks pos_embed"),
+    ],
+    ids=["missing", "unknown", "shape", "positions", "no positions"],
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path, capsys, change, message):
+    state = random_state(**SIZES)
+    change(state)
+    save_file(state, tmp_path / "x.safetensors")
+    assert message in refuse(capsys, tmp_path / "run", tmp_path / "x.safetensors", "--num-attention-heads", "4")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give --num-attention-heads"),
+        (("--num-attention-heads", "5"), "hidden_size=48 is not a multiple"),
+        (("--num-attention-heads", "4", "--drop-variance"), "there is no variance to drop"),
+    ],
+)
+def test_flags_that_do_not_fit_the_weights_are_refused(tmp_path, capsys, words, message):
+    save_file(random_state(**SIZES), tmp_path / "x.safetensors")
+    assert message in refuse(capsys, tmp_path / "run", tmp_path / "x.safetensors", *words)
+
+
+def test_a_foreign_class_is_refused_with_the_known_ones(tmp_path, capsys):
+    source = folder_of(tmp_path / "in", {"_class_name": "UNet2DModel"}, {"x": torch.zeros(1)})
+    told = refuse(capsys, tmp_path / "run", source, kind="diffusers")
+    assert "_class_name='UNet2DModel'" in told
+    assert "DiTTransformer2DModel" in told
+
+
+def test_weights_of_another_size_than_the_settings_are_refused(tmp_path, capsys):
+    """Small weights beside the settings of DiT-XL/2: every name of the difference is counted."""
+    source = folder_of(
+        tmp_path / "in", {"_class_name": "DiTTransformer2DModel"}, {"proj_out_1.weight": torch.zeros(4, 2)}
+    )
+    told = refuse(capsys, tmp_path / "run", source, kind="diffusers")
+    assert "proj_out_1.weight is [4, 2], needs [2304, 1152]" in told
+    assert "538 tensors" in told
+    assert "537 missing" in told
+    assert "and 532 more" in told
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"x": "../secret.safetensors"}, "only .safetensors files beside it"),
+        ({"x": "part.bin"}, "only .safetensors files beside it"),
+        ({"x": "part.safetensors", "y": "part.safetensors"}, "disagree on 1 tensors, such as y"),
+        ({"x": "gone.safetensors"}, "gone.safetensors cannot be read"),
+        ({}, "no weight_map"),
+    ],
+)
+def test_an_index_that_points_elsewhere_is_refused(tmp_path, capsys, weight_map, message):
+    source = folder_of(tmp_path / "in", {"_class_name": "DiTTransformer2DModel"}, {"x": torch.zeros(1)})
+    (source / "diffusion_pytorch_model.safetensors").rename(source / "part.safetensors")
+    (source / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert message in refuse(capsys, tmp_path / "run", source, kind="diffusers")
+
+
+def test_a_pipeline_is_told_from_its_transformer(tmp_path, capsys):
+    (tmp_path / "pipe").mkdir()
+    folder_of(tmp_path / "pipe" / "transformer", {}, {"x": torch.zeros(1)})
+    assert "give its part" in refuse(capsys, tmp_path / "run", tmp_path / "pipe", kind="diffusers")
+    assert "does not exist" in refuse(capsys, tmp_path / "run", tmp_path / "nowhere", kind="diffusers")
+
+
+def test_large_models_are_written_in_shards_and_read_again(tmp_path):
+    tensors = {f"t{i}": torch.full((100,), float(i)) for i in range(5)}
+    write_diffusers({"a": 1}, tensors, tmp_path / "out", max_shard_bytes=900)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == [
+        "config.json",
+        *(f"diffusion_pytorch_model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)),
+        INDEX,
+    ]
+    settings, found = read_diffusers(tmp_path / "out")
+    assert settings == {"a": 1}
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], x) for name, x in tensors.items())
+    assert json.loads((tmp_path / "out" / INDEX).read_text())["metadata"]["total_size"] == 2000
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: write_tensors({"x": torch.zeros(2)}, folder / "x.safetensors"),
+        lambda folder: write_tensors({"x": torch.zeros(2)}, folder / "x.pt"),
+        lambda folder: write_diffusers({}, {"x": torch.zeros(2)}, folder / "out"),
+    ],
+    ids=["safetensors", "pt", "diffusers"],
+)
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, write):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dit.convert.state_files._flush", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_over(tmp_path):
+    write_tensors({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(ConfigError, match="left alone"):
+        write_tensors({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], torch.zeros(2))
+
+
+@pytest.mark.parametrize(("make", "code", "message"), [(False, 5, "is no folder"), (True, 5, "neither a run folder")])
+def test_exporting_what_is_no_run_is_a_checkpoint_error(tmp_path, capsys, make, code, message):
+    if make:
+        (tmp_path / "run").mkdir()
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--format", "dit", "--out", str(tmp_path / "x.pt")]
+    assert export.main(arguments) == code
+    assert message in capsys.readouterr().err
