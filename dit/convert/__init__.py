@@ -2,5 +2,7 @@
 
 DIFFUSERS = {
     "DiTTransformer2DModel": "dit.convert.diffusers_dit:DiffusersDiT",
+    "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
+    "WanTransformer3DModel": "dit.convert.diffusers_wan:DiffusersWan",
 }

@@ -1,0 +1,163 @@
+"""diffusers' `FluxTransformer2DModel` (FLUX.1), and our FLUX.
+
+What they have otherwise, all of it accounted for:
+
+* q, k and v as matrices of their own; in single-stream blocks the MLP's as well, and the output projection takes all of
+  attention first and all of the MLP behind: ours go head by head;
+* the pairs of a head that turn together are neighbours, ours lie half a head apart: rows of q and k and the weights of
+  their norms change places;
+* the last modulation as scale, then shift;
+* patches of 2 x 2 are cut by the pipeline, channels slowest: `in_channels` there is that of a token;
+* the guidance scale of a distilled network is an argument there and `guidance` here. Times and guidance are told as
+  here, both sides multiply by 1000.
+
+Our learned null token and null vector for a dropped text have no counterpart.
+
+Source: diffusers 0.38, `models/transformers/transformer_flux.py`, names and settings; black-forest-labs/flux.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
+from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Chunks, Rule, RuleBook, Shape, require, with_bias
+from dit.errors import ConfigError
+from dit.models.flux.config import FluxConfig
+from dit.objectives.flow_matching import FlowMatching
+
+PATCH = 2  # fixed in the pipeline
+DEV_GUIDANCE = 3.5
+LATENT_SIZE = (1, 128, 128)  # 1024 px; the settings do not say
+ONLY_THESE = {
+    "patch_spatial": PATCH,
+    "patch_temporal": 1,
+    "layernorm_epsilon": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_factors": None,
+    "time_scale": 1000.0,
+}
+"""Settings of ours that theirs has no others of."""
+
+
+class DiffusersFlux(DiffusersFormat):
+    """`FluxTransformer2DModel`."""
+
+    class_name = "FluxTransformer2DModel"
+    config_class = FluxConfig
+    defaults: Mapping[str, Any] = {
+        "patch_size": 1,
+        "in_channels": 64,
+        "out_channels": None,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": False,
+        "axes_dims_rope": (16, 56, 56),
+    }
+    fixed: Mapping[str, Any] = {"patch_size": 1}
+
+    def read(self, settings: Mapping[str, Any]) -> ImportedModel:
+        channels, out_channels = settings["in_channels"], settings["out_channels"]
+        width = settings["num_attention_heads"] * settings["attention_head_dim"]
+        if channels % PATCH**2 or (out_channels or 0) % PATCH**2:
+            raise ConfigError(
+                f"in_channels={channels}, out_channels={out_channels}: tokens are patches of {PATCH} x {PATCH}, so "
+                f"both must be multiples of {PATCH**2}"
+            )
+        model = FluxConfig(
+            in_channels=channels // PATCH**2,
+            out_channels=None if out_channels in (None, channels) else out_channels // PATCH**2,
+            context_size=settings["joint_attention_dim"],
+            pooled_size=settings["pooled_projection_dim"],
+            hidden_size=width,
+            num_attention_heads=settings["num_attention_heads"],
+            num_joint_layers=settings["num_layers"],
+            num_single_layers=settings["num_single_layers"],
+            ffn_hidden_size=4 * width,
+            rope_axes=list(settings["axes_dims_rope"]),
+            guidance=DEV_GUIDANCE if settings["guidance_embeds"] else None,
+        )
+        notes = [f"config.json names no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is taken"]
+        if settings["guidance_embeds"]:
+            notes.append(f"the network is told a guidance scale of {DEV_GUIDANCE:g} (model.guidance)")
+        sampling = {"solver": "euler", "num_steps": 28, "guidance_scale": 1.0}
+        return ImportedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes)
+
+    def write(self, model: FluxConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        shown = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_hidden_size")}
+        wanted = {**ONLY_THESE, "ffn_hidden_size": 4 * model.hidden_size}
+        require(f"{self.class_name} cannot hold this model", shown, wanted, "train such a model to export it")
+        settings = {
+            "in_channels": model.token_channels,
+            "out_channels": None if model.output_features == model.token_channels else model.output_features,
+            "num_layers": model.num_joint_layers,
+            "num_single_layers": model.num_single_layers,
+            "attention_head_dim": model.head_size,
+            "num_attention_heads": model.num_attention_heads,
+            "joint_attention_dim": model.context_size,
+            "pooled_projection_dim": model.pooled_size,
+            "guidance_embeds": model.guidance is not None,
+            "axes_dims_rope": list(model.rope_axes),
+        }
+        return settings, []
+
+    def rules(self, model: FluxConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
+        patch = {"ph": PATCH, "pw": PATCH}
+        channels_last = Axes("(c ph pw) ... -> (ph pw c) ...", patch)
+        found = [
+            Rule("embed.linear.weight", ("x_embedder.weight",), Axes("d (c ph pw) -> d (ph pw c)", patch)),
+            Rule("embed.linear.bias", ("x_embedder.bias",)),
+            *with_bias("embed_text", "context_embedder"),
+            *with_bias("head.modulation", "norm_out.linear", form=Chunks((1, 0))),
+            *with_bias("head.linear", "proj_out", form=channels_last),
+        ]
+        embedders = {"time": "timestep_embedder", "pooled": "text_embedder"}
+        if model.guidance is not None:
+            embedders["guidance"] = "guidance_embedder"
+        for ours, theirs in embedders.items():
+            for linear in ("linear_1", "linear_2"):
+                found += with_bias(f"conditioner.{ours}.{linear}", f"time_text_embed.{theirs}.{linear}")
+        for i in range(model.num_joint_layers):
+            found += _joint(model, f"layers.{i}", f"transformer_blocks.{i}")
+        for i in range(model.num_single_layers):
+            found += _single(model, f"layers.{model.num_joint_layers + i}", f"single_transformer_blocks.{i}")
+        why = "FLUX takes the embedding of the empty text for a dropped one"
+        return RuleBook(shapes, found, only_ours={"text.null": why, "conditioner.pooled.null": why})
+
+
+def _joint(model: FluxConfig, ours: str, theirs: str) -> list[Rule]:
+    qkv = ByHead(model.num_attention_heads, (model.head_size,) * 3, turned=(0, 1))
+    attention = f"{theirs}.attn"
+    streams = {
+        "image": (["to_q", "to_k", "to_v"], "to_out.0", "norm_q", "norm_k", ""),
+        "text": (["add_q_proj", "add_k_proj", "add_v_proj"], "to_add_out", "norm_added_q", "norm_added_k", "_context"),
+    }
+    found = []
+    for stream, (parts, out, q_norm, k_norm, suffix) in streams.items():
+        own = f"{ours}.{stream}"
+        found += with_bias(f"{own}.modulation.linear", f"{theirs}.norm1{suffix}.linear")
+        found += with_bias(f"{own}.linear_qkv", *(f"{attention}.{part}" for part in parts), form=qkv)
+        found += with_bias(f"{own}.linear_proj", f"{attention}.{out}")
+        found.append(Rule(f"{own}.q_layernorm.weight", (f"{attention}.{q_norm}.weight",), TURNED_HEAD))
+        found.append(Rule(f"{own}.k_layernorm.weight", (f"{attention}.{k_norm}.weight",), TURNED_HEAD))
+        found += with_bias(f"{own}.mlp.linear_fc1", f"{theirs}.ff{suffix}.net.0.proj")
+        found += with_bias(f"{own}.mlp.linear_fc2", f"{theirs}.ff{suffix}.net.2")
+    return found
+
+
+def _single(model: FluxConfig, ours: str, theirs: str) -> list[Rule]:
+    heads, size, share = model.num_attention_heads, model.head_size, model.ffn_hidden_size // model.num_attention_heads
+    inward = ByHead(heads, (size, size, size, share), turned=(0, 1))
+    outward = ByHead(heads, (size, share), fused=True, dim=1)
+    parts = [f"{theirs}.attn.to_q", f"{theirs}.attn.to_k", f"{theirs}.attn.to_v", f"{theirs}.proj_mlp"]
+    return [
+        *with_bias(f"{ours}.modulation.linear", f"{theirs}.norm.linear"),
+        *with_bias(f"{ours}.linear_in", *parts, form=inward),
+        Rule(f"{ours}.linear_out.weight", (f"{theirs}.proj_out.weight",), outward),
+        Rule(f"{ours}.linear_out.bias", (f"{theirs}.proj_out.bias",)),
+        Rule(f"{ours}.q_layernorm.weight", (f"{theirs}.attn.norm_q.weight",), TURNED_HEAD),
+        Rule(f"{ours}.k_layernorm.weight", (f"{theirs}.attn.norm_k.weight",), TURNED_HEAD),
+    ]
