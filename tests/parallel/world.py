@@ -77,6 +77,7 @@ def run_world(world_size: int, cases: list[dict], folder: Path, *, timeout_s: fl
         process.kill()
         process.join()
     if codes != [0] * world_size:
-        logs = "\n".join((folder / f"rank_{r}.log").read_text()[-3000:] for r, code in enumerate(codes) if code != 0)
+        failed = (folder / f"rank_{rank}.log" for rank, code in enumerate(codes) if code != 0)
+        logs = "\n".join(log.read_text()[-3000:] for log in failed if log.exists())
         raise RuntimeError(f"ranks ended with {codes} (None: still at work then):\n{logs}")
     return pickle.loads((folder / "results.pkl").read_bytes())
