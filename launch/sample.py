@@ -144,11 +144,6 @@ def read_embedding(path: str, context_size: int) -> Tensor:
     return torch.from_numpy(array).float()
 
 
-def spread(count: int, limit: int) -> list[int]:
-    """Return at most `limit` of the numbers below `count`, evenly spread."""
-    return list(range(count)) if count <= limit else [i * count // limit for i in range(limit)]
-
-
 def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
     """Generate what the arguments ask for.
 
