@@ -18,7 +18,9 @@ GIF_TICKS_PER_S = 100
 """A GIF states how long a frame lasts in hundredths of a second."""
 
 
-def clip_grid(samples: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None) -> list["Image"]:
+def clip_grid(
+    samples: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None
+) -> list["Image"]:
     """Draw samples side by side, each under its caption, once per frame.
 
     Args:

@@ -16,7 +16,13 @@ from dit.encoders.text import check_text_encoder
 from dit.errors import ConfigError
 from energon_data.prepare.captions import Style, choose_caption
 from energon_data.prepare.fonts import CANVAS, LETTERS, Face, FontReport, find_faces, held_out_families
-from energon_data.prepare.shards import ShardWriter, npy_bytes, published_folder, write_dataset_file, write_energon_metadata
+from energon_data.prepare.shards import (
+    ShardWriter,
+    npy_bytes,
+    published_folder,
+    write_dataset_file,
+    write_energon_metadata,
+)
 
 SPLITS = ("train", "val")
 

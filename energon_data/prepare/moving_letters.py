@@ -86,7 +86,7 @@ def render(glyph: Tensor, motion: Motion, size: int, generator: torch.Generator)
     Returns:
         Float32 `[1, F, size, size]` in [-1, 1], ink 1, paper -1.
     """
-    turn, slant, wide, high = ((torch.rand(4, generator=generator) * 2 - 1) * torch.tensor([0.06, 0.06, 0.06, 0.06])).unbind()
+    turn, slant, wide, high = ((torch.rand(4, generator=generator) * 2 - 1) * 0.06).unbind()
     turned = torch.stack([torch.stack([turn.cos(), slant - turn.sin()]), torch.stack([turn.sin(), turn.cos()])])
     to_glyph = turned / (SCALE * torch.stack([1 + wide, 1 + high]))[None, :]
     # A point p of the picture shows the glyph at A (p - centre); the picture spans [-1, 1].
