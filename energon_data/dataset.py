@@ -89,6 +89,12 @@ class EnergonData(DataConfig):
                     f"{info.path} holds latents of {shape[0]} channels, the model takes {spec.latent_channels}; "
                     "set the model's channels"
                 )
+            width = info.description.get("context_size")
+            if width and spec.context_size and width != spec.context_size:
+                raise ConfigError(
+                    f"{info.path} holds text embeddings of width {width}, model.context_size is {spec.context_size}; "
+                    f"set it to {width}"
+                )
         names = self.class_names()
         if names is not None and spec.num_classes is not None and len(names) > spec.num_classes:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """What is measured of generated letters beside their being read: style words that work, motion as asked for."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,23 +77,22 @@ class Contrast:
     measure: Callable[[Tensor], Tensor]
 
 
-CONTRASTS = (
-    ("bold letters have more ink than light ones", {"weight": "bold"}, {"weight": "light"}, ink_share),
-    ("bold letters have more ink than regular ones", {"weight": "bold"}, {"weight": "regular"}, ink_share),
-    ("italic letters lean more than upright ones", {"slant": "italic"}, {"slant": "upright"}, slant),
-)
+BOLD, LIGHT, REGULAR, ITALIC = Style(weight="bold"), Style(weight="light"), Style(), Style(slant="italic")
+BOLD_LIGHT = Contrast("bold letters have more ink than light ones", BOLD, LIGHT, ink_share)
+BOLD_REGULAR = Contrast("bold letters have more ink than regular ones", BOLD, REGULAR, ink_share)
+ITALIC_UPRIGHT = Contrast("italic letters lean more than upright ones", ITALIC, REGULAR, slant)
 
 
 def contrasts(faces: Sequence[dict[str, Any]]) -> list[Contrast]:
-    """Return which of `CONTRASTS` can be asked of a model trained on these faces of `dataset.json`.
+    """Return what can be asked of a model trained on these faces of `dataset.json`, in a kind of font that has both.
 
-    Of the kinds of fonts that have both styles, the one with most faces is taken.
+    Of the kinds that have both styles, the one with most faces is taken.
     """
     styles = [Style.from_record(face) for face in faces]
     kinds = sorted({s.kind for s in styles if s.kind}, key=lambda kind: (-sum(s.kind == kind for s in styles), kind))
     found = []
-    for name, more, less, measure in CONTRASTS:
-        pairs = [Contrast(name, Style(kind=kind, **more), Style(kind=kind, **less), measure) for kind in kinds]
+    for plain in (BOLD_LIGHT, BOLD_REGULAR, ITALIC_UPRIGHT):
+        pairs = [replace(plain, more=replace(plain.more, kind=k), less=replace(plain.less, kind=k)) for k in kinds]
         found += [pair for pair in pairs if pair.more in styles and pair.less in styles][:1]
     return found
 

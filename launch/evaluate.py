@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -159,24 +160,47 @@ def _judge_clips(samples: Tensor, directions: list[str], folder: str) -> list[Ch
 
 
 def _judge_texts(args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str) -> Score:
-    """Ask for every letter by text, in each style of the training fonts in turn, and for pairs of styles."""
+    """Ask for every letter by text, and for what else the captions of the data set tell."""
     from energon_data.folder import check_folder
+
+    description = check_folder(Path(folder), "train").description
+    if not description.get("text_encoder"):
+        raise ConfigError(f"the model takes text, but {folder} has none; give the data it was trained on with --data")
+    judge = _judge_moving_texts if description.get("name") == "moving_letters" else _judge_styled_texts
+    return judge(args, generator, reader, folder, description["splits"]["train"]["faces"])
+
+
+def _ask(args: argparse.Namespace, generator: Any, prompts: Sequence[str], *, moving: bool = False) -> Tensor:
+    contexts = encode_prompts(generator, prompts)
+    return _checked(generator.generate(contexts=contexts, **sampling_settings(args)), moving)
+
+
+def _judge_moving_texts(
+    args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str, faces: list[dict[str, Any]]
+) -> Score:
+    """Ask for every letter in every direction, at each speed in turn."""
+    from energon_data.prepare.moving_letters import DIRECTIONS, SPEEDS, caption
+
+    each, speeds, names = args.samples_per_class or CLIPS_PER_CLASS, list(SPEEDS), reader.class_names
+    asked = [(x, d, speeds[i % len(speeds)]) for x in range(len(names)) for d in DIRECTIONS for i in range(each)]
+    samples = _ask(args, generator, [caption(names[x], *rest) for x, *rest in asked], moving=True)
+    letters = [letter for letter, _, _ in asked]
+    _write_grid(samples, letters, reader, args, each)
+    return score(reader, samples, letters, _judge_clips(samples, [direction for _, direction, _ in asked], folder))
+
+
+def _judge_styled_texts(
+    args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str, faces: list[dict[str, Any]]
+) -> Score:
+    """Ask for every letter in each style of the training fonts in turn, and for pairs of styles."""
     from energon_data.letters import load_letters
     from energon_data.prepare.captions import Style
 
-    description = check_folder(folder, "train").description
-    if not description.get("text_encoder"):
-        raise ConfigError(f"the model takes text, but {folder} has none; give the data it was trained on with --data")
-    faces = description["splits"]["train"]["faces"]
     styles = sorted({Style.from_record(face) for face in faces}, key=lambda style: style.all_words)
     each, names = args.samples_per_class or SAMPLES_PER_CLASS, reader.class_names
     letters = [letter for letter in range(len(names)) for _ in range(each)]
-
-    def ask(letters: Sequence[int], styles: Sequence[Style]) -> Tensor:
-        prompts = [styles[i % len(styles)].caption(names[letter]) for i, letter in enumerate(letters)]
-        return _checked(generator.generate(contexts=encode_prompts(generator, prompts), **sampling_settings(args)))
-
-    samples = ask(letters, styles)
+    prompts = [styles[i % len(styles)].caption(names[letter]) for i, letter in enumerate(letters)]
+    samples = _ask(args, generator, prompts)
     _write_grid(samples, letters, reader, args, each)
     real, _, metadata = load_letters(folder, "train")
 
@@ -184,12 +208,13 @@ def _judge_texts(args: argparse.Namespace, generator: Any, reader: LetterReader,
         files = {face["file"] for face in faces if Style.from_record(face) == style}
         return real[[meta["font"] in files for meta in metadata]]
 
-    pairs = list(range(len(names))) * PAIRS_PER_LETTER
-
     def judge(contrast: Contrast) -> Check:
         # Sample i has the same noise in both, so only the word differs.
-        more, less = (ask(pairs, [style])[:, :, 0] for style in (contrast.more, contrast.less))
-        return judge_contrast(contrast, more, less, (real_in(contrast.more), real_in(contrast.less)))
+        both = (contrast.more, contrast.less)
+        more, less = (
+            _ask(args, generator, [style.caption(name) for name in names] * PAIRS_PER_LETTER) for style in both
+        )
+        return judge_contrast(contrast, more[:, :, 0], less[:, :, 0], (real_in(contrast.more), real_in(contrast.less)))
 
     return score(reader, samples, letters, [judge(contrast) for contrast in contrasts(faces)])
 

@@ -165,9 +165,9 @@ def encode_prompts(generator: Any, prompts: Sequence[str]) -> list[Tensor]:
             "the checkpoint does not name the encoder of its texts, for its data set named none; "
             "embed the texts yourself and give --text-embedding"
         )
-    from dit.encoders.text import TextEncoder
+    from dit.encoders.text import load_text_encoder
 
-    return TextEncoder(generator.text_encoder).encode(prompts)
+    return load_text_encoder(generator.text_encoder).encode(prompts)
 
 
 def read_texts(args: argparse.Namespace, generator: Any) -> tuple[list[Tensor], list[str]]:
@@ -189,7 +189,9 @@ def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
     """
     settings, model = sampling_settings(args), generator.config["model"]
     if args.prompt or args.text_embedding:
-        contexts, captions = ([x for x in part for _ in range(args.count)] for part in read_texts(args, generator))
+        contexts, captions = read_texts(args, generator)
+        contexts = [context for context in contexts for _ in range(args.count)]
+        captions = [caption for caption in captions for _ in range(args.count)]
         if args.negative_prompt is not None:
             settings["negative"] = encode_prompts(generator, [args.negative_prompt]) * len(contexts)
         return generator.generate(contexts=contexts, **settings), captions

@@ -8,6 +8,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,9 @@ class TextEncoder:
                 rows = self._model(input_ids=torch.tensor([ids for _, ids in part])).last_hidden_state
                 embedded.update(zip((text for text, _ in part), rows.unbind(0), strict=True))
         return [embedded[text].clone() for text in texts]
+
+
+@lru_cache(maxsize=1)
+def load_text_encoder(name: str) -> TextEncoder:
+    """Return an encoder that stays in memory, for commands that encode more than once."""
+    return TextEncoder(name)

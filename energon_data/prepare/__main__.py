@@ -9,14 +9,14 @@ from dit.errors import UserError, exit_code
 
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("size", "fonts", "samples_per_shard", "variations", "seed", "force")
+    names = ("size", "fonts", "samples_per_shard", "variations", "text_encoder", "seed", "force")
     return {name: getattr(args, name) for name in names}
 
 
 def _letters(args: argparse.Namespace) -> None:
     from energon_data.prepare.letters import prepare_letters
 
-    print(prepare_letters(args.out, text_encoder=args.text_encoder, **_common(args)).summary())
+    print(prepare_letters(args.out, **_common(args)).summary())
 
 
 def _moving_letters(args: argparse.Namespace) -> None:
@@ -36,6 +36,9 @@ def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) 
     )
     parser.add_argument("--samples-per-shard", type=int, default=2000, metavar="N", help="(%(default)s)")
     parser.add_argument("--variations", type=int, default=variations, metavar="N", help=f"{what} (%(default)s)")
+    parser.add_argument(
+        "--text-encoder", metavar="NAME", help="also store caption embeddings, such as all-minilm-l6-v2's"
+    )
     parser.add_argument("--seed", type=int, default=0, help="addresses variations and order (%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace an older data set")
 
@@ -46,9 +49,6 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     letters = commands.add_parser("letters", help="capitals A-Z of every text font on this machine")
     _add_common(letters, variations=16, what="pictures per glyph and font face")
-    letters.add_argument(
-        "--text-encoder", metavar="NAME", help="also store caption embeddings, such as all-minilm-l6-v2's"
-    )
     letters.set_defaults(run=_letters)
     moving = commands.add_parser("moving_letters", help="clips of these letters moving in four directions, and stills")
     _add_common(moving, variations=4, what="clips per glyph, font face and direction")

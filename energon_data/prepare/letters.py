@@ -195,8 +195,7 @@ def prepare_letters(
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"
         )
-    if text_encoder is not None:
-        check_text_encoder(text_encoder)
+    context_size = None if text_encoder is None else check_text_encoder(text_encoder).width
     out = Path(out).absolute()
     with published_folder(out, force=force) as folder:
         report = find_faces(fonts)
@@ -225,6 +224,7 @@ def prepare_letters(
                 "class_names": list(LETTERS),
                 "latent_shape": [1, 1, size, size],
                 "text_encoder": text_encoder,
+                "context_size": context_size,
                 "splits": {
                     split: {
                         "images": images[split],

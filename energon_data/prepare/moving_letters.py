@@ -3,17 +3,18 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dit.encoders.text import check_text_encoder
 from dit.errors import ConfigError
 from energon_data.prepare.fonts import CANVAS, LETTERS, Face, find_faces
-from energon_data.prepare.letters import SPLITS, assign_faces, face_record, face_slug
+from energon_data.prepare.letters import SPLITS, assign_faces, encode_captions, face_record, face_slug
 from energon_data.prepare.shards import (
     ShardWriter,
     npy_bytes,
@@ -31,6 +32,11 @@ REACH = 0.18
 """How far from the middle the centre of a letter may be, as a share of the side; no letter leaves the picture."""
 FPS = 8.0
 CLASS_NAMES = [f"{letter} {direction}" for letter in LETTERS for direction in DIRECTIONS]
+
+
+def caption(letter: str, direction: str, speed: str) -> str:
+    """Say what moves where and how fast."""
+    return f"the letter {letter} moving {direction} {'slowly' if speed == 'slow' else 'fast'}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ def _render_split(
             "direction": direction,
             "speed": motion.speed,
             "pixels_per_frame": SPEEDS[motion.speed] * size / 16,
-            "caption": f"the letter {letter} moving {direction} {'slowly' if motion.speed == 'slow' else 'fast'}",
+            "caption": caption(letter, direction, motion.speed),
             "font": face.path.name,
             "fps": FPS,
             "height": size,
@@ -136,6 +142,7 @@ def prepare_moving_letters(
     fonts: Optional[Sequence[str | Path]] = None,
     samples_per_shard: int = 2000,
     variations: int = 4,
+    text_encoder: Optional[str] = None,
     seed: int = 0,
     force: bool = False,
 ) -> MovingLettersReport:
@@ -150,11 +157,12 @@ def prepare_moving_letters(
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: clips and stills per shard.
         variations: clips per glyph, font face and direction; held-out faces get half as many.
+        text_encoder: also store each caption's embedding by this encoder of `dit.encoders.text`.
         seed: addresses every path and the order.
         force: replace an older data set.
 
     Raises:
-        ConfigError: a size is impossible, or `out` exists.
+        ConfigError: a size is impossible, the encoder is not installed, or `out` exists.
         DataError: no text font was found.
     """
     started = time.monotonic()
@@ -168,6 +176,8 @@ def prepare_moving_letters(
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"
         )
+    context_size = None if text_encoder is None else check_text_encoder(text_encoder).width
+    texts = encode_captions((caption(*words) for words in product(LETTERS, DIRECTIONS, SPEEDS)), text_encoder)
     out = Path(out).absolute()
     clips: dict[str, int] = dict.fromkeys(SPLITS, 0)
     stills: dict[str, int] = dict.fromkeys(SPLITS, 0)
@@ -178,7 +188,8 @@ def prepare_moving_letters(
         for split, count in (("train", variations), ("val", max(1, variations // 2))):
             writer = ShardWriter(folder, split, samples_per_shard)
             for key, metadata, latent in _render_split(faces[split], count, frames, size, generator):
-                writer.add(f"{split}_{key}", metadata, {"latent.npy": npy_bytes(latent.numpy().astype(np.float16))})
+                parts = {"latent.npy": npy_bytes(latent.half().numpy()), **texts[metadata["caption"]]}
+                writer.add(f"{split}_{key}", metadata, parts)
                 (stills if metadata["frames"] == 1 else clips)[split] += 1
             writer.close()
             shards |= writer.shards
@@ -188,6 +199,8 @@ def prepare_moving_letters(
             "class_names": CLASS_NAMES,
             "latent_shape": [1, frames, size, size],
             "fps": FPS,
+            "text_encoder": text_encoder,
+            "context_size": context_size,
             "splits": {
                 split: {
                     "clips": clips[split],
