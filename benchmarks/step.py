@@ -30,7 +30,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
     parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps (%(default)s)")
     parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before timing (%(default)s)")
-    parser.add_argument("--shape", metavar="TxHxW", help="synthetic latents (default: of 256 tokens)")
+    parser.add_argument(
+        "--shape",
+        metavar="TxHxW",
+        help="synthetic latents (default: the recipe's own if it makes them up, or 256 tokens)",
+    )
     parser.add_argument("--real-data", action="store_true", help="the recipe's own data instead of synthetic latents")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -58,7 +62,7 @@ class Recording(Iterator):
 
 
 def settings_of(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
-    """Build a recipe's settings with its data replaced by synthetic latents, unless its own are asked for."""
+    """Build a recipe's settings with real data replaced by synthetic latents, unless it is asked for."""
     import fiddle
 
     from energon_data.mock import MockData
@@ -68,7 +72,8 @@ def settings_of(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
     task.training.run_dir = run_dir
     task.logging.tensorboard = task.logging.wandb = False
     settings = fiddle.build(task).keywords
-    if not args.real_data:
+    made_up = isinstance(settings["data"], MockData) and args.shape is None
+    if not args.real_data and not made_up:
         model = settings["model"]
         side = 16 * model.patch_spatial
         # Few enough samples to be kept in memory: the step is timed, not the drawing.
@@ -86,7 +91,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
     from dit.backends.attention import resolve_attention
     from dit.backends.device import describe, peak_memory_bytes, synchronize
     from dit.parallel.parallelize import DTYPES
-    from dit.training.flops import Convention, training_flops
+    from dit.training.flops import Convention, recomputed_share, training_flops
     from dit.training.pretrain import Run, check_settings
 
     named = ("model", "data", "optimizer", "schedule", "parallel", "training")
@@ -109,7 +114,11 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
         seconds.append(time.perf_counter() - started)
     counted = batches.reset()
     conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
-    flops = [sum(training_flops(model, *pair, convention=c) for pair in batches.layouts) for c in conventions]
+    again = recomputed_share(training, parallel, model.megatron_sizes()["num_layers"])
+    flops = [
+        sum(training_flops(model, *pair, convention=c, recomputed=again) for pair in batches.layouts)
+        for c in conventions
+    ]
     totals = torch.tensor([counted.samples, counted.valid_tokens, counted.padded_tokens, *flops], dtype=torch.float64)
     totals = totals.to(run.device)
     dist.all_reduce(totals, group=groups.dp)
@@ -131,6 +140,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
         "dp": dims.data_parallel_size,
         "data_parallel": parallel.data_parallel,
         "precision": training.precision,
+        "recompute": training.recompute,
         "attention": resolve_attention(run.device, DTYPES[training.precision], training.attention)[0],
         "parameters": model.num_parameters(),
         "micro_batch_size": training.micro_batch_size,

@@ -27,12 +27,18 @@ GIB = 2**30
 SAVED_WHOLE_H = 6  # input and modulated norm of both sub-layers, and both outputs before their gates
 SAVED_SPLIT_H = 4  # q, k, v and the attention output, split over heads
 SAVED_SPLIT_F = 2  # MLP before and after its activation, split over columns
+CHEAP_WHOLE_H, CHEAP_SPLIT_F = 2, 1  # of these: modulated norms and the activation, which selective recompute drops
 SAVED_ROUTED_H = 2  # input and output of an expert, for each expert that a token meets
 FORMULA = (
     "activations ~ micro_batch_size x tokens / CP x layers in flight x (6 h / SP + (4 h + 2 f) / TP) x bytes per\n"
     "  number, with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; layers in flight = num_layers, in\n"
-    "  a pipeline this rank's own layers, once per micro-batch that waits for its backward pass; no recompute"
+    "  a pipeline this rank's own layers, once per micro-batch that waits for its backward pass"
 )
+RECOMPUTE_FORMULAS = {
+    "none": "",
+    "selective": "\n  of that, recompute=selective keeps neither 2 h / SP nor f / TP of each layer it is asked for",
+    "full": "\n  of that, recompute=full keeps h / SP of each layer it is asked for, and one such layer whole",
+}
 EXPERTS_FORMULA = "\n  with experts, 2 f counts for each that a token meets on average, with 2 h more"
 
 
@@ -115,7 +121,9 @@ def _rank_memory(
     experts = sum(p.numel() for p in parameters if is_expert(p)) // ep
     count = dense + experts
     micro_batches = training.global_batch_size // (training.micro_batch_size * data_parallel_size)
-    layers = layers_in_flight(split_layers(num_layers, pp, *cut), pp, pp_rank, micro_batches)
+    split = split_layers(num_layers, pp, *cut)
+    again = [min(count, training.recompute_layers or count) * (training.recompute != "none") for count in split]
+    layers, recomputed = (layers_in_flight(counts, pp, pp_rank, micro_batches) for counts in (split, again))
     half = training.precision == "bf16"
     spread_parts = {
         "ddp": (),
@@ -132,18 +140,23 @@ def _rank_memory(
 
     sizes = model.megatron_sizes()
     h, f = sizes["hidden_size"], sizes["ffn_hidden_size"]
-    whole = SAVED_WHOLE_H * h / (tp if parallel.sequence_parallel else 1)
-    mlp = SAVED_SPLIT_F * f
+    shares = tp if parallel.sequence_parallel else 1
+    inner, routed = f, 0.0
     if isinstance(model, ExpertOptions) and model.num_experts is not None:
         met = model.moe_capacity_factor if model.moe_router == "expert_choice" else model.moe_top_k
-        mlp = met * (SAVED_SPLIT_F * sizes["moe_ffn_hidden_size"] + SAVED_ROUTED_H * h)
-    per_token = whole + (SAVED_SPLIT_H * h + mlp) / tp
+        inner, routed = met * sizes["moe_ffn_hidden_size"], met * SAVED_ROUTED_H * h
+    per_token = SAVED_WHOLE_H * h / shares + (SAVED_SPLIT_H * h + SAVED_SPLIT_F * inner + routed) / tp
+    kept = layers * per_token
+    if training.recompute == "selective":
+        kept -= recomputed * (CHEAP_WHOLE_H * h / shares + CHEAP_SPLIT_F * inner / tp)
+    elif recomputed:
+        kept += recomputed * (h / shares - per_token) + per_token
     return Memory(
         weights=held("params", 2 if half else 4),
         gradients=held("grads", 4),
         optimizer=held("optim", 12 if half else 8),
         average=0 if training.ema_decay is None else held("optim", 4),
-        activations=int(training.micro_batch_size * tokens / cp * layers * per_token * (2 if half else 4)),
+        activations=int(training.micro_batch_size * tokens / cp * kept * (2 if half else 4)),
     )
 
 
@@ -197,6 +210,7 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         f"memory per rank{' (the fullest of the pipeline)' if pp > 1 else ''}, {training.precision}",
         *(f"  {name:<12}{value / GIB:10.3f} GiB" for name, value in asdict(need).items()),
         f"  {'total':<12}{need.total / GIB:10.3f} GiB",
-        f"  {FORMULA}{EXPERTS_FORMULA if 'num_moe_experts' in model.megatron_sizes() else ''}",
+        f"  {FORMULA}{EXPERTS_FORMULA if 'num_moe_experts' in model.megatron_sizes() else ''}"
+        f"{RECOMPUTE_FORMULAS[training.recompute]}",
     ]
     return "\n".join(lines)

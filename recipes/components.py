@@ -104,6 +104,17 @@ def moviegen_30b() -> run.Config[MovieGenConfig]:
     return run.Config(MovieGenConfig, hidden_size=6144, num_layers=48, num_attention_heads=48, ffn_hidden_size=16384)
 
 
+@run.cli.factory(target=ModelConfig)
+def ec_dit_1b() -> run.Config[MovieGenConfig]:
+    """EC-DiT-1B (7.18 B, of which a token meets 1.54 B): MovieGen-1B with 64 experts of width 1024 per layer.
+
+    Experts choose their tokens at capacity factor 8, so that a layer does the work of one feed-forward of width 8192.
+    """
+    model = moviegen_1b()
+    model.num_experts, model.moe_ffn_hidden_size, model.moe_capacity_factor = 64, 1024, 8.0
+    return model
+
+
 @run.cli.factory(target=Objective)
 def edm() -> run.Config[EDM]:
     """EDM (Karras et al. 2022): log-normal noise levels, preconditioned network."""

@@ -3,6 +3,9 @@
 import nemo_run as run
 
 from dit.training.pretrain import pretrain
+from energon_data.dataset import EnergonData
+from recipes.components import ec_dit_1b
+from recipes.dit import as_large_model, text_conditional, with_fsdp
 from recipes.letters import tiny_dit
 
 
@@ -20,4 +23,41 @@ def tiny_ecdit() -> run.Partial:
     recipe.model.num_experts = 4
     recipe.model.moe_ffn_hidden_size = 128
     recipe.training.run_dir = "runs/tiny_ecdit"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ecditllama1b() -> run.Partial:
+    """EC-DiT-1B (7.18 B, 1.54 B per token) on images of 256 tokens (256 px), FSDP, 2304 to a step: 32 x 80 GB.
+
+    Micro-batches of 72 on each of 32 GPUs are the whole step. Every GPU gathers all 64 experts of a layer in turn. The
+    shares of tokens that no expert took, and the load, are logged per layer. NeMo's recipe of this name cannot be
+    built: its router is in no public Megatron-Core.
+    """
+    recipe = with_fsdp(as_large_model(text_conditional("pretrain_ecditllama1b", ec_dit_1b())))
+    recipe.data = run.Config(
+        EnergonData,
+        path="data/latents_256",
+        max_tokens_per_sample=260,
+        bucket_by_shape=True,
+        min_aesthetic_score=4.0,
+    )
+    recipe.training.micro_batch_size = 72
+    recipe.training.global_batch_size = 2304
+    recipe.training.validation_interval = 3_000
+    recipe.checkpoint.interval = 3_000
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ecditllama1b_ep8() -> run.Partial:
+    """EC-DiT-1B (7.18 B, 1.54 B per token), otherwise as pretrain_ecditllama1b, experts shared by 8: 32 x 80 GB.
+
+    Tokens travel to the 8 experts of a layer that each GPU holds, instead of the experts to the tokens; the distributed
+    optimizer in place of FSDP.
+    """
+    recipe = pretrain_ecditllama1b()
+    recipe.training.run_dir = "runs/pretrain_ecditllama1b_ep8"
+    recipe.parallel.data_parallel = "distributed_optimizer"
+    recipe.parallel.expert_model_parallel_size = 8
     return recipe

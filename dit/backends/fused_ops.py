@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from dit.backends.recompute import recomputable
 from dit.batch import SequenceLayout
 
 
@@ -17,6 +18,7 @@ def per_row(x_SD: Tensor, layout: SequenceLayout) -> tuple[Tensor, tuple[int, ..
     return x_SD[:, None], (layout.num_samples, length, x_SD.shape[-1])
 
 
+@recomputable
 def layer_norm_modulate(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float) -> Tensor:
     """Compute LayerNorm(x) * (1 + scale) + shift, without affine parameters (DiT, Peebles and Xie 2023, adaLN)."""
     shift, shape = per_row(shift_SD, layout)
@@ -25,6 +27,7 @@ def layer_norm_modulate(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout
     return (normed * (1 + scale) + shift).view_as(x_TD)
 
 
+@recomputable
 def rms_norm_modulate(
     x_TD: Tensor, weight_D: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float
 ) -> Tensor:
@@ -39,3 +42,16 @@ def gated_residual(x_TD: Tensor, y_TD: Tensor, gate_SD: Tensor, layout: Sequence
     """Compute x + gate * y with one gate per sample (adaLN-Zero)."""
     gate, shape = per_row(gate_SD, layout)
     return (x_TD.view(shape) + gate * y_TD.view(shape)).view_as(x_TD)
+
+
+@recomputable
+def gelu_tanh(x_TF: Tensor) -> Tensor:
+    """Compute GELU in its tanh form (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x_TF, approximate="tanh")
+
+
+@recomputable
+def swiglu(x_TF: Tensor) -> Tensor:
+    """Compute SiLU(gate) * up, whose columns alternate in x: `[T, 2 F]` becomes `[T, F]` (Shazeer 2020)."""
+    gate_TF, up_TF = x_TF.unflatten(-1, (-1, 2)).unbind(-1)
+    return F.silu(gate_TF) * up_TF

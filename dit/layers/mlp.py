@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import xavier_uniform
+from dit.backends.fused_ops import gelu_tanh, swiglu
 from dit.backends.provider import LayerProvider
 
 
@@ -16,7 +17,7 @@ class MLP(nn.Module):
         self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x_TD), approximate="tanh"))
+        return self.linear_fc2(gelu_tanh(self.linear_fc1(x_TD)))
 
 
 class SwiGLU(nn.Module):
@@ -35,5 +36,4 @@ class SwiGLU(nn.Module):
         self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate, up = self.linear_fc1(x_TD).unflatten(-1, (-1, 2)).unbind(-1)
-        return self.linear_fc2(nn.functional.silu(gate) * up)
+        return self.linear_fc2(swiglu(self.linear_fc1(x_TD)))

@@ -7,22 +7,28 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import normal, xavier_uniform
+from dit.backends.fused_ops import gelu_tanh, swiglu
 from dit.backends.provider import LayerProvider
+from dit.backends.recompute import first_run
 from dit.batch import SequenceLayout
 from dit.layers.routing import balancing_loss, choose_experts, choose_tokens
 
 
 class Expert(nn.Module):
-    """Linear, tanh-GELU, Linear, as the dense `MLP`, whole on one rank."""
+    """The dense `MLP`, or `SwiGLU` where `gated`, whole on one rank."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool) -> None:
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool, gated: bool
+    ) -> None:
         super().__init__()
         init = xavier_uniform(hidden_size, ffn_hidden_size)
-        self.linear_fc1 = provider.expert_linear(hidden_size, ffn_hidden_size, bias=bias, init=init)
+        self.activation = swiglu if gated else gelu_tanh
+        width = 2 * ffn_hidden_size if gated else ffn_hidden_size
+        self.linear_fc1 = provider.expert_linear(hidden_size, width, bias=bias, init=init)
         self.linear_fc2 = provider.expert_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x_TD), approximate="tanh"))
+        return self.linear_fc2(self.activation(self.linear_fc1(x_TD)))
 
 
 class MoE(nn.Module):
@@ -44,6 +50,7 @@ class MoE(nn.Module):
         capacity_factor: experts that a token meets on average (`expert_choice`).
         top_k: experts that every token meets (`top_k`).
         aux_loss_coeff: weight of the balancing loss beside the main loss (`top_k`).
+        gated: experts are SwiGLU.
 
     Source: Sun et al. 2024, arXiv:2410.02098 (EC-DiT); Zhou et al. 2022, arXiv:2202.09368 (expert choice); Fedus et al.
     2021, arXiv:2101.03961 (top-k and its loss). Deviations: the capacity is rounded up where it is not whole, and every
@@ -53,15 +60,16 @@ class MoE(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        ffn_hidden_size: int,
-        num_experts: int,
         provider: LayerProvider,
         *,
+        ffn_hidden_size: int,
+        num_experts: int,
         router: Literal["expert_choice", "top_k"],
         capacity_factor: float,
         top_k: int,
         aux_loss_coeff: float,
         bias: bool = True,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         self.provider, self.routing = provider, router
@@ -69,7 +77,9 @@ class MoE(nn.Module):
         mine = provider.local_experts(num_experts)
         self.router = provider.replicated_linear(hidden_size, num_experts, bias=False, init=normal(0.02))
         # Named by their global index, so that a name means the same expert on every layout.
-        self.experts = nn.ModuleDict({str(i): Expert(hidden_size, ffn_hidden_size, provider, bias=bias) for i in mine})
+        self.experts = nn.ModuleDict(
+            {str(i): Expert(hidden_size, ffn_hidden_size, provider, bias=bias, gated=gated) for i in mine}
+        )
         self.dispatch = provider.expert_dispatch(mine)
         self.load = ExpertLoad(num_experts)
 
@@ -98,7 +108,7 @@ class MoE(nn.Module):
             aux_loss = balancing_loss(scores_TE, taken_SE, layout, self.top_k)
             # The loss function stays unaware: this adds the gradient on the way back, at the main loss's scale.
             y_TD = MoEAuxLossAutoScaler.apply(y_TD, self.aux_loss_coeff * aux_loss)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and first_run():
             self.load.count(chosen_TE, layout.valid_T, aux_loss)
         return y_TD
 

@@ -1,8 +1,9 @@
 """What every backbone is to the rest of the house."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Optional
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Optional, Self
 
 from torch import Tensor, nn
 
@@ -80,6 +81,10 @@ class ModelConfig(ABC):
             padding: count the padding rows too, as the device computes them.
         """
 
+    def without_layers(self) -> Self:
+        """Return these sizes with no layer between embedding and head, to count what the ends need."""
+        return replace(self, num_layers=0)  # type: ignore[call-arg]
+
     @abstractmethod
     def build(self, provider: Any, attention: Any, stage: Stage) -> "Backbone":
         """Build the part of the model that `stage` names."""
@@ -94,7 +99,10 @@ class Backbone(nn.Module, ABC):
     config: Any
     share_embeddings_and_output_weights = False
     fsdp_units: tuple[type[nn.Module], ...] = ()
-    """Layers whose weights Megatron-FSDP gathers and frees as one; used nowhere outside their own `forward`."""
+    """Kinds of layers that are one to Megatron-FSDP, which gathers and frees their weights, and to recompute.
+
+    Their weights are used nowhere outside their own `forward`.
+    """
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -105,6 +113,10 @@ class Backbone(nn.Module, ABC):
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the activations of the previous pipeline stage."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def units(self) -> Iterator[nn.Module]:
+        """List the layers of these kinds, first to last."""
+        return (module for module in self.modules() if isinstance(module, self.fsdp_units))
 
     @abstractmethod
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:

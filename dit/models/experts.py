@@ -81,23 +81,29 @@ class ExpertOptions:
             "moe_expert_capacity_factor": self.moe_capacity_factor,
         }
 
-    def moe_arguments(self) -> dict[str, Any]:
-        """Return the routing arguments of `dit.layers.moe.MoE`."""
+    def moe_arguments(self, dense_size: int) -> dict[str, Any]:
+        """Return the sizes and the routing arguments of `dit.layers.moe.MoE`."""
         return {
+            "ffn_hidden_size": self.expert_size(dense_size),
+            "num_experts": self.num_experts,
             "router": self.moe_router,
             "capacity_factor": self.moe_capacity_factor,
             "top_k": self.moe_top_k,
             "aux_loss_coeff": self.moe_aux_loss_coeff,
         }
 
-    def mlp_parameters(self, hidden_size: int, dense_size: int, *, bias: bool) -> int:
-        """Count the parameters of one layer's MLP or experts with their router."""
+    def mlp_parameters(self, hidden_size: int, dense_size: int, *, bias: bool, gated: bool = False) -> int:
+        """Count the parameters of one layer's MLP or experts with their router.
+
+        Args:
+            gated: SwiGLU, which has three matrices instead of two.
+        """
         size = dense_size if self.num_experts is None else self.expert_size(dense_size)
-        mlp = 2 * hidden_size * size + (size + hidden_size if bias else 0)
+        mlp = (3 if gated else 2) * hidden_size * size + (size + hidden_size if bias else 0)
         return mlp if self.num_experts is None else self.num_experts * (mlp + hidden_size)
 
     def mlp_multiply_adds(
-        self, hidden_size: int, dense_size: int, layout: SequenceLayout, *, padding: bool = False
+        self, hidden_size: int, dense_size: int, layout: SequenceLayout, *, padding: bool = False, gated: bool = False
     ) -> int:
         """Count the multiply-adds of one layer's MLP or experts with their router.
 
@@ -105,9 +111,9 @@ class ExpertOptions:
         """
         rows = layout.total_tokens if padding else layout.valid_tokens
         if self.num_experts is None:
-            return rows * 2 * hidden_size * dense_size
-        pairs = self.chosen_pairs(layout)
-        return rows * hidden_size * self.num_experts + pairs * 2 * hidden_size * self.expert_size(dense_size)
+            return rows * (3 if gated else 2) * hidden_size * dense_size
+        expert = (3 if gated else 2) * hidden_size * self.expert_size(dense_size)
+        return rows * hidden_size * self.num_experts + self.chosen_pairs(layout) * expert
 
     def chosen_pairs(self, layout: SequenceLayout) -> int:
         """Count the (token, expert) pairs that one layer computes."""

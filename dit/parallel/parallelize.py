@@ -18,6 +18,7 @@ from dit.backends.context_attention import ContextAttention
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider, LinearChoice
+from dit.backends.recompute import RecomputeChoice, recompute_activations
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
@@ -119,8 +120,15 @@ def build_model(
     *,
     attention: AttentionChoice = "auto",
     linears: LinearChoice = "auto",
+    recompute: RecomputeChoice = "none",
+    recompute_layers: Optional[int] = None,
 ) -> list[Backbone]:
-    """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights."""
+    """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights.
+
+    Args:
+        recompute: what layers make again in the backward pass.
+        recompute_layers: only the first so many layers of each chunk; None for all.
+    """
     model.validate()
     config = megatron_config(model, parallel, precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
@@ -140,6 +148,8 @@ def build_model(
         initialize_weights(chunk, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
         if groups.pp.size() > 1:
             _mark_copies(chunk)
+        for layer in list(chunk.units())[:recompute_layers]:
+            recompute_activations(layer, recompute)
     return chunks
 
 

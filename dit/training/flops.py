@@ -14,6 +14,9 @@ from typing import Literal, Optional
 
 from dit.batch import SequenceLayout
 from dit.models.base import ModelConfig
+from dit.parallel.dims import ParallelConfig
+from dit.parallel.pipeline import split_layers
+from dit.training.settings import TrainingConfig
 
 Convention = Literal["model", "hardware", "nemo"]
 
@@ -44,14 +47,36 @@ def training_flops(
     context_layout: Optional[SequenceLayout] = None,
     *,
     convention: Convention = "model",
+    recomputed: float = 0.0,
 ) -> int:
-    """Count the operations of a forward and a backward pass over a pack; no activation is recomputed.
+    """Count the operations of a forward and a backward pass over a pack.
 
     Args:
         layout: the tokens of the pack.
         context_layout: its texts, if the model takes text.
+        recomputed: share of the layers that run once more in the backward pass (`recomputed_share`); counted in the
+            `hardware` convention alone, for it adds work and no result.
     """
-    return 3 * forward_flops(config, layout, context_layout, convention=convention)
+    forward = forward_flops(config, layout, context_layout, convention=convention)
+    if convention != "hardware" or not recomputed:
+        return 3 * forward
+    ends = forward_flops(config.without_layers(), layout, context_layout, convention=convention)
+    return 3 * forward + round(recomputed * (forward - ends))
+
+
+def recomputed_share(training: TrainingConfig, parallel: ParallelConfig, num_layers: int) -> float:
+    """Return the share of the layers whose matrix products run once more in the backward pass."""
+    if training.recompute != "full":
+        return 0.0
+    if training.recompute_layers is None:
+        return 1.0
+    chunks = split_layers(
+        num_layers,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.pipeline_layers,
+    )
+    return sum(min(training.recompute_layers, count) for count in chunks) / num_layers
 
 
 def flops_per_token(

@@ -20,6 +20,7 @@ from dit.backends.attention import resolve_attention
 from dit.backends.device import describe, local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
 from dit.backends.provider import resolve_linears
+from dit.backends.recompute import check_recompute
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED, ConfigError
@@ -123,6 +124,7 @@ def check_settings(
     )
     resolve_attention(local_device(), DTYPES[training.precision], training.attention)
     resolve_linears(training.linears)
+    check_recompute(training.recompute, training.recompute_layers)
     check_schedule(training.num_steps, optimizer.lr, schedule)
     if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
         raise ConfigError(f"training.ema_decay={training.ema_decay} must lie in [0, 1); use None for no average")
@@ -209,6 +211,8 @@ class Run:
             training.seed,
             attention=training.attention,
             linears=training.linears,
+            recompute=training.recompute,
+            recompute_layers=training.recompute_layers,
         )
         wrapped = wrap(chunks, parallel, groups)
         optimizer = build_optimizer(wrapped, self.settings["optimizer"], parallel, training.precision, groups)

@@ -51,6 +51,9 @@ class TrainingConfig:
         precision: `bf16` keeps fp32 master weights; `fp32` everywhere.
         attention: attention path; `auto` takes the best one installed (see `dit.backends.attention`).
         linears: whose parallel linears; `auto` takes Transformer Engine's on CUDA where it is installed.
+        recompute: what layers make again in the backward pass instead of keeping it: nothing, what is cheap (modulated
+            norms, activation functions), or all.
+        recompute_layers: only the first so many layers of each pipeline stage (or virtual chunk); None for all.
         seed: addresses initial weights, data order and all noise.
         ema_decay: decay of the weight average per step (fp32); None for no average.
         ema_start_step: the average equals the weights until this step.
@@ -67,6 +70,8 @@ class TrainingConfig:
     precision: Literal["bf16", "fp32"] = "bf16"
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_layers: Optional[int] = None
     seed: int = 1234
     ema_decay: Optional[float] = 0.9999
     ema_start_step: int = 0

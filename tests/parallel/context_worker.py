@@ -1,9 +1,6 @@
 """What one rank of a context-parallel test world runs; the cases name these functions."""
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,11 +24,11 @@ from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.parallelize import attention_path, build_model
 from dit.sampling.generate import empty_pack, generate
 from dit.training.validate import held_out_loss
+from tests.parallel.traffic import bytes_sent
 from tests.parallel.worker import SEED, micro_batch, tiny_model
 from tests.unit.backends.attention_cases import AttentionCase, exact, run
 
 LAYERS = 2
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
 def start(case: dict) -> tuple[ParallelConfig, ParallelDims, ProcessGroups]:
@@ -209,33 +206,3 @@ def placement(case: dict) -> list[tuple[int, int, list[int]]]:
     dist.all_gather_object(found, mine)
     process_groups.release()
     return found
-
-
-@contextmanager
-def bytes_sent(groups: list[Any]) -> Iterator[Counter[str]]:
-    """Count the bytes this rank sends to other ranks of these groups, by kind of call."""
-    sent: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in ("batch_isend_irecv", *COLLECTIVES)}
-
-    def exchange(ops: list[Any]) -> Any:
-        sent["p2p"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend and op.group in groups)
-        return originals["batch_isend_irecv"](ops)
-
-    def watching(name: str) -> Callable[..., Any]:
-        def call(output: Tensor, given: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-            if group in groups:
-                others = group.size() - 1
-                # A gather sends all that is given to each other rank, the two others a part of it to each.
-                sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else group.size())
-            return originals[name](output, given, *args, group=group, **kwargs)
-
-        return call
-
-    dist.batch_isend_irecv = exchange
-    for name in COLLECTIVES:
-        setattr(dist, name, watching(name))
-    try:
-        yield sent
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)

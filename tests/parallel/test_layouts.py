@@ -19,7 +19,21 @@ LAYOUTS = {
         "tp4_sp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     },
 }
+# Bytes sent in one step of four micro-batches of 40 tokens, by the tiny model of 4 layers.
+TRAFFIC = {
+    "tp4_sp": LAYOUTS[4]["tp4_sp"],
+    "pp4": {"pipeline_model_parallel_size": 4},
+    "pp2_tp2_sp": {"pipeline_model_parallel_size": 2, **TP2SP},
+}
+TOKENS, HIDDEN, LAYERS, MICRO_BATCHES, OUT_CHANNELS, FP32_BYTES = 40, 32, 4, 4, 16, 4
 CASES = [(world, name, packed) for world, named in LAYOUTS.items() for name in named for packed in (False, True)]
+
+
+def forget_sequence_parallel(chunks: list) -> None:
+    """As if no parameter told that each tensor-parallel rank's gradient covers its own tokens alone."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.sequence_parallel = False
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +47,12 @@ def results(tmp_path_factory):
     for world, named in LAYOUTS.items():
         keys = [(name, packed) for name in named for packed in (False, True)]
         cases = [{"parallel": named[name], "packed": packed} for name, packed in keys]
+        if world == 2:
+            keys.append("without marks")
+            cases.append({"parallel": TP2SP, "packed": True, "break": forget_sequence_parallel})
+        if world == 4:
+            keys += [("traffic", name) for name in TRAFFIC]
+            cases += [{"task": "tests.parallel.traffic:of_a_step", "parallel": p} for p in TRAFFIC.values()]
         found |= dict(zip(keys, run_world(world, cases, folder / str(world))))
     return found
 
@@ -55,3 +75,35 @@ def assert_equal_training(one: dict, many: dict) -> None:
 @pytest.mark.parametrize(("world", "name", "packed"), CASES)
 def test_layout_equals_one_rank(results, world, name, packed):
     assert_equal_training(results["one", packed], results[name, packed])
+
+
+def test_gradients_are_wrong_without_the_sequence_parallel_marks(results):
+    one, broken = results["one", True]["gradients"], results["without marks"]["gradients"]
+    wrong = {name for name, expected in one.items() if (broken[name] - expected).norm() > 0.1 * expected.norm()}
+    assert {name for name in one if "modulation" in name or name.startswith(("embed.", "head."))} <= wrong
+    assert not any("linear_qkv.weight" in name for name in wrong)  # split, so complete on the rank that holds it
+
+
+def tensor_parallel_bytes(tp: int, layers: int, *, head: bool) -> dict[str, float]:
+    """Return what a rank sends: per sub-layer a gather and a scatter each way, and a gather to rebuild an input."""
+    unit = MICRO_BATCHES * TOKENS * FP32_BYTES * (tp - 1) / tp
+    gathers, scatters = 3 * 2 * layers * unit * HIDDEN, 2 * 2 * layers * unit * HIDDEN
+    return {
+        "tp all_gather_into_tensor": gathers + head * unit * OUT_CHANNELS,
+        "tp reduce_scatter_tensor": scatters,
+    }
+
+
+def test_tensor_parallel_ranks_send_ten_collectives_per_layer(results):
+    """TP + SP: each of the 10 moves T h (t - 1) / t numbers; the prediction is gathered once."""
+    expected = {**tensor_parallel_bytes(4, LAYERS, head=True), "pp p2p": 0}
+    assert results["traffic", "tp4_sp"] == [expected] * 4
+
+
+def test_stages_send_activations_one_way_and_gradients_the_other(results):
+    """T h numbers per boundary, direction and micro-batch, shared by the tensor-parallel ranks."""
+    boundary = MICRO_BATCHES * TOKENS * HIDDEN * FP32_BYTES
+    assert [sent["pp p2p"] for sent in results["traffic", "pp4"]] == [boundary, 2 * boundary, 2 * boundary, boundary]
+    for rank, sent in enumerate(results["traffic", "pp2_tp2_sp"]):
+        last = rank >= 2
+        assert sent == {**tensor_parallel_bytes(2, LAYERS // 2, head=last), "pp p2p": boundary / 2}

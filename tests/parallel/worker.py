@@ -2,7 +2,6 @@
 
 import gc
 import pickle
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +118,7 @@ def build(case: dict) -> SimpleNamespace:
         num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     groups = process_groups.initialize(parallel)
-    chunks = build_model(model, parallel, "fp32", groups, SEED)
+    chunks = build_model(model, parallel, "fp32", groups, SEED, **case.get("recompute", {}))
     with torch.no_grad():  # a zero-initialised network would hide most gradients
         for name, parameter in named_parameters(chunks):
             if parameter.init.kind == "constant":
@@ -180,6 +179,8 @@ def train(case: dict) -> dict:
 
 
 def main(folder: Path) -> None:
+    """Run the cases of a folder on this rank; rank 0 leaves the results there."""
+    torch.set_num_threads(1)
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
     results = []
     for case in cases:
@@ -189,8 +190,3 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     process_groups.destroy()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))

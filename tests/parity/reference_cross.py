@@ -173,6 +173,26 @@ class CrossReference:
             x = x + gate * y
         return x
 
+    def swiglu(self, x: Tensor, name: str) -> Tensor:
+        hidden = self.leaves.linear(x, f"{name}.linear_fc1")
+        return self.leaves.linear(silu(hidden[:, 0::2]) * hidden[:, 1::2], f"{name}.linear_fc2")  # gate and up in turn
+
+    def mixture(self, x: Tensor, name: str) -> Tensor:
+        """Return sum_e score_te * Expert_e(x_t) over the pairs that experts, or tokens, choose within this sample."""
+        score = torch.softmax(self.leaves.linear(x, f"{name}.router"), -1)
+        n, experts = score.shape
+        if self.config.moe_router == "expert_choice":
+            capacity = math.ceil(n * self.config.moe_capacity_factor / experts)
+            pairs = [(t, e) for e in range(experts) for t in score[:, e].argsort(descending=True)[:capacity].tolist()]
+        else:
+            pairs = [
+                (t, e) for t in range(n) for e in score[t].argsort(descending=True)[: self.config.moe_top_k].tolist()
+            ]
+        rows = [torch.zeros_like(x[0]) for _ in range(n)]
+        for t, e in pairs:
+            rows[t] = rows[t] + score[t, e] * self.swiglu(x[t : t + 1], f"{name}.experts.{e}")[0]
+        return torch.stack(rows)
+
     def moviegen_block(self, x: Tensor, cond: Tensor, text: Tensor, name: str, by: Optional[Tensor]) -> Tensor:
         leaves, eps = self.leaves, self.config.layernorm_epsilon
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = leaves.linear(
@@ -183,9 +203,8 @@ class CrossReference:
         y = rms_normalise(x, leaves[f"{name}.cross_norm.weight"], eps)
         x = x + self.cross_attention(y, text, f"{name}.cross_attention")
         y = rms_normalise(x, leaves[f"{name}.mlp_norm.weight"], eps) * (1 + scale_2) + shift_2
-        hidden = leaves.linear(y, f"{name}.mlp.linear_fc1")
-        hidden = silu(hidden[:, 0::2]) * hidden[:, 1::2]  # gate and up in turn
-        return x + gate_2 * leaves.linear(hidden, f"{name}.mlp.linear_fc2")
+        y = self.swiglu(y, f"{name}.mlp") if self.config.num_experts is None else self.mixture(y, f"{name}.mlp")
+        return x + gate_2 * y
 
     def run(
         self,

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.moviegen.config import MovieGenConfig
@@ -96,7 +97,8 @@ def changed(backbone: str, name: str) -> CrossAttentionModelConfig:
 @pytest.mark.parametrize("backbone", BASES)
 def test_every_field_has_a_row(backbone: str):
     shown = set(SHARED) | set(OWN[backbone]) | NOT_IN_THE_NETWORK
-    shown |= {"max_grid"} if backbone == "moviegen" else set()  # has a test of its own below
+    if backbone == "moviegen":  # these have tests of their own below
+        shown |= {"max_grid", "num_experts", *EXPERT_FIELDS}
     assert shown == {field.name for field in fields(BASES[backbone])}
 
 
@@ -122,8 +124,30 @@ def test_position_tables_have_the_size_of_max_grid(build_model: BuildModel):
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
 
 
+EXPERT_FIELDS: dict[str, tuple[Any, Callable[[nn.Module], Any]]] = {
+    "moe_ffn_hidden_size": (24, lambda mlp: mlp.experts["1"].linear_fc2.weight.shape[1]),
+    "moe_router": ("top_k", lambda mlp: mlp.routing),
+    "moe_capacity_factor": (0.5, lambda mlp: mlp.capacity_factor),
+    "moe_top_k": (1, lambda mlp: mlp.top_k),
+    "moe_aux_loss_coeff": (0.5, lambda mlp: mlp.aux_loss_coeff),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_FIELDS)
+def test_expert_fields_reach_the_model(build_model: BuildModel, name: str):
+    base = replace(BASES["moviegen"], num_experts=4, moe_ffn_hidden_size=40)
+    other, show = EXPERT_FIELDS[name]
+    for config in (base, replace(base, **{name: other})):
+        config.validate()
+        model = build_model(config)
+        assert show(model.layers["1"].mlp) == getattr(config, name)
+        assert len(model.layers["1"].mlp.experts) == 4
+        assert config.num_parameters() == sum(p.numel() for p in model.parameters())
+
+
 # The counts of the published sizes, next to what the reference counts (weights of NeMo's configurations). Ours are
 # larger by the modulated head (2 h^2) and by a frame-rate embedder of the full width (h^2 more than NeMo's padded one).
+EC_1B = {"num_experts": 64, "moe_ffn_hidden_size": 1024, "moe_capacity_factor": 8.0}
 NAMED = {
     "DiT-S": (DiTCrossConfig(hidden_size=384, num_layers=12, num_attention_heads=6), 50_977_472, 50.6e6),
     "DiT-B": (DiTCrossConfig(hidden_size=768, num_layers=12, num_attention_heads=12), 184_526_144, 183.1e6),
@@ -144,6 +168,7 @@ NAMED = {
         33_438_364_736,
         33.4e9,
     ),
+    "EC-DiT-1B": (MovieGenConfig(**EC_1B), 7_180_207_168, 7.18e9),
 }
 
 
@@ -156,14 +181,23 @@ def test_named_sizes_have_their_parameters(name: str):
     assert ours == pytest.approx(published, rel=0.01)
 
 
+def test_ec_dit_works_as_hard_as_its_dense_twin():
+    """64 experts of width 1024 at capacity factor 8 do the work of one feed-forward of 8192, and the router's."""
+    layout = SequenceLayout.from_lengths([256])
+    dense, experts = MovieGenConfig(), MovieGenConfig(**EC_1B)
+    router = 2 * 256 * dense.hidden_size * 64 * dense.num_layers
+    assert forward_flops(experts, layout) == forward_flops(dense, layout) + router
+
+
 @pytest.mark.parametrize("samples", [DENSE, MIXED, [Sample((1, 2, 2))]], ids=["dense", "mixed", "no_text"])
-@pytest.mark.parametrize("name", [*BASES, "low_rank", "grouped"])
+@pytest.mark.parametrize("name", [*BASES, "low_rank", "grouped", "experts"])
 def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: list[Sample]):
     """The forward count is exact; training differs by the gradients nobody needs, those of the network's inputs."""
     config = {
         **BASES,
         "low_rank": replace(BASES["dit_cross"], adaln_lora_rank=6, size_conditioning=True),
         "grouped": replace(BASES["moviegen"], num_query_groups=2),
+        "experts": replace(BASES["moviegen"], num_experts=4, moe_ffn_hidden_size=24, moe_capacity_factor=1.5),
     }[name]
     model, batch = build_model(config, perturb=0.1), pack(samples, config, multiple_of=8, context_multiple_of=4)
     inputs, time = draw(batch)

@@ -39,8 +39,7 @@ class DiTLayer(nn.Module):
         if config.num_experts is None:
             self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias)
         else:
-            size = config.expert_size(config.ffn_size)
-            self.mlp = MoE(config.hidden_size, size, config.num_experts, provider, bias=bias, **config.moe_arguments())
+            self.mlp = MoE(config.hidden_size, provider, bias=bias, **config.moe_arguments(config.ffn_size))
 
     def forward(
         self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout, rotation: Optional[Rotation] = None

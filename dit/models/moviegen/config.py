@@ -6,12 +6,15 @@ from typing import Any, Literal, Optional
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import Stage
+from dit.models.experts import ExpertOptions
 from dit.models.sizes import CrossAttentionModelConfig
 
 
 @dataclass(kw_only=True)
-class MovieGenConfig(CrossAttentionModelConfig):
+class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
     """A Llama-shaped diffusion transformer: RMSNorm, SwiGLU, grouped queries, no biases in its blocks.
+
+    Its feed-forwards may be mixtures of SwiGLU experts; with expert choice this is NeMo's shape of EC-DiT.
 
     Attributes:
         num_query_groups: 8, as in Llama 3.
@@ -32,6 +35,7 @@ class MovieGenConfig(CrossAttentionModelConfig):
 
     def validate(self) -> None:
         self.check_sizes()
+        self.validate_experts()
         if len(self.max_grid) != 3 or min(self.max_grid) < 1:
             raise ConfigError(
                 f"model.max_grid={self.max_grid} must be three numbers of at least 1: the most patches along t, h and w"
@@ -44,14 +48,16 @@ class MovieGenConfig(CrossAttentionModelConfig):
             )
 
     def megatron_sizes(self) -> dict[str, Any]:
-        return {**super().megatron_sizes(), "add_bias_linear": False}
+        sizes = {**super().megatron_sizes(), "add_bias_linear": False}
+        return {**sizes, **self.expert_megatron_sizes(self.ffn_size)}
 
     def num_parameters(self) -> int:
-        h, f, c, kv = self.hidden_size, self.ffn_size, self.context_size or 0, self.kv_size
+        h, c, kv = self.hidden_size, self.context_size or 0, self.kv_size
+        mlp = self.mlp_parameters(h, self.ffn_size, bias=False, gated=True)
         norms = 2 * self.head_size * self.qk_layernorm
         attention = h * (h + 2 * kv) + h * h + norms
         cross = 2 * h * h + c * 2 * kv + norms
-        layer = attention + cross + 3 * h * f + 6 * h * h + 3 * h
+        layer = attention + cross + mlp + 6 * h * h + 3 * h
         positions = sum(self.max_grid) * h if self.position_embedding == "learned_3d" else 0
         embed = (self.token_channels + 1) * h + self.count_conditioner() + positions
         head = h + 2 * h * (h + 1) + (h + 1) * self.output_features
@@ -68,9 +74,10 @@ class MovieGenConfig(CrossAttentionModelConfig):
         texts = SequenceLayout.from_lengths([1] * samples) if context_layout is None else context_layout
         rows, text_rows = (x.total_tokens if padding else x.valid_tokens for x in (layout, texts))
         pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths))
-        per_row = h * (h + 2 * kv) + 3 * h * h + 3 * h * self.ffn_size
+        per_row = h * (h + 2 * kv) + 3 * h * h
+        mlp = self.mlp_multiply_adds(h, self.ffn_size, layout, padding=padding, gated=True)
         per_text_row = 2 * kv * (self.context_size or 0)
-        layer = rows * per_row + text_rows * per_text_row + 2 * pairs * h + samples * 6 * h * h
+        layer = rows * per_row + mlp + text_rows * per_text_row + 2 * pairs * h + samples * 6 * h * h
         embed = rows * self.token_channels * h + samples * self.conditioner_multiplications()
         head = rows * h * self.output_features + samples * 2 * h * h
         return 2 * (embed + self.num_layers * layer + head)

@@ -11,6 +11,7 @@ from dit.batch import SequenceLayout
 from dit.layers.adaln import Modulation, RMSNorm
 from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.mlp import SwiGLU
+from dit.layers.moe import MoE
 from dit.layers.positions import Rotation
 from dit.models.moviegen.config import MovieGenConfig
 
@@ -56,7 +57,11 @@ class MovieGenLayer(nn.Module):
             eps=eps,
         )
         self.mlp_norm = RMSNorm(size, provider, eps=eps)
-        self.mlp = SwiGLU(size, config.ffn_size, provider)
+        self.mlp: SwiGLU | MoE
+        if config.num_experts is None:
+            self.mlp = SwiGLU(size, config.ffn_size, provider)
+        else:
+            self.mlp = MoE(size, provider, bias=False, gated=True, **config.moe_arguments(config.ffn_size))
 
     def forward(
         self,
@@ -75,4 +80,5 @@ class MovieGenLayer(nn.Module):
         x_TD = gated_residual(x_TD, self.attention(y_TD, layout, rotation), attention_mod.gate_SD, layout)
         x_TD = x_TD + self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
         y_TD = self.mlp_norm.modulate(x_TD, mlp_mod.shift_SD, mlp_mod.scale_SD, layout)
-        return gated_residual(x_TD, self.mlp(y_TD), mlp_mod.gate_SD, layout)
+        y_TD = self.mlp(y_TD, layout) if isinstance(self.mlp, MoE) else self.mlp(y_TD)
+        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)

@@ -110,6 +110,19 @@ def test_pipeline_ranks_hold_their_stage_and_a_copy_of_the_embedders():
     assert need.total == max(on_first, on_last)
 
 
+def activations(parallel=DDP, **training):
+    return plan.estimate_memory(MODEL, replace(TRAINING, **training), parallel, 1, tokens=16).activations
+
+
+def test_recompute_keeps_what_the_report_says():
+    h, f, rows = MODEL.hidden_size, MODEL.ffn_size, TRAINING.micro_batch_size * 16 * 4
+    layer = rows * (10 * h + 2 * f)
+    assert activations() == 2 * layer
+    assert activations(recompute="selective") == 2 * layer - 2 * rows * (2 * h + f)
+    assert activations(recompute="full") == layer + 2 * rows * h
+    assert activations(recompute="full", recompute_layers=1) == 2 * layer + rows * h
+
+
 def test_a_size_that_does_not_divide_is_refused():
     from dit.parallel.parallelize import build_on_meta
 

@@ -7,9 +7,19 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from dit.backends.recompute import recompute_activations
 from dit.batch import PackedBatch, SequenceLayout
 from dit.models.dit.config import TIME_FEATURES, DiTConfig
-from dit.training.flops import Convention, flops_per_token, forward_flops, nemo_flops_per_token, training_flops
+from dit.parallel.dims import ParallelConfig
+from dit.training.flops import (
+    Convention,
+    flops_per_token,
+    forward_flops,
+    nemo_flops_per_token,
+    recomputed_share,
+    training_flops,
+)
+from dit.training.settings import TrainingConfig
 from tests.conftest import BuildModel
 
 TINY = DiTConfig(hidden_size=64, num_layers=2, num_attention_heads=4, num_classes=10, qk_layernorm=True)
@@ -63,6 +73,30 @@ def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, l
     inputs = layout.total_tokens * config.token_channels + layout.num_samples * TIME_FEATURES
     exact = training_flops(config, layout, context_layout, convention="hardware") - 2 * inputs * config.hidden_size
     assert total == exact
+
+
+@pytest.mark.parametrize(("settings", "share"), [({}, 1.0), ({"recompute_layers": 2}, 0.4)], ids=["all", "two_of_five"])
+def test_recomputed_layers_are_counted_as_the_device_runs_them(build_model: BuildModel, settings: dict, share: float):
+    training = TrainingConfig(recompute="full", **settings)
+    assert recomputed_share(training, ParallelConfig(), MID.num_layers) == share
+    layout = LAYOUTS["padded"]
+    model, batch = build_model(MID, perturb=0.1), batch_of(layout, MID)
+    for layer in list(model.units())[: training.recompute_layers]:
+        recompute_activations(layer, training.recompute)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(batch.latents_TC, torch.rand(layout.num_samples), batch).sum().backward()
+    inputs = layout.total_tokens * MID.token_channels + layout.num_samples * TIME_FEATURES
+    counted = training_flops(MID, layout, batch.context_layout, convention="hardware", recomputed=share)
+    assert counter.get_total_flops() == counted - 2 * inputs * MID.hidden_size
+    assert training_flops(MID, layout, batch.context_layout, recomputed=share) == training_flops(
+        MID, layout, batch.context_layout
+    )
+
+
+def test_layers_recomputed_per_chunk_add_up():
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_layers=[1, 4])
+    assert recomputed_share(TrainingConfig(recompute="full", recompute_layers=2), parallel, 5) == 3 / 5
+    assert recomputed_share(TrainingConfig(recompute="selective"), parallel, 5) == 0
 
 
 def test_xl_2_is_the_papers_figure():

@@ -1,0 +1,240 @@
+"""Runs to measure and to compare: the rows of NeMo's published table, of its parallel matrix, and of its stages.
+
+All feed made-up latents. Time one with `torchrun --nproc-per-node N -m benchmarks.step --factory NAME`, which reports
+TFLOPS in three labelled conventions, tokens/s per GPU and peak memory. NeMo's figures were published for 32 nodes of 8
+H100 and never with a batch size; a batch of 256 is assumed where a layout needs one.
+"""
+
+import nemo_run as run
+
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.training.pretrain import pretrain
+from dit.training.settings import CheckpointConfig, LoggingConfig, SamplingConfig, ScheduleConfig, TrainingConfig
+from energon_data.mock import MockData
+from recipes import moviegen
+from recipes.components import adamw_large, dit_cross_7b, dit_cross_28b, dit_s
+from recipes.dit import as_large_model, as_mock, on_tensor_parallel, text_conditional, with_fsdp
+
+CLIP_8K = (32, 32, 32)
+"""Latent (frames, height, width) of 8192 tokens."""
+CLIP_64K = (16, 128, 128)
+"""Latent of 65,536 tokens."""
+CLIP_74K = (32, 96, 96)
+"""Latent of 73,728 tokens."""
+
+
+def _measured(name: str, model: run.Config, latent: tuple[int, int, int]) -> run.Partial:
+    recipe = as_mock(as_large_model(text_conditional(name, model)), latent)
+    recipe.training.global_batch_size = 256
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def bench_dit7b_8k_baseline() -> run.Partial:
+    """DiT-7B (7.19 B) at 8192 tokens on plain data parallelism, nothing recomputed: does not fit into 80 GB.
+
+    NeMo's table has "OOM" in this row: weights, gradients and Adam's states take 18 bytes per parameter, 120 GiB.
+    """
+    recipe = _measured("bench_dit7b_8k_baseline", dit_cross_7b(), CLIP_8K)
+    recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp", overlap_grad_reduce=True)
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def bench_dit7b_8k_tp2sp() -> run.Partial:
+    """DiT-7B (7.19 B) at 8192 tokens, TP 2 + SP: 16 x 80 GB or more.
+
+    Published: 10,052 tokens/s per GPU, 519 TFLOPS in NeMo's convention, which is 359 of the work the maths asks for.
+    """
+    return on_tensor_parallel(_measured("bench_dit7b_8k_tp2sp", dit_cross_7b(), CLIP_8K), 2)
+
+
+@run.cli.factory(target=pretrain)
+def bench_dit7b_74k_tp2sp_cp4() -> run.Partial:
+    """DiT-7B (7.19 B) at 73,728 tokens, TP 2 + SP, CP 4: 16 x 80 GB or more.
+
+    Published: 3409 tokens/s per GPU, 439 TFLOPS in NeMo's convention, 385 of work.
+    """
+    recipe = on_tensor_parallel(_measured("bench_dit7b_74k_tp2sp_cp4", dit_cross_7b(), CLIP_74K), 2)
+    recipe.parallel.context_parallel_size = 4
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def bench_dit28b_8k_tp4pp4() -> run.Partial:
+    """DiT-28B (28.3 B) at 8192 tokens, TP 4 + SP, PP 4: 32 x 80 GB or more.
+
+    Published: 2510 tokens/s per GPU, 468 TFLOPS in NeMo's convention, 307 of work.
+    """
+    recipe = on_tensor_parallel(_measured("bench_dit28b_8k_tp4pp4", dit_cross_28b(), CLIP_8K), 4)
+    recipe.parallel.pipeline_model_parallel_size = 4
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def bench_dit28b_64k_fsdp_ckpt() -> run.Partial:
+    """DiT-28B (28.3 B) at 65,536 tokens, FSDP, every layer recomputed: 64 x 80 GB or more.
+
+    Published: 1386 tokens/s per GPU, 445 TFLOPS in NeMo's convention, 357 of work.
+    """
+    recipe = with_fsdp(_measured("bench_dit28b_64k_fsdp_ckpt", dit_cross_28b(), CLIP_64K))
+    recipe.training.recompute = "full"
+    return recipe
+
+
+def _on_one_gpu(name: str, num_layers: int, latent: tuple[int, int, int]) -> run.Partial:
+    """Return layers of DiT-7B that fit one GPU: two sizes give the time of a layer, and of the ends."""
+    recipe = _measured(name, dit_cross_7b(), latent)
+    recipe.model.num_layers = num_layers
+    recipe.training.global_batch_size = 1
+    recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp")
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def bench_dit7b_8k_1gpu_l4() -> run.Partial:
+    """4 layers of DiT-7B (952 M) at 8192 tokens on one GPU: with bench_dit7b_8k_1gpu_l8, the time of a layer."""
+    return _on_one_gpu("bench_dit7b_8k_1gpu_l4", 4, CLIP_8K)
+
+
+@run.cli.factory(target=pretrain)
+def bench_dit7b_8k_1gpu_l8() -> run.Partial:
+    """8 layers of DiT-7B (1.83 B) at 8192 tokens on one GPU."""
+    return _on_one_gpu("bench_dit7b_8k_1gpu_l8", 8, CLIP_8K)
+
+
+@run.cli.factory(target=pretrain)
+def bench_dit7b_74k_1gpu_l4() -> run.Partial:
+    """4 layers of DiT-7B (952 M) at 73,728 tokens on one GPU of 140 GB, where attention is nearly all of the work."""
+    recipe = _on_one_gpu("bench_dit7b_74k_1gpu_l4", 4, CLIP_74K)
+    recipe.training.recompute = "selective"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def bench_dit7b_74k_1gpu_l8() -> run.Partial:
+    """8 layers of DiT-7B (1.83 B) at 73,728 tokens on one GPU of 140 GB, every layer recomputed."""
+    recipe = _on_one_gpu("bench_dit7b_74k_1gpu_l8", 8, CLIP_74K)
+    recipe.training.recompute = "full"
+    return recipe
+
+
+def _matrix(name: str, *, pipeline: bool = False, experts: bool = False, fsdp: bool = False) -> run.Partial:
+    """Return a small DiT on clips of 1024 tokens, CP 2 x TP 2 + SP, with what else the row names."""
+    model = dit_s()
+    model.hidden_size, model.num_layers, model.num_attention_heads, model.num_classes = 256, 4, 8, 10
+    model.position_embedding = "sincos_3d"
+    parallel = run.Config(ParallelConfig, tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2)
+    if pipeline:
+        parallel.pipeline_model_parallel_size = 2
+    if experts:
+        model.num_experts, model.moe_ffn_hidden_size = 8, 256
+        parallel.expert_model_parallel_size = 2
+    if fsdp:
+        parallel.data_parallel = "fsdp"
+    return run.Partial(
+        pretrain,
+        model=model,
+        data=run.Config(MockData, frames=4, height=32, width=32, dataset_size=64, num_streams=8),
+        objective=run.Config(FlowMatching),
+        optimizer=adamw_large(),
+        schedule=run.Config(ScheduleConfig, kind="constant"),
+        parallel=parallel,
+        training=run.Config(
+            TrainingConfig,
+            run_dir=f"runs/{name}",
+            num_steps=20,
+            global_batch_size=8,
+            ema_decay=None,
+            log_interval=1,
+        ),
+        checkpoint=run.Config(CheckpointConfig, interval=0, resume="never"),
+        logging=run.Config(LoggingConfig),
+        sampling=run.Config(SamplingConfig),
+    )
+
+
+@run.cli.factory(target=pretrain)
+def matrix_fsdp() -> run.Partial:
+    """A small DiT on clips of 1024 tokens under FSDP alone: any number of ranks up to 8."""
+    recipe = _matrix("matrix_fsdp", fsdp=True)
+    recipe.parallel = run.Config(ParallelConfig, data_parallel="fsdp")
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def matrix_cp_tp_sp_fsdp() -> run.Partial:
+    """A small DiT on clips of 1024 tokens, CP 2 x TP 2 + SP x FSDP: 8 ranks, CPU or GPU."""
+    return _matrix("matrix_cp_tp_sp_fsdp", fsdp=True)
+
+
+@run.cli.factory(target=pretrain)
+def matrix_cp_tp_sp_distopt() -> run.Partial:
+    """A small DiT on clips of 1024 tokens, CP 2 x TP 2 + SP x distributed optimizer: 8 ranks, CPU or GPU."""
+    return _matrix("matrix_cp_tp_sp_distopt")
+
+
+@run.cli.factory(target=pretrain)
+def matrix_cp_tp_sp_pp_distopt() -> run.Partial:
+    """A small DiT on clips of 1024 tokens, CP 2 x TP 2 + SP x PP 2, distributed optimizer: 8 ranks, CPU or GPU."""
+    return _matrix("matrix_cp_tp_sp_pp_distopt", pipeline=True)
+
+
+@run.cli.factory(target=pretrain)
+def matrix_cp_tp_sp_pp_distopt_ep() -> run.Partial:
+    """A small DiT with 8 experts, CP 2 x TP 2 + SP x PP 2 x EP 2, distributed optimizer: 8 ranks, CPU or GPU."""
+    return _matrix("matrix_cp_tp_sp_pp_distopt_ep", pipeline=True, experts=True)
+
+
+@run.cli.factory(target=pretrain)
+def matrix_cp_tp_sp_fsdp_ep() -> run.Partial:
+    """A small DiT with 8 experts, CP 2 x TP 2 + SP x EP 2 x FSDP: 8 ranks, CPU or GPU."""
+    return _matrix("matrix_cp_tp_sp_fsdp_ep", experts=True, fsdp=True)
+
+
+def _stage(name: str, recipe: run.Partial) -> run.Partial:
+    """Return a stage of Movie Gen's training on made-up data, to be measured."""
+    layout, training = recipe.parallel, recipe.training
+    latent = {"256": moviegen.IMAGE_256, "8k": moviegen.CLIP_256, "74k": moviegen.CLIP_768}[name.rpartition("_")[2]]
+    measured = as_mock(as_large_model(text_conditional(name, recipe.model)), latent)
+    measured.parallel = layout
+    measured.training.micro_batch_size = training.micro_batch_size
+    measured.training.global_batch_size = training.global_batch_size
+    return measured
+
+
+@run.cli.factory(target=pretrain)
+def stage_5b_256() -> run.Partial:
+    """MovieGen-5B (5.74 B), stage 1 on made-up images of 256 tokens, as pretrain_ditllama5b: 16 x 80 GB or more."""
+    return _stage("stage_5b_256", moviegen.pretrain_ditllama5b())
+
+
+@run.cli.factory(target=pretrain)
+def stage_5b_8k() -> run.Partial:
+    """MovieGen-5B (5.74 B), stage 2 on made-up clips of 8192 tokens, TP 2 + SP: 8 x 80 GB or more."""
+    return _stage("stage_5b_8k", moviegen.pretrain_ditllama5b_stage2())
+
+
+@run.cli.factory(target=pretrain)
+def stage_5b_74k() -> run.Partial:
+    """MovieGen-5B (5.74 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 4: 8 x 80 GB or more."""
+    return _stage("stage_5b_74k", moviegen.pretrain_ditllama5b_stage3())
+
+
+@run.cli.factory(target=pretrain)
+def stage_30b_256() -> run.Partial:
+    """MovieGen-30B (33.4 B), stage 1 on made-up images of 256 tokens, FSDP: 128 x 80 GB."""
+    return _stage("stage_30b_256", moviegen.pretrain_ditllama30b())
+
+
+@run.cli.factory(target=pretrain)
+def stage_30b_8k() -> run.Partial:
+    """MovieGen-30B (33.4 B), stage 2 on made-up clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB."""
+    return _stage("stage_30b_8k", moviegen.pretrain_ditllama30b_stage2_mock())
+
+
+@run.cli.factory(target=pretrain)
+def stage_30b_74k() -> run.Partial:
+    """MovieGen-30B (33.4 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 80 GB."""
+    return _stage("stage_30b_74k", moviegen.pretrain_ditllama30b_stage3_mock())

@@ -1,0 +1,47 @@
+"""Activation recompute changes no number, whatever the layout."""
+
+import pytest
+
+from tests.parallel.test_layouts import assert_equal_training
+from tests.parallel.world import run_world
+
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+LAYOUTS = {
+    "tp2_sp": TP2SP,
+    "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "cp2_ring": {"context_parallel_size": 2},
+    "distributed_optimizer2_overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "fsdp2": {"data_parallel": "fsdp"},
+    "ep2": {"expert_model_parallel_size": 2},
+}
+KINDS = {
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "full_one_layer": {"recompute": "full", "recompute_layers": 1},
+}
+CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
+
+
+def model_of(layout):
+    return EXPERTS if layout == "ep2" else {}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Each layout with each kind on packed batches, and one rank that recomputes nothing."""
+    folder = tmp_path_factory.mktemp("worlds")
+    alone = [{"parallel": {"data_parallel": "ddp"}, "packed": True, "model": model} for model in ({}, EXPERTS)]
+    one, experts = run_world(1, alone, folder / "1")
+    cases = [
+        {"parallel": LAYOUTS[layout], "packed": True, "model": model_of(layout), "recompute": KINDS[kind]}
+        for layout, kind in CASES
+    ]
+    found = dict(zip(CASES, run_world(2, cases, folder / "2")))
+    return {**found, **{(layout, "none"): experts if layout == "ep2" else one for layout in LAYOUTS}}
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_recompute_equals_one_rank_without(results, layout, kind):
+    assert_equal_training(results[layout, "none"], results[layout, kind])
+    assert results[layout, kind]["expert_load"] == pytest.approx(results[layout, "none"]["expert_load"])

@@ -1,0 +1,70 @@
+"""Count what ranks send to each other, call by call."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from megatron.core.tensor_parallel import layers, mappings
+from torch import Tensor
+
+from dit.backends import process_groups
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.schedule import forward_backward
+from dit.training.step import training_forward_step
+from tests.parallel.worker import SEED, build, micro_batch
+
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+# Megatron-Core keeps two of them under names of its own.
+ALIASES = {"dist_all_gather_func": "all_gather_into_tensor", "dist_reduce_scatter_func": "reduce_scatter_tensor"}
+
+
+@contextmanager
+def bytes_sent(groups: Sequence[Any]) -> Iterator[Counter[str]]:
+    """Count the bytes this rank sends to other ranks of these groups, by kind of call; shapes sent apart."""
+    sent: Counter[str] = Counter()
+    exchange = dist.batch_isend_irecv
+
+    def exchanging(ops: list[Any]) -> Any:
+        for op in ops:
+            if op.op is dist.isend and op.group in groups:
+                sent["p2p" if op.tensor.is_floating_point() else "shapes"] += op.tensor.nbytes
+        return exchange(ops)
+
+    def watching(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(output: Tensor, given: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+            if group in groups:
+                others = group.size() - 1
+                # A gather sends all that is given to each other rank, the two others a part of it to each.
+                sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else group.size())
+            return original(output, given, *args, group=group, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(dist, "batch_isend_irecv", exchanging))
+        for name in COLLECTIVES:
+            stack.enter_context(patch.object(dist, name, watching(name, getattr(dist, name))))
+        for module in (layers, mappings):
+            for alias, name in ALIASES.items():
+                stack.enter_context(patch.object(module, alias, watching(name, getattr(module, alias))))
+        yield sent
+
+
+def of_a_step(case: dict) -> list[dict[str, int]]:
+    """Make one training step and return what each rank of the world sent over its tensor and pipeline groups."""
+    it = build(case)
+    groups = it.groups
+    for chunk in it.wrapped:
+        chunk.zero_grad_buffer()
+    batches = (micro_batch(i, packed=True, multiple_of=4) for i in range(it.dims.micro_batches))
+    step = training_forward_step(FlowMatching(), it.model, SEED, 0)
+    with bytes_sent([groups.tp]) as tensor, bytes_sent([groups.pp]) as pipeline:
+        forward_backward(step, batches, it.wrapped, it.dims.micro_batches, groups)
+    mine = {**{f"tp {kind}": count for kind, count in tensor.items()}, "pp p2p": pipeline["p2p"]}
+    found: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(found, mine)
+    process_groups.release()
+    return found
