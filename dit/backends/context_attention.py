@@ -24,11 +24,12 @@ from torch import Tensor
 
 from dit.backends.attention import Attention
 from dit.backends.attention_blocks import BlockAttention
-from dit.backends.context_rows import ContextRows, ContextSplit, context_rows
+from dit.backends.context_rows import ContextSplit, Shares, context_rows
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 
 ContextComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+SegmentComm = Literal["hybrid", "context"]
 Order = Optional[tuple[Tensor, Tensor]]
 
 
@@ -45,6 +46,7 @@ class ContextAttention:
         split: how every pack was cut.
         group: all context-parallel ranks.
         inner, outer: for `a2a+p2p`, adjacent ranks that exchange heads, and the ring across them.
+        segment_comm: how attention inside segments finer than samples gets them whole (see `segment_attention`).
     """
 
     local: Attention
@@ -54,6 +56,7 @@ class ContextAttention:
     group: Any
     inner: Any = None
     outer: Any = None
+    segment_comm: SegmentComm = "hybrid"
 
     def __call__(
         self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
@@ -62,13 +65,17 @@ class ContextAttention:
         shares = context_rows(layout_q, self.group.size(), self.split)
         if layout_k.rows is None:
             return self.local(q_TNH, k_KNH, v_KNH, shares.blocks()[self.group.rank()], layout_k)
+        return self.exchange(q_TNH, k_KNH, v_KNH, shares)
+
+    def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
+        """Attend inside segments that are spread over the ranks; each rank gives its rows in ascending order."""
         if self.comm == "p2p":
             return _Ring.apply(q_TNH, k_KNH, v_KNH, shares.blocks(), self.group, self.kernel)
         if self.comm == "all_gather":
             return _GatheredKeys.apply(q_TNH, k_KNH, v_KNH, shares, self.group, self.kernel)
         return self._by_heads(q_TNH, k_KNH, v_KNH, shares)
 
-    def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: ContextRows) -> Tensor:
+    def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
         """Exchange tokens for heads, attend with all tokens of the inner group, and exchange back."""
         inner = self.group if self.comm == "a2a" else self.inner
         size, index = inner.size(), 0 if self.comm == "a2a" else self.outer.rank()
@@ -183,7 +190,7 @@ class _GatheredKeys(torch.autograd.Function):
         q_TNH: Tensor,
         k_TNH: Tensor,
         v_TNH: Tensor,
-        shares: ContextRows,
+        shares: Shares,
         group: Any,
         kernel: BlockAttention,
     ) -> Tensor:

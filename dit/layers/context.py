@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import normal
+from dit.backends.addressed_init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch, SequenceLayout
 
@@ -40,3 +40,28 @@ class TextTokens(nn.Module):
         if batch.context_dropped_S is not None:
             context_KD = torch.where(layout.per_token(batch.context_dropped_S), self.null, context_KD)
         return context_KD, layout
+
+
+class TextProjection(nn.Module):
+    """Linear, tanh-GELU, Linear on every text token, once for all layers.
+
+    Args:
+        context_size: width of the text embeddings.
+        hidden_size: width of the tokens.
+
+    Source: the caption embedder of Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426.
+    """
+
+    def __init__(self, context_size: int, hidden_size: int, provider: LayerProvider) -> None:
+        super().__init__()
+        init, square = (xavier_uniform(size, hidden_size) for size in (context_size, hidden_size))
+        self.linear_1 = provider.replicated_linear(context_size, hidden_size, bias=True, init=init)
+        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=square)
+        for parameter in self.parameters():
+            # As for the null token: every tensor-parallel rank has the whole text and its whole gradient, and every
+            # pipeline stage holds a copy.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, context_KD: Tensor) -> Tensor:
+        return self.linear_2(nn.functional.gelu(self.linear_1(context_KD), approximate="tanh"))

@@ -39,3 +39,20 @@ class FinalLayer(nn.Module):
         if self.norm is not None:
             return self.linear(self.norm.modulate(x_TD, shift_SD, scale_SD, layout))
         return self.linear(layer_norm_modulate(x_TD, shift_SD, scale_SD, layout, self.eps))
+
+
+class TableFinalLayer(nn.Module):
+    """As `FinalLayer`, with the modulation of adaLN-single: a table of shift and scale, to which conditioning is added.
+
+    Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, and its published code.
+    """
+
+    def __init__(self, hidden_size: int, out_features: int, provider: LayerProvider, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.table = provider.parameter((2, hidden_size), ZEROS)
+        self.linear = provider.replicated_linear(hidden_size, out_features, bias=True, init=ZEROS)
+
+    def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
+        shift_SD, scale_SD = (cond_SD + row_D for row_D in self.table)
+        return self.linear(layer_norm_modulate(x_TD, shift_SD, scale_SD, layout, self.eps))

@@ -25,8 +25,11 @@ class RotarySettings:
     rope_scaling: Literal["ntk", "linear"] = "ntk"
     rope_factors: Optional[list[float]] = None
 
-    def rotary(self, head_size: int) -> Any:
+    def rotary(self, head_size: int, *, time_only: bool = False) -> Any:
         """Return the rotary embedding of these settings, checked.
+
+        Args:
+            time_only: for attention through time, whose whole head turns with t.
 
         Raises:
             ConfigError: a setting is impossible, or the head has no pair of features for each axis.
@@ -34,7 +37,7 @@ class RotarySettings:
         from dit.layers.positions import RotaryPositions, check_rope
 
         factors = (1.0, 1.0, 1.0) if self.rope_factors is None else tuple(self.rope_factors)
-        positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors)
+        positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors, time_only)
         check_rope(positions)
         return positions
 

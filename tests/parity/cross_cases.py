@@ -85,10 +85,12 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
 
 
-def check_against_reference(model: nn.Module, config: Any, samples: list[Sample], **padding: int) -> None:
+def check_against_reference(
+    model: nn.Module, config: Any, samples: list[Sample], kind: type[CrossReference] = CrossReference, **padding: int
+) -> None:
     """Run the pack once through ours, each sample alone through the reference; compare outputs and all gradients."""
     batch, leaves = pack(samples, config, **padding), Leaves(model)
-    reference = CrossReference(config, leaves)
+    reference = kind(config, leaves)
     inputs, time = draw(batch)
     out = model(inputs, time, batch)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(6))
