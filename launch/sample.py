@@ -170,10 +170,16 @@ def encode_prompts(generator: Any, prompts: Sequence[str]) -> list[Tensor]:
     return load_text_encoder(generator.text_encoder).encode(prompts)
 
 
+def telling_words(prompts: Sequence[str]) -> list[str]:
+    """Leave out articles and what all prompts share, so that what tells them apart fits above a small picture."""
+    shared = set.intersection(*(set(prompt.split()) for prompt in prompts)) | {"a", "an"}
+    return [" ".join(word for word in prompt.split() if word not in shared) or prompt for prompt in prompts]
+
+
 def read_texts(args: argparse.Namespace, generator: Any) -> tuple[list[Tensor], list[str]]:
     """Return the embedding and the caption of each text asked for."""
     if args.prompt:
-        return encode_prompts(generator, args.prompt), args.prompt
+        return encode_prompts(generator, args.prompt), telling_words(args.prompt)
     model = generator.config["model"]
     if not model.context_size:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")

@@ -48,8 +48,8 @@ def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
         raise ConfigError(f"a GIF shows at most 50 frames per second, got {fps:g}; write an .mp4, or lower the rate")
     first, *rest = frames
     buffer = BytesIO()
-    # Without optimisation Pillow keeps frames that equal their predecessor.
-    first.save(buffer, format="GIF", save_all=True, append_images=rest, duration=10 * ticks, loop=0, optimize=False)
+    # A frame that equals its predecessor is stored as a longer one.
+    first.save(buffer, format="GIF", save_all=True, append_images=rest, duration=10 * ticks, loop=0)
     return write_complete(path, buffer.getvalue())
 
 

@@ -25,11 +25,11 @@ from energon_data.prepare.shards import (
 
 DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 """Name and unit vector (x to the right, y downwards) of each direction."""
-SPEEDS = {"slow": 0.4, "fast": 0.75}
+SPEEDS = {"slow": 0.3, "fast": 0.5}
 """Name and speed in pixels per frame of a picture 16 pixels wide; other sizes scale it."""
-SCALE = 0.72
-REACH = 0.18
-"""How far from the middle the centre of a letter may be, as a share of the side; no letter leaves the picture."""
+SCALE = 0.8
+REACH, REACH_ASIDE = 0.14, 0.08
+"""How far from the middle the centre of a letter may be along its path and across it, as a share of the side."""
 FPS = 8.0
 CLASS_NAMES = [f"{letter} {direction}" for letter in LETTERS for direction in DIRECTIONS]
 
@@ -78,7 +78,7 @@ class Motion:
         names = list(SPEEDS)
         speed = names[int(torch.randint(len(names), (), generator=generator))]
         along, step = torch.tensor(DIRECTIONS[direction]), SPEEDS[speed] * size / 16
-        room = REACH * size - along.abs() * step * (frames - 1) / 2
+        room = torch.where(along != 0, REACH * size - step * (frames - 1) / 2, REACH_ASIDE * size)
         middle = (torch.rand(2, generator=generator) * 2 - 1) * room.clamp(min=0)
         return cls(direction, speed, middle + (torch.arange(frames) - (frames - 1) / 2)[:, None] * along * step)
 
@@ -107,7 +107,7 @@ def render(glyph: Tensor, motion: Motion, size: int, generator: torch.Generator)
 def _render_split(
     faces: Sequence[Face], variations: int, frames: int, size: int, generator: torch.Generator
 ) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
-    """Yield name, metadata and `[1, T, size, size]` of every clip, and of a still for every second one, shuffled."""
+    """Yield name, metadata and `[1, T, size, size]` of every clip, and of its frames as stills, clips shuffled."""
     count = len(faces) * len(CLASS_NAMES) * variations
     for number in torch.randperm(count, generator=generator).tolist():
         rest, variation = divmod(number, variations)
@@ -129,9 +129,9 @@ def _render_split(
             "width": size,
         }
         yield key, {**metadata, "frames": frames}, clip
-        if variation % 2 == 0:
-            # One frame of the clip, and it says so by its shape: an image is a clip of one frame.
-            yield f"{key}_still", {**metadata, "frames": 1}, clip[:, :1]
+        # An image is a clip of one frame. Stills teach what letters look like at an eighth of a clip's cost.
+        for t in range(frames):
+            yield f"{key}_t{t:02d}", {**metadata, "frames": 1}, clip[:, t : t + 1]
 
 
 def prepare_moving_letters(
@@ -141,7 +141,7 @@ def prepare_moving_letters(
     frames: int = 8,
     fonts: Optional[Sequence[str | Path]] = None,
     samples_per_shard: int = 2000,
-    variations: int = 4,
+    variations: int = 1,
     text_encoder: Optional[str] = None,
     seed: int = 0,
     force: bool = False,

@@ -1,5 +1,6 @@
 """Laws of the moving letters: they go where the caption says, as fast as it says, and never leave the picture."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from energon_data.prepare.moving_letters import (
     DIRECTIONS,
     FPS,
     REACH,
+    REACH_ASIDE,
     SPEEDS,
     Motion,
     prepare_moving_letters,
@@ -23,7 +25,7 @@ from energon_data.prepare.moving_letters import (
 )
 from launch.checks import centres_of_ink
 
-PIXEL_ATOL = 0.2  # of a pixel, half the slow speed: thin strokes change their grey between two pixels
+PIXEL_ATOL = 0.2  # of a pixel: thin strokes change their grey between two pixels
 MEAN_ATOL = 0.06  # the same over seven steps
 FRAMES, SIZE = 8, 16
 
@@ -39,12 +41,12 @@ def moving(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> Pat
     return folder / "data"
 
 
-def test_every_class_has_its_clips_and_a_still_for_every_second_one(moving: Path) -> None:
+def test_every_class_has_its_clips_and_every_frame_is_a_still(moving: Path) -> None:
     clips = load_clips(moving, "train")
     shapes = [(meta["label"], latent.shape) for latent, meta in clips]
     for label in range(len(CLASS_NAMES)):
         assert shapes.count((label, (1, FRAMES, SIZE, SIZE))) == 2
-        assert shapes.count((label, (1, 1, SIZE, SIZE))) == 1
+        assert shapes.count((label, (1, 1, SIZE, SIZE))) == 2 * FRAMES
 
 
 def test_a_clip_moves_as_its_metadata_say(moving: Path) -> None:
@@ -66,20 +68,23 @@ def test_a_clip_moves_as_its_metadata_say(moving: Path) -> None:
     assert speeds == set(SPEEDS)
 
 
-def test_a_still_is_the_first_frame_of_its_clip(moving: Path) -> None:
+def test_a_still_is_a_frame_of_its_clip(moving: Path) -> None:
     clips = {meta["key"]: latent for latent, meta in load_clips(moving, "train")}
-    stills = [key for key in clips if key.endswith("_still")]
-    assert len(stills) == len(CLASS_NAMES)
+    stills = [key for key in clips if re.search(r"_t\d\d$", key)]
+    assert len(stills) == 2 * FRAMES * len(CLASS_NAMES)
     for key in stills:
-        assert torch.equal(clips[key], clips[key.removesuffix("_still")][:, :1])
+        t = int(key[-2:])
+        assert torch.equal(clips[key], clips[key[:-4]][:, t : t + 1])
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_path_is_straight_and_stays_within_reach(direction: str) -> None:
     generator = torch.Generator().manual_seed(1)
+    moves = torch.tensor(DIRECTIONS[direction]) != 0
     for _ in range(50):
         motion = Motion.draw(direction, FRAMES, SIZE, generator)
-        assert motion.path_F2.abs().max() <= REACH * SIZE + 1e-5
+        assert motion.path_F2[:, moves].abs().max() <= REACH * SIZE + 1e-5
+        assert motion.path_F2[:, ~moves].abs().max() <= REACH_ASIDE * SIZE + 1e-5
         steps = motion.path_F2.diff(dim=0)
         wanted = torch.tensor(DIRECTIONS[direction]) * SPEEDS[motion.speed]
         torch.testing.assert_close(steps, wanted.expand_as(steps))
@@ -131,7 +136,7 @@ def test_clips_and_stills_share_packs(moving: Path) -> None:
 
 def test_frames_are_pictures_for_the_reader(moving: Path) -> None:
     images, labels, metadata = load_letters(moving, "train")
-    assert len(images) == len(labels) == len(metadata) == len(CLASS_NAMES) * (2 * FRAMES + 1)
+    assert len(images) == len(labels) == len(metadata) == len(CLASS_NAMES) * 4 * FRAMES
     clip, meta = load_clips(moving, "train")[0]
     assert torch.equal(images[: clip.shape[1]], clip.transpose(0, 1))
     assert set(labels[: clip.shape[1]].tolist()) == {meta["label"]}
@@ -148,8 +153,8 @@ def test_a_flipped_bit_in_a_clip_is_refused(moving: Path, copy_of) -> None:
 
 
 def test_what_would_leave_the_picture_is_refused(tmp_path: Path, bundled_fonts: Path) -> None:
-    with pytest.raises(ConfigError, match="use at most 8"):
-        prepare_moving_letters(tmp_path / "x", frames=9, fonts=[bundled_fonts])
+    with pytest.raises(ConfigError, match="use at most 9"):
+        prepare_moving_letters(tmp_path / "x", frames=10, fonts=[bundled_fonts])
     with pytest.raises(ConfigError, match=r"8\.\.64"):
         prepare_moving_letters(tmp_path / "x", size=4, fonts=[bundled_fonts])
     assert list(tmp_path.iterdir()) == []

@@ -52,7 +52,7 @@ def test_a_gif_gives_back_every_frame_its_rate_and_repeats(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["x.gif"]
 
 
-def test_equal_frames_stay_frames(tmp_path):
+def test_equal_frames_keep_their_time(tmp_path):
     frames = clip_grid(torch.zeros(1, 1, 4, 8, 8))
     with Image.open(save_gif(frames, tmp_path / "x.gif", fps=10)) as clip:
         assert sum(_durations(clip)) == 400
