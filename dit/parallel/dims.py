@@ -148,8 +148,12 @@ def check_parallel(
     micro_batch_size: int,
     global_batch_size: int,
     num_experts: Optional[int] = None,
+    num_query_groups: Optional[int] = None,
 ) -> ParallelDims:
     """Check a layout against the job and the model.
+
+    Args:
+        num_query_groups: heads of keys and values where they are fewer than those of queries.
 
     Raises:
         ConfigError: the sizes do not fit; the message names the numbers and the nearest legal choice.
@@ -173,6 +177,12 @@ def check_parallel(
             f"num_attention_heads={num_attention_heads} cannot be split over tensor_model_parallel_size={tp}; "
             f"use one of {_divisors(num_attention_heads)} or change the number of heads"
         )
+    groups = num_query_groups or num_attention_heads
+    if groups % tp:
+        raise ConfigError(
+            f"num_query_groups={groups} cannot be split over tensor_model_parallel_size={tp}; "
+            f"use one of {_divisors(groups)} or change the number of groups"
+        )
     if parallel.data_parallel == "fsdp":
         _check_fsdp(parallel)
     _check_pipeline(parallel, num_layers)
@@ -182,7 +192,7 @@ def check_parallel(
             "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
             "raise it or switch sequence_parallel off"
         )
-    _check_context(parallel, num_attention_heads)
+    _check_context(parallel, groups)
     if parallel.overlap_param_gather and parallel.data_parallel == "ddp":
         raise ConfigError(
             "parallel.overlap_param_gather=True needs data_parallel=distributed_optimizer or fsdp, got 'ddp'"
@@ -246,7 +256,7 @@ def _token_multiple(parallel: ParallelConfig) -> int:
     return chunks * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
 
 
-def _check_context(parallel: ParallelConfig, num_attention_heads: int) -> None:
+def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
     cp, comm, inner = parallel.context_parallel_size, parallel.context_comm, parallel.context_a2a_size
     for name, value, choices in (
         ("context_comm", comm, ("p2p", "all_gather", "a2a", "a2a+p2p")),
@@ -255,13 +265,13 @@ def _check_context(parallel: ParallelConfig, num_attention_heads: int) -> None:
     ):
         if value not in choices:
             raise ConfigError(f"parallel.{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
-    heads = num_attention_heads // parallel.tensor_model_parallel_size
+    heads = kv_heads // parallel.tensor_model_parallel_size  # an exchange of heads splits keys and values, too
     if comm == "a2a+p2p":
         fits = [n for n in _divisors(cp) if 1 < n < cp and heads % n == 0]
         if inner not in fits:
             raise ConfigError(
-                f"parallel.context_comm='a2a+p2p' with context_parallel_size={cp} and {heads} heads per rank cannot "
-                f"have parallel.context_a2a_size={inner}; "
+                f"parallel.context_comm='a2a+p2p' with context_parallel_size={cp} and {heads} heads of keys per rank "
+                f"cannot have parallel.context_a2a_size={inner}; "
                 + (f"use one of {fits}" if fits else "no size divides both, so use 'p2p' or 'all_gather'")
             )
     elif inner is not None:
@@ -271,7 +281,7 @@ def _check_context(parallel: ParallelConfig, num_attention_heads: int) -> None:
         )
     if comm == "a2a" and heads % cp:
         raise ConfigError(
-            f"parallel.context_comm='a2a' cannot share num_attention_heads={num_attention_heads} / "
+            f"parallel.context_comm='a2a' cannot share {kv_heads} heads of keys / "
             f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} = {heads} heads among "
             f"context_parallel_size={cp} ranks; use one of {_divisors(heads)} ranks, 'p2p' or 'all_gather'"
         )

@@ -121,6 +121,7 @@ def check_settings(
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,
         num_experts=model.megatron_sizes().get("num_moe_experts"),
+        num_query_groups=model.megatron_sizes().get("num_query_groups"),
     )
     resolve_attention(local_device(), DTYPES[training.precision], training.attention)
     resolve_linears(training.linears)

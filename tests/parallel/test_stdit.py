@@ -49,15 +49,18 @@ LAYOUTS = {
         "cp2_dp2_hybrid": CP2,
     },
 }
-# Rows of the second model, whose rotary positions travel, heads come in groups, and layers mix local and full attention.
-BOTH = {"tp2_sp", "cp2_hybrid", "cp2_ring", "cp2_a2a", "cp4_hybrid_balanced", "cp2_tp2_sp_hybrid", "cp2_tp2_sp_ring"}
+# Rows of the second model, whose rotary positions travel, heads come in groups, and layers mix kinds of attention.
+BOTH = {"tp2_sp", "cp2_hybrid", "cp2_ring", "cp4_hybrid_balanced", "cp2_tp2_sp_hybrid", "cp2_tp2_sp_ring"}
 CASES = [
     (world, model, layout)
     for world, layouts in LAYOUTS.items()
     for layout in layouts
     for model in MODELS
-    if model == "alternating" or (layout in BOTH and layout != "cp2_a2a")
+    if model == "alternating" or layout in BOTH
 ]
+
+# Layers that run again exchange again; what came over the network is kept where only cheap parts run again.
+RECOMPUTED = {(2, "all_in_one", f"cp2_hybrid_{choice}"): {"recompute": choice} for choice in ("selective", "full")}
 
 HIDDEN, FP32_BYTES = 32, 4
 PACKS = {
@@ -84,6 +87,12 @@ def results(tmp_path_factory):
     for world in LAYOUTS:
         keys = [case for case in CASES if case[0] == world]
         cases = [{"parallel": LAYOUTS[world][name], "model": MODELS[model], "packed": True} for _, model, name in keys]
+        if world == 2:
+            keys += RECOMPUTED
+            cases += [
+                {"parallel": CP2, "model": MODELS["all_in_one"], "packed": True, "recompute": recompute}
+                for recompute in RECOMPUTED.values()
+            ]
         if world == 4:
             keys += TOPOLOGIES
             cases += [_traffic(parallel) for parallel in TOPOLOGIES.values()]
@@ -95,7 +104,7 @@ def _traffic(parallel: dict) -> dict:
     return {"task": "tests.parallel.stdit_worker:traffic", "parallel": parallel, "keys": TRAFFIC, "packs": PACKS}
 
 
-@pytest.mark.parametrize(("world", "model", "layout"), CASES)
+@pytest.mark.parametrize(("world", "model", "layout"), [*CASES, *RECOMPUTED])
 def test_layout_equals_one_rank(results, world, model, layout):
     """Losses, gradient norms, every parameter's gradient, and the parameters after three steps."""
     assert_equal_training(results[model], results[world, model, layout])

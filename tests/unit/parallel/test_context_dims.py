@@ -6,11 +6,12 @@ from dit.errors import ConfigError
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 
 
-def check(world_size: int = 8, heads: int = 12, **parallel) -> ParallelDims:
+def check(world_size: int = 8, heads: int = 12, groups: int | None = None, **parallel) -> ParallelDims:
     return check_parallel(
         ParallelConfig(**parallel),
         world_size=world_size,
         num_attention_heads=heads,
+        num_query_groups=groups,
         num_layers=4,
         micro_batch_size=1,
         global_batch_size=8,
@@ -52,7 +53,7 @@ def test_samples_are_padded_so_that_all_ranks_hold_equally_much(parallel, multip
     [
         (
             {"context_parallel_size": 8, "context_comm": "a2a"},
-            r"num_attention_heads=12 / tensor_model_parallel_size=1 = 12 heads .* context_parallel_size=8",
+            r"12 heads of keys / tensor_model_parallel_size=1 = 12 heads .* context_parallel_size=8",
         ),
         (
             {"context_parallel_size": 4, "context_comm": "a2a", "tensor_model_parallel_size": 2},
@@ -73,9 +74,31 @@ def test_samples_are_padded_so_that_all_ranks_hold_equally_much(parallel, multip
         ({"context_parallel_size": 4, "context_a2a_size": 2}, r"context_a2a_size=2 belongs to .* 'p2p'; leave it out"),
         ({"context_parallel_size": 2, "context_comm": "ring"}, r"context_comm='ring' is unknown; use one of 'p2p'"),
         ({"context_parallel_size": 2, "context_split": "zigzag"}, r"context_split='zigzag' is unknown"),
+        ({"spatial_temporal_comm": "ring"}, r"spatial_temporal_comm='ring' is unknown; use one of 'hybrid', 'context'"),
         ({"context_parallel_size": 3}, r"world size 8 is not a multiple of .* CP 3"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(parallel, message):
     with pytest.raises(ConfigError, match=message):
         check(**parallel)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tensor_model_parallel_size": 4}, r"num_query_groups=2 cannot be split over tensor_model_parallel_size=4"),
+        (
+            {"context_parallel_size": 4, "context_comm": "a2a"},
+            r"2 heads of keys / tensor_model_parallel_size=1 = 2 heads among context_parallel_size=4",
+        ),
+        (
+            {"context_parallel_size": 8, "context_comm": "a2a+p2p", "context_a2a_size": 4},
+            r"2 heads of keys per rank cannot have parallel.context_a2a_size=4; use one of \[2\]",
+        ),
+    ],
+)
+def test_keys_shared_by_queries_are_what_is_split(parallel, message):
+    """12 heads would do; their keys come in 2 groups."""
+    check(**parallel)
+    with pytest.raises(ConfigError, match=message):
+        check(groups=2, **parallel)
