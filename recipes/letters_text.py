@@ -12,7 +12,7 @@ STYLES = ["a light sans", "a bold sans", "an italic serif", "a bold serif"]
 
 @run.cli.factory(target=pretrain)
 def letters_text() -> run.Partial:
-    """Capital letters by text, 16 x 16 pixels, DiT with cross-attention (3.0 M): two CPU cores, about 10 minutes.
+    """Capital letters by text, 16 x 16 pixels, DiT with cross-attention (3.0 M): two CPU cores, about 12 minutes.
 
     The data are those of `letters_dit` with captions that say what each font says of itself (weight, slant, kind), in
     several wordings, and their embeddings by a small frozen encoder: `python -m energon_data.prepare letters
