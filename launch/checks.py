@@ -10,7 +10,7 @@ from torch import Tensor
 from energon_data.prepare.captions import Style
 from energon_data.prepare.moving_letters import DIRECTIONS
 
-FAINT = 0.25
+FAINT = 0.1
 """Ink below this does not count where a letter lies: generated paper is not perfectly clean."""
 
 
