@@ -6,11 +6,13 @@ VENV ?= .venv
 TORCH_PIP ?=
 DEMO ?= runs/letters_dit
 STEPS ?= 2100
+DEMO_TEXT ?= runs/letters_text
+DEMO_VIDEO ?= runs/moving_letters_dit
 
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo test lint test-parallel benchmark clean help
+.PHONY: demo demo-text demo-video test lint test-parallel benchmark clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -30,6 +32,28 @@ demo: $(VENV)/.installed data/letters/dataset.json ## train letters on two ranks
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO) --out samples.png
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum 0.9
 
+$(VENV)/.text: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[text]'
+	touch $@
+
+data/letters_text/dataset.json: | $(VENV)/.text
+	$(VENV)/bin/python -m energon_data.prepare letters --text-encoder all-minilm-l6-v2 --out data/letters_text
+
+demo-text: $(VENV)/.text data/letters_text/dataset.json ## train letters by description, draw text.png, read them
+	$(VENV)/bin/torchrun --nproc-per-node 2 -m launch.train --yes --factory letters_text training.run_dir=$(DEMO_TEXT)
+	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_TEXT) --count 8 --out text.png \
+	  --prompt "the letter Q in a bold serif font" "the letter Q in a light sans font"
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_TEXT) --minimum 0.85 --minimum-style 0.85
+
+data/moving_letters/dataset.json: | $(VENV)/.installed
+	$(VENV)/bin/python -m energon_data.prepare moving_letters --out data/moving_letters
+
+demo-video: $(VENV)/.installed data/moving_letters/dataset.json ## train moving letters, draw moving.gif, measure them
+	$(VENV)/bin/torchrun --nproc-per-node 2 -m launch.train --yes --factory moving_letters_dit \
+	  training.run_dir=$(DEMO_VIDEO)
+	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_VIDEO) --out moving.gif
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_VIDEO)
+
 test: lint ## lint, types and all tests that need no GPU
 	$(VENV)/bin/python -m pytest
 
@@ -45,4 +69,4 @@ benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit
 
 clean: ## remove what the commands above made
-	rm -rf runs data samples.png
+	rm -rf runs data samples.png text.png moving.gif

@@ -79,6 +79,10 @@ class DataConfig(ABC):
     def class_names(self) -> Optional[list[str]]:
         """Return the name of each class, or None for an unlabelled source."""
 
+    def text_encoder(self) -> Optional[str]:
+        """Return the encoder of `dit.encoders.text` that embedded the texts, or None if it is not known."""
+        return None
+
 
 def sample_id(key: str) -> int:
     """Return the 63-bit address of a sample: the same for the same key on every machine."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
@@ -88,6 +88,12 @@ class EnergonData(DataConfig):
                 raise ConfigError(
                     f"{info.path} holds latents of {shape[0]} channels, the model takes {spec.latent_channels}; "
                     "set the model's channels"
+                )
+            width = info.description.get("context_size")
+            if width and spec.context_size and width != spec.context_size:
+                raise ConfigError(
+                    f"{info.path} holds text embeddings of width {width}, model.context_size is {spec.context_size}; "
+                    f"set it to {width}"
                 )
         names = self.class_names()
         if names is not None and spec.num_classes is not None and len(names) > spec.num_classes:
@@ -208,12 +214,24 @@ class EnergonData(DataConfig):
         Raises:
             DataError: the members of a blend name different classes.
         """
+        return self._agreed("class_names", "a label must mean one thing")
+
+    def text_encoder(self) -> Optional[str]:
+        """Return the text encoder that `dataset.json` names, or None.
+
+        Raises:
+            DataError: the members of a blend were embedded by different encoders.
+        """
+        return self._agreed("text_encoder", "the model reads the numbers of one encoder")
+
+    def _agreed(self, name: str, why: str) -> Any:
+        """Return a fact on which all members that state it agree."""
         infos = check_dataset(self.path, self.train_split)
-        named = {str(i.path): list(i.description["class_names"]) for i in infos if i.description.get("class_names")}
-        lists = list(named.values())
-        if any(names != lists[0] for names in lists):
-            raise DataError(f"the members of {self.path} name different classes: {named}; a label must mean one thing")
-        return lists[0] if lists else None
+        stated = {str(i.path): i.description[name] for i in infos if i.description.get(name)}
+        values = list(stated.values())
+        if any(value != values[0] for value in values):
+            raise DataError(f"the members of {self.path} differ in {name}: {stated}; {why}")
+        return values[0] if values else None
 
 
 def share_validation(

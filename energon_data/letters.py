@@ -14,12 +14,40 @@ from energon_data.samples import META_PART, SampleError
 from energon_data.tar_index import group_members, parse_members, read_offsets
 
 
-def load_letters(folder: str | Path, split: str) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-    """Load all pictures of a split, verifying every checksum.
+def load_clips(folder: str | Path, split: str) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Load all samples of a split, verifying every checksum.
 
     Args:
-        folder: a folder made by `python -m energon_data.prepare letters`.
+        folder: a folder made by `python -m energon_data.prepare letters` or `moving_letters`.
         split: `train` or `val`.
+
+    Returns:
+        Of each sample the latent, float32 `[C, T, H, W]` in [-1, 1], and the metadata with its `key`.
+
+    Raises:
+        DataError: the folder is no data set, or a sample is damaged.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder} does not exist; `python -m energon_data.prepare letters --out {folder}` makes it")
+    info = check_folder(folder, split)
+    clips: list[tuple[Tensor, dict[str, Any]]] = []
+    for shard in info.shards:
+        data, offsets = shard.read_bytes(), read_offsets(shard).tolist()
+        for start, end in pairwise(offsets):
+            try:
+                key, parts = group_members(parse_members(data[start:end]))
+                sample = decode_sample(key, parts, require_checksums=True)
+                clips.append((torch.from_numpy(sample["latent.npy"]).float(), sample[META_PART] | {"key": key}))
+            except (SampleError, ValueError, KeyError) as error:
+                raise DataError(
+                    f"picture at byte {start} of {shard} is damaged: {error}; make the letters anew"
+                ) from error
+    return clips
+
+
+def load_letters(folder: str | Path, split: str) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+    """Load all pictures of a split; the frames of a clip are pictures.
 
     Returns:
         Images float32 `[N, 1, H, W]` in [-1, 1], labels int64 `[N]`, and the metadata of each picture with its `key`.
@@ -27,24 +55,9 @@ def load_letters(folder: str | Path, split: str) -> tuple[Tensor, Tensor, list[d
     Raises:
         DataError: the folder is no letters data set, or a picture is damaged.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"{folder} does not exist; `python -m energon_data.prepare letters --out {folder}` makes it")
-    info = check_folder(folder, split)
-    images: list[Tensor] = []
-    metadata: list[dict[str, Any]] = []
-    for shard in info.shards:
-        data, offsets = shard.read_bytes(), read_offsets(shard).tolist()
-        for start, end in pairwise(offsets):
-            try:
-                key, parts = group_members(parse_members(data[start:end]))
-                sample = decode_sample(key, parts, require_checksums=True)
-                images.append(torch.from_numpy(sample["latent.npy"])[:, 0].float())
-                metadata.append(sample[META_PART] | {"key": key})
-            except (SampleError, ValueError, KeyError) as error:
-                raise DataError(
-                    f"picture at byte {start} of {shard} is damaged: {error}; make the letters anew"
-                ) from error
-    if len({image.shape for image in images}) != 1:
+    clips = load_clips(folder, split)
+    if len({latent.shape[2:] for latent, _ in clips}) != 1:
         raise DataError(f"the pictures in {folder} differ in size; this is no letters data set")
-    return torch.stack(images), torch.tensor([m["label"] for m in metadata], dtype=torch.int64), metadata
+    images = torch.cat([latent.transpose(0, 1) for latent, _ in clips])
+    metadata = [meta for latent, meta in clips for _ in range(latent.shape[1])]
+    return images, torch.tensor([m["label"] for m in metadata], dtype=torch.int64), metadata

@@ -1,6 +1,9 @@
 """Judge a letters model: how many generated letters does a reader of real letters read correctly?
 
 `python -m launch.evaluate --checkpoint runs/letters_dit`
+
+A model that takes text is asked for every letter in the styles it was trained on, and whether style words change the
+picture as they should. Of a model of moving letters every frame is read, and the motion is measured.
 """
 
 import argparse
@@ -9,17 +12,27 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from dit.errors import ConfigError, UserError, exit_code
+from launch.checks import Check, Contrast, contrasts, judge_contrast, judge_motion
 from launch.letter_reader import LetterReader, load_reader
-from launch.sample import add_sampling_arguments, at_least_one, names_of_classes, open_generator, sampling_settings
+from launch.sample import (
+    add_sampling_arguments,
+    at_least_one,
+    encode_prompts,
+    names_of_classes,
+    open_generator,
+    sampling_settings,
+)
 
 EXIT_BELOW_MINIMUM = 1
 DEFAULT_DATA = "data/letters"
+SAMPLES_PER_CLASS, CLIPS_PER_CLASS, PAIRS_PER_LETTER = 8, 2, 4
 DESCRIPTION = "Let a classifier, trained on real letters only, read generated ones."
 
 
@@ -28,10 +41,12 @@ class Score:
     """What the reader made of the samples.
 
     Attributes:
-        correct, total: samples read as the letter they were asked to be, and all samples.
+        correct, total: pictures read as the letter they were asked to be, and all of them; frames count one by one.
         accuracy: their ratio.
         reader_accuracy: the reader's own on real letters of held-out families.
         misread: "Q as O" and how often, most frequent first.
+        by_frame: accuracy in each frame of the clips; one number for pictures.
+        checks: what else was measured.
     """
 
     correct: int
@@ -39,36 +54,55 @@ class Score:
     accuracy: float
     reader_accuracy: float
     misread: dict[str, int]
+    by_frame: tuple[float, ...]
+    checks: tuple[Check, ...] = ()
 
-    def line(self) -> str:
-        return (
-            f"letters read correctly: {100 * self.accuracy:.1f} % ({self.correct} of {self.total}; "
+    def lines(self) -> list[str]:
+        what = "letters" if len(self.by_frame) == 1 else "letters in single frames"
+        lines = [
+            f"{what} read correctly: {100 * self.accuracy:.1f} % ({self.correct} of {self.total}; "
             f"reader's own accuracy on held-out families {100 * self.reader_accuracy:.1f} %)"
-        )
+        ]
+        if len(self.by_frame) > 1:
+            lines.append("frame by frame: " + " ".join(f"{100 * share:.1f}" for share in self.by_frame) + " %")
+        if self.misread:
+            lines.append("misread: " + ", ".join(f"{what} ({n})" for what, n in list(self.misread.items())[:10]))
+        return lines + [check.line() for check in self.checks]
 
 
-def score(reader: LetterReader, samples: Tensor, labels: Sequence[int]) -> Score:
+def score(reader: LetterReader, samples: Tensor, letters: Sequence[int], checks: Sequence[Check] = ()) -> Score:
     """Compare what is read with what was asked for.
 
     Args:
-        samples: `[N, 1, H, W]` in [-1, 1].
-        labels: class asked for in each.
+        samples: `[N, 1, T, H, W]` in [-1, 1].
+        letters: number of the letter asked for in each.
     """
-    wanted = torch.as_tensor(labels)
-    read = reader.read_letters(samples.cpu())
+    frames = samples.shape[2]
+    wanted = torch.as_tensor(letters).repeat_interleave(frames)
+    read = reader.read_letters(samples.movedim(2, 1).flatten(0, 1))
     names = reader.class_names
     wrong = Counter(f"{names[w]} as {names[r]}" for w, r in zip(wanted.tolist(), read.tolist()) if w != r)
-    correct = int((read == wanted).sum())
-    return Score(correct, len(labels), correct / len(labels), reader.accuracy, dict(wrong.most_common()))
+    right = read == wanted
+    by_frame = tuple(right.view(-1, frames).float().mean(0).tolist())
+    correct, total = int(right.sum()), len(wanted)
+    misread = dict(wrong.most_common())
+    return Score(correct, total, correct / total, reader.accuracy, misread, by_frame, tuple(checks))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m launch.evaluate", description=DESCRIPTION)
     add_sampling_arguments(parser)
-    parser.add_argument("--samples-per-class", type=at_least_one, default=8, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--samples-per-class",
+        type=at_least_one,
+        metavar="N",
+        help=f"({SAMPLES_PER_CLASS}; of clips {CLIPS_PER_CLASS})",
+    )
     parser.add_argument("--data", metavar="DIR", help="letters data set the reader learns from (default: the run's)")
     parser.add_argument("--minimum", type=float, metavar="SHARE", help="exit with 1 if less is read, such as 0.9")
+    parser.add_argument("--minimum-style", type=float, metavar="SHARE", help="the same for each style word measured")
+    parser.add_argument("--minimum-motion", type=float, metavar="SHARE", help="the same for each measure of motion")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--out", metavar="FILE", help="also write the samples as a PNG, misread ones marked")
     return parser
@@ -87,35 +121,141 @@ def evaluate(args: argparse.Namespace) -> Score:
     Raises:
         ConfigError: the model does not draw the reader's letters.
     """
-    if args.minimum is not None and not 0 <= args.minimum <= 1:
-        raise ConfigError(f"--minimum {args.minimum} is a share; use a value from 0 to 1, such as 0.9")
+    for name in ("minimum", "minimum_style", "minimum_motion"):
+        share = getattr(args, name)
+        if share is not None and not 0 <= share <= 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {share} is a share; use a value from 0 to 1, such as 0.9")
     generator = open_generator(args)
-    reader = load_reader(data_folder(args, generator))
-    names = names_of_classes(generator)
-    if len(names) != len(reader.class_names):
+    folder = data_folder(args, generator)
+    reader = load_reader(folder)
+    if generator.config["model"].num_classes:
+        return _judge_classes(args, generator, reader, folder)
+    return _judge_texts(args, generator, reader, folder)
+
+
+def _judge_classes(args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str) -> Score:
+    """Ask for every class; the first word of its name is the letter, a second one the direction it moves in."""
+    names = [name.split() for name in names_of_classes(generator)]
+    if {words[0] for words in names} != set(reader.class_names):
         raise ConfigError(
             f"the model draws {len(names)} classes but the reader knows {len(reader.class_names)} letters; "
             "give the data set that the model was trained on with --data"
         )
-    labels = [label for label in range(len(names)) for _ in range(args.samples_per_class)]
-    samples = generator.generate(labels, **sampling_settings(args))
-    if samples.shape[1] != 1 or samples.shape[2] != 1:
-        raise ConfigError(
-            f"the reader reads still grey pictures; the samples have {samples.shape[1]} channels and "
-            f"{samples.shape[2]} frames"
+    moving = all(len(words) > 1 for words in names)
+    each = args.samples_per_class or (CLIPS_PER_CLASS if moving else SAMPLES_PER_CLASS)
+    labels = [label for label in range(len(names)) for _ in range(each)]
+    samples = _checked(generator.generate(labels, **sampling_settings(args)), moving)
+    checks = _judge_clips(samples, [names[label][1] for label in labels], folder) if moving else []
+    letters = [reader.class_names.index(names[label][0]) for label in labels]
+    _write_grid(samples, letters, reader, args, each)
+    return score(reader, samples, letters, checks)
+
+
+def _judge_clips(samples: Tensor, directions: list[str], folder: str) -> list[Check]:
+    """Compare the motion with that of the held-out clips."""
+    from energon_data.letters import load_clips
+
+    clips = [(clip, meta["direction"]) for clip, meta in load_clips(folder, "val") if clip.shape[1] > 1]
+    return judge_motion(samples, directions, torch.stack([clip for clip, _ in clips]), [d for _, d in clips])
+
+
+def _judge_texts(args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str) -> Score:
+    """Ask for every letter by text, and for what else the captions of the data set tell."""
+    from energon_data.folder import check_folder
+
+    description = check_folder(Path(folder), "train").description
+    if not description.get("text_encoder"):
+        raise ConfigError(f"the model takes text, but {folder} has none; give the data it was trained on with --data")
+    judge = _judge_moving_texts if description.get("name") == "moving_letters" else _judge_styled_texts
+    return judge(args, generator, reader, folder, description["splits"]["train"]["faces"])
+
+
+def _ask(args: argparse.Namespace, generator: Any, prompts: Sequence[str], *, moving: bool = False) -> Tensor:
+    contexts = encode_prompts(generator, prompts)
+    return _checked(generator.generate(contexts=contexts, **sampling_settings(args)), moving)
+
+
+def _judge_moving_texts(
+    args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str, faces: list[dict[str, Any]]
+) -> Score:
+    """Ask for every letter in every direction, at each speed in turn."""
+    from energon_data.prepare.moving_letters import DIRECTIONS, SPEEDS, caption
+
+    each, speeds, names = args.samples_per_class or CLIPS_PER_CLASS, list(SPEEDS), reader.class_names
+    asked = [(x, d, speeds[i % len(speeds)]) for x in range(len(names)) for d in DIRECTIONS for i in range(each)]
+    samples = _ask(args, generator, [caption(names[x], *rest) for x, *rest in asked], moving=True)
+    letters = [letter for letter, _, _ in asked]
+    _write_grid(samples, letters, reader, args, each)
+    return score(reader, samples, letters, _judge_clips(samples, [direction for _, direction, _ in asked], folder))
+
+
+def _judge_styled_texts(
+    args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str, faces: list[dict[str, Any]]
+) -> Score:
+    """Ask for every letter in each style of the training fonts in turn, and for pairs of styles."""
+    from energon_data.letters import load_letters
+    from energon_data.prepare.captions import Style
+
+    styles = sorted({Style.from_record(face) for face in faces}, key=lambda style: style.all_words)
+    each, names = args.samples_per_class or SAMPLES_PER_CLASS, reader.class_names
+    letters = [letter for letter in range(len(names)) for _ in range(each)]
+    prompts = [styles[i % len(styles)].caption(names[letter]) for i, letter in enumerate(letters)]
+    samples = _ask(args, generator, prompts)
+    _write_grid(samples, letters, reader, args, each)
+    real, _, metadata = load_letters(folder, "train")
+
+    def real_in(style: Style) -> Tensor:
+        files = {face["file"] for face in faces if Style.from_record(face) == style}
+        return real[[meta["font"] in files for meta in metadata]]
+
+    def judge(contrast: Contrast) -> Check:
+        # Sample i has the same noise in both, so only the word differs.
+        both = (contrast.more, contrast.less)
+        more, less = (
+            _ask(args, generator, [style.caption(name) for name in names] * PAIRS_PER_LETTER) for style in both
         )
-    images = samples[:, :, 0].cpu()
-    if args.out:
-        _write_grid(images, labels, reader, args)
-    return score(reader, images, labels)
+        return judge_contrast(contrast, more[:, :, 0], less[:, :, 0], (real_in(contrast.more), real_in(contrast.less)))
+
+    return score(reader, samples, letters, [judge(contrast) for contrast in contrasts(faces)])
 
 
-def _write_grid(images: Tensor, labels: Sequence[int], reader: LetterReader, args: argparse.Namespace) -> None:
+def _checked(samples: Tensor, moving: bool = False) -> Tensor:
+    """Return samples that a reader of letters can read, on CPU."""
+    if samples.shape[1] != 1 or (samples.shape[2] != 1) != moving:
+        raise ConfigError(
+            f"the reader reads {'grey clips' if moving else 'still grey pictures'}; the samples have "
+            f"{samples.shape[1]} channels and {samples.shape[2]} frames"
+        )
+    return samples.cpu()
+
+
+def _write_grid(
+    samples: Tensor, letters: Sequence[int], reader: LetterReader, args: argparse.Namespace, each: int
+) -> None:
+    if not args.out:
+        return
     from dit.sampling.grid import image_grid, save_png
 
-    read, names = reader.read_letters(images).tolist(), reader.class_names
-    captions = [names[w] if w == r else f"{names[w]} ({names[r]}?)" for w, r in zip(labels, read)]
-    save_png(image_grid(images, captions, columns=args.samples_per_class * 2), args.out)
+    images, frames, names = samples.movedim(2, 1).flatten(0, 1), samples.shape[2], reader.class_names
+    wanted = [letter for letter in letters for _ in range(frames)]
+    read = reader.read_letters(images).tolist()
+    captions = [names[w] if w == r else f"{names[w]} ({names[r]}?)" for w, r in zip(wanted, read)]
+    save_png(image_grid(images, captions, columns=2 * (frames if frames > 1 else each)), args.out)
+
+
+def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
+    """Return what is below the minimum asked for, one line each."""
+    shares = [("letters read correctly", result.accuracy, args.minimum)]
+    minimums = {"style": args.minimum_style, "motion": args.minimum_motion}
+    shares += [(check.name, check.share, minimums[check.kind]) for check in result.checks]
+    lines = [
+        f"below the minimum of {100 * minimum:.1f} %: {name}, {100 * share:.1f} %"
+        for name, share, minimum in shares
+        if minimum is not None and share < minimum
+    ]
+    kinds = {check.kind for check in result.checks}
+    lines += [f"no {kind} was measured" for kind in minimums if minimums[kind] is not None and kind not in kinds]
+    return lines
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -126,16 +266,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
+    missed = shortfalls(result, args)
     if args.json:
         print(json.dumps(asdict(result) | {"minimum": args.minimum}))
     else:
-        print(result.line())
-        if result.misread:
-            print("misread: " + ", ".join(f"{what} ({n})" for what, n in list(result.misread.items())[:10]))
-    if args.minimum is not None and result.accuracy < args.minimum:
-        print(f"below the minimum of {100 * args.minimum:.1f} %", file=sys.stderr)
-        return EXIT_BELOW_MINIMUM
-    return 0
+        print(*result.lines(), sep="\n")
+    print(*missed, sep="\n", end="\n" if missed else "", file=sys.stderr)
+    return EXIT_BELOW_MINIMUM if missed else 0
 
 
 if __name__ == "__main__":

@@ -134,7 +134,9 @@ def train_reader(
 
 
 def load_reader(folder: str | Path) -> LetterReader:
-    """Return the reader of a letters data set, training it (under a minute) the first time and when the data change.
+    """Return the reader of a data set of letters, training it (under a minute) the first time and when the data change.
+
+    Of clips it reads single frames.
 
     The network is kept as `letter_reader.safetensors` beside the data, with the digest of what it was trained on.
 
@@ -143,10 +145,13 @@ def load_reader(folder: str | Path) -> LetterReader:
     """
     from energon_data.letters import load_letters
 
-    train_images, train_labels, metadata = load_letters(folder, "train")
-    held_images, held_labels, _ = load_letters(folder, "val")
-    letters = {int(m["label"]): str(m["letter"]) for m in metadata}
-    names = tuple(letters[label] for label in sorted(letters))
+    train_images, _, metadata = load_letters(folder, "train")
+    held_images, _, held_metadata = load_letters(folder, "val")
+    # A class may be more than a letter, such as one that moves to the left.
+    names = tuple(sorted({str(m["letter"]) for m in metadata}))
+    train_labels, held_labels = (
+        torch.tensor([names.index(m["letter"]) for m in part]) for part in (metadata, held_metadata)
+    )
     digest = digest_of(train_images, train_labels, held_images, held_labels)
     path = Path(folder) / FILE
     network = _read_network(path, digest, len(names))

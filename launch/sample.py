@@ -1,4 +1,7 @@
-"""Draw samples from a checkpoint: `python -m launch.sample --checkpoint runs/letters_dit --out samples.png`."""
+"""Draw samples from a checkpoint: `python -m launch.sample --checkpoint runs/letters_dit --out samples.png`.
+
+The ending of `--out` chooses what is written: `.png` shows clips frame beside frame, `.gif` and `.mp4` play them.
+"""
 
 import argparse
 import sys
@@ -12,17 +15,21 @@ import torch
 from torch import Tensor
 
 from dit.errors import CheckpointError, ConfigError, UserError, exit_code
+from dit.sampling.grid import spread
 from dit.training.settings import SamplingConfig
 from launch import environment
 
 SOLVERS = get_args(get_type_hints(SamplingConfig)["solver"])
 MAX_DEFAULT_CLASSES = 36
-DESCRIPTION = "Draw samples from a checkpoint as one labelled picture."
+DEFAULT_FPS = 8.0
+DESCRIPTION = "Draw samples from a checkpoint as one labelled picture, or as a film."
 EXAMPLES = """\
 examples
   python -m launch.sample --checkpoint runs/letters_dit                       every class once, samples.png
   python -m launch.sample --checkpoint runs/letters_dit --labels H,E,L,L,O --columns 5 --out hello.png
   python -m launch.sample --checkpoint runs/letters_dit --label 3 --count 16 --guidance-scale 3
+  python -m launch.sample --checkpoint runs/letters_text --prompt "the letter Q in a bold serif font" --out q.png
+  python -m launch.sample --checkpoint runs/moving_letters_dit --labels "Q left,R up" --out moving.gif
 """
 
 
@@ -49,15 +56,16 @@ def build_parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
     what.add_argument("--label", metavar="N", help="one class by name or number")
-    what.add_argument(
-        "--text-embedding", nargs="+", metavar="FILE", help="one .npy per text, for a model that takes text"
-    )
+    what.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text")
+    what.add_argument("--text-embedding", nargs="+", metavar="FILE", help="the same as .npy files, already embedded")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="text that guidance leads away from")
     parser.add_argument(
         "--pooled-embedding", nargs="+", metavar="FILE", help="one more .npy per text, for FLUX: its pooled embedding"
     )
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
     parser.add_argument("--columns", type=at_least_one, metavar="N", help="pictures per row")
-    parser.add_argument("--out", default="samples.png", metavar="FILE", help="picture to write (%(default)s)")
+    parser.add_argument("--fps", type=float, metavar="X", help=f"frames per second of a film ({DEFAULT_FPS:g})")
+    parser.add_argument("--out", default="samples.png", metavar="FILE", help=".png, .gif or .mp4 (%(default)s)")
     return parser
 
 
@@ -122,11 +130,11 @@ def names_of_classes(generator: Any) -> list[str]:
     Raises:
         ConfigError: the model was trained without classes.
     """
-    if generator.class_names:
-        return list(generator.class_names)
     count = generator.config["model"].num_classes
     if not count:
-        raise ConfigError("the model of this checkpoint takes no class; give --text-embedding or only --count")
+        raise ConfigError("the model of this checkpoint takes no class; give --prompt or only --count")
+    if generator.class_names:
+        return list(generator.class_names)
     return [str(i) for i in range(count)]
 
 
@@ -178,9 +186,39 @@ def read_pooled(files: Optional[Sequence[str]], texts: int, pooled_size: Optiona
     return found
 
 
-def spread(count: int, limit: int) -> list[int]:
-    """Return at most `limit` of the numbers below `count`, evenly spread."""
-    return list(range(count)) if count <= limit else [i * count // limit for i in range(limit)]
+def encode_prompts(generator: Any, prompts: Sequence[str]) -> list[Tensor]:
+    """Embed texts as those of the training data were.
+
+    Raises:
+        ConfigError: the model takes no text, or its encoder is not known or not installed.
+    """
+    if not generator.config["model"].context_size:
+        raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
+    if generator.text_encoder is None:
+        raise ConfigError(
+            "the checkpoint does not name the encoder of its texts, for its data set named none; "
+            "embed the texts yourself and give --text-embedding"
+        )
+    from dit.encoders.text import load_text_encoder
+
+    return load_text_encoder(generator.text_encoder).encode(prompts)
+
+
+def telling_words(prompts: Sequence[str]) -> list[str]:
+    """Leave out articles and what all prompts share, so that what tells them apart fits above a small picture."""
+    shared = set.intersection(*(set(prompt.split()) for prompt in prompts)) | {"a", "an"}
+    return [" ".join(word for word in prompt.split() if word not in shared) or prompt for prompt in prompts]
+
+
+def read_texts(args: argparse.Namespace, generator: Any) -> tuple[list[Tensor], list[str]]:
+    """Return the embedding and the caption of each text asked for."""
+    if args.prompt:
+        return encode_prompts(generator, args.prompt), telling_words(args.prompt)
+    model = generator.config["model"]
+    if not model.context_size:
+        raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
+    contexts = [read_embedding(path, model.context_size) for path in args.text_embedding]
+    return contexts, [Path(path).stem for path in args.text_embedding]
 
 
 def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
@@ -190,15 +228,18 @@ def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
         Samples `[N, C, T, H, W]` and a caption for each.
     """
     settings, model = sampling_settings(args), generator.config["model"]
-    if args.text_embedding:
-        if not model.context_size:
-            raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
-        files = [path for path in args.text_embedding for _ in range(args.count)]
-        contexts = [read_embedding(path, model.context_size) for path in files]
-        pooled = read_pooled(args.pooled_embedding, len(args.text_embedding), model.pooled_size)
+    if args.prompt or args.text_embedding:
+        contexts, captions = read_texts(args, generator)
+        contexts = [context for context in contexts for _ in range(args.count)]
+        captions = [caption for caption in captions for _ in range(args.count)]
+        pooled = read_pooled(args.pooled_embedding, len(contexts) // args.count, model.pooled_size)
         if pooled is not None:
             settings["pooled"] = [x for x in pooled for _ in range(args.count)]
-        return generator.generate(contexts=contexts, **settings), [Path(path).stem for path in files]
+        if args.negative_prompt is not None:
+            settings["negative"] = encode_prompts(generator, [args.negative_prompt]) * len(contexts)
+        return generator.generate(contexts=contexts, **settings), captions
+    if args.negative_prompt is not None:
+        raise ConfigError("--negative-prompt leads away from a text, so it needs --prompt or --text-embedding")
     chosen = args.labels if args.label is None else args.label
     if not model.num_classes and chosen is None:
         return generator.generate(count=args.count, **settings), [f"sample {i}" for i in range(args.count)]
@@ -208,25 +249,45 @@ def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
     return generator.generate(labels, **settings), [names[label] for label in labels]
 
 
-def run(args: argparse.Namespace) -> None:
-    """Draw the samples and write the picture."""
+def write_samples(
+    samples: Tensor, captions: Sequence[str], out: Path, *, columns: Optional[int] = None, fps: float = DEFAULT_FPS
+) -> None:
+    """Write samples as a film, or as one picture with the frames of a clip beside each other.
+
+    Raises:
+        ConfigError: the file cannot be written, or PyAV is missing for an MP4.
+    """
+    from dit.sampling.clips import CLIP_WRITERS, clip_grid
     from dit.sampling.grid import image_grid, save_png, to_pictures
 
-    out = Path(args.out)
-    if out.suffix.lower() != ".png":
-        raise ConfigError(f"--out {out} must end in .png")
+    frames = samples.shape[2]
+    try:
+        if writer := CLIP_WRITERS.get(out.suffix.lower()):
+            writer(clip_grid(samples, captions, columns), out, fps)
+            return
+        images = to_pictures(samples).movedim(2, 1).flatten(0, 1)
+        captions = [caption for caption in captions for _ in range(frames)]
+        save_png(image_grid(images, captions, columns or (frames if frames > 1 else None)), out)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
+
+
+def run(args: argparse.Namespace) -> None:
+    """Draw the samples and write the picture."""
+    from dit.sampling.clips import CLIP_WRITERS
+
+    out, fps = Path(args.out), DEFAULT_FPS if args.fps is None else args.fps
+    endings = [".png", *CLIP_WRITERS]
+    if out.suffix.lower() not in endings:
+        raise ConfigError(f"--out {out} must end in {' or '.join(endings)}")
+    if not fps > 0:
+        raise ConfigError(f"--fps {fps:g} must be greater than 0")
     generator = open_generator(args)
     started = time.monotonic()
     samples, captions = draw(args, generator)
     seconds = time.monotonic() - started
-    frames = samples.shape[2]
-    images = to_pictures(samples).movedim(2, 1).flatten(0, 1)
-    columns = args.columns or (frames if frames > 1 else args.count if args.count > 1 else None)
-    captions = [caption for caption in captions for _ in range(frames)]
-    try:
-        save_png(image_grid(images, captions, columns), out)
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
+    columns = args.columns or (args.count if args.count > 1 and samples.shape[2] == 1 else None)
+    write_samples(samples, captions, out, columns=columns, fps=fps)
     print(f"{out}: {len(samples)} samples in {seconds:.1f} s")
 
 

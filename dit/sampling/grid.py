@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -119,18 +120,30 @@ def _shorten(text: str, width: int, measure: Callable[[str], float]) -> str:
     return text + "…"
 
 
+def spread(count: int, limit: int) -> list[int]:
+    """Return at most `limit` of the numbers below `count`, evenly spread."""
+    return list(range(count)) if count <= limit else [i * count // limit for i in range(limit)]
+
+
 def save_png(image: "Image", path: str | Path) -> Path:
     """Write a PNG under its final name only when it is complete.
 
     Returns:
         The path written; its folder is made if missing.
     """
+    buffer = BytesIO()
+    image.save(buffer, format="PNG")
+    return write_complete(path, buffer.getvalue())
+
+
+def write_complete(path: str | Path, data: bytes) -> Path:
+    """Write a file so that a reader never sees half of it; its folder is made if missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            image.save(file, format="PNG")
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -30,12 +30,14 @@ class Generator:
     Attributes:
         config: the settings it was trained with, by the names of `pretrain`'s arguments.
         class_names: name of each class, or None.
+        text_encoder: encoder of `dit.encoders.text` whose embeddings it was trained on, or None.
         step: optimizer step of its weights.
     """
 
     def __init__(self, config: dict[str, Any], facts: dict[str, Any], network: torch.nn.Module, step: int) -> None:
         self.config, self.network, self.step = config, network, step
         self.class_names: Optional[list[str]] = facts["class_names"]
+        self.text_encoder: Optional[str] = facts.get("text_encoder")
         model = config["model"]
         self.spec = BatchSpec(
             patch_temporal=model.patch_temporal,

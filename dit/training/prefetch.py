@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Optional
 
 import torch
 
 from dit.batch import PackedBatch
 from dit.data_api import DataStream
+from dit.patchify import Grid
 
 
 @dataclass
@@ -45,7 +47,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         self._share = share
         self._stream, self._device, self._num_classes, self._flops = stream, device, num_classes, flops
         self.consumed = Consumed()
-        self.last_grid: Optional[tuple[int, int, int]] = None
+        self.largest_grid: Optional[Grid] = None  # of the sample with most tokens so far
 
     def __next__(self) -> PackedBatch:
         batch = next(self._stream).validate(num_classes=self._num_classes)
@@ -54,7 +56,8 @@ class DeviceBatches(Iterator[PackedBatch]):
         self.consumed.padded_tokens += batch.layout.total_tokens
         self.consumed.flops += self._flops(batch)
         self.consumed.keys.extend(batch.keys)
-        self.last_grid = batch.grids[0]
+        grids = batch.grids if self.largest_grid is None else (self.largest_grid, *batch.grids)
+        self.largest_grid = max(grids, key=prod)
         return self._share(batch).to(self._device, non_blocking=True)
 
     def reset(self) -> Consumed:

@@ -193,7 +193,10 @@ class Run:
             lambda batch: training_flops(self.model, batch.layout, batch.context_layout, grids=batch.grids),
             self._share,
         )
-        self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.class_names)
+        self.text_encoder = self.data.text_encoder()
+        self.pictures = PictureWriter(
+            self.model, self.objective, spec, settings["sampling"], self.class_names, self.text_encoder
+        )
         self.sinks: Optional[Sink] = None
         self.progress: Optional[ConsoleProgress] = None
         if groups.rank == 0 and not quiet:
@@ -397,19 +400,23 @@ class Run:
         with self._averaged():
             # Every rank generates all samples: those that share a model must, the others would only wait.
             network = over_whole_packs(self.network, self.groups.cp, self.settings["parallel"].context_split)
-            picture = self.pictures.draw(network, self._latent_size(), self.device)
-        if self.sinks is not None and picture is not None:
-            path = self.pictures.save(picture, folder / "ema.png" if self.state.ema else folder / "raw.png")
-            self.sinks.image("samples", self.state.step, path, "one sample per class")
+            frames = self.pictures.draw(network, self._latent_size(), self.device)
+        if self.sinks is not None:
+            path = self.pictures.save(frames, folder / "ema.png" if self.state.ema else folder / "raw.png")
+            self.sinks.image("samples", self.state.step, path, "one sample per class or prompt")
 
     def _latent_size(self) -> tuple[int, int, int]:
-        """Return (T, H, W) of the latents the run trains on, as last seen."""
-        assert self.batches.last_grid is not None
-        t, h, w = self.batches.last_grid
+        """Return (T, H, W) of the largest latent the run has trained on."""
+        assert self.batches.largest_grid is not None
+        t, h, w = self.batches.largest_grid
         return t * self.spec.patch_temporal, h * self.spec.patch_spatial, w * self.spec.patch_spatial
 
     def _save(self) -> None:
-        facts = {"class_names": self.class_names, "latent_size": list(self._latent_size())}
+        facts = {
+            "class_names": self.class_names,
+            "latent_size": list(self._latent_size()),
+            "text_encoder": self.text_encoder,
+        }
         path = self.checkpointer.save(self.state, facts, self.held_out)
         if self.sinks is not None and self.progress is not None:
             self.sinks.artifact(path, {"step": self.state.step, "held_out_loss": self.held_out})

@@ -129,6 +129,7 @@ class SamplingConfig:
         num_steps: solver steps; `heun` calls the network twice per step.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         samples_per_class: rows of the grid.
+        prompts: texts to draw instead of classes, for a model that takes text; None for none.
         seed: addresses the initial noise.
     """
 
@@ -136,4 +137,5 @@ class SamplingConfig:
     num_steps: int = 30
     guidance_scale: float = 2.0
     samples_per_class: int = 1
+    prompts: Optional[list[str]] = None
     seed: int = 7

@@ -28,7 +28,7 @@ RECORD_FIELDS = ("kind", "step", "consumed_samples", "time", "attempt", "loss_he
 TAIL_BYTES = 1 << 16
 
 Picture = Union[Path, str, np.ndarray]
-"""A picture file, or uint8 `[height, width, 3]`."""
+"""A picture file, uint8 `[height, width, 3]`, or a `.gif` that moves."""
 
 
 class Sink(ABC):
@@ -137,7 +137,18 @@ class TensorBoardSink(Sink):
                 self._writer.add_scalar(name, float(value), step)
 
     def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        self._writer.add_image(name, _pixels(picture), step, dataformats="HWC")
+        clip = _clip_file(picture)
+        if clip is None:
+            self._writer.add_image(name, _pixels(picture), step, dataformats="HWC")
+            return
+        # TensorBoard shows what it gets, so the file goes in as it is; `add_video` would encode it anew with MoviePy.
+        from PIL import Image
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        with Image.open(clip) as opened:
+            width, height = opened.size
+        encoded = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=clip.read_bytes())
+        self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=encoded)]), step)
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._writer.add_text("artifact", f"{path}\n\n{strict_json(dict(metadata))}", metadata.get("step"))
@@ -193,7 +204,13 @@ class WandbSink(Sink):
         self._run.log({**values, "consumed_samples": consumed_samples}, step=step)
 
     def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        self._run.log({name: self._wandb.Image(_pixels(picture), caption=caption)}, step=step)
+        clip = _clip_file(picture)
+        shown: Any = (
+            self._wandb.Image(_pixels(picture), caption=caption)
+            if clip is None
+            else self._wandb.Video(str(clip), caption=caption, format="gif")
+        )
+        self._run.log({name: shown}, step=step)
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         if self._artifacts:
@@ -279,6 +296,13 @@ def _cut_torn_line(descriptor: int) -> bytes:
     if whole < len(tail):
         os.ftruncate(descriptor, start + whole)
     return tail[:whole].rstrip(b"\n").rsplit(b"\n", 1)[-1]
+
+
+def _clip_file(picture: Picture) -> Optional[Path]:
+    """Return the file of a picture that moves, or None."""
+    if isinstance(picture, np.ndarray) or Path(picture).suffix.lower() != ".gif":
+        return None
+    return Path(picture)
 
 
 def _pixels(picture: Picture) -> np.ndarray:

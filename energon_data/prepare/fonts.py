@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Optional
 
 import numpy as np
 
@@ -40,6 +41,8 @@ class Face:
         style_class: `serif`, `sans` or `mono`.
         styles: further style words such as `bold`, `italic`, `condensed`.
         glyphs: the 26 capitals, float32 `[26, CANVAS, CANVAS]` in [0, 1].
+        kind: `serif`, `sans`, `monospace` or `script` where the font itself says so; unlike `style_class`, nothing is
+            concluded from the shape of its letters.
     """
 
     path: Path
@@ -47,10 +50,11 @@ class Face:
     style_class: str
     styles: tuple[str, ...]
     glyphs: np.ndarray = field(repr=False, compare=False)
+    kind: Optional[str] = None
 
     @property
     def description(self) -> str:
-        """Style words as a caption uses them, such as `bold italic serif`."""
+        """Style words as a file name uses them, such as `bold italic serif`."""
         return " ".join((*self.styles, self.style_class))
 
 
@@ -135,12 +139,9 @@ def _reference() -> np.ndarray:
     return np.stack([_fingerprints(draw_capitals(folder / name)) for name in names])
 
 
-def _classify(font, family: str, glyphs: np.ndarray) -> tuple[str, tuple[str, ...]]:
-    """Return style class and style words from the font's tables, its names, and the shape of its letters."""
-    words = f"{family} {font.style_name}".lower()
-    os2 = font.get_sfnt_table("OS/2") or {}
-    post = font.get_sfnt_table("post") or {}
-    panose = os2.get("panose") or bytes(10)
+def _styles(words: str, font: Any) -> tuple[str, ...]:
+    """Return style words from a font's names and, for weight and slant, from its tables OS/2, post and head."""
+    os2, post, head = (font.get_sfnt_table(name) or {} for name in ("OS/2", "post", "head"))
     weight = os2.get("usWeightClass", 400)
     styles = []
     if "condensed" in words or "narrow" in words:
@@ -149,20 +150,41 @@ def _classify(font, family: str, glyphs: np.ndarray) -> tuple[str, tuple[str, ..
         styles.append("light")
     elif re.search(r"bold|black|heavy", words) or weight >= 600:
         styles.append("bold")
-    if re.search(r"italic|oblique|slanted", words) or "ITALIC" in str(font.style_flags).upper():
+    slanted = post.get("italicAngle", (0, 0))[0] != 0 or head.get("macStyle", 0) & 2 or os2.get("fsSelection", 0) & 1
+    if re.search(r"italic|oblique|slanted", words) or slanted:
         styles.append("italic")
-    if re.search(r"\bmono|mono\b|typewriter|courier|\bcode\b|console", words) or post.get("isFixedPitch"):
-        return "mono", tuple(styles)
+    return tuple(styles)
+
+
+def _stated_kind(words: str, font: Any) -> Optional[str]:
+    """Return `monospace`, `script`, `sans` or `serif` where a font's names or tables say it.
+
+    Source: OpenType specification 1.9, OS/2 (panose, sFamilyClass) and post (isFixedPitch).
+    """
+    os2, post = (font.get_sfnt_table(name) or {} for name in ("OS/2", "post"))
+    panose, family_class = os2.get("panose") or bytes(10), os2.get("sFamilyClass", 0) >> 8
+    latin_text = panose[0] == 2
+    fixed_pitch = post.get("isFixedPitch") or (latin_text and panose[3] == 9)
+    if re.search(r"\bmono|mono\b|typewriter|courier|\bcode\b|console", words) or fixed_pitch:
+        return "monospace"
+    if re.search(r"script|cursive|brush|handwrit", words) or panose[0] == 3 or family_class == 10:
+        return "script"
     if re.search(r"sans|gothic|grotesk|arial|helvetica", words):
-        return "sans", tuple(styles)
+        return "sans"
     if re.search(r"serif|roman|times|garamond|georgia|antiqua", words):
-        return "serif", tuple(styles)
-    if panose[0] == 2 and panose[1] >= 2:
-        return ("sans" if panose[1] >= 11 else "serif"), tuple(styles)
-    # No table says it: a serif I is much wider at its foot than in the middle.
+        return "serif"
+    if latin_text and panose[1] >= 2:
+        return "sans" if panose[1] >= 11 else "serif"
+    if family_class in (1, 2, 3, 4, 5, 7, 8):
+        return "sans" if family_class == 8 else "serif"
+    return None
+
+
+def _has_serifs(glyphs: np.ndarray) -> bool:
+    """Return whether the I is much wider at its foot than in the middle."""
     ink = glyphs[LETTERS.index("I")] > 0.5
     widths = ink.sum(1)[ink.any(1)]
-    return ("serif" if len(widths) and widths[-3:].max() > 1.5 * widths[len(widths) // 2] else "sans"), tuple(styles)
+    return bool(len(widths) and widths[-3:].max() > 1.5 * widths[len(widths) // 2])
 
 
 def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240) -> FontReport:
@@ -218,9 +240,13 @@ def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240)
         seen[digest] = path.name
         if family in _COMPUTER_MODERN:
             family, style_class, styles = _COMPUTER_MODERN[family]
+            kind: Optional[str] = "monospace" if style_class == "mono" else style_class
         else:
-            style_class, styles = _classify(font, family, glyphs)
-        faces.append(Face(path, family, style_class, styles, glyphs))
+            words = f"{family} {font.style_name}".lower()
+            styles, kind = _styles(words, font), _stated_kind(words, font)
+            drawn = "serif" if _has_serifs(glyphs) else "sans"
+            style_class = {"monospace": "mono", "sans": "sans", "serif": "serif"}.get(kind or "", drawn)
+        faces.append(Face(path, family, style_class, styles, glyphs, kind))
     if not faces:
         raise DataError(
             f"none of the {len(files)} font files is a text font with 26 capitals "

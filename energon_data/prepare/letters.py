@@ -1,10 +1,9 @@
 """Render the capitals A-Z of every text font on this machine into a real, small data set."""
 
-import io
 import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -13,9 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dit.encoders.text import check_text_encoder
 from dit.errors import ConfigError
+from energon_data.prepare.captions import Style, choose_caption
 from energon_data.prepare.fonts import CANVAS, LETTERS, Face, FontReport, find_faces, held_out_families
-from energon_data.prepare.shards import ShardWriter, published_folder, write_dataset_file, write_energon_metadata
+from energon_data.prepare.shards import (
+    ShardWriter,
+    npy_bytes,
+    published_folder,
+    write_dataset_file,
+    write_energon_metadata,
+)
 
 SPLITS = ("train", "val")
 
@@ -88,18 +95,28 @@ def vary(glyphs: Tensor, count: int, size: int, generator: torch.Generator) -> T
     return small * 2 - 1
 
 
-def _npy(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
-    return buffer.getvalue()
+def encode_captions(captions: Iterable[str], encoder: Optional[str]) -> dict[str, dict[str, bytes]]:
+    """Return the parts that each caption adds to its samples: float16 `text.npy`, or none without an encoder.
+
+    Raises:
+        ConfigError: the encoder is unknown or not installed.
+    """
+    unique = list(dict.fromkeys(captions))
+    if encoder is None:
+        return {caption: {} for caption in unique}
+    from dit.encoders.text import TextEncoder
+
+    rows = TextEncoder(encoder).encode(unique)
+    return {c: {"text.npy": npy_bytes(r.half().numpy())} for c, r in zip(unique, rows, strict=True)}
 
 
-def _caption(letter: str, face: Face) -> str:
-    article = "an" if face.description[0] in "aeiou" else "a"
-    return f"the letter {letter} in {article} {face.description} font"
+def face_record(face: Face) -> dict[str, Any]:
+    """Return what `dataset.json` says of a font face."""
+    styles = [*face.styles, face.style_class]
+    return {"family": face.family, "styles": styles, "file": face.path.name, **asdict(Style.of(face))}
 
 
-def _assign(faces: list[Face]) -> tuple[dict[str, list[Face]], str]:
+def assign_faces(faces: list[Face]) -> tuple[dict[str, list[Face]], str]:
     """Split faces into train and val by family, or by face if there is one family, or not at all for one face."""
     held = held_out_families(faces)
     if held:
@@ -109,6 +126,11 @@ def _assign(faces: list[Face]) -> tuple[dict[str, list[Face]], str]:
         cut = max(1, round(0.2 * len(faces)))
         return {"train": faces[:-cut], "val": faces[-cut:]}, "face"
     return {"train": faces, "val": faces}, "variation"
+
+
+def face_slug(face: Face) -> str:
+    """Return a face's name in lower-case letters, digits and hyphens, for the names of its samples."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{face.family} {face.description}".lower()).strip("-")
 
 
 def _render_split(
@@ -124,18 +146,19 @@ def _render_split(
     for i in torch.randperm(len(images), generator=generator).tolist():
         index, label, variation = owners[i]
         face, letter = faces[index], LETTERS[label]
-        slug = re.sub(r"[^a-z0-9]+", "-", f"{face.family} {face.description}".lower()).strip("-")
+        key = f"{letter}_{face_slug(face)}_f{index:03d}_v{variation + skip:03d}"
         metadata = {
             "label": label,
             "letter": letter,
             "family": face.family,
+            "font": face.path.name,
             "styles": [*face.styles, face.style_class],
-            "caption": _caption(letter, face),
+            "caption": choose_caption(key, letter, Style.of(face), face.family),
             "height": size,
             "width": size,
             "frames": 1,
         }
-        yield f"{letter}_{slug}_f{index:03d}_v{variation + skip:03d}", metadata, images[i]
+        yield key, metadata, images[i]
 
 
 def prepare_letters(
@@ -145,6 +168,7 @@ def prepare_letters(
     fonts: Optional[Sequence[str | Path]] = None,
     samples_per_shard: int = 2000,
     variations: int = 16,
+    text_encoder: Optional[str] = None,
     seed: int = 0,
     force: bool = False,
 ) -> LettersReport:
@@ -156,11 +180,12 @@ def prepare_letters(
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: pictures per shard.
         variations: pictures per glyph and font face; held-out faces get half as many.
+        text_encoder: also store each caption's embedding by this encoder of `dit.encoders.text`.
         seed: addresses every variation and the order.
         force: replace an older data set.
 
     Raises:
-        ConfigError: a size is impossible, or `out` exists.
+        ConfigError: a size is impossible, the encoder is not installed, or `out` exists.
         DataError: no text font was found.
     """
     started = time.monotonic()
@@ -170,10 +195,11 @@ def prepare_letters(
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"
         )
+    context_size = None if text_encoder is None else check_text_encoder(text_encoder).width
     out = Path(out).absolute()
     with published_folder(out, force=force) as folder:
         report = find_faces(fonts)
-        faces, split_by = _assign(report.faces)
+        faces, split_by = assign_faces(report.faces)
         counts = {"train": variations, "val": max(1, variations // 2)}
         generator = torch.Generator().manual_seed(seed)
         shards: dict[str, dict[str, int]] = {}
@@ -181,11 +207,12 @@ def prepare_letters(
         for split in SPLITS:
             writer = ShardWriter(folder, split, samples_per_shard)
             skip = counts["train"] if split == "val" and split_by == "variation" else 0
-            rendered = _render_split(faces[split], counts[split], size, generator, skip)
-            images[split] = 0
+            rendered = list(_render_split(faces[split], counts[split], size, generator, skip))
+            images[split] = len(rendered)
+            texts = encode_captions((metadata["caption"] for _, metadata, _ in rendered), text_encoder)
             for key, metadata, latent in rendered:
-                writer.add(f"{split}_{key}", metadata, {"latent.npy": _npy(latent)})
-                images[split] += 1
+                parts = {"latent.npy": npy_bytes(latent), **texts[metadata["caption"]]}
+                writer.add(f"{split}_{key}", metadata, parts)
             writer.close()
             shards |= writer.shards
         families = {split: sorted({f.family for f in faces[split]}) for split in SPLITS}
@@ -196,14 +223,13 @@ def prepare_letters(
                 "name": "letters",
                 "class_names": list(LETTERS),
                 "latent_shape": [1, 1, size, size],
+                "text_encoder": text_encoder,
+                "context_size": context_size,
                 "splits": {
                     split: {
                         "images": images[split],
                         "families": families[split],
-                        "faces": [
-                            {"family": f.family, "styles": [*f.styles, f.style_class], "file": f.path.name}
-                            for f in faces[split]
-                        ],
+                        "faces": [face_record(f) for f in faces[split]],
                     }
                     for split in SPLITS
                 },

@@ -11,10 +11,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dit.errors import ConfigError, DataError
 from energon_data.samples import META_PART, seal
 
 DATASET_FILE = "dataset.json"
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    """Return an array as the bytes of an `.npy` part."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
 
 
 class ShardWriter:

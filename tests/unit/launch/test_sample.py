@@ -27,6 +27,8 @@ class FakeGenerator:
     context_size: Optional[int] = None
     pooled_size: Optional[int] = None
     confused: tuple[int, ...] = ()
+    text_encoder: Optional[str] = None
+    frames: int = 1
     calls: list[dict] = field(default_factory=list)
 
     @property
@@ -38,9 +40,9 @@ class FakeGenerator:
     def generate(self, labels=None, *, count=None, contexts=None, **settings):
         self.calls.append({"labels": labels, "count": count, "contexts": contexts, **settings})
         shown = labels if labels is not None else [0] * (count or len(contexts))
-        out = torch.full((len(shown), 1, 1, 6, 6), -1.0)
+        out = torch.full((len(shown), 1, self.frames, 6, 6), -1.0)
         for i, label in enumerate(shown):
-            out[i].view(-1)[0 if label in self.confused else label] = 1.0
+            out[i].flatten(2)[..., 0 if label in self.confused else label] = 1.0
         return out
 
 
@@ -147,6 +149,65 @@ def test_pooled_embeddings_are_asked_for_by_models_that_take_them(generator, tmp
     assert "[1, 4]; the model takes [4]" in capsys.readouterr().err
     assert draw(tmp_path, "--text-embedding", text, "--pooled-embedding", pooled, "--count", "2") == 0
     assert [p.tolist() for p in generator.calls[-1]["pooled"]] == [[1.0] * 4] * 2
+
+
+class LengthEncoder:
+    """Embeds a text as one row per word, filled with the word's length."""
+
+    def encode(self, texts):
+        return [torch.tensor([[float(len(word))] * 8 for word in text.split()]) for text in texts]
+
+
+def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("dit.encoders.text.load_text_encoder", lambda name: asked.append(name) or LengthEncoder())
+    assert draw(tmp_path, "--prompt", "a bold Q") == 2
+    assert "takes no text" in capsys.readouterr().err
+    generator.context_size = 8
+    assert draw(tmp_path, "--prompt", "a bold Q") == 2
+    assert "--text-embedding" in capsys.readouterr().err
+    generator.text_encoder = "some encoder"
+    assert draw(tmp_path, "--prompt", "a bold Q", "an R", "--count", "2", "--negative-prompt", "ugly") == 0
+    assert set(asked) == {"some encoder"}
+    call = generator.calls[-1]
+    assert [c[:, 0].tolist() for c in call["contexts"]] == [[1, 4, 1], [1, 4, 1], [2, 1], [2, 1]]
+    assert [c[:, 0].tolist() for c in call["negative"]] == [[4]] * 4
+    assert draw(tmp_path, "--negative-prompt", "ugly") == 2
+    assert "needs --prompt" in capsys.readouterr().err
+
+
+def test_captions_keep_the_words_that_tell_prompts_apart():
+    prompts = ["the letter Q in a bold font", "the letter R in an italic font"]
+    assert sample.telling_words(prompts) == ["Q bold", "R italic"]
+    assert sample.telling_words(["the letter Q"]) == ["the letter Q"]
+
+
+def test_a_model_of_texts_takes_no_labels(generator, tmp_path, capsys):
+    """Class names of the data do not make it one of classes."""
+    generator.num_classes = None
+    assert draw(tmp_path, "--labels", "A") == 2
+    assert "takes no class" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["gif", "mp4"])
+def test_the_ending_chooses_a_film(generator, tmp_path, ending):
+    if ending == "mp4":
+        pytest.importorskip("av")
+    generator.frames = 3
+    out = tmp_path / f"x.{ending}"
+    assert sample.main(["--checkpoint", "run", "--labels", "A,B", "--fps", "10", "--out", str(out)]) == 0
+    if ending == "gif":
+        with Image.open(out) as clip:  # three equal frames, which a GIF keeps as one
+            assert (clip.n_frames, clip.info["duration"]) == (1, 300)
+    assert out.stat().st_size > 100
+
+
+def test_a_clip_as_a_picture_has_a_row_of_frames(generator, tmp_path):
+    generator.frames = 3
+    assert draw(tmp_path, "--labels", "A,B") == 0
+    with Image.open(tmp_path / "x.png") as image:
+        side, caption = 6 * grid.enlargement(6, 6), grid.CAPTION_HEIGHT
+        assert image.size == (3 * side + 4 * grid.GAP, 2 * (side + caption) + 3 * grid.GAP)
 
 
 def test_an_array_that_could_execute_code_is_refused(generator, tmp_path, capsys):

@@ -217,6 +217,26 @@ def test_tensorboard_shows_the_resumed_history(tmp_path, picture):
     assert (events.Images("samples")[-1].width, events.Images("samples")[-1].height) == (6, 4)
 
 
+def moving_picture(path):
+    first, second = (Image.fromarray(np.full((4, 6, 3), value, np.uint8)) for value in (0, 200))
+    first.save(path, save_all=True, append_images=[second], duration=100, loop=0)
+    return path
+
+
+def test_tensorboard_gets_a_clip_whole(tmp_path):
+    """What TensorBoard shows is the file itself, all frames of it."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    clip = moving_picture(tmp_path / "x.gif")
+    sink = TensorBoardSink(tmp_path / "events")
+    sink.image("samples", 2, clip)
+    sink.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    (image,) = events.Images("samples")
+    assert (image.step, image.width, image.height) == (2, 6, 4)
+    assert image.encoded_image_string == clip.read_bytes()
+
+
 WANDB_CHILD = """
 import sys
 from pathlib import Path
@@ -228,6 +248,7 @@ for attempt in range(2):
     assert "wandb" in fan.mirrors
     fan.scalars(attempt + 1, {"loss": 0.5}, consumed_samples=8)
     fan.image("samples", attempt + 1, run_dir / "grid.png", "a caption")
+    fan.image("clips", attempt + 1, run_dir / "grid.gif", "a caption")
     fan.artifact(run_dir / "checkpoints", {"step": attempt + 1})
     assert "wandb" in fan.mirrors
     fan.close()
@@ -242,6 +263,7 @@ def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
     (run_dir / "checkpoints").mkdir(parents=True)
     home.mkdir()
     Image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(run_dir / "grid.png")
+    moving_picture(run_dir / "grid.gif")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "NETRC", "XDG"))}
     subprocess.run(
         [sys.executable, "-c", WANDB_CHILD, str(run_dir), str(home)],
@@ -256,7 +278,9 @@ def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
     files = [path for part in parts for path in part.rglob("*")]
     assert any(path.suffix == ".wandb" and path.stat().st_size for path in files)
     assert sum(path.suffix == ".png" for path in files) == 2
-    assert len(read_records(run_dir / "metrics.jsonl")) == 6
+    clips = [path.read_bytes() for path in files if path.suffix == ".gif"]
+    assert clips == [(run_dir / "grid.gif").read_bytes()] * 2
+    assert len(read_records(run_dir / "metrics.jsonl")) == 8
 
 
 def test_wandb_service_failure_means_offline(tmp_path, monkeypatch, caplog):

@@ -1,0 +1,88 @@
+"""Clips as files one can watch: grids that move, as GIF (Pillow) or MP4 (PyAV)."""
+
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import numpy as np
+from torch import Tensor
+
+from dit.errors import ConfigError
+from dit.sampling.grid import image_grid, to_pictures, write_complete
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+GIF_TICKS_PER_S = 100
+"""A GIF states how long a frame lasts in hundredths of a second."""
+
+
+def clip_grid(
+    samples: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None
+) -> list["Image"]:
+    """Draw samples side by side, each under its caption, once per frame.
+
+    Args:
+        samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
+        captions: one text per sample; None for no captions at all.
+        columns: samples per row; about twice as wide as high if None.
+
+    Returns:
+        T pictures of one size.
+    """
+    return [image_grid(frame, captions, columns) for frame in to_pictures(samples).unbind(2)]
+
+
+def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
+    """Write frames as an endlessly repeating GIF, complete or not at all.
+
+    Args:
+        fps: frames per second; rounded to what a GIF can state, whole hundredths of a second per frame.
+
+    Raises:
+        ConfigError: a GIF cannot state the frame rate.
+    """
+    ticks = round(GIF_TICKS_PER_S / fps)
+    if ticks < 2:
+        raise ConfigError(f"a GIF shows at most 50 frames per second, got {fps:g}; write an .mp4, or lower the rate")
+    first, *rest = frames
+    buffer = BytesIO()
+    # A frame that equals its predecessor is stored as a longer one.
+    first.save(buffer, format="GIF", save_all=True, append_images=rest, duration=10 * ticks, loop=0)
+    return write_complete(path, buffer.getvalue())
+
+
+def save_mp4(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
+    """Write frames as an MP4 that browsers play (H.264, or MPEG-4 part 2 where PyAV lacks it), complete or not at all.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs PyAV, which is not installed; pip install 'megatron-dit[video]', or write a .gif"
+        ) from error
+    from fractions import Fraction
+
+    buffer = BytesIO()
+    with av.open(buffer, "w", format="mp4") as file:
+        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+        stream: Any = file.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+        # Chroma is stored for pairs of pixels, so sides must be even.
+        stream.width, stream.height = (side + side % 2 for side in frames[0].size)
+        stream.pix_fmt = "yuv420p"
+        if codec == "libx264":
+            stream.options = {"crf": "18"}
+        for image in frames:
+            pixels = np.asarray(image.convert("RGB"))
+            padding = [(0, stream.height - pixels.shape[0]), (0, stream.width - pixels.shape[1]), (0, 0)]
+            frame = av.VideoFrame.from_ndarray(np.pad(pixels, padding, mode="edge"), format="rgb24")
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    return write_complete(path, buffer.getvalue())
+
+
+CLIP_WRITERS: dict[str, Callable[[Sequence["Image"], str | Path, float], Path]] = {".gif": save_gif, ".mp4": save_mp4}

@@ -1,0 +1,220 @@
+"""Render clips of moving letters, and stills of them: real video for the mixed image-video path, without a download."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dit.encoders.text import check_text_encoder
+from dit.errors import ConfigError
+from energon_data.prepare.fonts import CANVAS, LETTERS, Face, find_faces
+from energon_data.prepare.letters import SPLITS, assign_faces, encode_captions, face_record, face_slug
+from energon_data.prepare.shards import (
+    ShardWriter,
+    npy_bytes,
+    published_folder,
+    write_dataset_file,
+    write_energon_metadata,
+)
+
+DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
+"""Name and unit vector (x to the right, y downwards) of each direction."""
+SPEEDS = {"slow": 0.3, "fast": 0.5}
+"""Name and speed in pixels per frame of a picture 16 pixels wide; other sizes scale it."""
+SCALE = 0.8
+REACH, REACH_ASIDE = 0.14, 0.08
+"""How far from the middle the centre of a letter may be along its path and across it, as a share of the side."""
+FPS = 8.0
+CLASS_NAMES = [f"{letter} {direction}" for letter in LETTERS for direction in DIRECTIONS]
+
+
+def caption(letter: str, direction: str, speed: str) -> str:
+    """Say what moves where and how fast."""
+    return f"the letter {letter} moving {direction} {'slowly' if speed == 'slow' else 'fast'}"
+
+
+@dataclass(frozen=True)
+class MovingLettersReport:
+    """What was written."""
+
+    folder: Path
+    clips: dict[str, int]
+    stills: dict[str, int]
+    shards: int
+    total_bytes: int
+    seconds: float
+
+    def summary(self) -> str:
+        """Describe the data set in a few lines."""
+        lines = [f"{self.folder}: {self.shards} shards, {self.total_bytes} bytes, took {self.seconds:.1f} s"]
+        return "\n".join(
+            [*lines, *(f"  {split}: {self.clips[split]} clips and {self.stills[split]} stills" for split in SPLITS)]
+        )
+
+
+@dataclass(frozen=True)
+class Motion:
+    """How one letter moves.
+
+    Attributes:
+        direction: key of `DIRECTIONS`.
+        speed: key of `SPEEDS`.
+        path_F2: centre of the letter in each frame, (x, y) in pixels from the middle of the picture.
+    """
+
+    direction: str
+    speed: str
+    path_F2: Tensor
+
+    @classmethod
+    def draw(cls, direction: str, frames: int, size: int, generator: torch.Generator) -> "Motion":
+        """Draw a speed and a place for a straight path that stays within reach of the middle."""
+        names = list(SPEEDS)
+        speed = names[int(torch.randint(len(names), (), generator=generator))]
+        along, step = torch.tensor(DIRECTIONS[direction]), SPEEDS[speed] * size / 16
+        room = torch.where(along != 0, REACH * size - step * (frames - 1) / 2, REACH_ASIDE * size)
+        middle = (torch.rand(2, generator=generator) * 2 - 1) * room.clamp(min=0)
+        return cls(direction, speed, middle + (torch.arange(frames) - (frames - 1) / 2)[:, None] * along * step)
+
+
+def render(glyph: Tensor, motion: Motion, size: int, generator: torch.Generator) -> Tensor:
+    """Draw one letter along its path, slightly turned, slanted and scaled, all frames alike.
+
+    Args:
+        glyph: `[CANVAS, CANVAS]`, ink 1, paper 0.
+
+    Returns:
+        Float32 `[1, F, size, size]` in [-1, 1], ink 1, paper -1.
+    """
+    turn, slant, wide, high = ((torch.rand(4, generator=generator) * 2 - 1) * 0.06).unbind()
+    turned = torch.stack([torch.stack([turn.cos(), slant - turn.sin()]), torch.stack([turn.sin(), turn.cos()])])
+    to_glyph = turned / (SCALE * torch.stack([1 + wide, 1 + high]))[None, :]
+    # A point p of the picture shows the glyph at A (p - centre); the picture spans [-1, 1].
+    centre_F2 = motion.path_F2 * 2 / size
+    frames = len(centre_F2)
+    theta = torch.cat([to_glyph.expand(frames, 2, 2), -(centre_F2 @ to_glyph.T)[..., None]], -1)
+    grid = functional.affine_grid(theta, [frames, 1, CANVAS, CANVAS], align_corners=False)
+    drawn = functional.grid_sample(glyph.expand(frames, 1, CANVAS, CANVAS), grid, align_corners=False)
+    return functional.adaptive_avg_pool2d(drawn, size).clamp(0, 1).transpose(0, 1) * 2 - 1
+
+
+def _render_split(
+    faces: Sequence[Face], variations: int, frames: int, size: int, generator: torch.Generator
+) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
+    """Yield name, metadata and `[1, T, size, size]` of every clip, and of its frames as stills, clips shuffled."""
+    count = len(faces) * len(CLASS_NAMES) * variations
+    for number in torch.randperm(count, generator=generator).tolist():
+        rest, variation = divmod(number, variations)
+        index, label = divmod(rest, len(CLASS_NAMES))
+        face, (letter, direction) = faces[index], CLASS_NAMES[label].split()
+        motion = Motion.draw(direction, frames, size, generator)
+        clip = render(torch.from_numpy(face.glyphs[LETTERS.index(letter)]), motion, size, generator)
+        key = f"{letter}_{direction}_{face_slug(face)}_f{index:03d}_v{variation:03d}"
+        metadata = {
+            "label": label,
+            "letter": letter,
+            "direction": direction,
+            "speed": motion.speed,
+            "pixels_per_frame": SPEEDS[motion.speed] * size / 16,
+            "caption": caption(letter, direction, motion.speed),
+            "font": face.path.name,
+            "fps": FPS,
+            "height": size,
+            "width": size,
+        }
+        yield key, {**metadata, "frames": frames}, clip
+        # An image is a clip of one frame. Stills teach what letters look like at an eighth of a clip's cost.
+        for t in range(frames):
+            yield f"{key}_t{t:02d}", {**metadata, "frames": 1}, clip[:, t : t + 1]
+
+
+def prepare_moving_letters(
+    out: str | Path,
+    *,
+    size: int = 16,
+    frames: int = 8,
+    fonts: Optional[Sequence[str | Path]] = None,
+    samples_per_shard: int = 2000,
+    variations: int = 1,
+    text_encoder: Optional[str] = None,
+    seed: int = 0,
+    force: bool = False,
+) -> MovingLettersReport:
+    """Render clips of moving letters into Energon shards; `out` appears complete or not at all.
+
+    The class of a clip is its letter and its direction; its speed is one of two.
+
+    Args:
+        out: folder to make.
+        size: side of the pictures in pixels.
+        frames: frames of each clip.
+        fonts: folders to look for fonts in, instead of matplotlib's and the system's.
+        samples_per_shard: clips and stills per shard.
+        variations: clips per glyph, font face and direction; held-out faces get half as many.
+        text_encoder: also store each caption's embedding by this encoder of `dit.encoders.text`.
+        seed: addresses every path and the order.
+        force: replace an older data set.
+
+    Raises:
+        ConfigError: a size is impossible, the encoder is not installed, or `out` exists.
+        DataError: no text font was found.
+    """
+    started = time.monotonic()
+    if not 8 <= size <= CANVAS or frames < 2:
+        raise ConfigError(f"--size must lie in 8..{CANVAS} and --frames be at least 2, got {size} and {frames}")
+    fastest = max(SPEEDS.values()) * (frames - 1) / 2 / 16
+    if fastest > REACH:
+        most = int(REACH * 16 * 2 / max(SPEEDS.values())) + 1
+        raise ConfigError(f"in --frames {frames} the fast letters would leave the picture; use at most {most}")
+    if samples_per_shard < 1 or variations < 1:
+        raise ConfigError(
+            f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"
+        )
+    context_size = None if text_encoder is None else check_text_encoder(text_encoder).width
+    texts = encode_captions((caption(*words) for words in product(LETTERS, DIRECTIONS, SPEEDS)), text_encoder)
+    out = Path(out).absolute()
+    clips: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    stills: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    with published_folder(out, force=force) as folder:
+        faces, split_by = assign_faces(find_faces(fonts).faces)
+        generator = torch.Generator().manual_seed(seed)
+        shards: dict[str, dict[str, int]] = {}
+        for split, count in (("train", variations), ("val", max(1, variations // 2))):
+            writer = ShardWriter(folder, split, samples_per_shard)
+            for key, metadata, latent in _render_split(faces[split], count, frames, size, generator):
+                parts = {"latent.npy": npy_bytes(latent.half().numpy()), **texts[metadata["caption"]]}
+                writer.add(f"{split}_{key}", metadata, parts)
+                (stills if metadata["frames"] == 1 else clips)[split] += 1
+            writer.close()
+            shards |= writer.shards
+        content = {
+            "format": 1,
+            "name": "moving_letters",
+            "class_names": CLASS_NAMES,
+            "latent_shape": [1, frames, size, size],
+            "fps": FPS,
+            "text_encoder": text_encoder,
+            "context_size": context_size,
+            "splits": {
+                split: {
+                    "clips": clips[split],
+                    "stills": stills[split],
+                    "families": sorted({face.family for face in faces[split]}),
+                    "faces": [face_record(face) for face in faces[split]],
+                }
+                for split in SPLITS
+            },
+            "split_by": split_by,
+            "seed": seed,
+            "shards": shards,
+        }
+        write_dataset_file(folder, content)
+        write_energon_metadata(folder, shards, SPLITS)
+    total = sum(shard["bytes"] for shard in shards.values())
+    return MovingLettersReport(out, clips, stills, len(shards), total, time.monotonic() - started)

@@ -1,0 +1,114 @@
+"""Letters by text and letters that move, from shards to files one can look at: a short run of each recipe."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from PIL import Image
+
+from dit.encoders.text import ENCODERS
+from energon_data.prepare.letters import prepare_letters
+from energon_data.prepare.moving_letters import CLASS_NAMES, prepare_moving_letters
+from tests.integration import actions
+from tests.integration.runs import TINY, Job, overrides, read_records, run_jobs
+
+ENCODER = "all-minilm-l6-v2"
+needs_encoder = pytest.mark.skipif(
+    any(find_spec(package) is None for package in ("transformers", ENCODERS[ENCODER].package)),
+    reason="needs the extra 'text'",
+)
+STEPS, FRAMES = 4, 3
+SHORT = {
+    "training.num_steps": STEPS,
+    "training.sample_interval": STEPS,
+    "training.ema_decay": 0.5,
+    "sampling.num_steps": 2,
+    "model.patch_spatial": 4,
+}
+
+
+def train(factory: str, data: Path, run_dir: Path, **settings: Any) -> Job:
+    named = {key.replace(".", "__"): value for key, value in {**TINY, **SHORT}.items()}
+    words = overrides(run_dir, **{**named, "data__path": data, **settings})
+    return Job(actions.train, {"arguments": ["--yes", "--factory", factory, *words]})
+
+
+def draw(run_dir: Path, out: Path, *arguments: str) -> Job:
+    words = ["--checkpoint", str(run_dir), "--steps", "2", "--out", str(out), *arguments]
+    return Job(actions.draw, {"arguments": words})
+
+
+@pytest.fixture(scope="module")
+def font(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fonts")
+    source = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    (folder / "f.ttf").write_bytes(source.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clips(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("clips")
+    data = prepare_moving_letters(folder / "data", fonts=[font], size=8, frames=FRAMES).folder
+    run_dir = folder / "run"
+    jobs = {
+        # A clip is 12 tokens, a still 4.
+        "train": train(
+            "moving_letters_dit",
+            data,
+            run_dir,
+            data__max_tokens_per_pack=44,
+            training__micro_batch_size=1,
+            training__global_batch_size=2,
+            logging__tensorboard=True,
+        ),
+        "gif": draw(run_dir, folder / "x.gif", "--labels", "Q left,R up", "--fps", "5"),
+        "png": draw(run_dir, folder / "x.png", "--labels", "Q left,R up"),
+    }
+    return folder, run_jobs(folder / "world", jobs)
+
+
+def test_clips_are_drawn_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, dict[str, Any]]) -> None:
+    folder, done = clips
+    assert [done[name].code for name in ("train", "gif", "png")] == [0, 0, 0], done
+    facts = json.loads(next((folder / "run").rglob("facts.json")).read_text())
+    # Stills and clips share packs; what is sampled is a clip.
+    assert facts == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "text_encoder": None}
+    with Image.open(folder / "x.gif") as film, Image.open(folder / "x.png") as row:
+        assert film.n_frames == FRAMES
+        assert film.info["duration"] == 200
+        assert row.size[0] > row.size[1]
+
+
+def test_the_samples_of_a_run_on_clips_move(clips: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = clips
+    (path,) = (folder / "run" / "samples").rglob("ema.*")
+    with Image.open(path) as film:
+        assert (path.suffix, film.n_frames) == (".gif", FRAMES)
+    (record,) = (r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "image")
+    assert Path(record["path"]) == path
+
+
+@needs_encoder
+def test_prompts_are_drawn_while_training_and_on_command(font: Path, tmp_path: Path) -> None:
+    """The encoder of the data set goes with the checkpoint; other words or a negative prompt change the picture."""
+    data = prepare_letters(tmp_path / "data", fonts=[font], variations=1, text_encoder=ENCODER).folder
+    run_dir, prompts = tmp_path / "run", ["the letter Q", "the letter R in a sans font"]
+    jobs = {
+        "train": train("letters_text", data, run_dir, optimizer__lr=0.03, sampling__prompts=json.dumps(prompts)),
+        "prompts": draw(run_dir, tmp_path / "a.png", "--prompt", *prompts),
+        "others": draw(run_dir, tmp_path / "b.png", "--prompt", "the letter A", "the letter B"),
+        "negative": draw(run_dir, tmp_path / "c.png", "--prompt", *prompts, "--negative-prompt", "the letter X"),
+        "plain": draw(run_dir, tmp_path / "d.png", "--count", "2"),
+    }
+    done = run_jobs(tmp_path / "world", jobs)
+    assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(jobs, 0), done
+    assert len({(tmp_path / f"{name}.png").read_bytes() for name in "abcd"}) == 4
+    facts = json.loads(next(run_dir.rglob("facts.json")).read_text())
+    assert facts["text_encoder"] == ENCODER
+    (path,) = (run_dir / "samples").rglob("ema.png")
+    with Image.open(path) as grid:
+        assert grid.size[0] > grid.size[1]  # two prompts side by side

@@ -1,0 +1,76 @@
+"""Laws of the text encoder: the same text gives the same numbers, alone, among others, today and tomorrow."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from dit.encoders import text
+from dit.errors import ConfigError
+
+NAME = "all-minilm-l6-v2"
+BATCH_ATOL = 1e-4  # matrix products of another batch size add in another order
+installed = pytest.mark.skipif(
+    any(find_spec(package) is None for package in ("transformers", text.ENCODERS[NAME].package)),
+    reason="needs the extra 'text'",
+)
+TEXTS = ["the letter Q in a bold serif font", "the letter O", "the letter Q", "the letter Q in a light serif font"]
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return text.load_text_encoder(NAME)
+
+
+@installed
+def test_a_text_keeps_its_numbers_whatever_is_encoded_beside_it(encoder):
+    together = encoder.encode(TEXTS)
+    backwards = encoder.encode(TEXTS[::-1] + TEXTS)[: len(TEXTS)][::-1]
+    for words, a, b in zip(TEXTS, together, backwards, strict=True):
+        (alone,) = encoder.encode([words])
+        torch.testing.assert_close(a, alone, atol=BATCH_ATOL, rtol=0)
+        torch.testing.assert_close(b, alone, atol=BATCH_ATOL, rtol=0)
+
+
+@installed
+def test_a_new_encoder_gives_the_same_bits(encoder):
+    for a, b in zip(encoder.encode(TEXTS), text.TextEncoder(NAME).encode(TEXTS), strict=True):
+        assert torch.equal(a, b)
+
+
+@installed
+def test_a_text_has_its_true_length(encoder):
+    """Beginning, four words, end; no padding, whatever the longest text of the call is."""
+    rows = encoder.encode(["the letter Q moving", "the letter Q moving left and then to the right"])
+    assert [r.shape for r in rows] == [(6, encoder.width), (12, encoder.width)]
+
+
+@installed
+def test_one_other_word_changes_its_own_row_most(encoder):
+    bold, light = encoder.encode([TEXTS[0], TEXTS[3]])
+    change = (bold - light).norm(dim=1)
+    assert bold.shape == light.shape
+    assert change.argmax() == 6  # [CLS] the letter q in a BOLD
+    assert change.min() > 0  # the others see it
+
+
+@installed
+def test_a_text_that_is_too_long_is_named_with_its_length(encoder):
+    with pytest.raises(ConfigError, match=r"602 tokens, all-minilm-l6-v2 reads 512"):
+        encoder.encode(["word " * 600])
+
+
+@installed
+def test_other_weights_under_the_same_name_are_refused(monkeypatch):
+    entry = text.ENCODERS[NAME]
+    monkeypatch.setitem(text.ENCODERS, NAME, text.Pretrained(entry.package, entry.width, "0" * 64))
+    with pytest.raises(ConfigError, match="SHA-256"):
+        text.TextEncoder(NAME)
+
+
+def test_what_is_missing_is_named_with_the_cure(monkeypatch):
+    with pytest.raises(ConfigError, match="unknown; use one of all-minilm"):
+        text.check_text_encoder("t5")
+    monkeypatch.setitem(text.ENCODERS, NAME, text.Pretrained("no_such_package", 384, ""))
+    with pytest.raises(ConfigError, match=r"no_such_package.*pip install 'megatron-dit\[text\]'"):
+        text.check_text_encoder(NAME)
