@@ -29,3 +29,15 @@ step --factory dit_s2_imagenet training.micro_batch_size=256 training.precision=
 step --factory dit_b2_imagenet training.micro_batch_size=256 training.precision=bf16
 step --factory dit_l2_imagenet training.micro_batch_size=128 training.global_batch_size=128 training.precision=bf16
 step --factory dit_xl2_imagenet training.micro_batch_size=128 training.global_batch_size=128 training.precision=bf16
+
+echo "== times: DiT-7B layers; the difference of two depths is the time of four layers"
+for recompute in none selective full; do
+  step --factory bench_dit7b_8k_1gpu_l4 training.recompute="$recompute"
+  step --factory bench_dit7b_8k_1gpu_l8 training.recompute="$recompute"
+done
+step --steps 5 --warmup 2 --factory bench_dit7b_74k_1gpu_l4
+step --steps 5 --warmup 2 --factory bench_dit7b_74k_1gpu_l8
+
+echo "== times: other backbones"
+step --factory mock_stdit_s
+step --steps 5 --warmup 2 --factory bench_stdit_hybrid_cp1

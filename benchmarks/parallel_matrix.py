@@ -1,7 +1,8 @@
 """Every parallel layout against one rank, on this machine: `python -m benchmarks.parallel_matrix [--write-readme]`.
 
 Each row trains a tiny model for three steps on dense and on packed batches, on gloo ranks, and compares losses and
-every parameter's gradient with the same steps on one rank. The table in README.md is what this command printed.
+every parameter's gradient with the same steps on one rank. It also moves a checkpoint (weights, average, Adam's
+moments) to one rank and another one from there. The table in README.md is what this command printed.
 """
 
 import argparse
@@ -11,9 +12,12 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
+
+import torch
+from torch import Tensor
 
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
 from tests.parallel.world import ROOT, run_world
@@ -86,16 +90,19 @@ class Outcome:
         worst: that parameter.
         loss_error: largest relative error of a loss.
         drifted: parameters whose copies on several ranks differ after the steps.
+        lost: tensors that a checkpoint did not carry to one rank or back to the bit.
     """
 
     gradient_error: float
     worst: str
     loss_error: float
     drifted: tuple[str, ...]
+    lost: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
-        return self.gradient_error <= GRADIENT_RTOL and self.loss_error <= GRADIENT_RTOL and not self.drifted
+        equal = self.gradient_error <= GRADIENT_RTOL and self.loss_error <= GRADIENT_RTOL
+        return equal and not self.drifted and not self.lost
 
 
 def compare(one: dict[str, Any], many: dict[str, Any]) -> Outcome:
@@ -124,43 +131,82 @@ def worse(a: Outcome, b: Outcome) -> Outcome:
     return Outcome(top.gradient_error, top.worst, loss, drifted)
 
 
-def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
-    """Run rows, each world size in one start; a world that fails raises with its ranks' output."""
+def not_carried(written: dict[str, Any], read: dict[str, Any]) -> tuple[str, ...]:
+    """List the tensors of a state that came back from its checkpoint with another bit, and copies that differ."""
+    tensors = {name: value for name, value in written.items() if isinstance(value, Tensor)}
+    return (
+        *(n for n, value in tensors.items() if not torch.equal(value, read[n])),
+        *written["drifted"],
+        *read["drifted"],
+    )
 
-    def cases(parallel: dict[str, Any], model: dict[str, Any]) -> list[dict[str, Any]]:
+
+def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
+    """Run rows, each world size in one start; a world that fails raises with its ranks' output.
+
+    One rank goes first and last: it writes the checkpoints that the others read, and reads those that they write.
+    """
+    models = [dict(items) for items in {tuple(row.model.items()) for row in rows}]
+    alone, saved_alone = {"data_parallel": "ddp"}, [str(folder / f"model_{i}") for i in range(len(models))]
+    number = {row.name: models.index(row.model) for row in rows}
+
+    def training(parallel: dict[str, Any], model: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"parallel": parallel, "packed": packed, "model": model} for packed in (False, True)]
 
-    models = [dict(items) for items in {tuple(row.model.items()) for row in rows}]
-    alone = run_world(1, [c for m in models for c in cases({"data_parallel": "ddp"}, m)], folder / "one")
-    one = {tuple(m.items()): alone[2 * i : 2 * i + 2] for i, m in enumerate(models)}
+    def moving(task: str, parallel: dict[str, Any], model: dict[str, Any], path: str) -> dict[str, Any]:
+        task = f"tests.parallel.expert_tasks:{task}"
+        return {"task": task, "parallel": parallel, "model": model, "packed": True, "folder": path}
+
+    first = [
+        case
+        for model, path in zip(models, saved_alone)
+        for case in (*training(alone, model), moving("save", alone, model, path))
+    ]
+    one = run_world(1, first, folder / "first")
     by_world: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         by_world[row.world].append(row)
-    outcomes = {}
+    many: dict[str, list[dict[str, Any]]] = {}
     for world, group in sorted(by_world.items()):
-        results = run_world(
-            world, [c for r in group for c in cases(r.parallel, r.model)], folder / str(world), timeout_s=1800.0
-        )
-        for i, row in enumerate(group):
-            pairs = zip(one[tuple(row.model.items())], results[2 * i : 2 * i + 2])
-            dense, packed = (compare(*pair) for pair in pairs)
-            outcomes[row.name] = worse(dense, packed)
+        cases = [
+            case
+            for i, row in enumerate(group)
+            for case in (
+                *training(row.parallel, row.model),
+                moving("save", row.parallel, row.model, str(folder / f"row_{world}_{i}")),
+                moving("load", row.parallel, row.model, saved_alone[number[row.name]]),
+            )
+        ]
+        results = run_world(world, cases, folder / str(world), timeout_s=1800.0)
+        many |= {row.name: results[4 * i : 4 * i + 4] for i, row in enumerate(group)}
+    last = [
+        moving("load", alone, row.model, str(folder / f"row_{world}_{i}"))
+        for world, group in sorted(by_world.items())
+        for i, row in enumerate(group)
+    ]
+    loaded = run_world(1, last, folder / "last")
+    outcomes = {}
+    for row, on_one in zip((row for _, group in sorted(by_world.items()) for row in group), loaded, strict=True):
+        dense, packed, saved, back = many[row.name]
+        alone_dense, alone_packed, alone_saved = one[3 * number[row.name] :][:3]
+        lost = (*not_carried(saved, on_one), *not_carried(alone_saved, back))
+        outcomes[row.name] = replace(worse(compare(alone_dense, dense), compare(alone_packed, packed)), lost=lost)
     return outcomes
 
 
 def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
     """Return the status table in Markdown."""
     lines = [
-        "| layout | ranks | largest gradient error | losses | copies | status |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| layout | ranks | largest gradient error | losses | copies | checkpoint to and from one rank | status |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         it = outcomes[row.name]
         copies = "equal" if not it.drifted else f"{len(it.drifted)} differ"
+        moves = "to the bit" if not it.lost else f"{len(it.lost)} lost"
         status = "equal" if it.holds else f"**differs** ({it.worst})"
-        lines.append(
-            f"| {row.name} | {row.world} | {it.gradient_error:.1e} | {it.loss_error:.1e} | {copies} | {status} |"
-        )
+        cells = (row.name, row.world, f"{it.gradient_error:.1e}", f"{it.loss_error:.1e}", copies, moves, status)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

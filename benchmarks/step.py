@@ -50,11 +50,11 @@ class Recording(Iterator):
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches
-        self.layouts: list[tuple[Any, Any]] = []
+        self.layouts: list[tuple[Any, Any, Any]] = []
 
     def __next__(self) -> Any:
         batch = next(self.batches)
-        self.layouts.append((batch.layout, batch.context_layout))
+        self.layouts.append((batch.layout, batch.context_layout, batch.grids))
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -116,7 +116,10 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
     conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
     again = recomputed_share(training, parallel, model.megatron_sizes()["num_layers"])
     flops = [
-        sum(training_flops(model, *pair, convention=c, recomputed=again) for pair in batches.layouts)
+        sum(
+            training_flops(model, *layouts, grids=grids, convention=c, recomputed=again)
+            for *layouts, grids in batches.layouts
+        )
         for c in conventions
     ]
     totals = torch.tensor([counted.samples, counted.valid_tokens, counted.padded_tokens, *flops], dtype=torch.float64)

@@ -37,7 +37,7 @@ flags
       --yes                do not ask before starting (required under torchrun and in scripts)
       --dryrun             settings, parameter count, memory per rank, FLOPs; needs no GPU and no data
       --world-size N       ranks to plan for with --dryrun (default: as launched, or the smallest that fits)
-      --tokens N           tokens per sample to plan for with --dryrun (default: 256)
+      --tokens N           tokens per sample to plan for with --dryrun (default: the made-up samples', else 256)
       --print-config       print the complete configuration as YAML
       --to-yaml FILE       write it to FILE (readable by --yaml)
   -l, --list               list the recipes

@@ -17,6 +17,7 @@ from dit.models.base import ModelConfig
 from dit.models.experts import ExpertOptions
 from dit.parallel.dims import ParallelConfig, check_parallel
 from dit.training.settings import TrainingConfig
+from energon_data.mock import MockData
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -160,12 +161,22 @@ def _rank_memory(
     )
 
 
-def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT_TOKENS) -> str:
+def planned_sample(task: "run.Partial", model: ModelConfig) -> tuple[int, Optional[tuple[int, int, int]]]:
+    """Return the tokens and the (t, h, w) patches of the largest made-up sample; of real data nothing is known here."""
+    data = fiddle.build(task.data)
+    if not isinstance(data, MockData):
+        return DEFAULT_TOKENS, None
+    patch_t, patch_s = model.patch_temporal, model.patch_spatial
+    grid = max(((t // patch_t, h // patch_s, w // patch_s) for t, h, w in data.sizes()), key=math.prod)
+    return math.prod(grid), grid
+
+
+def report(task: "run.Partial", world_size: Optional[int], tokens: Optional[int] = None) -> str:
     """Return the plan of a run as text.
 
     Args:
         world_size: ranks to plan for; None for the smallest world that fits the layout.
-        tokens: per sample.
+        tokens: per sample; None for those of the largest made-up sample, or 256.
 
     Raises:
         ConfigError: the settings do not fit together.
@@ -189,8 +200,9 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: int = DEFAULT
         num_experts=model.megatron_sizes().get("num_moe_experts"),
         num_query_groups=model.megatron_sizes().get("num_query_groups"),
     )
+    tokens, grid = planned_sample(task, model) if tokens is None else (tokens, None)
     need = estimate_memory(model, training, parallel, dims.data_parallel_size, tokens)
-    flops = flops_per_token(model, tokens)
+    flops = flops_per_token(model, tokens, grid=grid)
     step = flops * tokens * training.global_batch_size
     pp = parallel.pipeline_model_parallel_size
     pipeline = f"pipeline {pp} x " if pp > 1 else ""

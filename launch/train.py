@@ -74,7 +74,7 @@ def _execute(options: cli.Options) -> int:
         from launch import plan
 
         world_size = options.world_size or (environment.world_size() if environment.is_launched() else None)
-        print(plan.report(task, world_size, options.tokens or plan.DEFAULT_TOKENS))
+        print(plan.report(task, world_size, options.tokens))
     if not options.starts_training:
         return EXIT_OK
     if shows:

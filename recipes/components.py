@@ -12,6 +12,7 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
@@ -139,6 +140,33 @@ def ec_dit_1b() -> run.Config[MovieGenConfig]:
     model = moviegen_1b()
     model.num_experts, model.moe_ffn_hidden_size, model.moe_capacity_factor = 64, 1024, 8.0
     return model
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_s() -> run.Config[STDiTConfig]:
+    """ST-DiT-S (59 M): 12 pairs of a spatial and a temporal layer of width 384, 6 heads; 4 latent channels.
+
+    As in Open-Sora, text comes through a projection and fixed positions span 32 indices at every resolution.
+    """
+    return run.Config(STDiTConfig, hidden_size=384, num_layers=24, num_attention_heads=6, position_span=32.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_xl() -> run.Config[STDiTConfig]:
+    """ST-DiT-XL (1.20 B): 28 pairs of width 1152, 16 heads; otherwise as stdit_s."""
+    return run.Config(STDiTConfig, hidden_size=1152, num_layers=56, num_attention_heads=16, position_span=32.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_3b() -> run.Config[STDiTConfig]:
+    """ST-DiT-3B (3.26 B) of the NeMo proposal: 24 pairs of width 2048, 16 heads; otherwise as stdit_s."""
+    return run.Config(STDiTConfig, hidden_size=2048, num_layers=48, num_attention_heads=16, position_span=32.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_3b_opensora() -> run.Config[STDiTConfig]:
+    """ST-DiT-3B (3.18 B) of Open-Sora: 28 pairs of width 1872, 26 heads; otherwise as stdit_s."""
+    return run.Config(STDiTConfig, hidden_size=1872, num_layers=56, num_attention_heads=26, position_span=32.0)
 
 
 @run.cli.factory(target=Objective)

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from dit.backends.attention import Attention
 from dit.backends.attention_blocks import BlockAttention
-from dit.backends.context_rows import ContextRows, ContextSplit, context_rows
+from dit.backends.context_rows import ContextSplit, Shares, context_rows
 from dit.backends.joint import JointLayout, joint_layout
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 
 ContextComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+SegmentComm = Literal["hybrid", "context"]
 Order = Optional[tuple[Tensor, Tensor]]
 
 
@@ -49,6 +50,7 @@ class ContextAttention:
         split: how every pack was cut.
         group: all context-parallel ranks.
         inner, outer: for `a2a+p2p`, adjacent ranks that exchange heads, and the ring across them.
+        segment_comm: how attention inside segments finer than samples gets them whole (see `segment_attention`).
     """
 
     local: Attention
@@ -58,6 +60,7 @@ class ContextAttention:
     group: Any
     inner: Any = None
     outer: Any = None
+    segment_comm: SegmentComm = "hybrid"
 
     def __call__(
         self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
@@ -66,9 +69,13 @@ class ContextAttention:
         if isinstance(layout_q, JointLayout):
             return self._joint(q_TNH, k_KNH, v_KNH, layout_q)
         shares = context_rows(layout_q, self.group.size(), self.split)
-        own = shares.blocks()[self.group.rank()]
         if layout_k.rows is None:
-            return self.local(q_TNH, k_KNH, v_KNH, own, layout_k)
+            return self.local(q_TNH, k_KNH, v_KNH, shares.blocks()[self.group.rank()], layout_k)
+        return self.exchange(q_TNH, k_KNH, v_KNH, shares)
+
+    def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
+        """Attend inside segments that are spread over the ranks; each rank gives its rows in ascending order."""
+        own = shares.blocks()[self.group.rank()]
         if self.comm == "p2p":
             return _Ring.apply(q_TNH, k_KNH, v_KNH, own, shares.blocks(), self.group, self.kernel)
         if self.comm == "all_gather":
@@ -79,7 +86,7 @@ class ContextAttention:
         """Return the ranks that exchange heads, and the place of their tokens among those of all such groups."""
         return (self.group, 0) if self.comm == "a2a" else (self.inner, self.outer.rank())
 
-    def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: ContextRows) -> Tensor:
+    def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
         """Exchange tokens for heads, attend with all tokens of the inner group, and exchange back."""
         inner, index = self._inner()
         order, blocks = shares.order(index, inner.size()), shares.blocks(inner.size())
@@ -107,7 +114,7 @@ class ContextAttention:
         k: tuple[Tensor, Tensor],
         v: tuple[Tensor, Tensor],
         joint: JointLayout,
-        shares: ContextRows,
+        shares: Shares,
     ) -> Tensor:
         """As `_by_heads`, where of its text a rank takes only the heads that it gets for the image, and gives them out.
 
@@ -261,7 +268,7 @@ class _GatheredKeys(torch.autograd.Function):
         k_TNH: Tensor,
         v_TNH: Tensor,
         layout_q: SequenceLayout,
-        shares: ContextRows,
+        shares: Shares,
         group: Any,
         kernel: BlockAttention,
         k_here: Optional[Tensor] = None,

@@ -113,10 +113,20 @@ def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
 
 
 def release() -> None:
-    """Tear down Megatron-Core's groups; torch.distributed stays up for another layout."""
+    """Tear down Megatron-Core's groups; torch.distributed stays up for another layout.
+
+    Megatron-Core only forgets its groups; each would keep its threads and connections.
+    """
     from megatron.core import parallel_state
+    from torch.distributed.distributed_c10d import _world
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     parallel_state.destroy_model_parallel()
+    # DTensor's cache (Megatron-FSDP) takes a mesh of the same ranks for the same, whatever became of its groups.
+    _clear_sharding_prop_cache()
+    for group in list(_world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def destroy() -> None:

@@ -102,18 +102,26 @@ class SelfAttention(nn.Module):
             norms = qk_norms(num_heads, groups, head_size, provider, eps=eps, full_width=norm_full_width)
         self.q_layernorm, self.k_layernorm = norms
 
-    def forward(self, x_TD: Tensor, layout: SequenceLayout, rotation: Optional[Rotation] = None) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        layout: SequenceLayout,
+        rotation: Optional[Rotation] = None,
+        *,
+        attend: Optional[Attention] = None,
+    ) -> Tensor:
         """Attend inside each sample.
 
         Args:
             rotation: rotary positions of the rows that attention gets; None for none.
+            attend: attention inside finer segments, in place of the path of this process.
         """
         qkv = self.linear_qkv(x_TD).unflatten(-1, (self.local_groups, self.heads_per_group + 2, -1))
         q, k, v = qkv.split([self.heads_per_group, 1, 1], dim=2)
         q, k, v = self.q_layernorm(q.flatten(1, 2)), self.k_layernorm(k.squeeze(2)), v.squeeze(2)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        return self.linear_proj(self.attention(q, k, v, layout, layout).flatten(1))
+        return self.linear_proj((attend or self.attention)(q, k, v, layout, layout).flatten(1))
 
 
 class CrossAttention(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dit.backends.addressed_init import normal
 from dit.backends.provider import LayerProvider
+from dit.batch import SequenceLayout
 from dit.errors import BatchError, ConfigError
 
 PositionEmbedding = Literal["sincos_2d", "sincos_3d", "rope_3d"]
@@ -20,7 +21,7 @@ RopeScaling = Literal["ntk", "linear"]
 
 
 def sincos_1d(position_T: Tensor, size: int) -> Tensor:
-    """Embed integer positions as `size / 2` sines, then cosines, of wavelengths 2 pi ... 20000 pi; float32 `[T, size]`.
+    """Embed positions as `size / 2` sines, then cosines, of wavelengths 2 pi ... 20000 pi; float32 `[T, size]`.
 
     Source: Vaswani et al. 2017, section 3.5, in the half-half order of MAE (He et al. 2022) and DiT.
     """
@@ -48,6 +49,7 @@ def sincos(positions_T3: Tensor, hidden_size: int, kind: PositionEmbedding) -> T
     """Embed (t, h, w) patch indices, float32 `[T, hidden_size]`.
 
     `sincos_2d` is DiT's: one half of the features for w, the other for h, time ignored (MAE's order).
+    The indices may be scaled, and then are not whole numbers.
     `sincos_3d` gives time and both image axes a third each, in even sizes; what is left over goes to the image axes.
     """
     t, h, w = positions_T3.unbind(-1)
@@ -57,6 +59,18 @@ def sincos(positions_T3: Tensor, hidden_size: int, kind: PositionEmbedding) -> T
     time_size -= (hidden_size - time_size) % 4
     image_size = (hidden_size - time_size) // 2
     return torch.cat([sincos_1d(t, time_size), sincos_1d(h, image_size), sincos_1d(w, image_size)], -1)
+
+
+def spanning(
+    positions_T3: Tensor, layout: SequenceLayout, grids: Sequence[tuple[int, int, int]], span: float
+) -> Tensor:
+    """Scale h and w so that every image, of whatever resolution, spans `span` positions on both axes; float64.
+
+    Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.4, after Xie et al. 2023 (DiffFit): index times
+    the training grid over the sample's grid.
+    """
+    scale_S3 = torch.tensor([(1.0, span / h, span / w) for _, h, w in grids], dtype=torch.float64)
+    return positions_T3 * layout.per_token(scale_S3.to(positions_T3.device))
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,7 @@ class RotaryPositions:
             2023, arXiv:2306.15595); `ntk` raises theta so that the longest wavelength grows by the factor and the
             shortest stays (bloc97 2023; Cosmos uses it).
         factors: stretch of t, h and w; 1 for none.
+        time_only: the whole head turns with t, for attention through time.
         axes: features of t, h and w, even numbers that add up to `head_size`; None for the split above.
 
     Source: Su et al. 2021, arXiv:2104.09864, Eq. 34, on each axis; the split of the head is that of Cosmos and Wan.
@@ -89,6 +104,7 @@ class RotaryPositions:
     theta: float = 10000.0
     scaling: RopeScaling = "ntk"
     factors: Sequence[float] = (1.0, 1.0, 1.0)
+    time_only: bool = False
     axes: Optional[Sequence[int]] = None
 
     def pairs(self) -> tuple[int, int, int]:
@@ -96,7 +112,7 @@ class RotaryPositions:
         if self.axes is not None:
             t, h, w = (size // 2 for size in self.axes)
             return t, h, w
-        image = self.head_size // 6
+        image = 0 if self.time_only else self.head_size // 6
         return self.head_size // 2 - 2 * image, image, image
 
     def angles(self, positions_T3: Tensor) -> Tensor:
@@ -133,7 +149,12 @@ def check_rope(rotary: RotaryPositions) -> None:
                 f"model.rope_axes={list(rotary.axes)} add up to {sum(rotary.axes)}, but a head has {rotary.head_size} "
                 "features (hidden_size / num_attention_heads); they must be equal"
             )
-    if rotary.head_size % 2 or rotary.head_size < 6:
+    if rotary.time_only and (rotary.head_size % 2 or not rotary.head_size):
+        raise ConfigError(
+            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to turn with t; "
+            "use an even head size, or temporal_rope=False"
+        )
+    if not rotary.time_only and (rotary.head_size % 2 or rotary.head_size < 6):
         raise ConfigError(
             f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pair for each of t, h "
             "and w; position_embedding='rope_3d' needs an even head size of at least 6"

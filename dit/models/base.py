@@ -1,7 +1,7 @@
 """What every backbone is to the rest of the house."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional, Self
 
@@ -85,6 +85,14 @@ class ModelConfig(ABC):
             context_layout: the texts, for a model that reads them token by token.
             padding: count the padding rows too, as the device computes them.
         """
+
+    def unattended_flops(self, grids: Sequence[tuple[int, int, int]]) -> int:
+        """Count the operations of `forward_flops` that attention inside frames and columns leaves out.
+
+        Args:
+            grids: (t, h, w) in patches of each sample.
+        """
+        return 0
 
     def without_layers(self) -> Self:
         """Return these sizes with no layer between embedding and head, to count what the ends need."""

@@ -25,11 +25,12 @@ class RotarySettings:
     rope_scaling: Literal["ntk", "linear"] = "ntk"
     rope_factors: Optional[list[float]] = None
 
-    def rotary(self, head_size: int, axes: Optional[list[int]] = None) -> Any:
+    def rotary(self, head_size: int, axes: Optional[list[int]] = None, *, time_only: bool = False) -> Any:
         """Return the rotary embedding of these settings, checked.
 
         Args:
             axes: features of t, h and w; None for a third each.
+            time_only: for attention through time, whose whole head turns with t.
 
         Raises:
             ConfigError: a setting is impossible, or the head has no pair of features for each axis.
@@ -37,7 +38,7 @@ class RotarySettings:
         from dit.layers.positions import RotaryPositions, check_rope
 
         factors = (1.0, 1.0, 1.0) if self.rope_factors is None else tuple(self.rope_factors)
-        positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors, axes=axes)
+        positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors, time_only, axes)
         check_rope(positions)
         return positions
 

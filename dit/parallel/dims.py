@@ -26,6 +26,8 @@ class ParallelConfig:
         context_a2a_size: ranks of an all-to-all under `a2a+p2p`; None for the other schemes.
         context_split: each sample is cut into one chunk per rank, or into two that a causal mask would balance
             (Transformer Engine's order). Our attention is bidirectional, so `contiguous` is balanced too.
+        spatial_temporal_comm: how attention inside frames and columns gets them whole under context parallelism:
+            `hybrid` (one all-to-all of tokens in, one out, attention on one rank) or `context` (as `context_comm`).
         expert_model_parallel_size: ranks that share the experts of a layer, taken from the tensor-, context- and
             data-parallel ranks of a pipeline stage.
         expert_tensor_parallel_size: ranks that share one expert; experts are whole here, so 1.
@@ -45,6 +47,7 @@ class ParallelConfig:
     context_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     context_a2a_size: Optional[int] = None
     context_split: Literal["contiguous", "load_balanced"] = "contiguous"
+    spatial_temporal_comm: Literal["hybrid", "context"] = "hybrid"
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
@@ -258,6 +261,7 @@ def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
     for name, value, choices in (
         ("context_comm", comm, ("p2p", "all_gather", "a2a", "a2a+p2p")),
         ("context_split", parallel.context_split, ("contiguous", "load_balanced")),
+        ("spatial_temporal_comm", parallel.spatial_temporal_comm, ("hybrid", "context")),
     ):
         if value not in choices:
             raise ConfigError(f"parallel.{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")

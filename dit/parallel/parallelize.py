@@ -108,6 +108,7 @@ def attention_path(
         group=groups.cp,
         inner=inner,
         outer=outer,
+        segment_comm=parallel.spatial_temporal_comm,
     )
 
 

@@ -6,10 +6,12 @@
 | `hardware` | all rows, padding included | once per sample | what the device does, recomputed activations included |
 | `nemo` | real tokens | once per token | the published tables of NeMo's diffusion framework, and nothing else |
 
-All count two operations per multiply-add, and attention over every pair of tokens of a sample. A step's backward pass
-costs twice its forward pass. Counts are for the whole pack: divide by the ranks that share it.
+All count two operations per multiply-add, and attention over every pair of tokens of a sample; the first two leave out
+the pairs that attention inside frames and columns does not visit, where the samples' grids are given. A step's backward
+pass costs twice its forward pass. Counts are for the whole pack: divide by the ranks that share it.
 """
 
+from collections.abc import Sequence
 from typing import Literal, Optional
 
 from dit.batch import SequenceLayout
@@ -19,6 +21,7 @@ from dit.parallel.pipeline import split_layers
 from dit.training.settings import TrainingConfig
 
 Convention = Literal["model", "hardware", "nemo"]
+Grid = tuple[int, int, int]
 
 
 def forward_flops(
@@ -26,6 +29,7 @@ def forward_flops(
     layout: SequenceLayout,
     context_layout: Optional[SequenceLayout] = None,
     *,
+    grids: Sequence[Grid] = (),
     convention: Convention = "model",
 ) -> int:
     """Count the operations of one forward pass over a pack.
@@ -33,12 +37,14 @@ def forward_flops(
     Args:
         layout: the tokens of the pack.
         context_layout: its texts, if the model takes text.
+        grids: (t, h, w) in patches of its samples, for models that attend inside frames and columns.
     """
     if convention == "nemo":
         h, layers = config.megatron_sizes()["hidden_size"], config.megatron_sizes()["num_layers"]
         pairs = sum(n * n for n in layout.lengths)
         return 2 * config.nemo_weights() * layout.valid_tokens + 4 * layers * h * pairs
-    return config.forward_flops(layout, context_layout, padding=convention == "hardware")
+    dense = config.forward_flops(layout, context_layout, padding=convention == "hardware")
+    return dense - config.unattended_flops(grids)
 
 
 def training_flops(
@@ -46,6 +52,7 @@ def training_flops(
     layout: SequenceLayout,
     context_layout: Optional[SequenceLayout] = None,
     *,
+    grids: Sequence[Grid] = (),
     convention: Convention = "model",
     recomputed: float = 0.0,
 ) -> int:
@@ -54,10 +61,11 @@ def training_flops(
     Args:
         layout: the tokens of the pack.
         context_layout: its texts, if the model takes text.
+        grids: as in `forward_flops`.
         recomputed: share of the layers that run once more in the backward pass (`recomputed_share`); counted in the
             `hardware` convention alone, for it adds work and no result.
     """
-    forward = forward_flops(config, layout, context_layout, convention=convention)
+    forward = forward_flops(config, layout, context_layout, grids=grids, convention=convention)
     if convention != "hardware" or not recomputed:
         return 3 * forward
     ends = forward_flops(config.without_layers(), layout, context_layout, convention=convention)
@@ -84,6 +92,7 @@ def flops_per_token(
     sequence_length: int,
     context_length: Optional[int] = None,
     *,
+    grid: Optional[Grid] = None,
     convention: Convention = "model",
 ) -> float:
     """Return the training operations per token of samples of one length.
@@ -91,10 +100,12 @@ def flops_per_token(
     Args:
         sequence_length: tokens of a sample.
         context_length: tokens of its text, if the model takes text.
+        grid: (t, h, w) in patches of the sample, for models that attend inside frames and columns.
     """
     layout = SequenceLayout.from_lengths([sequence_length])
     context_layout = None if context_length is None else SequenceLayout.from_lengths([context_length])
-    return training_flops(config, layout, context_layout, convention=convention) / sequence_length
+    grids = () if grid is None else (grid,)
+    return training_flops(config, layout, context_layout, grids=grids, convention=convention) / sequence_length
 
 
 def nemo_flops_per_token(num_parameters: float, num_layers: int, hidden_size: int, sequence_length: int) -> float:

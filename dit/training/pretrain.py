@@ -190,7 +190,7 @@ class Run:
             self.state.stream,
             self.device,
             self.model.num_classes,
-            lambda batch: training_flops(self.model, batch.layout, batch.context_layout),
+            lambda batch: training_flops(self.model, batch.layout, batch.context_layout, grids=batch.grids),
             self._share,
         )
         self.pictures = PictureWriter(self.model, self.objective, spec, settings["sampling"], self.class_names)

@@ -77,6 +77,13 @@ def test_layout_equals_one_rank(results, world, name, packed):
     assert_equal_training(results["one", packed], results[name, packed])
 
 
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_layouts_leave_nothing_open(results, world):
+    """The groups of one layout are gone before the next is built: their connections and threads would add up."""
+    counts = [results[name, packed]["connections"] for name in LAYOUTS[world] for packed in (False, True)]
+    assert max(counts[1:]) <= counts[0] + 8, counts
+
+
 def test_gradients_are_wrong_without_the_sequence_parallel_marks(results):
     one, broken = results["one", True]["gradients"], results["without marks"]["gradients"]
     wrong = {name for name, expected in one.items() if (broken[name] - expected).norm() > 0.1 * expected.norm()}

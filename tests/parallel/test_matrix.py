@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.parallel_matrix import MISSION, SMALL, compare, run, table, worse, write_readme
+from benchmarks.parallel_matrix import MISSION, SMALL, Outcome, compare, not_carried, run, table, worse, write_readme
 
 ROWS = [*SMALL, *MISSION]
 
@@ -31,6 +31,19 @@ def test_an_error_in_one_gradient_is_seen_and_shown():
     assert "**differs** (b)" in table(ROWS[:1], {ROWS[0].name: found})
     assert not compare(one, {**one, "drifted": ["a"]}).holds
     assert not compare(one, {**one, "losses": [1.0, 2.1]}).holds
+
+
+def test_a_bit_lost_in_a_checkpoint_is_seen_and_shown():
+    import torch
+
+    written = {"weight.a": torch.ones(2), "ema.a": torch.zeros(2), "drifted": [], "step": 7}
+    read = {**written, "ema.a": torch.tensor([0.0, 1e-9])}
+    assert not_carried(written, written) == ()
+    assert not_carried(written, read) == ("ema.a",)
+    row = ROWS[0]
+    text = table([row], {row.name: Outcome(0.0, "a", 0.0, (), ("ema.a",))})
+    assert "1 lost" in text
+    assert "**differs**" in text
 
 
 def test_readme_keeps_its_text_around_the_table(tmp_path):

@@ -37,8 +37,11 @@ def bytes_sent(groups: Sequence[Any]) -> Iterator[Counter[str]]:
         def call(output: Tensor, given: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             if group in groups:
                 others = group.size() - 1
-                # A gather sends all that is given to each other rank, the two others a part of it to each.
-                sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else group.size())
+                if len(args) == 2:  # an all-to-all of uneven shares: all but what stays
+                    sent[name] += given[:1].nbytes * (sum(args[1]) - args[1][group.rank()])
+                else:
+                    # A gather sends all that is given to each other rank, the two others a part of it to each.
+                    sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else group.size())
             return original(output, given, *args, group=group, **kwargs)
 
         return call

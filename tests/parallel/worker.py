@@ -180,6 +180,7 @@ def train(case: dict) -> dict:
     case.get("then", lambda it: None)(it)
     result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
     process_groups.release()
+    result["connections"] = len(list(Path("/proc/self/fd").glob("*")))
     return result
 
 
@@ -187,11 +188,13 @@ def main(folder: Path) -> None:
     """Run the cases of a folder on this rank; rank 0 leaves the results there."""
     torch.set_num_threads(1)
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
+    tasks = [case.get("task", "tests.parallel.worker:train").split(":") for case in cases]
+    functions = [getattr(import_module(module), name) for module, name in tasks]
+    gc.freeze()  # what is imported needs no visit by the collector, which Megatron-FSDP calls for every model
     results = []
-    for case in cases:
-        gc.freeze()  # Megatron-FSDP collects garbage for every model; half a second if it visits all that is imported
-        module, name = case.get("task", "tests.parallel.worker:train").split(":")
-        results.append(getattr(import_module(module), name)(case))
+    for case, function in zip(cases, functions):
+        results.append(function(case))
+        gc.collect()  # a case's models refer to its groups, which keep threads as long as they live
     if dist.get_rank() == 0:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     process_groups.destroy()

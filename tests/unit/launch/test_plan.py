@@ -2,11 +2,13 @@
 
 from dataclasses import asdict, replace
 
+import fiddle
 import pytest
 
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.parallel.dims import ParallelConfig
+from dit.training.flops import flops_per_token
 from dit.training.settings import TrainingConfig
 from launch import plan
 from launch.train import call_recipe
@@ -143,3 +145,15 @@ def test_the_fewest_ranks_are_taken_when_none_are_given():
     task = call_recipe("tiny_dit")
     task.parallel.tensor_model_parallel_size = 4
     assert "ranks       4 = tensor 4 x data 1" in plan.report(task, world_size=None)
+
+
+def test_the_plan_of_made_up_data_is_for_its_largest_sample():
+    """A clip of 24 x 32 x 32 patches, of whose pairs of tokens attention in frames and columns leaves most out."""
+    task = call_recipe("mock_stdit_xl")
+    model, grid = fiddle.build(task.model), (24, 32, 32)
+    assert plan.planned_sample(task, model) == (24_576, grid)
+    assert plan.planned_sample(call_recipe("tiny_stdit"), model) == (64, (4, 4, 4))
+    assert plan.planned_sample(call_recipe("pretrain_stdit_xl"), model) == (256, None)
+    per_token = flops_per_token(model, 24_576, grid=grid)
+    assert f"{per_token / 1e9:,.4g} GFLOP per token (24576 to a sample)" in plan.report(task, None)
+    assert "(100 to a sample)" in plan.report(task, None, tokens=100)

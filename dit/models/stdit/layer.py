@@ -1,0 +1,74 @@
+"""One block of the spatial-temporal DiT."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import Tensor, nn
+
+from dit.backends.attention import Attention
+from dit.backends.fused_ops import gated_residual
+from dit.backends.provider import LayerProvider
+from dit.backends.segment_attention import Place
+from dit.backends.segments import AttentionKind
+from dit.batch import SequenceLayout
+from dit.layers.adaln import TableModulation
+from dit.layers.attention import CrossAttention, SelfAttention
+from dit.layers.mlp import MLP
+from dit.layers.positions import Rotation
+from dit.models.stdit.config import STDiTConfig
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one kind of self-attention runs in this step: where, and the rotary positions there (None for none)."""
+
+    place: Place
+    rotation: Optional[Rotation]
+
+
+class STDiTLayer(nn.Module):
+    """One or more modulated self-attentions, cross-attention to the text, modulated MLP; each sub-layer a residual.
+
+    The conditioning gates self-attention and MLP; the cross-attention reads the tokens as they are, without norm or
+    gate, and starts at zero by its output projection.
+
+    Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3 (adaLN-single, cross-attention); Zheng et al.
+    2024 (Open-Sora), arXiv:2412.20404 (spatial and temporal layers).
+    """
+
+    def __init__(
+        self, config: STDiTConfig, kinds: tuple[AttentionKind, ...], provider: LayerProvider, attention: Attention
+    ) -> None:
+        super().__init__()
+        size, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
+        settings: dict[str, Any] = {
+            "num_query_groups": config.num_query_groups,
+            "bias": config.add_bias,
+            "qk_layernorm": config.qk_layernorm,
+            "eps": eps,
+        }
+        self.modulation = TableModulation(size, len(kinds) + 1, provider, eps=eps)
+        self.attentions = nn.ModuleDict(
+            {kind: SelfAttention(size, heads, provider, attention, **settings) for kind in kinds}
+        )
+        self.cross_attention = CrossAttention(size, size, heads, provider, attention, zero_output=True, **settings)
+        self.mlp = MLP(size, config.ffn_size, provider, bias=config.add_bias)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        shared_SD: Tensor,
+        context_KD: Tensor,
+        layout: SequenceLayout,
+        context_layout: SequenceLayout,
+        ways: Mapping[str, Way],
+    ) -> Tensor:
+        *attention_mods, mlp_mod = self.modulation(shared_SD)
+        for (kind, attention), mod in zip(self.attentions.items(), attention_mods):
+            place, rotation = ways[kind].place, ways[kind].rotation
+            y_TD = place.enter(mod.norm_and_modulate(x_TD, layout))
+            y_TD = place.leave(attention(y_TD, layout, rotation, attend=place.attend))
+            x_TD = gated_residual(x_TD, y_TD, mod.gate_SD, layout)
+        x_TD = x_TD + self.cross_attention(x_TD, context_KD, layout, context_layout)
+        return gated_residual(x_TD, self.mlp(mlp_mod.norm_and_modulate(x_TD, layout)), mlp_mod.gate_SD, layout)

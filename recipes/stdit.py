@@ -1,0 +1,189 @@
+"""ST-DiT: attention inside frames and along time, from a laptop's twin to 3 B, and what context parallelism costs it.
+
+Models are Open-Sora's and those proposed for NeMo; a "pair" is a spatial and a temporal layer. Rectified flow on
+latents of 4 channels, patch 2, text embeddings of width 1024. Under context parallelism spatial and temporal attention
+become local by one all-to-all in and one out (`parallel.spatial_temporal_comm=hybrid`). Counts of GPUs follow from the
+layout and from the memory that `--dryrun` estimates; none of these runs has been made at full size here.
+"""
+
+import nemo_run as run
+
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.training.pretrain import pretrain
+from dit.training.settings import SamplingConfig
+from energon_data.dataset import EnergonData
+from recipes.components import stdit_3b, stdit_3b_opensora, stdit_s, stdit_xl
+from recipes.dit import as_large_model, as_mock, as_tiny, on_tensor_parallel, text_conditional
+
+CLIP_1K = (4, 32, 32)
+"""Latent (frames, height, width) of 1024 tokens: 4 x 16 x 16 patches."""
+CLIP_25K = (24, 64, 64)
+"""Latent of 24,576 tokens: 24 x 32 x 32 patches."""
+CLIP_74K = (32, 96, 96)
+"""Latent of 73,728 tokens: 32 x 48 x 48 patches."""
+
+
+def _stdit(name: str, model: run.Config) -> run.Partial:
+    """Return Open-Sora's setting for one model: rectified flow with logit-normal times, 30 Euler steps, guidance 7."""
+    recipe = text_conditional(name, model)
+    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal")
+    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=7.0)
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def tiny_stdit() -> run.Partial:
+    """Made-up images and clips with texts, an ST-DiT of one pair of width 64: trains in seconds on any machine.
+
+    On two ranks with context parallelism: torchrun --nproc-per-node 2 ... parallel.context_parallel_size=2.
+    """
+    return as_tiny(_stdit("tiny_stdit", stdit_s()))
+
+
+@run.cli.factory(target=pretrain)
+def mock_stdit_s() -> run.Partial:
+    """ST-DiT-S (59 M) on made-up clips of 4 x 16 x 16 patches, 15 steps: one GPU.
+
+    --dryrun estimates 1.3 GiB.
+    """
+    return as_mock(_stdit("mock_stdit_s", stdit_s()), CLIP_1K)
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_stdit_xl() -> run.Partial:
+    """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 80 GB or more.
+
+    A clip of 24 x 32 x 32 patches fills a pack; images fill the room that shorter clips leave. 64 packs to a step at lr
+    1e-4; cheap activations are recomputed. --dryrun --tokens 24576 --world-size 8 estimates 44 GiB on each.
+    """
+    recipe = as_large_model(_stdit("pretrain_stdit_xl", stdit_xl()))
+    recipe.data = run.Config(
+        EnergonData, path="data/latents_clips", max_tokens_per_pack=24_576, packing_buffer_size=1000
+    )
+    recipe.training.global_batch_size = 64
+    recipe.training.recompute = "selective"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def mock_stdit_xl() -> run.Partial:
+    """ST-DiT-XL (1.20 B) on made-up clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more.
+
+    --dryrun estimates 56 GiB, the cross-attentions' activations not counted.
+    """
+    recipe = as_mock(_stdit("mock_stdit_xl", stdit_xl()), CLIP_25K)
+    recipe.training.recompute = "selective"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def mock_stdit3b() -> run.Partial:
+    """ST-DiT-3B (3.26 B) of the NeMo proposal on made-up clips of 1024 tokens, TP 4 + SP, 15 steps: 4 x 80 GB.
+
+    --dryrun estimates 15 GiB on each. The proposal's recipe of this name builds XL.
+    """
+    return on_tensor_parallel(as_mock(as_large_model(_stdit("mock_stdit3b", stdit_3b())), CLIP_1K), 4)
+
+
+@run.cli.factory(target=pretrain)
+def mock_stdit3b_opensora() -> run.Partial:
+    """ST-DiT-3B (3.18 B) of Open-Sora on made-up clips of 73,728 tokens, TP 2 + SP, CP 2, 15 steps: 4 x 80 GB.
+
+    Each GPU holds 16 whole frames, so spatial attention sends nothing; temporal attention sends its tokens once and
+    gets them back. Every layer is recomputed; --dryrun estimates 23 GiB on each.
+    """
+    recipe = as_mock(as_large_model(_stdit("mock_stdit3b_opensora", stdit_3b_opensora())), CLIP_74K, text_tokens=300)
+    recipe.parallel.context_parallel_size = 2
+    recipe.training.recompute = "full"
+    return on_tensor_parallel(recipe, 2)
+
+
+def _bench(name: str, comm: str, context_size: int) -> run.Partial:
+    """Return four pairs of ST-DiT-3B on one clip of 73,728 tokens, spread over context-parallel ranks alone.
+
+    For 8192 tokens: `data.height=32 data.width=32`.
+    """
+    recipe = as_mock(_stdit(name, stdit_3b()), CLIP_74K, text_tokens=300)
+    recipe.model.num_layers = 8
+    recipe.training.global_batch_size = 1
+    recipe.training.recompute = "selective"
+    recipe.parallel = run.Config(
+        ParallelConfig, context_parallel_size=context_size, spatial_temporal_comm=comm, overlap_grad_reduce=True
+    )
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def bench_stdit_hybrid_cp1() -> run.Partial:
+    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention made local by all-to-all: one GPU of 80 GB.
+
+    Nothing travels: what one GPU does alone, the measure of the others. --dryrun estimates 37 GiB.
+    """
+    return _bench("bench_stdit_hybrid_cp1", "hybrid", 1)
+
+
+@run.cli.factory(target=pretrain)
+def bench_stdit_ring_cp1() -> run.Partial:
+    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention on the ring: one GPU of 80 GB.
+
+    The same as bench_stdit_hybrid_cp1, for both columns to start at the same point.
+    """
+    return _bench("bench_stdit_ring_cp1", "context", 1)
+
+
+@run.cli.factory(target=pretrain)
+def bench_stdit_hybrid_cp2() -> run.Partial:
+    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 2, attention made local by all-to-all: 2 x 80 GB.
+
+    A forward pass sends 151 MB (bf16) per GPU and temporal attention, 1/2 of the ring, and nothing for spatial
+    attention. --dryrun estimates 20 GiB on each.
+    """
+    return _bench("bench_stdit_hybrid_cp2", "hybrid", 2)
+
+
+@run.cli.factory(target=pretrain)
+def bench_stdit_ring_cp2() -> run.Partial:
+    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 2, attention on the ring: 2 x 80 GB.
+
+    A forward pass sends 302 MB (bf16) per GPU and self-attention, spatial or temporal; a backward pass twice that.
+    """
+    return _bench("bench_stdit_ring_cp2", "context", 2)
+
+
+@run.cli.factory(target=pretrain)
+def bench_stdit_hybrid_cp4() -> run.Partial:
+    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 4, attention made local by all-to-all: 4 x 80 GB.
+
+    A forward pass sends 113 MB (bf16) per GPU and temporal attention, 1/4 of the ring, and nothing for spatial
+    attention. --dryrun estimates 12 GiB on each.
+    """
+    return _bench("bench_stdit_hybrid_cp4", "hybrid", 4)
+
+
+@run.cli.factory(target=pretrain)
+def bench_stdit_ring_cp4() -> run.Partial:
+    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 4, attention on the ring: 4 x 80 GB.
+
+    A forward pass sends 453 MB (bf16) per GPU and self-attention, spatial or temporal; a backward pass twice that.
+    """
+    return _bench("bench_stdit_ring_cp4", "context", 4)
+
+
+@run.cli.factory(target=pretrain)
+def bench_stdit_hybrid_cp8() -> run.Partial:
+    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 8, attention made local by all-to-all: 8 x 80 GB.
+
+    A forward pass sends 66 MB (bf16) per GPU and temporal attention, 1/8 of the ring, and nothing for spatial
+    attention. --dryrun estimates 7.4 GiB on each.
+    """
+    return _bench("bench_stdit_hybrid_cp8", "hybrid", 8)
+
+
+@run.cli.factory(target=pretrain)
+def bench_stdit_ring_cp8() -> run.Partial:
+    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 8, attention on the ring: 8 x 80 GB.
+
+    A forward pass sends 528 MB (bf16) per GPU and self-attention, spatial or temporal; a backward pass twice that.
+    """
+    return _bench("bench_stdit_ring_cp8", "context", 8)

@@ -1,0 +1,37 @@
+"""The tiny ST-DiT trains from the command line, on one rank and on two that share every clip's frames."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration import actions
+from tests.integration.runs import Job, loss_values, overrides, run_jobs
+
+NUM_STEPS = 20
+ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+CP2 = {"parallel__context_parallel_size": 2}
+RUNS = {
+    "one": (1, {}),
+    "hybrid": (2, CP2),
+    "ring": (2, {**CP2, "parallel__spatial_temporal_comm": "context"}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, jobs = tmp_path_factory.mktemp("stdit"), {}
+    for name, (ranks, settings) in RUNS.items():
+        words = overrides(folder / name, training__log_interval=1, logging__tensorboard=False, **settings)
+        jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_stdit", *words]}, ranks)
+    for name, ended in run_jobs(folder / "world", jobs).items():
+        assert {e.code for e in (ended if isinstance(ended, list) else [ended])} == {0}, (name, ended)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["hybrid", "ring"])
+def test_two_ranks_train_as_one(runs: Path, name: str) -> None:
+    """Mixed packs of images and clips, 20 steps, the same losses."""
+    one, two = loss_values(runs / "one"), loss_values(runs / name)
+    assert len(one) == NUM_STEPS
+    assert two == pytest.approx(one, rel=ROUNDING)
+    assert sum(one[-5:]) < 0.95 * sum(one[:5])

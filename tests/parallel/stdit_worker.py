@@ -1,0 +1,64 @@
+"""What one rank of ST-DiT's test world counts; the cases name this function."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dit.backends import process_groups
+from dit.batch import PackedBatch, SequenceLayout
+from dit.parallel.context import shard
+from dit.parallel.parallelize import build_model
+from dit.patchify import grid_positions
+from tests.parallel.context_worker import start
+from tests.parallel.traffic import bytes_sent
+from tests.parallel.worker import SEED, tiny_model
+
+
+def pack_of(grids: tuple, multiple_of: int) -> PackedBatch:
+    layout = SequenceLayout.from_lengths([t * h * w for t, h, w in grids], multiple_of=multiple_of)
+    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.int64)
+    for first, grid, length in zip(layout.starts, grids, layout.lengths):
+        positions[first : first + length] = grid_positions(grid)
+    return PackedBatch(
+        latents_TC=torch.randn(layout.total_tokens, 16, generator=torch.Generator().manual_seed(0)),
+        positions_T3=positions,
+        layout=layout,
+        sample_ids_S=torch.arange(len(grids)),
+        grids=grids,
+        keys=tuple(map(str, range(len(grids)))),
+    )
+
+
+def traffic(case: dict) -> dict:
+    """Count the bytes that all ranks send over their context-parallel groups in one forward and one backward pass.
+
+    Returns:
+        For every (kind, how segments get whole, split, name of a pack): (forward, backward), each the most that one
+        rank sends and the sum over all ranks.
+    """
+    parallel, dims, groups = start(case)
+    found = {}
+    for key in case["keys"]:
+        kind, comm, split, name = key
+        settings = replace(parallel, spatial_temporal_comm=comm, context_split=split)
+        model = tiny_model("stdit", num_layers=1, layer_pattern=[kind], qk_layernorm=False)
+        (backbone,) = build_model(model, settings, "fp32", groups, SEED)
+        with torch.no_grad():
+            for parameter in backbone.parameters():
+                nn.init.normal_(parameter, 0.0, 0.1)
+        grids = case["packs"][name]
+        pack = pack_of(grids, 2 * dims.token_multiple)
+        part = shard(pack, groups.cp.rank(), groups.cp.size(), split)
+        with bytes_sent([groups.cp]) as forward:
+            out_TC = backbone(part.latents_TC, torch.full((len(grids),), 0.3), part)
+        with bytes_sent([groups.cp]) as backward:
+            out_TC[part.layout.valid_T].square().sum().backward()
+        counts = torch.tensor([sum(forward.values()), sum(backward.values())], dtype=torch.int64)
+        everywhere = [torch.empty_like(counts) for _ in range(groups.world_size)]
+        dist.all_gather(everywhere, counts)
+        ranks = torch.stack(everywhere)
+        found[key] = tuple(zip(ranks.max(0).values.tolist(), ranks.sum(0).tolist()))
+    process_groups.release()
+    return found

@@ -1,0 +1,142 @@
+"""ST-DiT gives the numbers of one rank under any layout, and sends what the formulas say.
+
+Packs are ragged and hold images beside clips: frames and columns are cut by the context-parallel split, ranks own
+unequal shares, and some own no frame at all.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.test_layouts import assert_equal_training
+from tests.parallel.world import run_world
+
+MODELS = {
+    "alternating": {"backbone": "stdit", "num_classes": 5, "position_span": 4.0},
+    "all_in_one": {
+        **{"backbone": "stdit", "layer_pattern": ["spatial+full+temporal"], "position_embedding": "rope_3d"},
+        **{"temporal_rope": False, "num_query_groups": 2, "size_conditioning": True},
+    },
+}
+BALANCED = {"context_split": "load_balanced"}
+SEGMENTS_CUT = {"spatial_temporal_comm": "context"}
+TP2 = {"tensor_model_parallel_size": 2}
+TP2SP = {**TP2, "sequence_parallel": True}
+CP2, CP4 = ({"context_parallel_size": size} for size in (2, 4))
+LAYOUTS = {
+    2: {
+        "tp2": TP2,
+        "tp2_sp": TP2SP,
+        "distributed_optimizer2": {},
+        "fsdp2": {"data_parallel": "fsdp"},
+        "pp2": {"pipeline_model_parallel_size": 2},
+        "cp2_hybrid": CP2,
+        "cp2_hybrid_balanced": {**CP2, **BALANCED},
+        "cp2_ring": {**CP2, **SEGMENTS_CUT},
+        "cp2_all_gather_balanced": {**CP2, **SEGMENTS_CUT, **BALANCED, "context_comm": "all_gather"},
+        "cp2_a2a": {**CP2, **SEGMENTS_CUT, "context_comm": "a2a"},
+    },
+    4: {
+        "cp4_hybrid": CP4,
+        "cp4_hybrid_balanced": {**CP4, **BALANCED},
+        "cp4_ring": {**CP4, **SEGMENTS_CUT},
+        "cp4_two_level": {**CP4, **SEGMENTS_CUT, "context_comm": "a2a+p2p", "context_a2a_size": 2},
+        "cp2_tp2_hybrid": {**CP2, **TP2},
+        "cp2_tp2_sp_hybrid": {**CP2, **TP2SP},
+        "cp2_tp2_sp_hybrid_balanced": {**CP2, **TP2SP, **BALANCED},
+        "cp2_tp2_sp_ring": {**CP2, **TP2SP, **SEGMENTS_CUT},
+        "cp2_pp2_hybrid": {**CP2, "pipeline_model_parallel_size": 2},
+        "cp2_dp2_hybrid": CP2,
+    },
+}
+# Rows of the second model, whose rotary positions travel, heads come in groups, and layers mix kinds of attention.
+BOTH = {"tp2_sp", "cp2_hybrid", "cp2_ring", "cp4_hybrid_balanced", "cp2_tp2_sp_hybrid", "cp2_tp2_sp_ring"}
+CASES = [
+    (world, model, layout)
+    for world, layouts in LAYOUTS.items()
+    for layout in layouts
+    for model in MODELS
+    if model == "alternating" or layout in BOTH
+]
+
+# Layers that run again exchange again; what came over the network is kept where only cheap parts run again.
+RECOMPUTED = {(2, "all_in_one", f"cp2_hybrid_{choice}"): {"recompute": choice} for choice in ("selective", "full")}
+
+HIDDEN, FP32_BYTES = 32, 4
+PACKS = {
+    "clip": ((8, 2, 4),),  # frames and columns both divide by the ranks
+    "odd_frames": ((6, 2, 4),),  # the split cuts frames
+    "mixed": ((5, 2, 3), (1, 4, 4), (3, 3, 3), (1, 2, 2)),
+}
+TRAFFIC = [
+    (kind, comm, split, pack)
+    for kind in ("spatial", "temporal")
+    for split in ("contiguous", "load_balanced")
+    for pack in PACKS
+    for comm in ("hybrid", "context")
+]
+TOPOLOGIES = {"cp4": CP4, "cp2_tp2_sp": {**CP2, **TP2SP}}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Every case's numbers, and those of one rank; each world size starts once."""
+    folder, found = tmp_path_factory.mktemp("stdit"), {}
+    cases = [{"parallel": {"data_parallel": "ddp"}, "model": model, "packed": True} for model in MODELS.values()]
+    found |= zip(MODELS, run_world(1, cases, folder / "1"))
+    for world in LAYOUTS:
+        keys = [case for case in CASES if case[0] == world]
+        cases = [{"parallel": LAYOUTS[world][name], "model": MODELS[model], "packed": True} for _, model, name in keys]
+        if world == 2:
+            keys += RECOMPUTED
+            cases += [
+                {"parallel": CP2, "model": MODELS["all_in_one"], "packed": True, "recompute": recompute}
+                for recompute in RECOMPUTED.values()
+            ]
+        if world == 4:
+            keys += TOPOLOGIES
+            cases += [_traffic(parallel) for parallel in TOPOLOGIES.values()]
+        found |= zip(keys, run_world(world, cases, Path(folder / str(world))))
+    return found
+
+
+def _traffic(parallel: dict) -> dict:
+    return {"task": "tests.parallel.stdit_worker:traffic", "parallel": parallel, "keys": TRAFFIC, "packs": PACKS}
+
+
+@pytest.mark.parametrize(("world", "model", "layout"), [*CASES, *RECOMPUTED])
+def test_layout_equals_one_rank(results, world, model, layout):
+    """Losses, gradient norms, every parameter's gradient, and the parameters after three steps."""
+    assert_equal_training(results[model], results[world, model, layout])
+
+
+@pytest.mark.parametrize("kind", ["spatial", "temporal"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_bytes_sent_are_those_of_the_formulas(results, topology, kind):
+    """Hybrid: 2 (T/c) D (c-1)/c per rank each way, or nothing for whole frames; ring: c times that, backward twice.
+
+    With TP + SP both are divided by the tensor-parallel size.
+    """
+    ranks = 4 if topology == "cp4" else 2
+    unit = 64 / 4 * HIDDEN * FP32_BYTES  # all of the four ranks hold a quarter of the tokens
+    ring, hybrid = 2 * unit * (ranks - 1), 2 * unit * (ranks - 1) / ranks
+    found = results[topology]
+    for direction, twice in ((0, 1), (1, 2)):
+        most, total = found[kind, "context", "contiguous", "clip"][direction]
+        assert (most, total) == (ring * twice, 4 * ring * twice)
+        most, total = found[kind, "hybrid", "contiguous", "clip"][direction]
+        expected = 0 if kind == "spatial" else hybrid
+        assert (most, total) == (expected, 4 * expected)
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("kind", ["spatial", "temporal"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_hybrid_sends_a_share_of_the_ring(results, topology, kind, pack):
+    """At most 1 / c of the ring's bytes, whatever the split cuts; `-s` prints the numbers."""
+    ranks = 4 if topology == "cp4" else 2
+    for split in ("contiguous", "load_balanced"):
+        for direction, way in enumerate(("forward", "backward")):
+            hybrid, ring = (results[topology][kind, comm, split, pack][direction] for comm in ("hybrid", "context"))
+            print(f"{topology} {kind} {pack} {split} {way}: hybrid {hybrid}, ring {ring} (most of a rank, sum)")
+            assert hybrid[1] * ranks <= ring[1]
