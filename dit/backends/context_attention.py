@@ -69,9 +69,8 @@ class ContextAttention:
         if isinstance(layout_q, JointLayout):
             return self._joint(q_TNH, k_KNH, v_KNH, layout_q)
         shares = context_rows(layout_q, self.group.size(), self.split)
-        own = shares.blocks()[self.group.rank()]
         if layout_k.rows is None:
-            return self.local(q_TNH, k_KNH, v_KNH, own, layout_k)
+            return self.local(q_TNH, k_KNH, v_KNH, shares.blocks()[self.group.rank()], layout_k)
         return self.exchange(q_TNH, k_KNH, v_KNH, shares)
 
     def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:

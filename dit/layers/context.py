@@ -38,7 +38,7 @@ class TextTokens(nn.Module):
     def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout]:
         """Return the text tokens `[K, context_size]` and where they lie."""
         context_KD, layout = batch.context_KD, text_layout(batch)
-        if context_KD is None:
+        if context_KD is None or batch.context_layout is None:
             return self.null.expand(layout.num_samples, -1), layout
         context_KD = context_KD.to(self.null.dtype)
         if layout.valid_tokens < layout.total_tokens:

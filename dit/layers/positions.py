@@ -141,11 +141,6 @@ def check_rope(rotary: RotaryPositions) -> None:
     Raises:
         ConfigError: the head has no pair for each axis, or a setting is impossible.
     """
-    if rotary.time_only and (rotary.head_size % 2 or not rotary.head_size):
-        raise ConfigError(
-            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to turn with t; "
-            "use an even head size, or temporal_rope=False"
-        )
     if rotary.axes is not None:
         if len(rotary.axes) != 3 or min(rotary.axes) < 2 or any(size % 2 for size in rotary.axes):
             raise ConfigError(f"model.rope_axes={list(rotary.axes)} must be three even numbers of at least 2: t, h, w")
@@ -154,6 +149,11 @@ def check_rope(rotary: RotaryPositions) -> None:
                 f"model.rope_axes={list(rotary.axes)} add up to {sum(rotary.axes)}, but a head has {rotary.head_size} "
                 "features (hidden_size / num_attention_heads); they must be equal"
             )
+    if rotary.time_only and (rotary.head_size % 2 or not rotary.head_size):
+        raise ConfigError(
+            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to turn with t; "
+            "use an even head size, or temporal_rope=False"
+        )
     if not rotary.time_only and (rotary.head_size % 2 or rotary.head_size < 6):
         raise ConfigError(
             f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pair for each of t, h "

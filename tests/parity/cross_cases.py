@@ -97,38 +97,27 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
 
 
-Reference = Callable[[Tensor, Tensor, Sample], Tensor]
-"""Maps the patches, the time and the conditions of one sample to the prediction."""
-
-
-def cross_reference(config: Any, leaves: Leaves, kind: type[CrossReference] = CrossReference) -> Reference:
-    reference = kind(config, leaves)
-
-    def run(patches: Tensor, time: Tensor, sample: Sample) -> Tensor:
-        text = sample.text(config.context_size)
-        return reference.run(patches, time, sample.grid, text, fps=sample.fps, label=sample.label)
-
-    return run
-
-
 def check_against_reference(
     model: nn.Module,
     config: Any,
     samples: list[Sample],
-    *,
-    reference_of: Callable[[Any, Leaves], Reference] = cross_reference,
+    kind: Callable[[Any, Leaves], Any] = CrossReference,
     **padding: int,
 ) -> None:
     """Run the pack once through ours, each sample alone through the reference; compare outputs and all gradients."""
     batch, leaves = pack(samples, config, **padding), Leaves(model)
-    reference = reference_of(config, leaves)
+    reference = kind(config, leaves)
     inputs, time = draw(batch)
     out = model(inputs, time, batch)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(6))
     loss = torch.zeros((), dtype=torch.float64)
     for i, (sample, start, length) in enumerate(zip(samples, batch.layout.starts, batch.layout.lengths)):
         rows = slice(start, start + length)
-        exact = reference(inputs[rows], time[i : i + 1], sample)
+        given: dict[str, Any] = {"fps": sample.fps, "label": sample.label}
+        if config.pooled_size is not None:
+            given["pooled"] = sample.pooled(config.pooled_size)
+        text = sample.text(config.context_size)
+        exact = reference.run(inputs[rows], time[i : i + 1], sample.grid, text, **given)
         assert relative_error(out[rows], exact) <= RTOL, f"sample {i}"
         loss = loss + (exact * cotangent[rows].double()).sum()
     loss.backward()

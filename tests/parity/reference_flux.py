@@ -8,13 +8,12 @@ section 2; sizes, axes of the rotary positions and order of the conditions: blac
 """
 
 import math
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from tests.parity.cross_cases import Reference, Sample
-from tests.parity.reference_cross import Leaves, attend, patch_indices, turn
+from tests.parity.reference_cross import Grid, Leaves, attend, patch_indices, turn
 from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu, time_features
 
 DROPPED_TOKENS = 3
@@ -44,13 +43,12 @@ class FluxReference:
     def head_norm(self, x: Tensor, name: str) -> Tensor:
         return rms_normalise(x, self.leaves[f"{name}.weight"], self.config.layernorm_epsilon)
 
-    def condition(self, time: Tensor, sample: Sample) -> Tensor:
+    def condition(self, time: Tensor, pooled: Optional[Tensor]) -> Tensor:
         def embed(x: Tensor, name: str) -> Tensor:
             name = f"conditioner.{name}"
             return self.leaves.linear(silu(self.leaves.linear(x, f"{name}.linear_1")), f"{name}.linear_2")
 
         scale = self.config.time_scale
-        pooled = sample.pooled(self.config.pooled_size)
         pooled = self.leaves["conditioner.pooled.null"] if pooled is None else pooled.double()
         cond = embed(time_features(time.double() * scale), "time")[0] + embed(pooled[None], "pooled")[0]
         if self.config.guidance is not None:
@@ -102,12 +100,21 @@ class FluxReference:
         both = torch.cat([torch.cat(pair, -1) for pair in zip(attended, mlp)], -1)
         return x + gate * self.leaves.linear(both, f"{name}.linear_out")
 
-    def run(self, patches: Tensor, time: Tensor, sample: Sample) -> Tensor:
+    def run(
+        self,
+        patches: Tensor,
+        time: Tensor,
+        grid: Grid,
+        text: Optional[Tensor],
+        *,
+        pooled: Optional[Tensor],
+        **others: object,
+    ) -> Tensor:
+        """Predict one sample; the network hears nothing of frame rate and class."""
         config, leaves = self.config, self.leaves
-        given = sample.text(config.context_size)
-        given = leaves["text.null"].expand(DROPPED_TOKENS, -1) if given is None else given.double()
-        cond = self.condition(time, sample)
-        by = turns([(0, 0, 0)] * len(given) + patch_indices(sample.grid), config)
+        given = leaves["text.null"].expand(DROPPED_TOKENS, -1) if text is None else text.double()
+        cond = self.condition(time, pooled)
+        by = turns([(0, 0, 0)] * len(given) + patch_indices(grid), config)
         text, image = leaves.linear(given, "embed_text"), leaves.linear(patches.double(), "embed.linear")
         for i in range(config.num_joint_layers):
             text, image = self.joint_block(text, image, cond, by, f"layers.{i}")
@@ -116,7 +123,3 @@ class FluxReference:
             x = self.single_block(x, cond, by, f"layers.{i}")
         shift, scale = leaves.linear(silu(cond), "head.modulation").chunk(2)
         return leaves.linear(self.modulate(x[len(text) :], shift, scale), "head.linear")
-
-
-def flux_reference(config: Any, leaves: Leaves) -> Reference:
-    return FluxReference(config, leaves).run

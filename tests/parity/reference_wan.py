@@ -7,13 +7,12 @@ Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1; the norms over the whole
 cross-attention and the table of the head are those of its published code.
 """
 
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from tests.parity.cross_cases import Reference, Sample
-from tests.parity.reference_cross import CrossReference, Leaves, attend, turn, turns
+from tests.parity.reference_cross import CrossReference, attend, turn, turns
 from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu
 
 
@@ -79,13 +78,3 @@ class WanReference(CrossReference):
             x = self.block(x, shared, text, f"layers.{i}", by)
         shift, scale = leaves["head.table"] + cond
         return leaves.linear(normalise(x, config.layernorm_epsilon) * (1 + scale) + shift, "head.linear")
-
-
-def wan_reference(config: Any, leaves: Leaves) -> Reference:
-    reference = WanReference(config, leaves)
-
-    def run(patches: Tensor, time: Tensor, sample: Sample) -> Tensor:
-        text = sample.text(config.context_size)
-        return reference.run(patches, time, sample.grid, text, fps=sample.fps, label=sample.label)
-
-    return run

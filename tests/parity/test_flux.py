@@ -24,7 +24,7 @@ from tests.parity.cross_cases import (
     pack,
     relative_error,
 )
-from tests.parity.reference_flux import DROPPED_TOKENS, flux_reference
+from tests.parity.reference_flux import DROPPED_TOKENS, FluxReference
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "num_joint_layers": 2, "num_single_layers": 2, "num_attention_heads": 4, "in_channels": 3},
@@ -49,7 +49,7 @@ def test_mixed_pack_is_the_formulas(build_model: BuildModel, name: str):
     """Images and clips of one pack differ in time, length and text, and none feels another."""
     model_config = config(**VARIANTS[name])
     model = build_model(model_config, perturb=0.1)
-    check_against_reference(model, model_config, MIXED, reference_of=flux_reference)
+    check_against_reference(model, model_config, MIXED, kind=FluxReference)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_mixed_pack_is_the_formulas(build_model: BuildModel, name: str):
 def test_padded_pack_is_the_formulas(build_model: BuildModel, padding: dict):
     model_config = config()
     model = build_model(model_config, perturb=0.1)
-    check_against_reference(model, model_config, MIXED, reference_of=flux_reference, **padding)
+    check_against_reference(model, model_config, MIXED, kind=FluxReference, **padding)
 
 
 @pytest.mark.parametrize("texts", [(3, None, 3), (2, None, 1)], ids=["equal", "ragged"])
@@ -68,7 +68,7 @@ def test_dense_batch_is_the_formulas(build_model: BuildModel, texts: tuple):
     samples = [replace(sample, text_tokens=n) for sample, n in zip(DENSE, texts)]
     model = build_model(model_config, perturb=0.1)
     assert (pack(samples, model_config).context_layout.uniform_length is None) == (texts == (2, None, 1))
-    check_against_reference(model, model_config, samples, reference_of=flux_reference)
+    check_against_reference(model, model_config, samples, kind=FluxReference)
 
 
 def test_joint_packs_hold_every_row_once():

@@ -1,7 +1,6 @@
 """Our packed, parallel-ready ST-DiT computes what the papers' formulas say: outputs and every gradient."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -17,14 +16,12 @@ from tests.parity.cross_cases import (
     check_against_reference,
     check_missing_text_is_dropped_text,
     check_padding_is_never_read,
-    cross_reference,
     draw,
     pack,
     relative_error,
 )
 from tests.parity.reference_stdit import STDiTReference
 
-stdit_reference = partial(cross_reference, kind=STDiTReference)
 ALL_IN_ONE = ["spatial+full+temporal"]
 VARIANTS = {
     "alternating": {},
@@ -56,7 +53,7 @@ def config(**changes: object) -> STDiTConfig:
 def test_mixed_pack_is_the_formulas(build_model: BuildModel, name: str):
     """Images and clips of one pack differ in time, size and text, and none feels another."""
     made = config(**VARIANTS[name])
-    check_against_reference(build_model(made, perturb=0.1), made, MIXED, reference_of=stdit_reference)
+    check_against_reference(build_model(made, perturb=0.1), made, MIXED, STDiTReference)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +61,13 @@ def test_mixed_pack_is_the_formulas(build_model: BuildModel, name: str):
 )
 def test_padded_pack_is_the_formulas(build_model: BuildModel, padding: dict):
     made = config(layer_pattern=ALL_IN_ONE)
-    check_against_reference(build_model(made, perturb=0.1), made, MIXED, reference_of=stdit_reference, **padding)
+    check_against_reference(build_model(made, perturb=0.1), made, MIXED, STDiTReference, **padding)
 
 
 def test_dense_batch_is_the_formulas(build_model: BuildModel):
     made = config(layer_pattern=["temporal", "full"])
     samples = [*DENSE, Sample((2, 2, 3), None)]
-    check_against_reference(build_model(made, perturb=0.1), made, samples, reference_of=stdit_reference)
+    check_against_reference(build_model(made, perturb=0.1), made, samples, STDiTReference)
 
 
 def test_packed_is_unpacked(build_model: BuildModel):

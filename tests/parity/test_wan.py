@@ -25,7 +25,7 @@ from tests.parity.cross_cases import (
     draw,
     pack,
 )
-from tests.parity.reference_wan import wan_reference
+from tests.parity.reference_wan import WanReference
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 3},
@@ -50,7 +50,7 @@ def test_mixed_pack_is_the_formulas(build_model: BuildModel, name: str):
     """Images and clips of one pack differ in time, length and text, and none feels another."""
     model_config = config(**VARIANTS[name])
     model = build_model(model_config, perturb=0.1)
-    check_against_reference(model, model_config, MIXED, reference_of=wan_reference)
+    check_against_reference(model, model_config, MIXED, kind=WanReference)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_mixed_pack_is_the_formulas(build_model: BuildModel, name: str):
 def test_padded_pack_is_the_formulas(build_model: BuildModel, padding: dict):
     model_config = config()
     model = build_model(model_config, perturb=0.1)
-    check_against_reference(model, model_config, MIXED, reference_of=wan_reference, **padding)
+    check_against_reference(model, model_config, MIXED, kind=WanReference, **padding)
 
 
 def test_dense_batch_is_the_formulas(build_model: BuildModel):
     model_config, samples = config(), [*DENSE, Sample((2, 2, 3), None)]
     model = build_model(model_config, perturb=0.1)
-    check_against_reference(model, model_config, samples, reference_of=wan_reference)
+    check_against_reference(model, model_config, samples, kind=WanReference)
 
 
 def test_blocks_start_as_the_identity(build_model: BuildModel):
