@@ -44,12 +44,19 @@ class Row:
         world: ranks.
         parallel: settings of `ParallelConfig`.
         model: changes of the tiny model.
+        micro_batches: of a step, over all replicas.
     """
 
     name: str
     world: int
     parallel: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 4
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """What is trained, whatever the layout."""
+        return {"model": self.model, "micro_batches": self.micro_batches}
 
 
 SMALL = [
@@ -71,7 +78,7 @@ SMALL = [
     Row("EP 2 x TP 2 + SP", 4, {**EP2, **TP2SP}, EXPERTS),
 ]
 MISSION = [
-    Row("FSDP 8", 8, FSDP),
+    Row("FSDP 8", 8, FSDP, micro_batches=8),
     Row("CP 2 x TP 2 + SP x FSDP 2", 8, {**CP2, **TP2SP, **FSDP}),
     Row("CP 2 x TP 2 + SP x distributed optimizer 2", 8, {**CP2, **TP2SP}),
     Row("CP 2 x TP 2 + SP x PP 2, distributed optimizer", 8, {**CP2, **TP2SP, **PP2}),
@@ -146,21 +153,23 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
 
     One rank goes first and last: it writes the checkpoints that the others read, and reads those that they write.
     """
-    models = [dict(items) for items in {tuple(row.model.items()) for row in rows}]
-    alone, saved_alone = {"data_parallel": "ddp"}, [str(folder / f"model_{i}") for i in range(len(models))]
-    number = {row.name: models.index(row.model) for row in rows}
+    tasks: list[dict[str, Any]] = []
+    for row in rows:
+        if row.task not in tasks:
+            tasks.append(row.task)
+    alone, saved_alone = {"data_parallel": "ddp"}, [str(folder / f"task_{i}") for i in range(len(tasks))]
+    number = {row.name: tasks.index(row.task) for row in rows}
 
-    def training(parallel: dict[str, Any], model: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{"parallel": parallel, "packed": packed, "model": model} for packed in (False, True)]
+    def training(parallel: dict[str, Any], task: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"parallel": parallel, "packed": packed, **task} for packed in (False, True)]
 
-    def moving(task: str, parallel: dict[str, Any], model: dict[str, Any], path: str) -> dict[str, Any]:
-        task = f"tests.parallel.expert_tasks:{task}"
-        return {"task": task, "parallel": parallel, "model": model, "packed": True, "folder": path}
+    def moving(way: str, parallel: dict[str, Any], task: dict[str, Any], path: str) -> dict[str, Any]:
+        return {"task": f"tests.parallel.expert_tasks:{way}", "parallel": parallel, "folder": path, **task}
 
     first = [
         case
-        for model, path in zip(models, saved_alone)
-        for case in (*training(alone, model), moving("save", alone, model, path))
+        for task, path in zip(tasks, saved_alone)
+        for case in (*training(alone, task), moving("save", alone, task, path))
     ]
     one = run_world(1, first, folder / "first")
     by_world: dict[int, list[Row]] = defaultdict(list)
@@ -172,15 +181,15 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
             case
             for i, row in enumerate(group)
             for case in (
-                *training(row.parallel, row.model),
-                moving("save", row.parallel, row.model, str(folder / f"row_{world}_{i}")),
-                moving("load", row.parallel, row.model, saved_alone[number[row.name]]),
+                *training(row.parallel, row.task),
+                moving("save", row.parallel, row.task, str(folder / f"row_{world}_{i}")),
+                moving("load", row.parallel, row.task, saved_alone[number[row.name]]),
             )
         ]
         results = run_world(world, cases, folder / str(world), timeout_s=1800.0)
         many |= {row.name: results[4 * i : 4 * i + 4] for i, row in enumerate(group)}
     last = [
-        moving("load", alone, row.model, str(folder / f"row_{world}_{i}"))
+        moving("load", alone, row.task, str(folder / f"row_{world}_{i}"))
         for world, group in sorted(by_world.items())
         for i, row in enumerate(group)
     ]

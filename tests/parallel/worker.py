@@ -112,7 +112,7 @@ def build(case: dict) -> SimpleNamespace:
 
     parallel = ParallelConfig(**case["parallel"])
     model = tiny_model(**case.get("model", {}))
-    num_micro = 4
+    num_micro = case.get("micro_batches", 4)
     dims = check_parallel(
         parallel,
         world_size=dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment(),
@@ -158,7 +158,7 @@ def train(case: dict) -> dict:
         optimizer.zero_grad()
         mine = range(groups.dp_rank, it.num_micro, groups.dp_size)
         multiple_of = max(4, it.dims.token_multiple)
-        packs = (micro_batch(4 * step + i, packed=case["packed"], multiple_of=multiple_of) for i in mine)
+        packs = (micro_batch(it.num_micro * step + i, packed=case["packed"], multiple_of=multiple_of) for i in mine)
         batches = (shard(pack, groups.cp.rank(), groups.cp.size(), it.parallel.context_split) for pack in packs)
         forward_step = training_forward_step(FlowMatching(), it.model, SEED, step)
         out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
