@@ -19,6 +19,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
+from dit.parallel.fsdp_rows import keep_rows_whole
 
 BUCKET_ELEMENTS = 40_000_000  # of what no unit holds; Megatron-Core's size for plain data parallelism
 
@@ -63,6 +64,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
     if not isinstance(mcore_fsdp_adapter.TELinear, type):
         # Without Transformer Engine this is a mock, and the adapter asks `isinstance` of it under tensor parallelism.
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
+    keep_rows_whole()
     wrapped = FullyShardedDataParallel(
         backbone.config,
         DistributedDataParallelConfig(

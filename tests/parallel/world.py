@@ -77,7 +77,8 @@ def run_world(world_size: int, cases: list[dict], folder: Path, *, timeout_s: fl
         process.kill()
         process.join()
     if codes != [0] * world_size:
-        failed = (folder / f"rank_{rank}.log" for rank, code in enumerate(codes) if code != 0)
-        logs = "\n".join(log.read_text()[-3000:] for log in failed if log.exists())
+        first = [rank for rank, code in enumerate(codes) if code] or range(world_size)
+        files = [folder / f"rank_{rank}.log" for rank in first]
+        logs = "\n".join(log.read_text()[-3000:] for log in files if log.exists())
         raise RuntimeError(f"ranks ended with {codes} (None: still at work then):\n{logs}")
     return pickle.loads((folder / "results.pkl").read_bytes())
