@@ -20,6 +20,7 @@ TINY = {
     "model__patch_spatial": 2,
     "model__num_classes": 5,
     "schedule__warmup_steps": 0,
+    "schedule__min_lr": 0.0,
 }
 TINY_STEP = 1e-7  # one step of Adam moves a weight by at most the learning rate, 1e-9
 
