@@ -115,7 +115,10 @@ def test_imported_weights_are_sampled_with_or_without_their_variance(done: dict,
 def test_a_tensor_parallel_run_starts_from_them(done: dict, folder: Path, theirs: dict):
     """After a step of next to nothing on two ranks, every weight is still what was imported; of the head, the mean."""
     assert all(ended.code == 0 for ended in done["start"]), done["start"]
-    for name, tensor in load_file(folder / "raw.safetensors").items():
+    found = load_file(folder / "raw.safetensors")
+    assert found.keys() == theirs.keys()
+    assert found.pop("pos_embed").shape == (1, 64, 48)  # computed for the 16 x 16 latents of the run
+    for name, tensor in found.items():
         expected = theirs[name]
         if name.startswith("final_layer.linear"):
             expected = expected.unflatten(0, (4, 8))[:, :4].flatten(0, 1)
