@@ -48,7 +48,7 @@ demo-text: $(VENV)/.text data/letters_text/dataset.json ## train letters by desc
 data/moving_letters/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare moving_letters --out data/moving_letters
 
-demo-video: $(VENV)/.installed data/moving_letters/dataset.json ## train moving letters, draw moving.gif, measure them
+demo-video: $(VENV)/.installed data/moving_letters/dataset.json ## train moving letters for an hour, draw moving.gif
 	$(VENV)/bin/torchrun --nproc-per-node 2 -m launch.train --yes --factory moving_letters_dit \
 	  training.run_dir=$(DEMO_VIDEO)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_VIDEO) --out moving.gif

@@ -172,30 +172,32 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
         for case in (*training(alone, task), moving("save", alone, task, path))
     ]
     one = run_world(1, first, folder / "first")
-    by_world: dict[int, list[Row]] = defaultdict(list)
+    by_start: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in rows:
-        by_world[row.world].append(row)
+        # Megatron-FSDP keeps the groups of its models for good, and their threads poll: each such row starts afresh.
+        by_start[row.world, row.name if row.parallel.get("data_parallel") == "fsdp" else ""].append(row)
+    starts = [(world, f"{i}_{world}", group) for i, ((world, _), group) in enumerate(sorted(by_start.items()))]
     many: dict[str, list[dict[str, Any]]] = {}
-    for world, group in sorted(by_world.items()):
+    for world, name, group in starts:
         cases = [
             case
             for i, row in enumerate(group)
             for case in (
                 *training(row.parallel, row.task),
-                moving("save", row.parallel, row.task, str(folder / f"row_{world}_{i}")),
+                moving("save", row.parallel, row.task, str(folder / f"row_{name}_{i}")),
                 moving("load", row.parallel, row.task, saved_alone[number[row.name]]),
             )
         ]
-        results = run_world(world, cases, folder / str(world), timeout_s=1800.0)
+        results = run_world(world, cases, folder / name, timeout_s=1800.0)
         many |= {row.name: results[4 * i : 4 * i + 4] for i, row in enumerate(group)}
     last = [
-        moving("load", alone, row.task, str(folder / f"row_{world}_{i}"))
-        for world, group in sorted(by_world.items())
+        moving("load", alone, row.task, str(folder / f"row_{name}_{i}"))
+        for _, name, group in starts
         for i, row in enumerate(group)
     ]
     loaded = run_world(1, last, folder / "last")
     outcomes = {}
-    for row, on_one in zip((row for _, group in sorted(by_world.items()) for row in group), loaded, strict=True):
+    for row, on_one in zip((row for *_, group in starts for row in group), loaded, strict=True):
         dense, packed, saved, back = many[row.name]
         alone_dense, alone_packed, alone_saved = one[3 * number[row.name] :][:3]
         lost = (*not_carried(saved, on_one), *not_carried(alone_saved, back))
