@@ -79,9 +79,9 @@ def test_mirrors_change_nothing_in_the_record(done: dict[str, Any], folder: Path
     assert not (folder / "plain" / "events").exists()
 
 
-@pytest.mark.parametrize(("name", "tokens", "samples"), [("benchmark", 256, 8), ("shape", 8, 16)])
+@pytest.mark.parametrize(("name", "tokens", "samples"), [("benchmark", 16, 8), ("shape", 8, 16)])
 def test_a_benchmark_adds_up(done: dict[str, Any], folder: Path, name: str, tokens: int, samples: int) -> None:
-    """Rates times time are the tokens and the operations of a step, counted anew from the sizes."""
+    """Rates times time are the tokens and operations of a step, counted anew; on the recipe's own data, or others."""
     record = json.loads(done[name].out.splitlines()[-1])
     written = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
     assert record in written
