@@ -55,7 +55,7 @@ demo-video: $(VENV)/.installed data/moving_letters/dataset.json ## train moving 
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_VIDEO)
 
 test: lint ## lint, types and all tests that need no GPU
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/ruff check .
