@@ -164,6 +164,21 @@ class CrossAttentionModelConfig(ModelConfig, RotarySettings):
             "qk_layernorm": self.qk_layernorm,
         }
 
+    def build_conditioner(self, provider: Any) -> Any:
+        """Build the `Conditioner` of these settings."""
+        from dit.layers.conditioning import Conditioner
+
+        return Conditioner(
+            self.hidden_size,
+            provider,
+            time_scale=self.time_scale,
+            num_classes=self.num_classes,
+            fps=self.fps_conditioning,
+            size=self.size_conditioning,
+            patch_temporal=self.patch_temporal,
+            patch_spatial=self.patch_spatial,
+        )
+
     def count_conditioner(self) -> int:
         """Count the parameters of the conditioning vector's embedders and of the null text."""
         h = self.hidden_size

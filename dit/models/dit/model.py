@@ -1,8 +1,5 @@
 """The original DiT on Megatron-Core linears."""
 
-import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from dit.backends.addressed_init import xavier_uniform
@@ -12,6 +9,7 @@ from dit.batch import PackedBatch, SequenceLayout
 from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, TimestepEmbedder
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import sincos
+from dit.layers.tokens import from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.layer import DiTLayer
@@ -73,28 +71,17 @@ class DiT(Backbone):
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         # Attention gets the rows of all tensor-parallel ranks, so rotary positions are those of the rows held before.
         rotation = None if self.rotary is None else self.rotary(batch.positions_T3)
-        layout, positions_T3 = batch.layout, batch.positions_T3
-        if self.provider.sequence_parallel:
-            own = self._own_rows(layout)
-            layout, inputs_TC, positions_T3 = layout.select(own, gathered=True), inputs_TC[own], positions_T3[own]
+        layout, (inputs_TC, positions_T3) = shard_rows(batch.layout, self.provider, inputs_TC, batch.positions_T3)
         cond_SD = self.conditioner(time_S, batch)
         if self.pre_process:
             x_TD = self._embed(inputs_TC, positions_T3, layout)
         else:
-            assert self.input_tensor is not None
-            x_TD = self.input_tensor.flatten(0, 1)
+            x_TD = from_previous_stage(self.input_tensor)
         for layer in self.layers.values():
             x_TD = layer(x_TD, cond_SD, layout, rotation)
         if not self.post_process:
-            # Not a view: the schedule frees the activations once they are sent.
-            return make_viewless_tensor(x_TD[:, None], x_TD.requires_grad, keep_graph=True)
-        out_TC = self.head(x_TD, cond_SD, layout)
-        if self.provider.sequence_parallel:
-            # Every rank computes the same loss from all rows, so the backward pass keeps this rank's rows.
-            out_TC = gather_from_sequence_parallel_region(
-                out_TC, tensor_parallel_output_grad=False, group=self.provider.tp_group
-            )
-        return out_TC
+            return to_next_stage(x_TD)
+        return gather_rows(self.head(x_TD, cond_SD, layout), self.provider)
 
     def _embed(self, inputs_TC: Tensor, positions_T3: Tensor, layout: SequenceLayout) -> Tensor:
         if layout.valid_tokens < layout.total_tokens:
@@ -105,9 +92,3 @@ class DiT(Backbone):
             return x_TD
         positions = sincos(positions_T3, self.model_config.hidden_size, self.model_config.position_embedding)
         return x_TD + positions.to(x_TD.dtype)
-
-    def _own_rows(self, layout: SequenceLayout) -> Tensor:
-        """Return this tensor-parallel rank's share of the rows held here."""
-        share = layout.num_rows // self.provider.tp_size
-        start = self.provider.tp_rank * share
-        return torch.arange(start, start + share, device=layout.device)

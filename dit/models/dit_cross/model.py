@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from dit.backends.attention import Attention
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.layers.conditioning import Conditioner
 from dit.layers.context import TextTokens
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import sincos
@@ -35,16 +34,7 @@ class DiTCross(Backbone):
         size = config.hidden_size
         assert config.context_size is not None
         self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
-        self.conditioner = Conditioner(
-            size,
-            provider,
-            time_scale=config.time_scale,
-            num_classes=config.num_classes,
-            fps=config.fps_conditioning,
-            size=config.size_conditioning,
-            patch_temporal=config.patch_temporal,
-            patch_spatial=config.patch_spatial,
-        )
+        self.conditioner = config.build_conditioner(provider)
         self.text = TextTokens(config.context_size, provider)
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)

@@ -6,7 +6,6 @@ from dit.backends.attention import Attention
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.layers.adaln import RMSNorm
-from dit.layers.conditioning import Conditioner
 from dit.layers.context import TextTokens
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import LearnedPositions
@@ -38,16 +37,7 @@ class MovieGen(Backbone):
         assert config.context_size is not None
         self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
         self.positions = LearnedPositions(config.max_grid, size, provider) if self.rotary is None else None
-        self.conditioner = Conditioner(
-            size,
-            provider,
-            time_scale=config.time_scale,
-            num_classes=config.num_classes,
-            fps=config.fps_conditioning,
-            size=config.size_conditioning,
-            patch_temporal=config.patch_temporal,
-            patch_spatial=config.patch_spatial,
-        )
+        self.conditioner = config.build_conditioner(provider)
         self.text = TextTokens(config.context_size, provider)
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)

@@ -7,7 +7,6 @@ from dit.backends.provider import LayerProvider
 from dit.backends.segment_attention import place_of
 from dit.batch import PackedBatch
 from dit.layers.adaln import SharedModulation
-from dit.layers.conditioning import Conditioner
 from dit.layers.context import TextProjection, TextTokens
 from dit.layers.heads import TableFinalLayer
 from dit.layers.positions import sincos, spanning
@@ -39,16 +38,7 @@ class STDiT(Backbone):
         assert config.context_size is not None
         self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
         self.rotary_time = config.rotary(config.head_size, time_only=True) if config.temporal_rope else self.rotary
-        self.conditioner = Conditioner(
-            size,
-            provider,
-            time_scale=config.time_scale,
-            num_classes=config.num_classes,
-            fps=config.fps_conditioning,
-            size=config.size_conditioning,
-            patch_temporal=config.patch_temporal,
-            patch_spatial=config.patch_spatial,
-        )
+        self.conditioner = config.build_conditioner(provider)
         self.modulation = SharedModulation(size, config.attentions_per_layer + 1, provider)
         self.text = TextTokens(config.context_size, provider)
         self.text_projection = TextProjection(config.context_size, size, provider)

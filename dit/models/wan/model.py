@@ -6,7 +6,6 @@ from dit.backends.attention import Attention
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.layers.adaln import SharedModulation
-from dit.layers.conditioning import Conditioner
 from dit.layers.context import TextProjection, TextTokens
 from dit.layers.heads import TableFinalLayer
 from dit.layers.tokens import PatchEmbedding, from_previous_stage, gather_rows, shard_rows, to_next_stage
@@ -33,16 +32,7 @@ class Wan(Backbone):
         size = config.hidden_size
         assert config.context_size is not None
         self.rotary = config.rotary(config.head_size)
-        self.conditioner = Conditioner(
-            size,
-            provider,
-            time_scale=config.time_scale,
-            num_classes=config.num_classes,
-            fps=config.fps_conditioning,
-            size=config.size_conditioning,
-            patch_temporal=config.patch_temporal,
-            patch_spatial=config.patch_spatial,
-        )
+        self.conditioner = config.build_conditioner(provider)
         self.modulation = SharedModulation(size, 2, provider)
         self.text = TextTokens(config.context_size, provider)
         self.text_projection = TextProjection(config.context_size, size, provider)
