@@ -54,8 +54,9 @@ demo-video: $(VENV)/.installed data/moving_letters/dataset.json ## train moving 
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_VIDEO) --out moving.gif
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_VIDEO)
 
+# Files in their order: what starts many processes comes first, so that the two workers end together.
 test: lint ## lint, types and all tests that need no GPU
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
-from tests.parallel.world import ROOT, run_world
+from tests.forks import ROOT
+from tests.parallel.world import run_world
 
 GRADIENT_RTOL = 1e-5
 """Largest relative gradient error of a parameter in fp32; sums are taken in another order."""

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dit.training.sinks import read_records
-from tests.parallel.world import ROOT, free_port
+from tests.forks import ROOT, free_port, run_ranks
+from tests.integration.worker import main
 
 TINY = {
     "model.hidden_size": 32,
@@ -86,32 +87,12 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
     folder.mkdir(parents=True, exist_ok=True)
     # A port for each world: the store of the one before may linger.
     (folder / "jobs.pkl").write_bytes(pickle.dumps([(name, job, free_port()) for name, job in jobs.items()]))
-    ranks = range(max(job.ranks for job in jobs.values()))
-    workers = []
-    for rank in ranks:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.integration.worker", str(folder), str(rank)]
-        with open(folder / f"rank_{rank}.log", "w") as log:
-            workers.append(subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        deadline = time.monotonic() + timeout_s
-        while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"jobs not done after {timeout_s:g} s:\n{logs(folder, ranks)}")
-            time.sleep(0.02)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    if any(worker.returncode for worker in workers):
-        raise RuntimeError(f"workers ended with {[w.returncode for w in workers]}:\n{logs(folder, ranks)}")
-    found = [pickle.loads((folder / f"results_{rank}.pkl").read_bytes()) for rank in ranks]
+    count = max(job.ranks for job in jobs.values())
+    run_ranks(main, count, folder, timeout_s=timeout_s)
+    found = [pickle.loads((folder / f"results_{rank}.pkl").read_bytes()) for rank in range(count)]
     return {
         name: found[0][name] if job.ranks == 1 else [results[name] for results in found] for name, job in jobs.items()
     }
-
-
-def logs(folder: Path, ranks: Sequence[int]) -> str:
-    return "\n".join((folder / f"rank_{rank}.log").read_text()[-4000:] for rank in ranks)
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """A new run starts from another run's averaged weights: stages of a training, and fine-tuning."""
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +9,13 @@ import torch
 from dit.backends.process_groups import ProcessGroups
 from dit.errors import CheckpointError
 from dit.training.start import agree_on_folder
+from tests.integration import actions
+from tests.integration.runs import Job, overrides, run_jobs
 
 
-def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "launch.train", "--yes", "--factory", "tiny_moviegen"]
-    command += [f"training.run_dir={run_dir}", "schedule.warmup_steps=0", *overrides]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+def training(run_dir: Path, **settings: Any) -> Job:
+    words = overrides(run_dir, schedule__warmup_steps=0, **settings)
+    return Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_moviegen", *words]})
 
 
 def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.Tensor]:
@@ -37,19 +37,22 @@ def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.
 def test_a_stage_starts_from_the_average_of_the_one_before(tmp_path, one_rank_world):
     """Step, optimizer and data start afresh; the weights are the other run's average, to the last step's tiny lr."""
     first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other"
-    done = train(first, "training.num_steps=3")
-    assert done.returncode == 0, done.stderr
-    done = train(second, "training.num_steps=1", "optimizer.lr=1e-9", f"checkpoint.start_from={first}")
-    assert done.returncode == 0, done.stderr
+    jobs = {
+        "first": training(first, training__num_steps=3),
+        "second": training(second, training__num_steps=1, optimizer__lr=1e-9, checkpoint__start_from=first),
+        "other": training(other, training__num_steps=1, model__hidden_size=32, checkpoint__start_from=first),
+    }
+    ended = run_jobs(tmp_path / "world", jobs)
+    assert ended["first"].code == 0, ended["first"].err
+    assert ended["second"].code == 0, ended["second"].err
     assert (second / "checkpoints" / "iter_0000001").is_dir()
     average, raw = (weights(first, slot, one_rank_world) for slot in ("ema", "weight"))
     for name, value in weights(second, "weight", one_rank_world).items():
         torch.testing.assert_close(value, average[name], rtol=0, atol=1e-7)
     assert any(not torch.allclose(raw[name], average[name], atol=1e-5) for name in raw)
 
-    done = train(other, "training.num_steps=1", "model.hidden_size=32", f"checkpoint.start_from={first}")
-    assert done.returncode == 2, done.stderr
-    assert "checkpoint of another model" in done.stderr
+    assert ended["other"].code == 2, ended["other"].err
+    assert "checkpoint of another model" in ended["other"].err
 
 
 def test_a_missing_start_is_an_error(tmp_path, one_rank_world):

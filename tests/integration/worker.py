@@ -1,22 +1,18 @@
-"""One process of a world of tests: does the jobs it is given, one after the other, in one start of Python.
-
-Importing torch, Megatron-Core and nemo-run takes ten times as long as a tiny run.
-"""
+"""One process of a world of tests: does the jobs it is given, one after the other."""
 
 import logging
 import os
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 
 def main(folder: Path, rank: int) -> None:
     from dit.backends import process_groups
 
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     results: dict[str, Any] = {}
     for name, job, port in pickle.loads((folder / "jobs.pkl").read_bytes()):
         if rank >= job.ranks:
@@ -27,15 +23,8 @@ def main(folder: Path, rank: int) -> None:
                 os.environ[variable] = str(value)
             else:
                 os.environ.pop(variable, None)
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
         print(f"--- {name}", flush=True)
         results[name] = job.action(**job.arguments)
         if dist.is_initialized():  # a run that failed leaves its groups behind
             process_groups.destroy()
     (folder / f"results_{rank}.pkl").write_bytes(pickle.dumps(results))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,23 @@
+"""What ranks of the tests need, imported once, before they are forked; nothing here starts a thread."""
+
+import warnings
+from importlib import import_module
+
+warnings.simplefilter("ignore")
+
+for name in (
+    "nemo_run",
+    "dit.training.pretrain",
+    "energon_data.energon_source",
+    "energon_data.mock",
+    "launch.sample",
+    "launch.train",
+    "recipes.registry",
+    "tests.integration.actions",
+    "tests.parallel.context_worker",
+    "tests.parallel.expert_tasks",
+    "tests.parallel.fsdp_worker",
+    "tests.parallel.pipeline_cases",
+    "tests.parallel.worker",
+):
+    import_module(name)
