@@ -17,10 +17,13 @@ export TQDM_DISABLE ?= 1
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
+# Python compiles the few modules it uses by itself; pip would compile all, which takes a minute.
+INSTALL = $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_PIP) torch
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) $(TORCH_PIP) torch
+	$(INSTALL) -e '.[dev]'
 	touch $@
 
 data/letters/dataset.json: | $(VENV)/.installed
@@ -33,7 +36,7 @@ demo: $(VENV)/.installed data/letters/dataset.json ## train letters on two ranks
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum 0.9
 
 $(VENV)/.text: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[text]'
+	$(INSTALL) -e '.[text]'
 	touch $@
 
 data/letters_text/dataset.json: | $(VENV)/.text
@@ -63,8 +66,8 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-test-parallel: $(VENV)/.installed ## every parallel layout against one rank
-	$(VENV)/bin/python -m pytest tests/parallel/test_matrix.py -m matrix
+test-parallel: $(VENV)/.installed ## every row of the parallel suite, up to eight ranks, minutes
+	$(VENV)/bin/python -m pytest tests/parallel -m 'matrix or not matrix'
 
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit

@@ -26,6 +26,7 @@ from tests.parallel.world import run_world
 GRADIENT_RTOL = 1e-5
 """Largest relative gradient error of a parameter in fp32; sums are taken in another order."""
 
+STEPS = 3
 START, END = "<!-- parallel matrix: start -->", "<!-- parallel matrix: end -->"
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 TP4SP = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
@@ -162,7 +163,7 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
     number = {row.name: tasks.index(row.task) for row in rows}
 
     def training(parallel: dict[str, Any], task: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{"parallel": parallel, "packed": packed, **task} for packed in (False, True)]
+        return [{"parallel": parallel, "packed": packed, "steps": STEPS, **task} for packed in (False, True)]
 
     def moving(way: str, parallel: dict[str, Any], task: dict[str, Any], path: str) -> dict[str, Any]:
         return {"task": f"tests.parallel.expert_tasks:{way}", "parallel": parallel, "folder": path, **task}

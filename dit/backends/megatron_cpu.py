@@ -212,6 +212,35 @@ def _redirect_expert_dispatch() -> None:
         module.maybe_move_tensor_to_cpu = to_host
 
 
+_groups: dict[tuple[int, ...], Any] = {}
+
+
+def _share_groups() -> None:
+    """Give Megatron-Core the group it already made of the same ranks, in the order it asked for them.
+
+    It makes two dozen groups, most of them of the same few ranks. Each gloo group keeps three threads, one of which
+    polls, and its own connections, and no two collectives overlap here.
+    """
+    state: Any = importlib.import_module("megatron.core.parallel_state")
+    create = state.create_group
+
+    def create_or_share(ranks: Any = None, *args: Any, use_local_synchronization: bool = False, **kwargs: Any) -> Any:
+        if ranks is None or use_local_synchronization:
+            return create(ranks, *args, use_local_synchronization=use_local_synchronization, **kwargs)
+        # Every rank asks for every group in the same order, so all find one here or none does.
+        key = tuple(ranks)
+        if key not in _groups:
+            _groups[key] = create(ranks, *args, **kwargs)
+        return _groups[key]
+
+    state.create_group = create_or_share
+
+
+def forget_groups() -> None:
+    """Forget the groups made so far; whoever destroys them must call this."""
+    _groups.clear()
+
+
 @functools.cache
 def install() -> None:
     """Redirect Megatron-Core to CPU, once per process, before its groups, modules or optimizers are built."""
@@ -221,3 +250,4 @@ def install() -> None:
     _redirect_rng_tracker()
     _redirect_device_meshes()
     _redirect_expert_dispatch()
+    _share_groups()

@@ -122,6 +122,7 @@ def release() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     parallel_state.destroy_model_parallel()
+    megatron_cpu.forget_groups()
     # DTensor's cache (Megatron-FSDP) takes a mesh of the same ranks for the same, whatever became of its groups.
     _clear_sharding_prop_cache()
     for group in list(_world.pg_map):

@@ -34,14 +34,14 @@ from tests.integration.runs import (
     wait_for,
 )
 
-NUM_STEPS = 40
+NUM_STEPS = 24
 INTERVAL = 2
 SEED = 20
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 BF16_RTOL = 2e-2  # a few ulps of bf16
 SETTINGS = {
     "training__num_steps": NUM_STEPS,
-    "training__validation_interval": 10,
+    "training__validation_interval": 6,
     "checkpoint__interval": INTERVAL,
 }
 BF16 = {
@@ -114,7 +114,7 @@ def test_killed_runs_become_the_run_that_was_never_killed(
     run_dir, arguments = folder / "killed", command("killed")
 
     log = folder / "killed_1.log"
-    first = rng.randrange(5, 15)
+    first = rng.randrange(3, 9)
     with started(arguments, log) as process:
         wait_for(process, lambda: steps_logged(run_dir) >= first, log)
         kill_session(process)
@@ -123,7 +123,7 @@ def test_killed_runs_become_the_run_that_was_never_killed(
     assert not (run_dir / "exit.json").exists()
 
     log = folder / "killed_2.log"
-    second = died_at + rng.randrange(3, 10)
+    second = died_at + rng.randrange(3, 8)
     with started(arguments, log) as process:
         partial_folder = stop_while_saving(process, run_dir, second, log)
         kill_session(process)

@@ -68,7 +68,7 @@ def assert_equal_training(one: dict, many: dict) -> None:
         assert error <= GRADIENT_RTOL, f"{parameter}: relative gradient error {error:.2e}"
     for parameter, expected in one["parameters"].items():
         error = (many["parameters"][parameter] - expected).norm() / expected.norm()
-        assert error <= 1e-4, f"{parameter}: relative error {error:.2e} after three steps"
+        assert error <= 1e-4, f"{parameter}: relative error {error:.2e} after the last step"
     assert many["drifted"] == []
 
 

@@ -152,7 +152,7 @@ def train(case: dict) -> dict:
     it = build(case)
     groups, optimizer, shards = it.groups, it.optimizer, it.shards
     result: dict = {"losses": [], "grad_norms": []}
-    for step in range(3):
+    for step in range(case.get("steps", 2)):
         for chunk in it.wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
