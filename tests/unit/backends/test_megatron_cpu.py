@@ -48,6 +48,14 @@ def test_the_expert_dispatch_gets_its_split_sizes_as_numbers():
     assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
 
+def test_groups_of_the_same_ranks_are_one(one_rank_world: ProcessGroups):
+    """Each gloo group keeps threads and connections: of one rank there is one group beside the world."""
+    from torch.distributed.distributed_c10d import _world
+
+    assert one_rank_world.tp is one_rank_world.cp is one_rank_world.dp
+    assert len(_world.pg_map) == 2
+
+
 def test_installing_again_wraps_nothing_twice():
     before = torch.empty, torch.Tensor.to, dist.all_reduce
     megatron_cpu.install()
