@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_common(letters, variations=16, what="pictures per glyph and font face")
     letters.set_defaults(run=_letters)
     moving = commands.add_parser("moving_letters", help="clips of these letters moving in four directions, and stills")
-    _add_common(moving, variations=1, what="clips per glyph, font face and direction")
+    _add_common(moving, variations=4, what="clips per glyph, font face and direction")
     moving.add_argument("--frames", type=int, default=8, metavar="N", help="frames of each clip (%(default)s)")
     moving.set_defaults(run=_moving_letters)
     return parser

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Optional
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from dit.encoders.text import check_text_encoder
 from dit.errors import ConfigError
+from energon_data.prepare.captions import Style
 from energon_data.prepare.fonts import CANVAS, LETTERS, Face, find_faces
 from energon_data.prepare.letters import SPLITS, assign_faces, encode_captions, face_record, face_slug
 from energon_data.prepare.shards import (
@@ -25,18 +26,30 @@ from energon_data.prepare.shards import (
 
 DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 """Name and unit vector (x to the right, y downwards) of each direction."""
-SPEEDS = {"slow": 0.3, "fast": 0.5}
+SPEEDS = {"slow": 0.4, "fast": 0.8}
 """Name and speed in pixels per frame of a picture 16 pixels wide; other sizes scale it."""
-SCALE = 0.8
-REACH, REACH_ASIDE = 0.14, 0.08
-"""How far from the middle the centre of a letter may be along its path and across it, as a share of the side."""
+SCALE = 0.9
+OFF_MIDDLE = 0.03
+"""How far the middle of a path may lie from that of the picture on either axis, as a share of the side.
+
+Little, so that where a letter is at what time depends on the direction asked for: where letters start anywhere, a small
+model learns them long before the motion.
+"""
+REACH = 0.21
+"""How far from the middle the centre of a letter may come, as a share of the side."""
+STILL_EVERY = 2
+"""One frame in this many is also a still."""
 FPS = 8.0
 CLASS_NAMES = [f"{letter} {direction}" for letter in LETTERS for direction in DIRECTIONS]
 
 
 def caption(letter: str, direction: str, speed: str) -> str:
     """Say what moves where and how fast."""
-    return f"the letter {letter} moving {direction} {'slowly' if speed == 'slow' else 'fast'}"
+    return f"{still_caption(letter)} moving {direction} {'slowly' if speed == 'slow' else 'fast'}"
+
+
+def still_caption(letter: str) -> str:
+    return f"the letter {letter}"
 
 
 @dataclass(frozen=True)
@@ -77,14 +90,13 @@ class Motion:
         """Draw a speed and a place for a straight path that stays within reach of the middle."""
         names = list(SPEEDS)
         speed = names[int(torch.randint(len(names), (), generator=generator))]
-        along, step = torch.tensor(DIRECTIONS[direction]), SPEEDS[speed] * size / 16
-        room = torch.where(along != 0, REACH * size - step * (frames - 1) / 2, REACH_ASIDE * size)
-        middle = (torch.rand(2, generator=generator) * 2 - 1) * room.clamp(min=0)
-        return cls(direction, speed, middle + (torch.arange(frames) - (frames - 1) / 2)[:, None] * along * step)
+        middle = (torch.rand(2, generator=generator) * 2 - 1) * OFF_MIDDLE * size
+        step = torch.tensor(DIRECTIONS[direction]) * SPEEDS[speed] * size / 16
+        return cls(direction, speed, middle + (torch.arange(frames) - (frames - 1) / 2)[:, None] * step)
 
 
-def render(glyph: Tensor, motion: Motion, size: int, generator: torch.Generator) -> Tensor:
-    """Draw one letter along its path, slightly turned, slanted and scaled, all frames alike.
+def render(glyph: Tensor, motion: Motion, size: int) -> Tensor:
+    """Draw one letter along its path, all frames alike.
 
     Args:
         glyph: `[CANVAS, CANVAS]`, ink 1, paper 0.
@@ -92,16 +104,21 @@ def render(glyph: Tensor, motion: Motion, size: int, generator: torch.Generator)
     Returns:
         Float32 `[1, F, size, size]` in [-1, 1], ink 1, paper -1.
     """
-    turn, slant, wide, high = ((torch.rand(4, generator=generator) * 2 - 1) * 0.06).unbind()
-    turned = torch.stack([torch.stack([turn.cos(), slant - turn.sin()]), torch.stack([turn.sin(), turn.cos()])])
-    to_glyph = turned / (SCALE * torch.stack([1 + wide, 1 + high]))[None, :]
-    # A point p of the picture shows the glyph at A (p - centre); the picture spans [-1, 1].
-    centre_F2 = motion.path_F2 * 2 / size
-    frames = len(centre_F2)
-    theta = torch.cat([to_glyph.expand(frames, 2, 2), -(centre_F2 @ to_glyph.T)[..., None]], -1)
+    frames = len(motion.path_F2)
+    # A point p of the picture, which spans [-1, 1], shows the glyph at (p - centre) / SCALE.
+    theta = torch.zeros(frames, 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = 1 / SCALE
+    theta[:, :, 2] = -motion.path_F2 * 2 / size / SCALE
     grid = functional.affine_grid(theta, [frames, 1, CANVAS, CANVAS], align_corners=False)
     drawn = functional.grid_sample(glyph.expand(frames, 1, CANVAS, CANVAS), grid, align_corners=False)
     return functional.adaptive_avg_pool2d(drawn, size).clamp(0, 1).transpose(0, 1) * 2 - 1
+
+
+def boldest(faces: Sequence[Face]) -> list[Face]:
+    """Return the faces that are bold and upright, all if none is: the motion is what there is to learn here."""
+    return [face for face in faces if Style.of(face) == replace(Style.of(face), weight="bold", slant="upright")] or [
+        *faces
+    ]
 
 
 def _render_split(
@@ -114,7 +131,7 @@ def _render_split(
         index, label = divmod(rest, len(CLASS_NAMES))
         face, (letter, direction) = faces[index], CLASS_NAMES[label].split()
         motion = Motion.draw(direction, frames, size, generator)
-        clip = render(torch.from_numpy(face.glyphs[LETTERS.index(letter)]), motion, size, generator)
+        clip = render(torch.from_numpy(face.glyphs[LETTERS.index(letter)]), motion, size)
         key = f"{letter}_{direction}_{face_slug(face)}_f{index:03d}_v{variation:03d}"
         metadata = {
             "label": label,
@@ -130,8 +147,9 @@ def _render_split(
         }
         yield key, {**metadata, "frames": frames}, clip
         # An image is a clip of one frame. Stills teach what letters look like at an eighth of a clip's cost.
-        for t in range(frames):
-            yield f"{key}_t{t:02d}", {**metadata, "frames": 1}, clip[:, t : t + 1]
+        still = {**metadata, "caption": still_caption(letter), "frames": 1}
+        for t in range(0, frames, STILL_EVERY):
+            yield f"{key}_t{t:02d}", still, clip[:, t : t + 1]
 
 
 def prepare_moving_letters(
@@ -141,7 +159,7 @@ def prepare_moving_letters(
     frames: int = 8,
     fonts: Optional[Sequence[str | Path]] = None,
     samples_per_shard: int = 2000,
-    variations: int = 1,
+    variations: int = 4,
     text_encoder: Optional[str] = None,
     seed: int = 0,
     force: bool = False,
@@ -168,21 +186,23 @@ def prepare_moving_letters(
     started = time.monotonic()
     if not 8 <= size <= CANVAS or frames < 2:
         raise ConfigError(f"--size must lie in 8..{CANVAS} and --frames be at least 2, got {size} and {frames}")
-    fastest = max(SPEEDS.values()) * (frames - 1) / 2 / 16
-    if fastest > REACH:
-        most = int(REACH * 16 * 2 / max(SPEEDS.values())) + 1
+    fastest = max(SPEEDS.values()) / 16
+    most = int((REACH - OFF_MIDDLE) * 2 / fastest) + 1
+    if frames > most:
         raise ConfigError(f"in --frames {frames} the fast letters would leave the picture; use at most {most}")
     if samples_per_shard < 1 or variations < 1:
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"
         )
     context_size = None if text_encoder is None else check_text_encoder(text_encoder).width
-    texts = encode_captions((caption(*words) for words in product(LETTERS, DIRECTIONS, SPEEDS)), text_encoder)
+    captions = [*map(still_caption, LETTERS), *(caption(*words) for words in product(LETTERS, DIRECTIONS, SPEEDS))]
+    texts = encode_captions(captions, text_encoder)
     out = Path(out).absolute()
     clips: dict[str, int] = dict.fromkeys(SPLITS, 0)
     stills: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with published_folder(out, force=force) as folder:
         faces, split_by = assign_faces(find_faces(fonts).faces)
+        faces = {split: boldest(group) for split, group in faces.items()}
         generator = torch.Generator().manual_seed(seed)
         shards: dict[str, dict[str, int]] = {}
         for split, count in (("train", variations), ("val", max(1, variations // 2))):
