@@ -1,8 +1,8 @@
-"""Render clips of moving letters, and stills of them: real video for the mixed image-video path, without a download."""
+"""Render clips of moving letters, and stills of them if asked for: real video without a download."""
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, Optional
@@ -37,8 +37,6 @@ model learns them long before the motion.
 """
 REACH = 0.21
 """How far from the middle the centre of a letter may come, as a share of the side."""
-STILL_EVERY = 2
-"""One frame in this many is also a still."""
 FPS = 8.0
 CLASS_NAMES = [f"{letter} {direction}" for letter in LETTERS for direction in DIRECTIONS]
 
@@ -116,15 +114,14 @@ def render(glyph: Tensor, motion: Motion, size: int) -> Tensor:
 
 def boldest(faces: Sequence[Face]) -> list[Face]:
     """Return the faces that are bold and upright, all if none is: the motion is what there is to learn here."""
-    return [face for face in faces if Style.of(face) == replace(Style.of(face), weight="bold", slant="upright")] or [
-        *faces
-    ]
+    styles = [(face, Style.of(face)) for face in faces]
+    return [face for face, style in styles if (style.weight, style.slant) == ("bold", "upright")] or [*faces]
 
 
 def _render_split(
-    faces: Sequence[Face], variations: int, frames: int, size: int, generator: torch.Generator
+    faces: Sequence[Face], variations: int, frames: int, stills: int, size: int, generator: torch.Generator
 ) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
-    """Yield name, metadata and `[1, T, size, size]` of every clip, and of its frames as stills, clips shuffled."""
+    """Yield name, metadata and `[1, T, size, size]` of every clip, and of its stills, clips shuffled."""
     count = len(faces) * len(CLASS_NAMES) * variations
     for number in torch.randperm(count, generator=generator).tolist():
         rest, variation = divmod(number, variations)
@@ -146,9 +143,9 @@ def _render_split(
             "width": size,
         }
         yield key, {**metadata, "frames": frames}, clip
-        # An image is a clip of one frame. Stills teach what letters look like at an eighth of a clip's cost.
+        # An image is a clip of one frame.
         still = {**metadata, "caption": still_caption(letter), "frames": 1}
-        for t in range(0, frames, STILL_EVERY):
+        for t in (i * frames // stills for i in range(stills)):
             yield f"{key}_t{t:02d}", still, clip[:, t : t + 1]
 
 
@@ -159,7 +156,8 @@ def prepare_moving_letters(
     frames: int = 8,
     fonts: Optional[Sequence[str | Path]] = None,
     samples_per_shard: int = 2000,
-    variations: int = 4,
+    stills: int = 0,
+    variations: int = 16,
     text_encoder: Optional[str] = None,
     seed: int = 0,
     force: bool = False,
@@ -172,6 +170,7 @@ def prepare_moving_letters(
         out: folder to make.
         size: side of the pictures in pixels.
         frames: frames of each clip.
+        stills: how many frames of each clip are also samples of their own.
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: clips and stills per shard.
         variations: clips per glyph, font face and direction; held-out faces get half as many.
@@ -190,6 +189,8 @@ def prepare_moving_letters(
     most = int((REACH - OFF_MIDDLE) * 2 / fastest) + 1
     if frames > most:
         raise ConfigError(f"in --frames {frames} the fast letters would leave the picture; use at most {most}")
+    if not 0 <= stills <= frames:
+        raise ConfigError(f"--stills {stills} must lie between 0 and the {frames} frames of a clip")
     if samples_per_shard < 1 or variations < 1:
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"
@@ -199,7 +200,7 @@ def prepare_moving_letters(
     texts = encode_captions(captions, text_encoder)
     out = Path(out).absolute()
     clips: dict[str, int] = dict.fromkeys(SPLITS, 0)
-    stills: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    pictures: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with published_folder(out, force=force) as folder:
         faces, split_by = assign_faces(find_faces(fonts).faces)
         faces = {split: boldest(group) for split, group in faces.items()}
@@ -207,10 +208,10 @@ def prepare_moving_letters(
         shards: dict[str, dict[str, int]] = {}
         for split, count in (("train", variations), ("val", max(1, variations // 2))):
             writer = ShardWriter(folder, split, samples_per_shard)
-            for key, metadata, latent in _render_split(faces[split], count, frames, size, generator):
+            for key, metadata, latent in _render_split(faces[split], count, frames, stills, size, generator):
                 parts = {"latent.npy": npy_bytes(latent.half().numpy()), **texts[metadata["caption"]]}
                 writer.add(f"{split}_{key}", metadata, parts)
-                (stills if metadata["frames"] == 1 else clips)[split] += 1
+                (pictures if metadata["frames"] == 1 else clips)[split] += 1
             writer.close()
             shards |= writer.shards
         content = {
@@ -224,7 +225,7 @@ def prepare_moving_letters(
             "splits": {
                 split: {
                     "clips": clips[split],
-                    "stills": stills[split],
+                    "stills": pictures[split],
                     "families": sorted({face.family for face in faces[split]}),
                     "faces": [face_record(face) for face in faces[split]],
                 }
@@ -237,4 +238,4 @@ def prepare_moving_letters(
         write_dataset_file(folder, content)
         write_energon_metadata(folder, shards, SPLITS)
     total = sum(shard["bytes"] for shard in shards.values())
-    return MovingLettersReport(out, clips, stills, len(shards), total, time.monotonic() - started)
+    return MovingLettersReport(out, clips, pictures, len(shards), total, time.monotonic() - started)

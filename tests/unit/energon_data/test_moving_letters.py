@@ -18,7 +18,6 @@ from energon_data.prepare.moving_letters import (
     FPS,
     OFF_MIDDLE,
     SPEEDS,
-    STILL_EVERY,
     Motion,
     prepare_moving_letters,
     render,
@@ -27,7 +26,7 @@ from launch.checks import centres_of_ink
 
 PIXEL_ATOL = 0.3  # of a pixel: thin strokes change their grey between two pixels
 MEAN_ATOL = 0.06  # the same over seven steps
-FRAMES, SIZE = 8, 16
+FRAMES, SIZE, STILLS = 8, 16, 4
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,8 @@ def moving(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> Pat
     folder = tmp_path_factory.mktemp("moving")
     (folder / "fonts").mkdir()
     (folder / "fonts" / "f.ttf").write_bytes((bundled_fonts / "DejaVuSans.ttf").read_bytes())
-    arguments = ["--fonts", str(folder / "fonts"), "--variations", "2", "--samples-per-shard", "60"]
+    counts = {"--variations": "2", "--stills": str(STILLS), "--samples-per-shard": "60"}
+    arguments = [word for flag in {"--fonts": str(folder / "fonts"), **counts}.items() for word in flag]
     assert main(["moving_letters", "--out", str(folder / "data"), *arguments]) == 0
     return folder / "data"
 
@@ -46,7 +46,7 @@ def test_every_class_has_its_clips_and_stills(moving: Path) -> None:
     shapes = [(meta["label"], latent.shape) for latent, meta in clips]
     for label in range(len(CLASS_NAMES)):
         assert shapes.count((label, (1, FRAMES, SIZE, SIZE))) == 2
-        assert shapes.count((label, (1, 1, SIZE, SIZE))) == 2 * FRAMES // STILL_EVERY
+        assert shapes.count((label, (1, 1, SIZE, SIZE))) == 2 * STILLS
 
 
 def test_a_clip_moves_as_its_metadata_say(moving: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_clip_moves_as_its_metadata_say(moving: Path) -> None:
 def test_a_still_is_a_frame_of_its_clip(moving: Path) -> None:
     clips = {meta["key"]: latent for latent, meta in load_clips(moving, "train")}
     stills = [key for key in clips if re.search(r"_t\d\d$", key)]
-    assert len(stills) == 2 * FRAMES // STILL_EVERY * len(CLASS_NAMES)
+    assert len(stills) == 2 * STILLS * len(CLASS_NAMES)
     for key in stills:
         t = int(key[-2:])
         assert torch.equal(clips[key], clips[key[:-4]][:, t : t + 1])
@@ -135,7 +135,7 @@ def test_clips_and_stills_share_packs(moving: Path) -> None:
 
 def test_frames_are_pictures_for_the_reader(moving: Path) -> None:
     images, labels, metadata = load_letters(moving, "train")
-    assert len(images) == len(labels) == len(metadata) == len(CLASS_NAMES) * 2 * (FRAMES + FRAMES // STILL_EVERY)
+    assert len(images) == len(labels) == len(metadata) == len(CLASS_NAMES) * 2 * (FRAMES + STILLS)
     clip, meta = load_clips(moving, "train")[0]
     assert torch.equal(images[: clip.shape[1]], clip.transpose(0, 1))
     assert set(labels[: clip.shape[1]].tolist()) == {meta["label"]}
@@ -152,8 +152,8 @@ def test_a_flipped_bit_in_a_clip_is_refused(moving: Path, copy_of) -> None:
 
 
 def test_what_would_leave_the_picture_is_refused(tmp_path: Path, bundled_fonts: Path) -> None:
-    with pytest.raises(ConfigError, match="use at most 9"):
-        prepare_moving_letters(tmp_path / "x", frames=10, fonts=[bundled_fonts])
+    with pytest.raises(ConfigError, match="use at most 8"):
+        prepare_moving_letters(tmp_path / "x", frames=9, fonts=[bundled_fonts])
     with pytest.raises(ConfigError, match=r"8\.\.64"):
         prepare_moving_letters(tmp_path / "x", size=4, fonts=[bundled_fonts])
     assert list(tmp_path.iterdir()) == []
