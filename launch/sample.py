@@ -29,7 +29,7 @@ examples
   python -m launch.sample --checkpoint runs/letters_dit --labels H,E,L,L,O --columns 5 --out hello.png
   python -m launch.sample --checkpoint runs/letters_dit --label 3 --count 16 --guidance-scale 3
   python -m launch.sample --checkpoint runs/letters_text --prompt "the letter Q in a bold serif font" --out q.png
-  python -m launch.sample --checkpoint runs/moving_letters_dit --labels "Q left,R up" --out moving.gif
+  python -m launch.sample --checkpoint runs/moving_letters_dit --prompt "the letter Q moving left fast" --out q.gif
 """
 
 
@@ -56,7 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
     what.add_argument("--label", metavar="N", help="one class by name or number")
-    what.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text")
+    what.add_argument(
+        "--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text (default: the run's own)"
+    )
     what.add_argument("--text-embedding", nargs="+", metavar="FILE", help="the same as .npy files, already embedded")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="text that guidance leads away from")
     parser.add_argument(
@@ -210,10 +212,12 @@ def telling_words(prompts: Sequence[str]) -> list[str]:
     return [" ".join(word for word in prompt.split() if word not in shared) or prompt for prompt in prompts]
 
 
-def read_texts(args: argparse.Namespace, generator: Any) -> tuple[list[Tensor], list[str]]:
-    """Return the embedding and the caption of each text asked for."""
-    if args.prompt:
-        return encode_prompts(generator, args.prompt), telling_words(args.prompt)
+def read_texts(
+    args: argparse.Namespace, prompts: Optional[Sequence[str]], generator: Any
+) -> tuple[list[Tensor], list[str]]:
+    """Return the embedding and the caption of each text, or of each embedding asked for."""
+    if prompts:
+        return encode_prompts(generator, prompts), telling_words(prompts)
     model = generator.config["model"]
     if not model.context_size:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
@@ -228,8 +232,12 @@ def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
         Samples `[N, C, T, H, W]` and a caption for each.
     """
     settings, model = sampling_settings(args), generator.config["model"]
-    if args.prompt or args.text_embedding:
-        contexts, captions = read_texts(args, generator)
+    chosen = args.labels if args.label is None else args.label
+    prompts = args.prompt
+    if chosen is None and not (prompts or args.text_embedding) and generator.text_encoder:
+        prompts = generator.config["sampling"].prompts
+    if prompts or args.text_embedding:
+        contexts, captions = read_texts(args, prompts, generator)
         contexts = [context for context in contexts for _ in range(args.count)]
         captions = [caption for caption in captions for _ in range(args.count)]
         pooled = read_pooled(args.pooled_embedding, len(contexts) // args.count, model.pooled_size)
@@ -240,7 +248,6 @@ def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
         return generator.generate(contexts=contexts, **settings), captions
     if args.negative_prompt is not None:
         raise ConfigError("--negative-prompt leads away from a text, so it needs --prompt or --text-embedding")
-    chosen = args.labels if args.label is None else args.label
     if not model.num_classes and chosen is None:
         return generator.generate(count=args.count, **settings), [f"sample {i}" for i in range(args.count)]
     names = names_of_classes(generator)

@@ -22,6 +22,9 @@ from dit.objectives.base import (
 from dit.objectives.noise_levels import logit_normal, shift_time
 
 TimeDistribution = Literal["uniform", "logit_normal"]
+Prediction = Literal["velocity", "x0"]
+MIN_TIME = 0.05
+"""Below this time an error of x0 weighs as if it were at this time (Li and He 2025, section 4)."""
 
 
 class StraightPath(Path):
@@ -36,11 +39,13 @@ class StraightPath(Path):
 
 @dataclass(kw_only=True)
 class FlowMatching(Objective):
-    """Flow matching: the network outputs the velocity v = eps - x0, one time per packed sample.
+    """Flow matching: the loss is that of the velocity v = eps - x0, one time per packed sample.
 
     Time runs from 0 (data) to 1 (noise), and the network is told t itself.
 
     Args:
+        prediction: what the network outputs: the velocity, or the clean latent, from which v = (x_t - x0) / t. Noise
+            fills all dimensions of a token and data few: tokens that are wide beside the network want `x0`.
         time_distribution: how training draws t before the shift.
         logit_mean: mean of logit(t), for `logit_normal`.
         logit_std: standard deviation of logit(t), for `logit_normal`.
@@ -52,9 +57,10 @@ class FlowMatching(Objective):
         ConfigError: a constant lies outside its range.
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
-    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23.
+    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; prediction of x0, Li and He 2025, arXiv:2511.13720.
     """
 
+    prediction: Prediction = "velocity"
     time_distribution: TimeDistribution = "uniform"
     logit_mean: float = 0.0
     logit_std: float = 1.0
@@ -63,6 +69,7 @@ class FlowMatching(Objective):
 
     def __post_init__(self) -> None:
         self.path = StraightPath()
+        check_choice("prediction", self.prediction, Prediction)
         check_choice("time_distribution", self.time_distribution, TimeDistribution)
         check_choice("loss_kind", self.loss_kind, LossKind)
         for name in ("logit_std", "time_shift"):
@@ -79,24 +86,24 @@ class FlowMatching(Objective):
         """Corrupt a packed micro-batch and state what the backbone must output.
 
         Returns:
-            Prepared, all float32: inputs_TC = (1 - t) x0 + t eps, time_S = t, target_TC = eps - x0 and the batch's own
-            loss weights.
+            Prepared, all float32: inputs_TC = (1 - t) x0 + t eps, time_S = t, and target_TC = eps - x0 with the batch's
+            own loss weights, or x0 with these divided by t squared, which makes the error that of the velocity.
         """
         x0_TC = batch.latents_TC.float()
         t_S = self.level(noise.level_S())
         t_T1 = batch.layout.per_token(t_S)
         eps_TC = noise.normal_TC("eps", x0_TC.shape[-1])
+        target_TC, weight_S = eps_TC - x0_TC, sample_weights(batch)
+        if self.prediction == "x0":
+            target_TC, weight_S = x0_TC, weight_S / t_S.clamp(min=MIN_TIME) ** 2
         return Prepared(
-            inputs_TC=(1 - t_T1) * x0_TC + t_T1 * eps_TC,
-            time_S=t_S,
-            target_TC=eps_TC - x0_TC,
-            weight_S=sample_weights(batch),
+            inputs_TC=(1 - t_T1) * x0_TC + t_T1 * eps_TC, time_S=t_S, target_TC=target_TC, weight_S=weight_S
         )
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return x0 = x - t v with t = `u`."""
-        v_TC = network(x_TC.float(), shared_time(u, layout))
-        return x_TC - u * v_TC.to(x_TC.dtype)
+        """Return the network's x0, or x0 = x - t v of its velocity, with t = `u`."""
+        output_TC = network(x_TC.float(), shared_time(u, layout)).to(x_TC.dtype)
+        return output_TC if self.prediction == "x0" else x_TC - u * output_TC
 
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return times from 1 to 0, evenly spaced before the shift.

@@ -22,7 +22,7 @@ def _letters(args: argparse.Namespace) -> None:
 def _moving_letters(args: argparse.Namespace) -> None:
     from energon_data.prepare.moving_letters import prepare_moving_letters
 
-    print(prepare_moving_letters(args.out, frames=args.frames, **_common(args)).summary())
+    print(prepare_moving_letters(args.out, frames=args.frames, stills=args.stills, **_common(args)).summary())
 
 
 def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) -> None:
@@ -51,8 +51,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_common(letters, variations=16, what="pictures per glyph and font face")
     letters.set_defaults(run=_letters)
     moving = commands.add_parser("moving_letters", help="clips of these letters moving in four directions, and stills")
-    _add_common(moving, variations=1, what="clips per glyph, font face and direction")
+    _add_common(moving, variations=16, what="clips per glyph, font face and direction")
     moving.add_argument("--frames", type=int, default=8, metavar="N", help="frames of each clip (%(default)s)")
+    moving.add_argument(
+        "--stills", type=int, default=0, metavar="N", help="frames of each that are also samples (none)"
+    )
     moving.set_defaults(run=_moving_letters)
     return parser
 

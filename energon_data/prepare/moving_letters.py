@@ -1,4 +1,4 @@
-"""Render clips of moving letters, and stills of them: real video for the mixed image-video path, without a download."""
+"""Render clips of moving letters, and stills of them if asked for: real video without a download."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from dit.encoders.text import check_text_encoder
 from dit.errors import ConfigError
+from energon_data.prepare.captions import Style
 from energon_data.prepare.fonts import CANVAS, LETTERS, Face, find_faces
 from energon_data.prepare.letters import SPLITS, assign_faces, encode_captions, face_record, face_slug
 from energon_data.prepare.shards import (
@@ -25,18 +26,28 @@ from energon_data.prepare.shards import (
 
 DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 """Name and unit vector (x to the right, y downwards) of each direction."""
-SPEEDS = {"slow": 0.3, "fast": 0.5}
+SPEEDS = {"slow": 0.4, "fast": 0.8}
 """Name and speed in pixels per frame of a picture 16 pixels wide; other sizes scale it."""
-SCALE = 0.8
-REACH, REACH_ASIDE = 0.14, 0.08
-"""How far from the middle the centre of a letter may be along its path and across it, as a share of the side."""
+SCALE = 0.9
+OFF_MIDDLE = 0.03
+"""How far the middle of a path may lie from that of the picture on either axis, as a share of the side.
+
+Little, so that where a letter is at what time depends on the direction asked for: where letters start anywhere, a small
+model learns them long before the motion.
+"""
+REACH = 0.21
+"""How far from the middle the centre of a letter may come, as a share of the side."""
 FPS = 8.0
 CLASS_NAMES = [f"{letter} {direction}" for letter in LETTERS for direction in DIRECTIONS]
 
 
 def caption(letter: str, direction: str, speed: str) -> str:
     """Say what moves where and how fast."""
-    return f"the letter {letter} moving {direction} {'slowly' if speed == 'slow' else 'fast'}"
+    return f"{still_caption(letter)} moving {direction} {'slowly' if speed == 'slow' else 'fast'}"
+
+
+def still_caption(letter: str) -> str:
+    return f"the letter {letter}"
 
 
 @dataclass(frozen=True)
@@ -77,14 +88,13 @@ class Motion:
         """Draw a speed and a place for a straight path that stays within reach of the middle."""
         names = list(SPEEDS)
         speed = names[int(torch.randint(len(names), (), generator=generator))]
-        along, step = torch.tensor(DIRECTIONS[direction]), SPEEDS[speed] * size / 16
-        room = torch.where(along != 0, REACH * size - step * (frames - 1) / 2, REACH_ASIDE * size)
-        middle = (torch.rand(2, generator=generator) * 2 - 1) * room.clamp(min=0)
-        return cls(direction, speed, middle + (torch.arange(frames) - (frames - 1) / 2)[:, None] * along * step)
+        middle = (torch.rand(2, generator=generator) * 2 - 1) * OFF_MIDDLE * size
+        step = torch.tensor(DIRECTIONS[direction]) * SPEEDS[speed] * size / 16
+        return cls(direction, speed, middle + (torch.arange(frames) - (frames - 1) / 2)[:, None] * step)
 
 
-def render(glyph: Tensor, motion: Motion, size: int, generator: torch.Generator) -> Tensor:
-    """Draw one letter along its path, slightly turned, slanted and scaled, all frames alike.
+def render(glyph: Tensor, motion: Motion, size: int) -> Tensor:
+    """Draw one letter along its path, all frames alike.
 
     Args:
         glyph: `[CANVAS, CANVAS]`, ink 1, paper 0.
@@ -92,29 +102,33 @@ def render(glyph: Tensor, motion: Motion, size: int, generator: torch.Generator)
     Returns:
         Float32 `[1, F, size, size]` in [-1, 1], ink 1, paper -1.
     """
-    turn, slant, wide, high = ((torch.rand(4, generator=generator) * 2 - 1) * 0.06).unbind()
-    turned = torch.stack([torch.stack([turn.cos(), slant - turn.sin()]), torch.stack([turn.sin(), turn.cos()])])
-    to_glyph = turned / (SCALE * torch.stack([1 + wide, 1 + high]))[None, :]
-    # A point p of the picture shows the glyph at A (p - centre); the picture spans [-1, 1].
-    centre_F2 = motion.path_F2 * 2 / size
-    frames = len(centre_F2)
-    theta = torch.cat([to_glyph.expand(frames, 2, 2), -(centre_F2 @ to_glyph.T)[..., None]], -1)
+    frames = len(motion.path_F2)
+    # A point p of the picture, which spans [-1, 1], shows the glyph at (p - centre) / SCALE.
+    theta = torch.zeros(frames, 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = 1 / SCALE
+    theta[:, :, 2] = -motion.path_F2 * 2 / size / SCALE
     grid = functional.affine_grid(theta, [frames, 1, CANVAS, CANVAS], align_corners=False)
     drawn = functional.grid_sample(glyph.expand(frames, 1, CANVAS, CANVAS), grid, align_corners=False)
     return functional.adaptive_avg_pool2d(drawn, size).clamp(0, 1).transpose(0, 1) * 2 - 1
 
 
+def boldest(faces: Sequence[Face]) -> list[Face]:
+    """Return the faces that are bold and upright, all if none is: the motion is what there is to learn here."""
+    styles = [(face, Style.of(face)) for face in faces]
+    return [face for face, style in styles if (style.weight, style.slant) == ("bold", "upright")] or [*faces]
+
+
 def _render_split(
-    faces: Sequence[Face], variations: int, frames: int, size: int, generator: torch.Generator
+    faces: Sequence[Face], variations: int, frames: int, stills: int, size: int, generator: torch.Generator
 ) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
-    """Yield name, metadata and `[1, T, size, size]` of every clip, and of its frames as stills, clips shuffled."""
+    """Yield name, metadata and `[1, T, size, size]` of every clip, and of its stills, clips shuffled."""
     count = len(faces) * len(CLASS_NAMES) * variations
     for number in torch.randperm(count, generator=generator).tolist():
         rest, variation = divmod(number, variations)
         index, label = divmod(rest, len(CLASS_NAMES))
         face, (letter, direction) = faces[index], CLASS_NAMES[label].split()
         motion = Motion.draw(direction, frames, size, generator)
-        clip = render(torch.from_numpy(face.glyphs[LETTERS.index(letter)]), motion, size, generator)
+        clip = render(torch.from_numpy(face.glyphs[LETTERS.index(letter)]), motion, size)
         key = f"{letter}_{direction}_{face_slug(face)}_f{index:03d}_v{variation:03d}"
         metadata = {
             "label": label,
@@ -129,9 +143,10 @@ def _render_split(
             "width": size,
         }
         yield key, {**metadata, "frames": frames}, clip
-        # An image is a clip of one frame. Stills teach what letters look like at an eighth of a clip's cost.
-        for t in range(frames):
-            yield f"{key}_t{t:02d}", {**metadata, "frames": 1}, clip[:, t : t + 1]
+        # An image is a clip of one frame.
+        still = {**metadata, "caption": still_caption(letter), "frames": 1}
+        for t in (i * frames // stills for i in range(stills)):
+            yield f"{key}_t{t:02d}", still, clip[:, t : t + 1]
 
 
 def prepare_moving_letters(
@@ -141,7 +156,8 @@ def prepare_moving_letters(
     frames: int = 8,
     fonts: Optional[Sequence[str | Path]] = None,
     samples_per_shard: int = 2000,
-    variations: int = 1,
+    stills: int = 0,
+    variations: int = 16,
     text_encoder: Optional[str] = None,
     seed: int = 0,
     force: bool = False,
@@ -154,6 +170,7 @@ def prepare_moving_letters(
         out: folder to make.
         size: side of the pictures in pixels.
         frames: frames of each clip.
+        stills: how many frames of each clip are also samples of their own.
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: clips and stills per shard.
         variations: clips per glyph, font face and direction; held-out faces get half as many.
@@ -168,29 +185,33 @@ def prepare_moving_letters(
     started = time.monotonic()
     if not 8 <= size <= CANVAS or frames < 2:
         raise ConfigError(f"--size must lie in 8..{CANVAS} and --frames be at least 2, got {size} and {frames}")
-    fastest = max(SPEEDS.values()) * (frames - 1) / 2 / 16
-    if fastest > REACH:
-        most = int(REACH * 16 * 2 / max(SPEEDS.values())) + 1
+    fastest = max(SPEEDS.values()) / 16
+    most = int((REACH - OFF_MIDDLE) * 2 / fastest) + 1
+    if frames > most:
         raise ConfigError(f"in --frames {frames} the fast letters would leave the picture; use at most {most}")
+    if not 0 <= stills <= frames:
+        raise ConfigError(f"--stills {stills} must lie between 0 and the {frames} frames of a clip")
     if samples_per_shard < 1 or variations < 1:
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"
         )
     context_size = None if text_encoder is None else check_text_encoder(text_encoder).width
-    texts = encode_captions((caption(*words) for words in product(LETTERS, DIRECTIONS, SPEEDS)), text_encoder)
+    captions = [*map(still_caption, LETTERS), *(caption(*words) for words in product(LETTERS, DIRECTIONS, SPEEDS))]
+    texts = encode_captions(captions, text_encoder)
     out = Path(out).absolute()
     clips: dict[str, int] = dict.fromkeys(SPLITS, 0)
-    stills: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    pictures: dict[str, int] = dict.fromkeys(SPLITS, 0)
     with published_folder(out, force=force) as folder:
         faces, split_by = assign_faces(find_faces(fonts).faces)
+        faces = {split: boldest(group) for split, group in faces.items()}
         generator = torch.Generator().manual_seed(seed)
         shards: dict[str, dict[str, int]] = {}
         for split, count in (("train", variations), ("val", max(1, variations // 2))):
             writer = ShardWriter(folder, split, samples_per_shard)
-            for key, metadata, latent in _render_split(faces[split], count, frames, size, generator):
+            for key, metadata, latent in _render_split(faces[split], count, frames, stills, size, generator):
                 parts = {"latent.npy": npy_bytes(latent.half().numpy()), **texts[metadata["caption"]]}
                 writer.add(f"{split}_{key}", metadata, parts)
-                (stills if metadata["frames"] == 1 else clips)[split] += 1
+                (pictures if metadata["frames"] == 1 else clips)[split] += 1
             writer.close()
             shards |= writer.shards
         content = {
@@ -204,7 +225,7 @@ def prepare_moving_letters(
             "splits": {
                 split: {
                     "clips": clips[split],
-                    "stills": stills[split],
+                    "stills": pictures[split],
                     "families": sorted({face.family for face in faces[split]}),
                     "faces": [face_record(face) for face in faces[split]],
                 }
@@ -217,4 +238,4 @@ def prepare_moving_letters(
         write_dataset_file(folder, content)
         write_energon_metadata(folder, shards, SPLITS)
     total = sum(shard["bytes"] for shard in shards.values())
-    return MovingLettersReport(out, clips, stills, len(shards), total, time.monotonic() - started)
+    return MovingLettersReport(out, clips, pictures, len(shards), total, time.monotonic() - started)

@@ -11,7 +11,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective, masked_loss, pointwise_error
 from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE
 from dit.objectives.edm import EDM
-from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.flow_matching import MIN_TIME, FlowMatching
 
 DDPMS = [
     DDPM(schedule=schedule, prediction=prediction, discrete_steps=steps)
@@ -24,6 +24,7 @@ OBJECTIVES: list[Objective] = [
     EDM(sigma_data=1.0, p_mean=0.0, p_std=1.0),
     FlowMatching(),
     FlowMatching(time_distribution="logit_normal", logit_mean=0.2, logit_std=0.9, time_shift=3.0),
+    FlowMatching(prediction="x0", time_shift=3.0),
     *DDPMS,
 ]
 PREDICTIONS = ("noise", "x0", "v")
@@ -164,13 +165,27 @@ def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
     for n, weight in zip(lengths, (1.0, 0.5, 2.0)):
         single = pack([n])
         single.latents_TC = batch.latents_TC[batch.layout.starts[lengths.index(n)] :][:n]
+        own_S = objective.prepare(single, noise_for(single)).weight_S  # of its noise level
         single.loss_weight_S = torch.tensor([weight])
         ready = objective.prepare(single, noise_for(single))
         parts.append(masked_loss(torch.sin(ready.inputs_TC), ready, single.layout, kind))
-        by_hand = pointwise_error(torch.sin(ready.inputs_TC), ready.target_TC, kind).mean() * weight * n
+        by_hand = pointwise_error(torch.sin(ready.inputs_TC), ready.target_TC, kind).mean() * (weight * own_S[0]) * n
         torch.testing.assert_close(parts[-1][0], by_hand)
     torch.testing.assert_close(total, sum(p[0] for p in parts))
     assert count == sum(lengths) == sum(p[1] for p in parts)
+
+
+def test_the_loss_of_x0_is_that_of_its_velocity():
+    """Down to the time below which errors weigh no more: there the quotient of the two is (t / MIN_TIME) squared."""
+    batch = pack(list(range(3, 60)))
+    velocity, x0 = (FlowMatching(prediction=p).prepare(batch, noise_for(batch)) for p in ("velocity", "x0"))
+    assert torch.equal(velocity.inputs_TC, x0.inputs_TC)
+    guess_TC = torch.sin(velocity.inputs_TC)
+    t_T1 = batch.layout.per_token(velocity.time_S)
+    as_velocity = (velocity.inputs_TC - guess_TC) / t_T1 - velocity.target_TC
+    weighed = (guess_TC - x0.target_TC) * batch.layout.per_token(x0.weight_S).sqrt()
+    assert (velocity.time_S < MIN_TIME).any()
+    torch.testing.assert_close(-weighed, as_velocity * (t_T1 / MIN_TIME).clamp(max=1), rtol=1e-4, atol=1e-4)
 
 
 def test_padding_may_hold_anything():
@@ -317,7 +332,8 @@ def test_objectives_compare_and_print_by_their_settings():
     assert DDPM(prediction="v") == DDPM(prediction="v")
     assert DDPM(prediction="v") != DDPM()
     assert repr(FlowMatching(time_shift=3.0)) == (
-        "FlowMatching(time_distribution='uniform', logit_mean=0.0, logit_std=1.0, time_shift=3.0, loss_kind='l2')"
+        "FlowMatching(prediction='velocity', time_distribution='uniform', logit_mean=0.0, logit_std=1.0, "
+        "time_shift=3.0, loss_kind='l2')"
     )
 
 
@@ -330,6 +346,7 @@ def test_objectives_compare_and_print_by_their_settings():
         (lambda: EDM(sigma_min=90.0), "sigma_min=90.0 and sigma_max=80.0"),
         (lambda: EDM(loss_kind="mse"), "loss_kind='mse' is unknown; use one of 'l2', 'l1', 'huber'"),
         (lambda: FlowMatching(time_shift=0.0), "time_shift=0.0 must be positive"),
+        (lambda: FlowMatching(prediction="noise"), "prediction='noise' is unknown"),
         (lambda: FlowMatching(logit_std=0.0), "logit_std=0.0 must be positive"),
         (lambda: FlowMatching(time_distribution="normal"), "time_distribution='normal' is unknown"),
         (lambda: FlowMatching(loss_kind="mse"), "loss_kind='mse'"),

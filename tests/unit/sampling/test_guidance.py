@@ -21,7 +21,14 @@ from dit.sampling.guidance import (
 from dit.sampling.solvers import solve
 
 LAYOUT = SequenceLayout.from_lengths([3, 2], multiple_of=4, total_tokens=10)
-OBJECTIVES = [EDM(), FlowMatching(), DDPM(), DDPM(prediction="x0"), DDPM(prediction="v", discrete_steps=1000)]
+OBJECTIVES = [
+    EDM(),
+    FlowMatching(),
+    FlowMatching(prediction="x0"),
+    DDPM(),
+    DDPM(prediction="x0"),
+    DDPM(prediction="v", discrete_steps=1000),
+]
 
 
 def conditioned(context: float):
