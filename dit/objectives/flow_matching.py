@@ -24,7 +24,7 @@ from dit.objectives.noise_levels import logit_normal, shift_time
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
 MIN_TIME = 0.05
-"""Below this time an error of x0 weighs as if it were at this time (Li and He 2025, section 4)."""
+"""Below this time an error of x0 weighs as if it were at this time (Li and He 2025)."""
 
 
 class StraightPath(Path):

@@ -47,6 +47,7 @@ def caption(letter: str, direction: str, speed: str) -> str:
 
 
 def still_caption(letter: str) -> str:
+    """Say what stands still."""
     return f"the letter {letter}"
 
 
@@ -164,7 +165,8 @@ def prepare_moving_letters(
 ) -> MovingLettersReport:
     """Render clips of moving letters into Energon shards; `out` appears complete or not at all.
 
-    The class of a clip is its letter and its direction; its speed is one of two.
+    The class of a clip is its letter and its direction; its speed is one of two. Bold upright faces are taken where
+    there are any.
 
     Args:
         out: folder to make.
