@@ -17,8 +17,7 @@ export TQDM_DISABLE ?= 1
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
-# Python compiles the few modules it uses by itself; pip would compile all, which takes a minute.
-INSTALL = $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
