@@ -9,7 +9,6 @@ from tests.integration import actions
 from tests.integration.runs import Job, loss_values, overrides, run_jobs
 
 TP2SP = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}
-CP2 = {"parallel__context_parallel_size": 2}
 TWINS = {
     "tiny_dit": TP2SP,
     "tiny_dit_cross": {"parallel__pipeline_model_parallel_size": 2},
@@ -17,7 +16,7 @@ TWINS = {
     "tiny_ecdit": {"parallel__expert_model_parallel_size": 2},
     "tiny_flux": {},
     "tiny_wan": TP2SP,
-    "tiny_stdit": CP2,
+    "tiny_stdit": TP2SP,
 }
 FALLS = 0.95
 
