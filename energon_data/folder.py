@@ -185,5 +185,6 @@ def check_dataset(path: str, split: str) -> list[SplitInfo]:
     if file.exists():
         raise DataError(f"{path} is neither a data set folder nor a metadataset .yaml file")
     raise DataError(
-        f"{path} does not exist; `python -m energon_data.prepare letters --out {path}` makes a small data set"
+        f"{path} does not exist; `python -m energon_data.prepare letters --out {path}` makes the data of letters_dit, "
+        "and recipes/README.md says how another recipe's are made"
     )
