@@ -207,10 +207,10 @@ def test_padding_may_hold_anything():
     assert (prediction.grad[batch.layout.valid_T] != 0).any(-1).all()
 
 
-def test_loss_over_slices_adds_up_to_the_loss_of_the_pack():
+@every_objective
+def test_loss_over_slices_adds_up_to_the_loss_of_the_pack(objective):
     """Ranks that share the rows share the loss."""
     batch = pack([6, 5, 3], multiple_of=4)
-    objective = EDM()
     prepared = objective.prepare(batch, noise_for(batch))
     whole = masked_loss(torch.sin(prepared.inputs_TC), prepared, batch.layout)
     halves = []
