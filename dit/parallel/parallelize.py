@@ -52,7 +52,8 @@ def megatron_config(
         # both the next and the previous of the other. Apart, they also run beside the computation.
         overlap_p2p_comm=vpp is not None,
         batch_p2p_comm=vpp is None,
-        deallocate_pipeline_outputs=True,
+        # The interleaved schedule of Megatron-Core 0.16 frees outputs that are still being sent (Megatron-LM #4047).
+        deallocate_pipeline_outputs=vpp is None,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -29,6 +31,32 @@ def count_copies(chunks: list) -> None:
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.shared = False
+
+
+def watch_sends(case: dict) -> dict:
+    """Train, and list the messages whose memory was freed or written before their send had been waited for."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    start, sent, touched = p2p_communication._p2p_ops, [], []
+
+    def watched(send: Any, tensor: torch.Tensor, name: str) -> SimpleNamespace:
+        memory, values = tensor.data_ptr(), tensor.detach().clone()
+        sent.append(name)
+
+        def wait() -> None:
+            send.wait()
+            if tensor.data_ptr() != memory or not torch.equal(tensor, values):
+                touched.append(name)
+
+        return SimpleNamespace(wait=wait)
+
+    def start_watched(**options: Any) -> dict:
+        handles = start(**options)
+        sends = {name: handle for name, handle in handles.items() if name.startswith("send")}
+        return handles | {name: watched(send, options[f"tensor_{name}"], name) for name, send in sends.items()}
+
+    with mock.patch.object(p2p_communication, "_p2p_ops", start_watched):
+        return {**train(case), "sent": sent, "touched": touched}
 
 
 def predict(case: dict) -> dict:

@@ -54,6 +54,7 @@ def results(tmp_path_factory):
     pp2 = {"parallel": LAYOUTS[2]["pp2"], "packed": True}
     cases[2]["broken", "sum"] = {**pp2, "break": pipeline_cases.forget_conditioners}
     cases[2]["broken", "norm"] = {**pp2, "break": pipeline_cases.count_copies}
+    cases[2]["sends"] = task("watch_sends", parallel=VPP2, packed=True)
     cases[1]["one", "large embedders"] = {**LARGE_EMBEDDERS, "parallel": ONE}
     cases[4]["pp2", "large embedders"] = LARGE_EMBEDDERS
     cases[4]["broken", "buckets"] = {**LARGE_EMBEDDERS, "break": pipeline_cases.share_buckets}
@@ -76,6 +77,11 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(("world", "name", "packed"), CASES)
 def test_pipeline_equals_one_rank(results, world, name, packed):
     assert_equal_training(results["one", packed], results[name, packed])
+
+
+def test_what_is_sent_stays_as_it_is_until_it_has_arrived(results):
+    assert {"send_next", "send_prev"} <= set(results["sends"]["sent"])
+    assert results["sends"]["touched"] == []
 
 
 def test_embedders_may_be_as_large_as_a_stage(results):
