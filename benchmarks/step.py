@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any, Optional
 
-from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, UserError, exit_code
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, told_in_one_line
 from launch import cli, environment
 from launch.train import resolve
 
@@ -191,20 +191,17 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
 
 
+@told_in_one_line
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code; out of memory is a result, not a crash."""
     args = build_parser().parse_args(argv)
     if args.steps < 1 or args.warmup < 0:
-        print(f"error: --steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0", file=sys.stderr)
-        return EXIT_CONFIG
+        raise ConfigError(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
     environment.prepare()
     record: dict[str, Any] = {"recipe": args.factory, "overrides": args.overrides, "status": "ok"}
     with tempfile.TemporaryDirectory() as run_dir:
         try:
             record |= measure(settings_of(args, run_dir), args.steps, args.warmup)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return exit_code(error)
         except RuntimeError as error:
             if "out of memory" not in str(error).lower():
                 raise

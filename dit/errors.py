@@ -3,6 +3,13 @@
 Codes 16 and 17 stay reserved for Megatron-Core's rerun state machine.
 """
 
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec
+
+Arguments = ParamSpec("Arguments")
+
 EXIT_OK = 0
 EXIT_CONFIG = 2
 EXIT_DATA = 3
@@ -54,3 +61,17 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return error.exit_code if isinstance(error, UserError) else EXIT_UNEXPECTED
+
+
+def told_in_one_line(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Let a command print an error with a known cure as one line and return its exit code, instead of raising it."""
+
+    @functools.wraps(command)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        try:
+            return command(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return exit_code(error)
+
+    return run

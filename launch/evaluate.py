@@ -18,7 +18,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from dit.errors import ConfigError, UserError, exit_code
+from dit.errors import ConfigError, told_in_one_line
 from launch.checks import Check, Contrast, contrasts, judge_contrast, judge_motion
 from launch.letter_reader import LetterReader, load_reader
 from launch.sample import (
@@ -258,14 +258,11 @@ def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
     return lines
 
 
+@told_in_one_line
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
-    try:
-        result = evaluate(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
+    result = evaluate(args)
     missed = shortfalls(result, args)
     if args.json:
         print(json.dumps(asdict(result) | {"minimum": args.minimum}))

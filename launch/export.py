@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from dit.errors import CheckpointError, ConfigError, UserError, exit_code
+from dit.errors import CheckpointError, ConfigError, told_in_one_line
 from launch import environment
 
 FORMATS = ("diffusers", "dit")
@@ -105,15 +105,11 @@ def original_rules(model: Any, latent_size: Any) -> Any:
     return original_dit.rules(model, parameter_shapes(model), latent_size)
 
 
+@told_in_one_line
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
-    try:
-        notes = run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
-    for note in notes:
+    for note in run(args):
         print(f"note: {note}", file=sys.stderr)
     print(args.out)
     return 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from dit.errors import ConfigError, UserError, exit_code
+from dit.errors import ConfigError, told_in_one_line
 from launch import environment
 from launch.export import FORMATS, original_rules
 from launch.sample import at_least_one
@@ -108,15 +108,11 @@ def read_diffusers_folder(source: Path) -> tuple[Any, Any, Any]:
     return imported, form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size), theirs
 
 
+@told_in_one_line
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
-    try:
-        notes = run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
-    for note in notes:
+    for note in run(args):
         print(f"note: {note}", file=sys.stderr)
     print(args.out)
     return 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dit.errors import UserError, exit_code
+from dit.errors import told_in_one_line
 
 FILE = "letter_reader.safetensors"
 VERSION = "1"  # of the network and its training; another one is trained again
@@ -205,6 +205,7 @@ def _write_network(network: nn.Module, path: Path, digest: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+@told_in_one_line
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Train the reader if needed and print its accuracy."""
     import argparse
@@ -213,11 +214,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--data", default="data/letters", help="letters data set (%(default)s)")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        reader = load_reader(args.data)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
+    reader = load_reader(args.data)
     print(f"letters of held-out families read correctly: {reader.accuracy:.1%} of {reader.num_held_out}")
     return 0
 

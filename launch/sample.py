@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dit.errors import CheckpointError, ConfigError, UserError, exit_code
+from dit.errors import CheckpointError, ConfigError, told_in_one_line
 from dit.sampling.grid import spread
 from dit.training.settings import SamplingConfig
 from launch import environment
@@ -298,14 +298,11 @@ def run(args: argparse.Namespace) -> None:
     print(f"{out}: {len(samples)} samples in {seconds:.1f} s")
 
 
+@told_in_one_line
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
-    try:
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
+    run(args)
     return 0
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from dit.errors import UserError, exit_code
+from dit.errors import told_in_one_line
 
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,14 +60,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@told_in_one_line
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the command and return its exit code; errors with a known cure print one line."""
+    """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
-    try:
-        args.run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
+    args.run(args)
     return 0
 
 
