@@ -32,11 +32,11 @@ step --factory dit_xl2_imagenet training.micro_batch_size=128 training.global_ba
 
 echo "== times: DiT-7B layers; the difference of two depths is the time of four layers"
 for recompute in none selective full; do
-  step --factory bench_dit7b_8k_1gpu_l4 training.recompute="$recompute"
-  step --factory bench_dit7b_8k_1gpu_l8 training.recompute="$recompute"
+  step --factory bench_dit7b_8k_1gpu_L4 training.recompute="$recompute"
+  step --factory bench_dit7b_8k_1gpu_L8 training.recompute="$recompute"
 done
-step --steps 5 --warmup 2 --factory bench_dit7b_74k_1gpu_l4
-step --steps 5 --warmup 2 --factory bench_dit7b_74k_1gpu_l8
+step --steps 5 --warmup 2 --factory bench_dit7b_74k_1gpu_L4
+step --steps 5 --warmup 2 --factory bench_dit7b_74k_1gpu_L8
 
 echo "== times: other backbones"
 step --factory mock_stdit_s

@@ -5,6 +5,8 @@ The second family has NeMo's names, sizes and settings: EDM on latents of 16 cha
 has been made at full size here. More GPUs raise the data-parallel size.
 """
 
+import math
+
 import nemo_run as run
 
 from dit.models.base import ModelConfig
@@ -110,13 +112,18 @@ def dit_xl2_imagenet() -> run.Partial:
 def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     """Return NeMo's base setting for one model: EDM, up to 2048 tokens a sample, batch 32, AdamW at a constant 1e-4.
 
+    NeMo halves latents of unit variance, draws log sigma from N(0, 1) and samples from 80 down to 0.002; on the latents
+    as they are, the same process has every sigma doubled. Its guidance of 7 is 8 on the classic scale. Texts are left
+    out for one sample in five. Deviation: an average of the weights (0.9999) is kept and sampled from.
+
     Source: NeMo diffusion collection v2.1.0, recipe `pretrain`; its other recipes change this one.
     """
+    model.context_dropout = 0.2
     return run.Partial(
         pretrain,
         model=model,
         data=run.Config(EnergonData, path="data/latents", max_tokens_per_sample=2048),
-        objective=run.Config(EDM),
+        objective=run.Config(EDM, sigma_data=1.0, p_mean=math.log(2), p_std=1.0, sigma_min=0.004, sigma_max=160.0),
         optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
         schedule=run.Config(ScheduleConfig, kind="constant"),
         parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
@@ -133,7 +140,7 @@ def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
         ),
         checkpoint=run.Config(CheckpointConfig, interval=1_000, keep_last=3),
         logging=run.Config(LoggingConfig),
-        sampling=run.Config(SamplingConfig, solver="heun", num_steps=35, guidance_scale=7.0),
+        sampling=run.Config(SamplingConfig, solver="heun", num_steps=35, guidance_scale=8.0),
     )
 
 
@@ -182,7 +189,10 @@ def pretrain_s() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_b() -> run.Partial:
-    """DiT-B with text (185 M), otherwise as pretrain: one GPU or more."""
+    """DiT-B with text (185 M), otherwise as pretrain: one GPU or more.
+
+    Weights, gradients, optimizer and average take 4 GiB, 3 of them spread over the GPUs.
+    """
     return text_conditional("pretrain_b", dit_cross_b())
 
 
@@ -294,8 +304,8 @@ def mock_dit7b_8k() -> run.Partial:
 def dreambooth() -> run.Partial:
     """DiT-S with text (51 M) on a few pictures of one subject: 1000 steps at lr 1e-6, one GPU.
 
-    It starts from the weights of `pretrain` (`checkpoint.start_from`). NeMo's recipe asks for TP 8, which the 6 heads
-    of this model cannot give.
+    It starts from the weights of `pretrain` (`checkpoint.start_from`), with a fresh optimizer; only a run of its own
+    that was stopped is resumed. NeMo's recipe asks for TP 8, which the 6 heads of this model cannot give.
     """
     recipe = text_conditional("dreambooth", dit_cross_s())
     recipe.data.path = "data/subject"
@@ -309,7 +319,10 @@ def dreambooth() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_dit_cross() -> run.Partial:
-    """Made-up images and clips with texts, a 2-layer DiT with cross-attention: trains in seconds on any machine."""
+    """Made-up images and clips with texts, a 2-layer DiT with cross-attention: trains in seconds on any machine.
+
+    Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
+    """
     recipe = text_conditional("tiny_dit_cross", dit_cross_s())
     return as_tiny(recipe)
 

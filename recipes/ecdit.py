@@ -6,7 +6,7 @@ from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from recipes.components import ec_dit_1b
 from recipes.dit import as_large_model, text_conditional, with_fsdp
-from recipes.letters import tiny_dit
+from recipes.tiny import tiny_dit
 
 
 @run.cli.factory(target=pretrain)
@@ -40,7 +40,7 @@ def pretrain_ecditllama1b() -> run.Partial:
         path="data/latents_256",
         max_tokens_per_sample=260,
         bucket_by_shape=True,
-        min_aesthetic_score=4.0,
+        min_aesthetic_score=5.0,
     )
     recipe.training.micro_batch_size = 72
     recipe.training.global_batch_size = 2304

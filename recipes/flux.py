@@ -25,6 +25,7 @@ def _flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     Source: NeMo 2.x, recipes `flux_12b` and `flux_535m`; times: Esser et al. 2024, arXiv:2403.03206, section 3.1.
     """
     recipe = text_conditional(name, model)
+    recipe.model.context_dropout = 0.1
     recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal")
     recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=3.5)
     recipe.training.num_steps = 1_168_251
@@ -34,7 +35,10 @@ def _flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_flux() -> run.Partial:
-    """Made-up images and clips with texts, a FLUX of width 64, one block of each kind: trains in seconds anywhere."""
+    """Made-up images and clips with texts, a FLUX of width 64, one block of each kind: trains in seconds anywhere.
+
+    Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
+    """
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "rope_axes": [4, 6, 6]}
     conditions = {"in_channels": 4, "context_size": 32, "pooled_size": 16}
     model = run.Config(FluxConfig, num_joint_layers=1, num_single_layers=1, **sizes, **conditions)

@@ -1,4 +1,4 @@
-"""Runs for a laptop: real letters in minutes, made-up data in seconds."""
+"""Real letters on a laptop, in minutes."""
 
 import nemo_run as run
 
@@ -15,7 +15,6 @@ from dit.training.settings import (
     TrainingConfig,
 )
 from energon_data.dataset import EnergonData
-from energon_data.mock import MockData
 
 
 @run.cli.factory(target=pretrain)
@@ -59,26 +58,3 @@ def letters_dit() -> run.Partial:
         logging=run.Config(LoggingConfig),
         sampling=run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=2.0),
     )
-
-
-@run.cli.factory(target=pretrain)
-def tiny_dit() -> run.Partial:
-    """Made-up data, a 2-layer DiT of width 64: proves in seconds that an installation trains, on any machine.
-
-    There is nothing to learn in it; the loss falls from about 1 because the made-up latents have structure.
-    """
-    recipe = letters_dit()
-    recipe.model.hidden_size = 64
-    recipe.model.num_layers = 2
-    recipe.model.num_classes = 10
-    recipe.data = run.Config(MockData, num_streams=2)  # so that one rank and two can take turns
-    recipe.schedule.warmup_steps = 5
-    recipe.training.run_dir = "runs/tiny_dit"
-    recipe.training.num_steps = 20
-    recipe.training.micro_batch_size = 4
-    recipe.training.global_batch_size = 8
-    recipe.training.log_interval = 1
-    recipe.training.validation_interval = 0
-    recipe.training.sample_interval = 0
-    recipe.checkpoint.interval = 10
-    return recipe

@@ -27,6 +27,7 @@ CLIP_74K = (32, 96, 96)
 def _stdit(name: str, model: run.Config) -> run.Partial:
     """Return Open-Sora's setting for one model: rectified flow with logit-normal times, 30 Euler steps, guidance 7."""
     recipe = text_conditional(name, model)
+    recipe.model.context_dropout = 0.1
     recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal")
     recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=7.0)
     return recipe

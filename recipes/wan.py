@@ -21,6 +21,7 @@ CLIP_480P = (24, 104, 60)
 def _wan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     """Return flow matching with times moved towards noise, as long sequences want them."""
     recipe = text_conditional(name, model)
+    recipe.model.context_dropout = 0.1
     recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=3.0)
     recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=5.0)
     return recipe
@@ -28,7 +29,10 @@ def _wan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_wan() -> run.Partial:
-    """Made-up images and clips with texts, a 2-layer Wan of width 64: trains in seconds on any machine."""
+    """Made-up images and clips with texts, a 2-layer Wan of width 64: trains in seconds on any machine.
+
+    Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
+    """
     recipe = as_tiny(_wan("tiny_wan", run.Config(WanConfig)))
     recipe.model.ffn_hidden_size = 128
     return recipe

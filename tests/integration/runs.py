@@ -56,8 +56,9 @@ def letters(data: Path, run_dir: Path, **settings: Any) -> list[str]:
 
 
 def mock(run_dir: Path, **settings: Any) -> list[str]:
-    """Return the arguments of a `tiny_dit` run on made-up data."""
-    return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, logging__tensorboard=False, **settings)]
+    """Return the arguments of a `tiny_dit` run on made-up data, with the distributed optimizer."""
+    own = {"logging__tensorboard": False, "parallel__data_parallel": "distributed_optimizer"}
+    return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, **{**own, **settings})]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Job:
     Attributes:
         action: a function of `tests.integration.actions`.
         arguments: of the function.
-        ranks: 1 for a world of one rank; 2 for one that spans both worker processes.
+        ranks: of the world it is done in; the other worker processes wait meanwhile.
     """
 
     action: Callable[..., Any]
@@ -79,7 +80,7 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
     """Do all jobs in order, in one start of as many worker processes as they need.
 
     Returns:
-        By name, what the action returned; of a job of two ranks, the list of what each returned.
+        By name, what the action returned; of a job of several ranks, the list of what each returned.
 
     Raises:
         RuntimeError: a worker failed; the message holds the end of its output.
@@ -91,7 +92,8 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
     run_ranks(main, count, folder, timeout_s=timeout_s)
     found = [pickle.loads((folder / f"results_{rank}.pkl").read_bytes()) for rank in range(count)]
     return {
-        name: found[0][name] if job.ranks == 1 else [results[name] for results in found] for name, job in jobs.items()
+        name: found[0][name] if job.ranks == 1 else [results[name] for results in found[: job.ranks]]
+        for name, job in jobs.items()
     }
 
 

@@ -1,16 +1,18 @@
-"""Every tiny recipe through the whole loop: made-up images and clips, twenty steps on two ranks, a loss that falls."""
+"""Every tiny recipe through the whole loop: made-up images and clips, a loss that falls, and is the same anywhere."""
 
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from dit.errors import EXIT_OK, EXIT_PREEMPTED
 from tests.integration import actions
 from tests.integration.runs import Job, loss_values, overrides, run_jobs
 
 TP2SP = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}
 TWINS = {
-    "tiny_dit": TP2SP,
+    "tiny_dit": {},
+    "tiny_dit_pack": {"parallel__data_parallel": "distributed_optimizer"},
     "tiny_dit_cross": {"parallel__pipeline_model_parallel_size": 2},
     "tiny_moviegen": {"parallel__data_parallel": "fsdp"},
     "tiny_ecdit": {"parallel__expert_model_parallel_size": 2},
@@ -19,6 +21,10 @@ TWINS = {
     "tiny_stdit": TP2SP,
 }
 FALLS = 0.95
+SPREAD = {"tiny_dit_tp2sp": 2, "tiny_dit_cp2": 2, "tiny_dit_pp2": 2, "tiny_dit_tp2pp2cp2": 8}
+"""Recipes that are `tiny_dit` on another layout, with their ranks."""
+SAME_STEPS = 3
+ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +33,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, settings in TWINS.items():
         words = overrides(folder / name, logging__tensorboard=False, training__log_interval=1, **settings)
         jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", name, *words]}, ranks=2)
+    for name, ranks in SPREAD.items():
+        words = overrides(folder / name, logging__tensorboard=False, training__stop_at_step=SAME_STEPS)
+        jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", name, *words]}, ranks)
     for name, ended in run_jobs(folder / "world", jobs).items():
-        assert [e.code for e in ended] == [0, 0], (name, ended)
+        expected = EXIT_PREEMPTED if name in SPREAD else EXIT_OK
+        assert {e.code for e in ended} == {expected}, (name, ended)
     return folder
 
 
 def test_every_tiny_recipe_is_here() -> None:
     from recipes.registry import recipes
 
-    assert {entry.name for entry in recipes() if entry.name.startswith("tiny_")} == set(TWINS)
+    assert {entry.name for entry in recipes() if entry.name.startswith("tiny_")} == TWINS.keys() | SPREAD.keys()
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -44,3 +54,10 @@ def test_tiny_twin_trains_on_two_ranks(runs: Path, name: str) -> None:
     losses = loss_values(runs / name)
     assert len(losses) == 20
     assert mean(losses[-5:]) < FALLS * mean(losses[:5])
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_a_recipe_on_another_layout_has_the_same_losses(runs: Path, name: str) -> None:
+    found = loss_values(runs / name)
+    assert len(found) == SAME_STEPS
+    assert found == pytest.approx(loss_values(runs / "tiny_dit")[:SAME_STEPS], rel=ROUNDING)

@@ -12,7 +12,8 @@ from dit.training.pretrain import pretrain
 from launch import config_file
 from launch.overrides import apply_overrides
 from launch.train import load_component
-from recipes.letters import letters_dit, tiny_dit
+from recipes.letters import letters_dit
+from recipes.tiny import tiny_dit
 
 WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=0, max_size=12)
 

@@ -14,6 +14,34 @@ from launch.train import call_recipe
 from recipes import registry
 
 RECIPES = [entry.name for entry in registry.recipes()]
+PROMISED = """
+tiny_dit tiny_dit_pack tiny_dit_tp2sp tiny_dit_cp2 tiny_dit_pp2 tiny_dit_tp2pp2cp2 tiny_moviegen tiny_ecdit tiny_stdit
+pretrain pretrain_b pretrain_l pretrain_xl pretrain_xl_dfm dit_s2_imagenet dit_b2_imagenet dit_l2_imagenet
+dit_xl2_imagenet pretrain_7b pretrain_7b_pack pretrain_7b_256p_joint pretrain_7b_256p_joint_pack mock_dit7b_8k
+dreambooth train_mock mock_ditllama5b_8k pretrain_ditllama1b pretrain_ditllama3b pretrain_ditllama5b_wide28
+pretrain_ditllama5b pretrain_ditllama30b pretrain_ditllama30b_stage2_mock pretrain_ditllama30b_stage3_mock
+pretrain_ditllama5b_stage2 pretrain_ditllama5b_stage3 pretrain_ditllama5b_stage3_mock_with_pp
+pretrain_ditllama30b_stage3_mock_with_pp pretrain_ecditllama1b pretrain_ecditllama1b_ep8 mock_stdit_s pretrain_stdit_xl
+mock_stdit_xl mock_stdit3b bench_stdit_hybrid_cp1 bench_stdit_hybrid_cp2 bench_stdit_hybrid_cp4 bench_stdit_hybrid_cp8
+bench_stdit_ring_cp1 bench_stdit_ring_cp2 bench_stdit_ring_cp4 bench_stdit_ring_cp8 bench_dit7b_8k_baseline
+bench_dit7b_8k_tp2sp bench_dit7b_74k_tp2sp_cp4 bench_dit28b_8k_tp4pp4 bench_dit28b_64k_fsdp_ckpt matrix_fsdp
+matrix_cp_tp_sp_fsdp matrix_cp_tp_sp_distopt matrix_cp_tp_sp_pp_distopt matrix_cp_tp_sp_pp_distopt_ep
+matrix_cp_tp_sp_fsdp_ep stage_5b_256 stage_5b_8k stage_5b_74k stage_30b_256 stage_30b_8k stage_30b_74k
+bench_dit7b_8k_1gpu_L4 bench_dit7b_8k_1gpu_L8 bench_dit7b_74k_1gpu_L4 bench_dit7b_74k_1gpu_L8 flux_535m flux_12b
+wan_1_3b_mock
+""".split()
+"""Names that users of other stacks look for, and those of the published tables."""
+
+
+def test_no_promised_recipe_is_missing():
+    assert set(PROMISED) <= set(RECIPES)
+
+
+@pytest.mark.parametrize("entry", registry.recipes(), ids=lambda entry: entry.name)
+def test_a_recipe_says_where_it_runs_and_what_to_expect(entry):
+    _, _, more = entry.docstring.partition("\n")
+    assert re.search(r"GPU|GB|CPU|ranks|machine|anywhere", entry.docstring)
+    assert len(more.split()) >= 5, f"{entry.name} has no text below its first line"
 
 
 def test_the_page_is_up_to_date():
