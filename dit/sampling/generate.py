@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import DEFAULT_FPS, PackedBatch, SequenceLayout
 from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError
 from dit.objectives.addressed_noise import AddressedNoise
@@ -29,6 +29,7 @@ def empty_pack(
     labels: Optional[Sequence[int]] = None,
     contexts: Optional[Sequence[Tensor]] = None,
     pooled: Optional[Sequence[Tensor]] = None,
+    fps: float = DEFAULT_FPS,
 ) -> PackedBatch:
     """Return a dense pack of `count` samples to be generated: positions and conditions, zero latents.
 
@@ -37,6 +38,7 @@ def empty_pack(
         labels: class of each sample; None for no class.
         contexts: text embeddings `[k, context_size]` of each sample; None for no text.
         pooled: pooled text embedding `[pooled_size]` of each sample; None for no text.
+        fps: frames per second of every sample.
 
     Raises:
         ConfigError: a label is not one of the model's classes.
@@ -69,6 +71,7 @@ def empty_pack(
         context_KD=context_KD,
         context_layout=context_layout,
         pooled_SD=None if pooled is None else torch.stack(list(pooled)),
+        fps_S=torch.full((count,), fps, dtype=torch.float32),
     ).to(device)
 
 

@@ -11,7 +11,7 @@ from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
-from dit.sampling.clips import clip_grid, save_gif
+from dit.sampling.clips import MAX_GIF_FPS, clip_grid, save_gif
 from dit.sampling.generate import empty_pack, generate
 from dit.sampling.grid import save_png, spread
 from dit.training.settings import SamplingConfig
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 UNLABELLED_SAMPLES = 16
 MAX_CLASSES_SHOWN = 32
-CLIP_FPS = 8.0
 
 
 class PictureWriter:
@@ -64,9 +63,13 @@ class PictureWriter:
             )
 
     def draw(
-        self, network: Callable[..., Tensor], latent_size: tuple[int, int, int], device: torch.device
+        self, network: Callable[..., Tensor], latent_size: tuple[int, int, int], fps: float, device: torch.device
     ) -> list["Image"]:
         """Generate the samples and lay them out; every rank of a tensor-parallel group must take part.
+
+        Args:
+            latent_size: (T, H, W) of each sample.
+            fps: frames per second that the model is told, if it is conditioned on them.
 
         Returns:
             One grid per frame.
@@ -83,7 +86,8 @@ class PictureWriter:
             labels = shown * self.sampling.samples_per_class
             count = len(labels)
             captions = [str(label) if self.class_names is None else self.class_names[label] for label in labels]
-        batch = empty_pack(self.spec, latent_size, count, device, labels=labels, contexts=self._encoded_prompts())
+        contexts = self._encoded_prompts()
+        batch = empty_pack(self.spec, latent_size, count, device, labels=labels, contexts=contexts, fps=fps)
         latents = generate(
             network,
             self.objective,
@@ -107,8 +111,12 @@ class PictureWriter:
             self._contexts = TextEncoder(self.text_encoder).encode(self.sampling.prompts)
         return self._contexts * self.sampling.samples_per_class
 
-    def save(self, frames: list["Image"], path: Path) -> Path:
-        """Write the grid as PNG, or as a GIF with that ending if it moves; a reader never sees half a file."""
+    def save(self, frames: list["Image"], path: Path, fps: float) -> Path:
+        """Write the grid as PNG, or as a GIF with that ending if it moves; a reader never sees half a file.
+
+        Args:
+            fps: frames per second of the film; a GIF shows faster ones as slowly as it must.
+        """
         if len(frames) == 1:
             return save_png(frames[0], path)
-        return save_gif(frames, path.with_suffix(".gif"), CLIP_FPS)
+        return save_gif(frames, path.with_suffix(".gif"), min(fps, MAX_GIF_FPS))
