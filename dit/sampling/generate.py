@@ -41,7 +41,7 @@ def empty_pack(
         fps: frames per second of every sample.
 
     Raises:
-        ConfigError: a label is not one of the model's classes.
+        ConfigError: a label is not one of the model's classes, or texts lack the pooled embeddings the model takes.
     """
     frames, height, width = latent_size
     grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
@@ -58,6 +58,11 @@ def empty_pack(
         labels_S = torch.tensor(labels if labels is not None else [spec.num_classes] * count, device=device)
     context_KD, context_layout = None, None
     if contexts is not None:
+        if spec.pooled_size is not None and pooled is None:
+            raise ConfigError(
+                f"{len(contexts)} texts come without pooled embeddings, which the model takes beside those of the "
+                f"tokens; give one of {spec.pooled_size} features for each"
+            )
         context_KD = torch.cat(list(contexts)).to(device)
         context_layout = SequenceLayout.from_lengths([len(c) for c in contexts], device=device)
     return PackedBatch(

@@ -31,7 +31,7 @@ class PictureWriter:
         text_encoder: what embedded the texts that the run trains on, and embeds `sampling.prompts`.
 
     Raises:
-        ConfigError: there are prompts, but no encoder for them or no model that reads them.
+        ConfigError: there are prompts, but no encoder for all the model reads of them, or no model that reads them.
     """
 
     def __init__(
@@ -52,6 +52,12 @@ class PictureWriter:
     def _check_prompts(self) -> None:
         from dit.encoders.text import check_text_encoder
 
+        if self.model.pooled_size is not None:
+            raise ConfigError(
+                "sampling.prompts cannot be drawn, for the model takes a pooled embedding of each text "
+                f"({self.model.pooled_size} features) and the text encoders give those of tokens alone; set "
+                "sampling.prompts=none"
+            )
         if self.text_encoder is None or self.model.context_size is None:
             lacks = "the model takes no text" if self.model.context_size is None else "the data name no text encoder"
             raise ConfigError(f"sampling.prompts cannot be drawn, for {lacks}; set sampling.prompts=none")
