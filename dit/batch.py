@@ -14,6 +14,9 @@ from torch import Tensor
 
 from dit.errors import BatchError
 
+DEFAULT_FPS = 30.0
+"""Frame rate of samples that name none, images among them (NeMo's convention)."""
+
 
 @dataclass(frozen=True)
 class SequenceLayout:
@@ -189,7 +192,7 @@ class PackedBatch:
         context_layout: where the texts lie in K.
         context_dropped_S: True where the text is replaced by the model's null text; None for nowhere.
         pooled_SD: one more embedding of each text, as a single vector (CLIP's, for FLUX); dropped with the text.
-        fps_S: frames per second, float32.
+        fps_S: frames per second, float32; None for `DEFAULT_FPS`.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
     """
 

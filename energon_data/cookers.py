@@ -5,6 +5,7 @@ or `text.safetensors` (text embeddings `[K, context_size]`), `pooled.npy` or `po
 `[pooled_size]`). Metadata that is used: `label`, `fps` (or `framerate`), `loss_weight`, `aesthetic_score`.
 """
 
+import math
 from typing import Any, Optional
 
 import numpy as np
@@ -71,6 +72,9 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         raise SampleError("wrong_shape", f"the pooled text has shape {list(pooled.shape)}, wanted [width]")
     label = _number(metadata, "label")
     weight = _number(metadata, "loss_weight")
+    fps = _number(metadata, "fps", "framerate")
+    if fps is not None and not 0 < fps < math.inf:
+        raise SampleError("bad_json", f"fps is {fps:g}, not a number greater than 0")
     key = sample["__key__"]
     return Clip(
         __key__=key,
@@ -83,7 +87,7 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         shard=sample["__shard__"],
         id=sample_id(key),
         label=None if label is None else int(label),
-        fps=_number(metadata, "fps", "framerate"),
+        fps=fps,
         loss_weight=1.0 if weight is None else weight,
     )
 

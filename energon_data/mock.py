@@ -1,5 +1,6 @@
 """Synthetic data with the stream rules of real data: every sample is a function of the seed and its number."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -28,6 +29,7 @@ class MockData(DataConfig):
         frames, height, width: size of every latent.
         shapes: sizes that take turns, such as `["1x32x32", "8x16x16"]` (frames x height x width), instead.
         text_tokens: tokens of the longest text; texts have from half of them up to all.
+        fps: frames per second of every clip.
         dataset_size: distinct samples before they repeat; None for no end.
         num_streams: global streams; None for one per data-parallel rank.
         max_tokens_per_pack: fill packs, in order, up to this many tokens and pad them to it (micro_batch_size must
@@ -81,6 +83,8 @@ class MockData(DataConfig):
                 f"data.text_tokens={self.text_tokens}, data.validation_micro_batches={self.validation_micro_batches} "
                 f"and data.dataset_size={self.dataset_size} must be at least 1"
             )
+        if not 0 < self.fps < math.inf:
+            raise ConfigError(f"data.fps={self.fps:g} must be a number greater than 0")
         for t, h, w in self.sizes():
             if t % spec.patch_temporal or h % spec.patch_spatial or w % spec.patch_spatial:
                 raise ConfigError(

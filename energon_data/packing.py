@@ -9,13 +9,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import DEFAULT_FPS, PackedBatch, SequenceLayout
 from dit.data_api import BatchSpec
 from dit.patchify import Grid, grid_positions, patchify
 from energon_data.samples import Clip
-
-IMAGE_FPS = 30.0
-"""Frame rate of samples that name none (NeMo's convention for images)."""
 
 
 def padded_length(length: int, multiple_of: int) -> int:
@@ -111,6 +108,6 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
         context_KD=context,
         context_layout=context_layout,
         pooled_SD=None if spec.pooled_size is None else torch.stack([c.pooled for c in clips if c.pooled is not None]),
-        fps_S=torch.tensor([IMAGE_FPS if c.fps is None else c.fps for c in clips]),
+        fps_S=torch.tensor([DEFAULT_FPS if c.fps is None else c.fps for c in clips]),
         loss_weight_S=None if all(w == 1.0 for w in weights) else torch.tensor(weights),
     )

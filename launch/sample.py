@@ -4,6 +4,7 @@ The ending of `--out` chooses what is written: `.png` shows clips frame beside f
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from launch import environment
 
 SOLVERS = get_args(get_type_hints(SamplingConfig)["solver"])
 MAX_DEFAULT_CLASSES = 36
-DEFAULT_FPS = 8.0
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture, or as a film."
 EXAMPLES = """\
 examples
@@ -42,6 +42,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steps", type=at_least_one, metavar="N", help="solver steps")
     group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
     group.add_argument("--seed", type=int, metavar="N", help="addresses the initial noise")
+    group.add_argument(
+        "--fps", type=frame_rate, metavar="X", help="frames per second, as the model is told them and of a film"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -66,7 +69,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
     parser.add_argument("--columns", type=at_least_one, metavar="N", help="pictures per row")
-    parser.add_argument("--fps", type=float, metavar="X", help=f"frames per second of a film ({DEFAULT_FPS:g})")
     parser.add_argument("--out", default="samples.png", metavar="FILE", help=".png, .gif or .mp4 (%(default)s)")
     return parser
 
@@ -75,6 +77,16 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def frame_rate(text: str) -> float:
+    try:
+        fps = float(text)
+    except ValueError:
+        fps = 0.0
+    if not 0 < fps < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of frames per second greater than 0, got {text!r}")
+    return fps
 
 
 def open_generator(args: argparse.Namespace) -> Any:
@@ -101,6 +113,7 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
         "num_steps": args.steps,
         "guidance_scale": args.guidance_scale,
         "seed": args.seed,
+        "fps": args.fps,
     }
 
 
@@ -257,7 +270,7 @@ def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
 
 
 def write_samples(
-    samples: Tensor, captions: Sequence[str], out: Path, *, columns: Optional[int] = None, fps: float = DEFAULT_FPS
+    samples: Tensor, captions: Sequence[str], out: Path, *, fps: float, columns: Optional[int] = None
 ) -> None:
     """Write samples as a film, or as one picture with the frames of a clip beside each other.
 
@@ -283,18 +296,17 @@ def run(args: argparse.Namespace) -> None:
     """Draw the samples and write the picture."""
     from dit.sampling.clips import CLIP_WRITERS
 
-    out, fps = Path(args.out), DEFAULT_FPS if args.fps is None else args.fps
+    out = Path(args.out)
     endings = [".png", *CLIP_WRITERS]
     if out.suffix.lower() not in endings:
         raise ConfigError(f"--out {out} must end in {' or '.join(endings)}")
-    if not fps > 0:
-        raise ConfigError(f"--fps {fps:g} must be greater than 0")
     generator = open_generator(args)
     started = time.monotonic()
     samples, captions = draw(args, generator)
     seconds = time.monotonic() - started
     columns = args.columns or (args.count if args.count > 1 and samples.shape[2] == 1 else None)
-    write_samples(samples, captions, out, columns=columns, fps=fps)
+    fps = generator.fps if args.fps is None else args.fps
+    write_samples(samples, captions, out, fps=fps, columns=columns)
     print(f"{out}: {len(samples)} samples in {seconds:.1f} s")
 
 

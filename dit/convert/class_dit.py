@@ -17,6 +17,7 @@ ONLY_THESE = {
     "qk_layernorm": False,
     "add_bias": True,
     "layernorm_epsilon": 1e-6,
+    "time_scale": 1000.0,
     "position_embedding": "sincos_2d",
 }
 """Settings of ours that the paper's model has no others of."""

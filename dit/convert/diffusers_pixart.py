@@ -2,8 +2,9 @@
 
 What they have otherwise, all of it accounted for: q, k and v (in cross-attention k and v) as matrices of their own; a
 convolution that embeds patches; positions that span `sample_size / patch_size / interpolation_scale` indices at every
-resolution, our `position_span`. Times are steps 0 to 999: feed them `time * time_scale` of ours. Our learned null token
-for a dropped text has no counterpart: PixArt takes the embedding of the empty text.
+resolution, our `position_span`. Times are steps 0 to 999, a thousandth of which our network is told; a `time_scale`
+other than 1000 would need a scheduler of other steps and is refused. Our learned null token for a dropped text has no
+counterpart: PixArt takes the embedding of the empty text.
 
 The 1024 px model of PixArt-alpha is conditioned on resolution and aspect ratio, which ours is not, and is refused.
 
@@ -34,6 +35,7 @@ ONLY_THESE = {
     "qk_layernorm": False,
     "add_bias": True,
     "layernorm_epsilon": 1e-6,
+    "time_scale": 1000.0,
 }
 """Settings of ours that PixArt has no others of."""
 

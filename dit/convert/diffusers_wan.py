@@ -8,8 +8,9 @@ What they have otherwise, all of it accounted for:
 * a predicted patch goes frame by frame, ours row by row;
 * tables with an axis of one more.
 
-Times are steps up to 1000: feed them `time * time_scale` of ours. Our learned null token for a dropped text has no
-counterpart. Models that read an image (`image_dim`, `added_kv_proj_dim`) are refused.
+Times are steps up to 1000, a thousandth of which our network is told; a `time_scale` other than 1000 would need a
+scheduler of other steps and is refused. Our learned null token for a dropped text has no counterpart. Models that read
+an image (`image_dim`, `added_kv_proj_dim`) are refused.
 
 Source: diffusers 0.38, `models/transformers/transformer_wan.py`, names and settings; Wan Team 2025, arXiv:2503.20314.
 """
@@ -32,6 +33,7 @@ ONLY_THESE = {
     "qk_layernorm": True,
     "rope_theta": 10000.0,
     "rope_factors": None,
+    "time_scale": 1000.0,
 }
 """Settings of ours that theirs has no others of."""
 

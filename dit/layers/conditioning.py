@@ -4,11 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch
+from dit.batch import DEFAULT_FPS, PackedBatch
 from dit.layers.embeddings import LabelEmbedder, ScalarEmbedder, TimestepEmbedder
-
-DEFAULT_FPS = 30.0
-"""Frame rate of samples that name none (NeMo's convention)."""
 
 
 class Conditioner(nn.Module):

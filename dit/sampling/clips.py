@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 GIF_TICKS_PER_S = 100
 """A GIF states how long a frame lasts in hundredths of a second."""
+MAX_GIF_FPS = 50.0
+"""Two hundredths: viewers slow down what is faster."""
 
 
 def clip_grid(
@@ -45,7 +47,9 @@ def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
     """
     ticks = round(GIF_TICKS_PER_S / fps)
     if ticks < 2:
-        raise ConfigError(f"a GIF shows at most 50 frames per second, got {fps:g}; write an .mp4, or lower the rate")
+        raise ConfigError(
+            f"a GIF shows at most {MAX_GIF_FPS:g} frames per second, got {fps:g}; write an .mp4, or lower the rate"
+        )
     first, *rest = frames
     buffer = BytesIO()
     # A frame that equals its predecessor is stored as a longer one.

@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import DEFAULT_FPS, PackedBatch, SequenceLayout
 from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError
 from dit.objectives.addressed_noise import AddressedNoise
@@ -29,6 +29,7 @@ def empty_pack(
     labels: Optional[Sequence[int]] = None,
     contexts: Optional[Sequence[Tensor]] = None,
     pooled: Optional[Sequence[Tensor]] = None,
+    fps: float = DEFAULT_FPS,
 ) -> PackedBatch:
     """Return a dense pack of `count` samples to be generated: positions and conditions, zero latents.
 
@@ -37,9 +38,10 @@ def empty_pack(
         labels: class of each sample; None for no class.
         contexts: text embeddings `[k, context_size]` of each sample; None for no text.
         pooled: pooled text embedding `[pooled_size]` of each sample; None for no text.
+        fps: frames per second of every sample.
 
     Raises:
-        ConfigError: a label is not one of the model's classes.
+        ConfigError: a label is not one of the model's classes, or texts lack the pooled embeddings the model takes.
     """
     frames, height, width = latent_size
     grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
@@ -56,6 +58,11 @@ def empty_pack(
         labels_S = torch.tensor(labels if labels is not None else [spec.num_classes] * count, device=device)
     context_KD, context_layout = None, None
     if contexts is not None:
+        if spec.pooled_size is not None and pooled is None:
+            raise ConfigError(
+                f"{len(contexts)} texts come without pooled embeddings, which the model takes beside those of the "
+                f"tokens; give one of {spec.pooled_size} features for each"
+            )
         context_KD = torch.cat(list(contexts)).to(device)
         context_layout = SequenceLayout.from_lengths([len(c) for c in contexts], device=device)
     return PackedBatch(
@@ -69,6 +76,7 @@ def empty_pack(
         context_KD=context_KD,
         context_layout=context_layout,
         pooled_SD=None if pooled is None else torch.stack(list(pooled)),
+        fps_S=torch.full((count,), fps, dtype=torch.float32),
     ).to(device)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dit.backends import process_groups
 from dit.backends.device import local_device
+from dit.batch import DEFAULT_FPS
 from dit.data_api import BatchSpec
 from dit.errors import CheckpointError
 from dit.parallel.dims import ParallelConfig
@@ -31,6 +32,7 @@ class Generator:
         config: the settings it was trained with, by the names of `pretrain`'s arguments.
         class_names: name of each class, or None.
         text_encoder: encoder of `dit.encoders.text` whose embeddings it was trained on, or None.
+        fps: frames per second of its training data; `DEFAULT_FPS` where the run did not record it.
         step: optimizer step of its weights.
     """
 
@@ -38,6 +40,7 @@ class Generator:
         self.config, self.network, self.step = config, network, step
         self.class_names: Optional[list[str]] = facts["class_names"]
         self.text_encoder: Optional[str] = facts.get("text_encoder")
+        self.fps: float = facts.get("fps", DEFAULT_FPS)
         model = config["model"]
         self.spec = BatchSpec(
             patch_temporal=model.patch_temporal,
@@ -60,6 +63,7 @@ class Generator:
         pooled: Optional[Sequence[Tensor]] = None,
         negative: Optional[Sequence[Tensor]] = None,
         negative_pooled: Optional[Sequence[Tensor]] = None,
+        fps: Optional[float] = None,
         solver: Optional[str] = None,
         num_steps: Optional[int] = None,
         guidance_scale: Optional[float] = None,
@@ -76,7 +80,16 @@ class Generator:
         own = self.config["sampling"]
         device = local_device()
         size = len(labels) if labels is not None else len(contexts) if contexts is not None else count or 1
-        batch = empty_pack(self.spec, self.latent_size, size, device, labels=labels, contexts=contexts, pooled=pooled)
+        batch = empty_pack(
+            self.spec,
+            self.latent_size,
+            size,
+            device,
+            labels=labels,
+            contexts=contexts,
+            pooled=pooled,
+            fps=self.fps if fps is None else fps,
+        )
         return generate(
             self.network,
             self.config["objective"],

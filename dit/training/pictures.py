@@ -11,7 +11,7 @@ from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
-from dit.sampling.clips import clip_grid, save_gif
+from dit.sampling.clips import MAX_GIF_FPS, clip_grid, save_gif
 from dit.sampling.generate import empty_pack, generate
 from dit.sampling.grid import save_png, spread
 from dit.training.settings import SamplingConfig
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 UNLABELLED_SAMPLES = 16
 MAX_CLASSES_SHOWN = 32
-CLIP_FPS = 8.0
 
 
 class PictureWriter:
@@ -32,7 +31,7 @@ class PictureWriter:
         text_encoder: what embedded the texts that the run trains on, and embeds `sampling.prompts`.
 
     Raises:
-        ConfigError: there are prompts, but no encoder for them or no model that reads them.
+        ConfigError: there are prompts, but no encoder for all the model reads of them, or no model that reads them.
     """
 
     def __init__(
@@ -53,6 +52,12 @@ class PictureWriter:
     def _check_prompts(self) -> None:
         from dit.encoders.text import check_text_encoder
 
+        if self.model.pooled_size is not None:
+            raise ConfigError(
+                "sampling.prompts cannot be drawn, for the model takes a pooled embedding of each text "
+                f"({self.model.pooled_size} features) and the text encoders give those of tokens alone; set "
+                "sampling.prompts=none"
+            )
         if self.text_encoder is None or self.model.context_size is None:
             lacks = "the model takes no text" if self.model.context_size is None else "the data name no text encoder"
             raise ConfigError(f"sampling.prompts cannot be drawn, for {lacks}; set sampling.prompts=none")
@@ -64,9 +69,13 @@ class PictureWriter:
             )
 
     def draw(
-        self, network: Callable[..., Tensor], latent_size: tuple[int, int, int], device: torch.device
+        self, network: Callable[..., Tensor], latent_size: tuple[int, int, int], fps: float, device: torch.device
     ) -> list["Image"]:
         """Generate the samples and lay them out; every rank of a tensor-parallel group must take part.
+
+        Args:
+            latent_size: (T, H, W) of each sample.
+            fps: frames per second that the model is told, if it is conditioned on them.
 
         Returns:
             One grid per frame.
@@ -83,7 +92,8 @@ class PictureWriter:
             labels = shown * self.sampling.samples_per_class
             count = len(labels)
             captions = [str(label) if self.class_names is None else self.class_names[label] for label in labels]
-        batch = empty_pack(self.spec, latent_size, count, device, labels=labels, contexts=self._encoded_prompts())
+        contexts = self._encoded_prompts()
+        batch = empty_pack(self.spec, latent_size, count, device, labels=labels, contexts=contexts, fps=fps)
         latents = generate(
             network,
             self.objective,
@@ -107,8 +117,12 @@ class PictureWriter:
             self._contexts = TextEncoder(self.text_encoder).encode(self.sampling.prompts)
         return self._contexts * self.sampling.samples_per_class
 
-    def save(self, frames: list["Image"], path: Path) -> Path:
-        """Write the grid as PNG, or as a GIF with that ending if it moves; a reader never sees half a file."""
+    def save(self, frames: list["Image"], path: Path, fps: float) -> Path:
+        """Write the grid as PNG, or as a GIF with that ending if it moves; a reader never sees half a file.
+
+        Args:
+            fps: frames per second of the film; a GIF shows faster ones as slowly as it must.
+        """
         if len(frames) == 1:
             return save_png(frames[0], path)
-        return save_gif(frames, path.with_suffix(".gif"), CLIP_FPS)
+        return save_gif(frames, path.with_suffix(".gif"), min(fps, MAX_GIF_FPS))

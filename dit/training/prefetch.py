@@ -7,7 +7,7 @@ from typing import Optional
 
 import torch
 
-from dit.batch import PackedBatch
+from dit.batch import DEFAULT_FPS, PackedBatch
 from dit.data_api import DataStream
 from dit.patchify import Grid
 
@@ -34,6 +34,10 @@ class DeviceBatches(Iterator[PackedBatch]):
         num_classes: labels of the model.
         flops: executed training FLOPs of a micro-batch.
         share: cuts a whole pack for this rank (context parallel).
+
+    Attributes:
+        largest_grid: of the sample with most tokens so far, the first of equal ones.
+        fps: frames per second of that sample.
     """
 
     def __init__(
@@ -47,7 +51,8 @@ class DeviceBatches(Iterator[PackedBatch]):
         self._share = share
         self._stream, self._device, self._num_classes, self._flops = stream, device, num_classes, flops
         self.consumed = Consumed()
-        self.largest_grid: Optional[Grid] = None  # of the sample with most tokens so far
+        self.largest_grid: Optional[Grid] = None
+        self.fps = DEFAULT_FPS
 
     def __next__(self) -> PackedBatch:
         batch = next(self._stream).validate(num_classes=self._num_classes)
@@ -56,8 +61,10 @@ class DeviceBatches(Iterator[PackedBatch]):
         self.consumed.padded_tokens += batch.layout.total_tokens
         self.consumed.flops += self._flops(batch)
         self.consumed.keys.extend(batch.keys)
-        grids = batch.grids if self.largest_grid is None else (self.largest_grid, *batch.grids)
-        self.largest_grid = max(grids, key=prod)
+        rates = [DEFAULT_FPS] * len(batch.grids) if batch.fps_S is None else batch.fps_S.tolist()
+        for grid, fps in zip(batch.grids, rates):
+            if self.largest_grid is None or prod(grid) > prod(self.largest_grid):
+                self.largest_grid, self.fps = grid, fps
         return self._share(batch).to(self._device, non_blocking=True)
 
     def reset(self) -> Consumed:

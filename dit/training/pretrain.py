@@ -400,9 +400,9 @@ class Run:
         with self._averaged():
             # Every rank generates all samples: those that share a model must, the others would only wait.
             network = over_whole_packs(self.network, self.groups.cp, self.settings["parallel"].context_split)
-            frames = self.pictures.draw(network, self._latent_size(), self.device)
+            frames = self.pictures.draw(network, self._latent_size(), self.batches.fps, self.device)
         if self.sinks is not None:
-            path = self.pictures.save(frames, folder / "ema.png" if self.state.ema else folder / "raw.png")
+            path = self.pictures.save(frames, folder / ("ema.png" if self.state.ema else "raw.png"), self.batches.fps)
             self.sinks.image("samples", self.state.step, path, "one sample per class or prompt")
 
     def _latent_size(self) -> tuple[int, int, int]:
@@ -415,6 +415,7 @@ class Run:
         facts = {
             "class_names": self.class_names,
             "latent_size": list(self._latent_size()),
+            "fps": self.batches.fps,
             "text_encoder": self.text_encoder,
         }
         path = self.checkpointer.save(self.state, facts, self.held_out)

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from tests.integration import actions
-from tests.integration.runs import Job, checkpoint, letters, loss_values, mock, read_tensors, run_jobs, scalars
+from tests.integration.runs import (
+    Job,
+    checkpoint,
+    letters,
+    loss_values,
+    mock,
+    overrides,
+    read_tensors,
+    run_jobs,
+    scalars,
+)
 
 OBJECTIVES = ["edm", "ddpm", "flow_matching"]
 SOLVERS = ["euler", "heun", "ddim", "ancestral", "dpmpp_2m"]
@@ -46,6 +56,13 @@ TEXT_REQUESTS = {
 }
 
 
+RATE_REQUESTS = {
+    "own rate": {"count": 2},
+    "8 per second": {"count": 2, "fps": 8.0},
+    "24 per second": {"count": 2, "fps": 24.0},
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sampling")
@@ -53,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(letters_data: Path, folder: Path) -> dict[str, Any]:
-    """A short training by each objective, of a model that takes text, and of one without an average; and samples."""
+    """A short training by each objective, of models that take text or a frame rate, of one without average; samples."""
     np.save(folder / "words.npy", TEXTS[0].numpy())
     jobs = {}
     for name in OBJECTIVES:
@@ -68,13 +85,17 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     jobs["text samples"] = Job(actions.sample, {"run_dir": folder / "text", "requests": list(TEXT_REQUESTS.values())})
     draw = ["--checkpoint", str(folder / "text"), "--text-embedding", str(folder / "words.npy"), "--count", "2"]
     jobs["draw text"] = Job(actions.draw, {"arguments": [*draw, "--out", str(folder / "text.png")]})
+    slow = {"data__fps": 8, "optimizer__lr": 0.01, "training__num_steps": 10, "training__ema_decay": 0.5}
+    words = overrides(folder / "slow", logging__tensorboard=False, sampling__num_steps=4, **slow)
+    jobs["slow"] = Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_dit_cross", *words]})
+    jobs["slow samples"] = Job(actions.sample, {"run_dir": folder / "slow", "requests": list(RATE_REQUESTS.values())})
     plain = mock(folder / "plain", training__num_steps=1, training__ema_decay="none", schedule__warmup_steps=0)
     jobs["plain"] = Job(actions.train, {"arguments": plain})
     draw = ["--checkpoint", str(folder / "plain"), "--steps", "2", "--out", str(folder / "plain.png")]
     jobs["draw average"] = Job(actions.draw, {"arguments": draw})
     jobs["draw raw"] = Job(actions.draw, {"arguments": [*draw, "--raw-weights"]})
     found = run_jobs(folder / "world", jobs)
-    assert all(found[name].code == 0 for name in [*OBJECTIVES, "text", "plain"])
+    assert all(found[name].code == 0 for name in [*OBJECTIVES, "text", "slow", "plain"])
     return found
 
 
@@ -82,7 +103,11 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
 def drawn(done: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """Return the samples by objective (or "text") and request."""
     found = {name: dict(zip(REQUESTS, done[f"{name} samples"][1], strict=True)) for name in OBJECTIVES}
-    return {**found, "text": dict(zip(TEXT_REQUESTS, done["text samples"][1], strict=True))}
+    own = {"text": TEXT_REQUESTS, "slow": RATE_REQUESTS}
+    return {
+        **found,
+        **{name: dict(zip(requests, done[f"{name} samples"][1], strict=True)) for name, requests in own.items()},
+    }
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -156,6 +181,14 @@ def test_text_steers_samples_and_negative_text_steers_away(drawn: dict) -> None:
         assert distance(found[name], found["texts"]) > 1e-4, name
     assert found["negative of itself"] == pytest.approx(found["unguided"], rel=1e-4, abs=1e-4)
     assert distance(found["negative"], found["unguided"]) > 1e-4
+
+
+def test_clips_are_drawn_at_the_frame_rate_of_the_training_data(drawn: dict) -> None:
+    """A model conditioned on the frame rate, trained on clips of 8 frames per second beside images."""
+    found = drawn["slow"]
+    assert found["own rate"].shape[2] > 1
+    assert torch.equal(found["own rate"], found["8 per second"])
+    assert distance(found["24 per second"], found["own rate"]) > 1e-4
 
 
 def test_a_text_model_shows_samples_while_it_trains_and_on_command(done: dict[str, Any], folder: Path) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from dit.encoders.text import ENCODERS
 from energon_data.prepare.letters import prepare_letters
-from energon_data.prepare.moving_letters import CLASS_NAMES, prepare_moving_letters
+from energon_data.prepare.moving_letters import CLASS_NAMES, FPS, prepare_moving_letters
 from tests.integration import actions
 from tests.integration.runs import TINY, Job, overrides, read_records, run_jobs
 
@@ -69,6 +69,7 @@ def clips(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
             logging__tensorboard=True,
         ),
         "gif": draw(run_dir, folder / "x.gif", "--labels", "Q left,R up", "--fps", "5"),
+        "own rate": draw(run_dir, folder / "own.gif", "--labels", "Q left,R up"),
         "png": draw(run_dir, folder / "x.png", "--labels", "Q left,R up"),
     }
     return folder, run_jobs(folder / "world", jobs)
@@ -76,14 +77,22 @@ def clips(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
 
 def test_clips_are_drawn_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, dict[str, Any]]) -> None:
     folder, done = clips
-    assert [done[name].code for name in ("train", "gif", "png")] == [0, 0, 0], done
+    assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(done, 0), done
     facts = json.loads(next((folder / "run").rglob("facts.json")).read_text())
     # Stills and clips share packs; what is sampled is a clip.
-    assert facts == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "text_encoder": None}
+    assert facts == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "fps": FPS, "text_encoder": None}
     with Image.open(folder / "x.gif") as film, Image.open(folder / "x.png") as row:
         assert film.n_frames == FRAMES
         assert film.info["duration"] == 200
         assert row.size[0] > row.size[1]
+
+
+def test_films_play_at_the_rate_of_the_training_data(clips: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = clips
+    (drawn_while_training,) = (folder / "run" / "samples").rglob("ema.gif")
+    for path in (folder / "own.gif", drawn_while_training):
+        with Image.open(path) as film:
+            assert film.info["duration"] == 10 * round(100 / FPS)  # a GIF counts hundredths of a second
 
 
 def test_the_samples_of_a_run_on_clips_move(clips: tuple[Path, dict[str, Any]]) -> None:

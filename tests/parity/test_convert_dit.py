@@ -151,7 +151,13 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
 
 @pytest.mark.parametrize(
     "changes",
-    [{"qk_layernorm": True}, {"num_classes": None}, {"context_size": 8}, {"position_embedding": "rope_3d"}],
+    [
+        {"qk_layernorm": True},
+        {"num_classes": None},
+        {"context_size": 8},
+        {"position_embedding": "rope_3d"},
+        {"time_scale": 1.0},
+    ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):

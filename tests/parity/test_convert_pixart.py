@@ -102,7 +102,12 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
 
 @pytest.mark.parametrize(
     "changes",
-    [{"layer_pattern": ["spatial", "temporal"]}, {"qk_layernorm": True}, {"fps_conditioning": True}],
+    [
+        {"layer_pattern": ["spatial", "temporal"]},
+        {"qk_layernorm": True},
+        {"fps_conditioning": True},
+        {"time_scale": 1.0},
+    ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):

@@ -23,8 +23,9 @@ class STDiT(Backbone):
 
     Source: Zheng et al. 2024 (Open-Sora), arXiv:2412.20404, and its ST-DiT 3; Chen et al. 2023 (PixArt-alpha),
     arXiv:2310.00426. Deviations from Open-Sora: the tables of shift, scale and gate start at zero, as in adaLN-Zero; so
-    does the output projection of every cross-attention, in place of all of a temporal block; images and clips share a
-    pack; a dropped text is one null token.
+    does the output projection of every cross-attention, in place of all of a temporal block; `qk_layernorm` holds for
+    cross-attention, too, there for self-attention alone; images and clips share a pack; a dropped text is one null
+    token.
     """
 
     fsdp_units = (STDiTLayer,)

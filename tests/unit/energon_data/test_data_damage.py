@@ -268,6 +268,7 @@ def _latent(value: float, shape: tuple[int, ...] = (2, 1, 4, 4)) -> dict[str, An
         ({"meta": {"label": 10}}, r"label is 10, the model knows 0\.\.9"),
         ({"meta": {"label": None}}, "label is None"),
         ({"meta": {"fps": "fast"}}, "fps is 'fast', not a number"),
+        ({"meta": {"fps": 0}}, "fps is 0, not a number greater than 0"),
     ],
 )
 def test_a_sample_that_does_not_fit_is_named_with_the_numbers(

@@ -106,6 +106,7 @@ def test_validation_is_finite_repeatable_and_never_trained_on(dp: int) -> None:
         (MockData(max_tokens_per_pack=63), "hold the longest sample, 64 tokens"),
         (MockData(dataset_size=0), "data.dataset_size=0"),
         (MockData(text_tokens=0), "data.text_tokens=0"),
+        (MockData(fps=0), "data.fps=0"),
         (MockData(num_streams=3), "multiple of the data-parallel size 2"),
     ],
 )

@@ -29,6 +29,7 @@ class FakeGenerator:
     confused: tuple[int, ...] = ()
     text_encoder: Optional[str] = None
     frames: int = 1
+    fps: float = 20.0
     calls: list[dict] = field(default_factory=list)
 
     @property
@@ -71,7 +72,7 @@ def test_every_class_is_drawn_by_default(generator, tmp_path):
     assert draw(tmp_path) == 0
     assert generator.calls[0]["labels"] == list(range(26))
     # Settings that were not given are left to the run.
-    assert {generator.calls[0][k] for k in ("solver", "num_steps", "guidance_scale", "seed")} == {None}
+    assert {generator.calls[0][k] for k in ("solver", "num_steps", "guidance_scale", "seed", "fps")} == {None}
 
 
 def test_the_picture_shows_what_was_generated(generator, tmp_path):
@@ -86,7 +87,7 @@ def test_the_picture_shows_what_was_generated(generator, tmp_path):
 
 def test_settings_reach_the_generator(generator, tmp_path):
     flags = ["--solver", "heun", "--steps", "5", "--guidance-scale", "0", "--seed", "0", "--label", "3", "--count", "2"]
-    assert draw(tmp_path, *flags) == 0
+    assert draw(tmp_path, *flags, "--fps", "12") == 0
     assert generator.calls[0] == {
         "labels": [3, 3],
         "count": None,
@@ -95,6 +96,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
         "num_steps": 5,
         "guidance_scale": 0.0,
         "seed": 0,
+        "fps": 12.0,
     }
 
 
@@ -196,10 +198,15 @@ def test_the_ending_chooses_a_film(generator, tmp_path, ending):
     generator.frames = 3
     out = tmp_path / f"x.{ending}"
     assert sample.main(["--checkpoint", "run", "--labels", "A,B", "--fps", "10", "--out", str(out)]) == 0
-    if ending == "gif":
-        with Image.open(out) as clip:  # three equal frames, which a GIF keeps as one
-            assert (clip.n_frames, clip.info["duration"]) == (1, 300)
     assert out.stat().st_size > 100
+
+
+@pytest.mark.parametrize(("flags", "ms_per_frame"), [(["--fps", "10"], 100), ([], 50)], ids=["asked", "training data"])
+def test_a_film_plays_at_the_rate_the_model_is_told(generator, tmp_path, flags, ms_per_frame):
+    generator.frames = 3
+    assert sample.main(["--checkpoint", "run", "--labels", "A", *flags, "--out", str(tmp_path / "x.gif")]) == 0
+    with Image.open(tmp_path / "x.gif") as clip:  # three equal frames, which a GIF keeps as one
+        assert (clip.n_frames, clip.info["duration"]) == (1, 3 * ms_per_frame)
 
 
 def test_a_clip_as_a_picture_has_a_row_of_frames(generator, tmp_path):
@@ -230,7 +237,13 @@ def test_a_missing_checkpoint_is_code_5(command, tmp_path, capsys):
 
 
 def test_wrong_flags_are_code_2(tmp_path, capsys):
-    for flags in (["--solver", "eulr"], ["--steps", "0"], ["--count", "x"], ["--label", "1", "--labels", "2"]):
+    for flags in (
+        ["--solver", "eulr"],
+        ["--steps", "0"],
+        ["--count", "x"],
+        ["--label", "1", "--labels", "2"],
+        ["--fps", "0"],
+    ):
         with pytest.raises(SystemExit) as leave:
             draw(tmp_path, *flags)
         assert leave.value.code == 2

@@ -1,0 +1,118 @@
+"""The frame rate that samples are drawn for reaches the network, and is that of the training data unless asked."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dit.batch import DEFAULT_FPS, PackedBatch, SequenceLayout
+from dit.models.base import ModelConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.stdit.config import STDiTConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.training.generator import Generator
+from dit.training.pictures import PictureWriter
+from dit.training.prefetch import DeviceBatches
+from dit.training.settings import SamplingConfig
+from tests.conftest import BuildModel
+
+SMALL: dict[str, Any] = {
+    "in_channels": 2,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "context_size": 6,
+    "num_classes": 3,
+}
+LATENT_SIZE = (2, 4, 4)
+SAMPLING = SamplingConfig(num_steps=2, guidance_scale=2.0)
+CONDITIONED = {
+    "rate": DiTCrossConfig(**SMALL),
+    "duration": DiTCrossConfig(**SMALL, fps_conditioning=False, size_conditioning=True),
+    "stdit": STDiTConfig(**SMALL),
+}
+
+
+def generator_of(network: Any, model: ModelConfig, **facts: Any) -> Generator:
+    config = {"model": model, "objective": FlowMatching(), "sampling": SAMPLING}
+    return Generator(config, {"class_names": None, "latent_size": list(LATENT_SIZE), **facts}, network, 0)
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+def test_samples_are_those_of_the_network_told_the_frame_rate(build_model: BuildModel, name: str) -> None:
+    model = CONDITIONED[name]
+    network = build_model(model, perturb=0.1)
+
+    def at_24(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        return network(inputs_TC, time_S, replace(batch, fps_S=torch.full_like(time_S, 24.0)))
+
+    by_hand = generator_of(at_24, model).generate([0, 2])
+    generator = generator_of(network, model, fps=24.0)
+    assert torch.equal(generator.generate([0, 2], fps=24.0), by_hand)
+    assert torch.equal(generator.generate([0, 2]), by_hand)  # the rate of the training data
+    assert (generator.generate([0, 2], fps=8.0) - by_hand).abs().max() > 1e-3
+
+
+def test_a_run_that_recorded_no_rate_is_sampled_at_thirty(build_model: BuildModel) -> None:
+    network = build_model(CONDITIONED["rate"], perturb=0.1)
+    generator = generator_of(network, CONDITIONED["rate"])
+    assert generator.fps == DEFAULT_FPS == 30.0
+    assert torch.equal(generator.generate([1]), generator.generate([1], fps=30.0))
+
+
+def test_samples_of_a_model_that_takes_no_rate_do_not_depend_on_it(build_model: BuildModel) -> None:
+    model = DiTCrossConfig(**SMALL, fps_conditioning=False)
+    generator = generator_of(build_model(model, perturb=0.1), model)
+    assert torch.equal(generator.generate([1], fps=8.0), generator.generate([1], fps=24.0))
+
+
+def test_the_grid_while_training_is_drawn_and_played_at_the_rate(build_model: BuildModel, tmp_path) -> None:
+    model = CONDITIONED["rate"]
+    network = build_model(model, perturb=0.1)
+    generator, told = generator_of(network, model), []
+
+    def listening(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        told.extend(batch.fps_S.tolist())
+        return network(inputs_TC, time_S, batch)
+
+    pictures = PictureWriter(model, FlowMatching(), generator.spec, SAMPLING, None)
+    frames = pictures.draw(listening, LATENT_SIZE, 10.0, torch.device("cpu"))
+    assert set(told) == {10.0}
+    with Image.open(pictures.save(frames, tmp_path / "slow.png", 10.0)) as film:
+        assert film.info["duration"] == 100
+    with Image.open(pictures.save(frames, tmp_path / "fast.png", 120.0)) as film:
+        assert film.info["duration"] == 20  # the fastest that a GIF can state
+
+
+def clips(*samples: tuple[tuple[int, int, int], float]) -> PackedBatch:
+    """Return a pack of empty samples of the given grids and frame rates."""
+    grids = tuple(grid for grid, _ in samples)
+    layout = SequenceLayout.from_lengths([t * h * w for t, h, w in grids])
+    return PackedBatch(
+        latents_TC=torch.zeros(layout.total_tokens, 8),
+        positions_T3=torch.zeros(layout.total_tokens, 3, dtype=torch.int64),
+        layout=layout,
+        sample_ids_S=torch.arange(len(samples)),
+        grids=grids,
+        keys=tuple(map(str, range(len(samples)))),
+        fps_S=torch.tensor([fps for _, fps in samples]),
+    )
+
+
+def test_the_rate_of_the_data_is_that_of_the_first_sample_with_most_tokens() -> None:
+    """So a run on images and clips is sampled as what it draws: the largest of them."""
+    packs = [
+        clips(((1, 2, 2), 30.0)),
+        clips(((1, 4, 4), 30.0), ((4, 4, 4), 8.0), ((1, 2, 2), 30.0)),
+        clips(((4, 4, 4), 24.0)),
+        replace(clips(((8, 8, 8), 1.0)), fps_S=None),
+    ]
+    batches: Any = DeviceBatches(iter(packs), torch.device("cpu"), None, lambda batch: 0)  # type: ignore[arg-type]
+    seen = []
+    for _ in packs:
+        next(batches)
+        seen.append((batches.largest_grid, batches.fps))
+    assert seen == [((1, 2, 2), 30.0), ((4, 4, 4), 8.0), ((4, 4, 4), 8.0), ((8, 8, 8), DEFAULT_FPS)]

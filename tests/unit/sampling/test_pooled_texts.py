@@ -1,0 +1,61 @@
+"""A model that takes a pooled embedding beside each text's tokens is never given the null vector in its place."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dit.data_api import BatchSpec
+from dit.errors import ConfigError
+from dit.models.flux.config import FluxConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.sampling.generate import empty_pack, generate
+from dit.training.pictures import PictureWriter
+from dit.training.settings import SamplingConfig
+from tests.conftest import BuildModel
+
+MODEL = FluxConfig(
+    in_channels=2,
+    hidden_size=32,
+    num_attention_heads=2,
+    num_joint_layers=1,
+    num_single_layers=1,
+    context_size=6,
+    pooled_size=5,
+    rope_axes=[4, 6, 6],
+)
+SPEC = BatchSpec(
+    patch_temporal=1,
+    patch_spatial=2,
+    latent_channels=2,
+    num_classes=None,
+    context_size=6,
+    pooled_size=5,
+    micro_batch_size=1,
+)
+TEXTS = [torch.ones(3, 6)]
+
+
+def test_texts_without_pooled_embeddings_are_refused_with_their_width() -> None:
+    with pytest.raises(ConfigError, match=r"1 texts come without pooled embeddings.*5 features"):
+        empty_pack(SPEC, (1, 4, 4), 1, torch.device("cpu"), contexts=TEXTS)
+
+
+def test_pooled_embeddings_change_the_samples(build_model: BuildModel) -> None:
+    network = build_model(MODEL, perturb=0.1)
+
+    def drawn(value: float) -> torch.Tensor:
+        pooled = [torch.full((5,), value)]
+        batch = empty_pack(SPEC, (1, 4, 4), 1, torch.device("cpu"), contexts=TEXTS, pooled=pooled)
+        settings: dict[str, Any] = {"solver": "euler", "num_steps": 2, "guidance_scale": 1.0, "seed": 0}
+        return generate(network, FlowMatching(), batch, SPEC, **settings)
+
+    assert (drawn(1.0) - drawn(-1.0)).abs().max() > 1e-3
+
+
+def test_prompts_of_such_a_model_are_refused_before_training() -> None:
+    """No text encoder gives pooled embeddings."""
+    sampling = SamplingConfig(prompts=["the letter Q"])
+    with pytest.raises(ConfigError, match=r"pooled embedding of each text \(5 features\).*sampling.prompts=none"):
+        PictureWriter(MODEL, FlowMatching(), SPEC, sampling, None, "all-minilm-l6-v2")
+    PictureWriter(MODEL, FlowMatching(), SPEC, SamplingConfig(), None, "all-minilm-l6-v2")
