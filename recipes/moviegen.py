@@ -51,9 +51,10 @@ def train_mock() -> run.Partial:
 def mock_ditllama5b_8k() -> run.Partial:
     """MovieGen-5B (5.74 B) on made-up clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB.
 
-    For measurements: the counterpart of mock_dit7b_8k.
+    For measurements: the counterpart of mock_dit7b_8k, with a trace of steps 10 and 11, too.
     """
     recipe = as_mock(as_large_model(text_conditional("mock_ditllama5b_8k", moviegen_5b())), CLIP_256)
+    recipe.logging.profile_steps = [10, 11]
     return with_fsdp(on_tensor_parallel(recipe, 2))
 
 

@@ -41,6 +41,7 @@ from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
 from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
 from dit.training.pictures import PictureWriter
 from dit.training.prefetch import DeviceBatches
+from dit.training.profile import StepProfile, check_profile_steps
 from dit.training.progress import ConsoleProgress
 from dit.training.schedules import check_schedule, learning_rate
 from dit.training.settings import (
@@ -87,6 +88,7 @@ def pretrain(
     settings = dict(locals())
     with ExitRecord(training.run_dir, rank=int(os.environ.get("RANK", "0"))) as record:
         dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
+        check_profile_steps(logging.profile_steps)
         groups = process_groups.initialize(parallel)
         run = Run(settings, dims, spec, groups)
         record.step = run.state.step
@@ -281,11 +283,15 @@ class Run:
         stacks = Path(training.run_dir) / "stacks" / f"rank_{self.groups.rank}.txt"
         if self.progress is not None:
             self.progress.start(state.step)
-        with PreemptionFlag() as preemption, StackWatchdog(stacks, STACK_DUMP_AFTER_S) as watchdog:
+        traced = self.settings["logging"].profile_steps if self.groups.rank == 0 else None
+        trace = StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced)
+        with PreemptionFlag() as preemption, StackWatchdog(stacks, STACK_DUMP_AFTER_S) as watchdog, trace:
             started = time.perf_counter()
             loss_sums = torch.zeros(2, device=self.device)
             while state.step < training.num_steps:
+                trace.before(state.step + 1)
                 grad_norm = self.step(loss_sums)
+                trace.after(state.step)
                 record.step = state.step
                 watchdog.beat()
                 stop = self._agree_to_stop(preemption.requested or state.step == training.stop_at_step)

@@ -112,12 +112,14 @@ class LoggingConfig:
         wandb: mirror to Weights & Biases; offline when no key is at hand.
         wandb_project: project of the run.
         wandb_artifacts: log each kept checkpoint as an artifact that references its folder.
+        profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11]; None for no trace.
     """
 
     tensorboard: bool = True
     wandb: bool = False
     wandb_project: str = "megatron-dit"
     wandb_artifacts: bool = False
+    profile_steps: Optional[list[int]] = None
 
 
 @dataclass(kw_only=True)

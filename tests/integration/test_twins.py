@@ -11,7 +11,7 @@ from tests.integration.runs import Job, loss_values, overrides, run_jobs
 
 TP2SP = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}
 TWINS = {
-    "tiny_dit": {},
+    "tiny_dit": {"logging__profile_steps": "[2,3]"},
     "tiny_dit_pack": {"parallel__data_parallel": "distributed_optimizer"},
     "tiny_dit_cross": {"parallel__pipeline_model_parallel_size": 2},
     "tiny_moviegen": {"parallel__data_parallel": "fsdp"},
@@ -54,6 +54,11 @@ def test_tiny_twin_trains_on_two_ranks(runs: Path, name: str) -> None:
     losses = loss_values(runs / name)
     assert len(losses) == 20
     assert mean(losses[-5:]) < FALLS * mean(losses[:5])
+
+
+def test_a_run_traces_the_steps_it_was_asked_for(runs: Path) -> None:
+    """By its first rank; the same steps as without a trace, for other tests compare their losses."""
+    assert [path.name for path in (runs / "tiny_dit" / "profile").iterdir()] == ["rank_0.json.gz"]
 
 
 @pytest.mark.parametrize("name", SPREAD)

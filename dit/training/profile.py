@@ -1,0 +1,67 @@
+"""A trace of a few training steps, for chrome://tracing or Perfetto."""
+
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Optional, Self
+
+from torch.profiler import profile
+
+from dit.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def check_profile_steps(steps: Optional[list[int]]) -> None:
+    """Check the first and the last step to trace.
+
+    Raises:
+        ConfigError: they are not two steps in order.
+    """
+    if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
+        raise ConfigError(
+            f"logging.profile_steps={steps} must be the first and the last step to trace, such as [10, 11], or None"
+        )
+
+
+class StepProfile:
+    """Trace some steps of one process, GPU kernels included; a context manager around the loop.
+
+    Args:
+        path: trace file to write, gzipped Chrome trace format.
+        steps: first and last step, counted from 1; None for no trace.
+    """
+
+    def __init__(self, path: Path, steps: Optional[list[int]]) -> None:
+        self.path = path
+        self.first, self.last = steps or (0, 0)
+        self._profile = profile() if steps else None
+        self._running = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self._stop()
+
+    def before(self, step: int) -> None:
+        """Start the trace if `step` is the first one; a run that resumes between the two starts here, too."""
+        if self._profile is not None and not self._running and self.first <= step <= self.last:
+            self._profile.start()
+            self._running = True
+
+    def after(self, step: int) -> None:
+        """Write the trace if `step` is the last one."""
+        if step == self.last:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._profile is None or not self._running:
+            return
+        self._profile.stop()
+        self._running = False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self.path))
+        logger.info("trace of steps %d to %d: %s", self.first, self.last, self.path)
