@@ -19,6 +19,8 @@ TINY = {
     "model__in_channels": 4,
     "model__patch_spatial": 2,
     "model__num_classes": 5,
+    "model__context_size": None,
+    "model__position_embedding": "sincos_2d",
     "schedule__warmup_steps": 0,
     "schedule__min_lr": 0.0,
 }
