@@ -79,15 +79,14 @@ def test_mirrors_change_nothing_in_the_record(done: dict[str, Any], folder: Path
     assert not (folder / "plain" / "events").exists()
 
 
-@pytest.mark.parametrize(("name", "tokens", "samples"), [("benchmark", 16, 8), ("shape", 8, 16)])
+@pytest.mark.parametrize(("name", "tokens", "samples"), [("benchmark", 64, 8), ("shape", 32, 16)])
 def test_a_benchmark_adds_up(done: dict[str, Any], folder: Path, name: str, tokens: int, samples: int) -> None:
     """Rates times time are the tokens and operations of a step, counted anew; on the recipe's own data, or others."""
     record = json.loads(done[name].out.splitlines()[-1])
     written = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
     assert record in written
-    model = DiTConfig(
-        hidden_size=64, num_layers=2, num_attention_heads=4, in_channels=1, patch_spatial=4, num_classes=10
-    )
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "num_classes": 10}
+    model = DiTConfig(**sizes, context_size=32, position_embedding="sincos_3d")
     micro_batch = SequenceLayout.from_lengths([tokens] * 4)
     seconds = record["step_ms_p50"] / 1e3
     assert record["status"] == "ok"
