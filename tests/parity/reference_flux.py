@@ -7,29 +7,17 @@ Source: MM-DiT: Esser et al. 2024, arXiv:2403.03206, figure 2; parallel layers: 
 section 2; sizes, axes of the rotary positions and order of the conditions: black-forest-labs/flux.
 """
 
-import math
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from tests.parity.reference_cross import Grid, Leaves, attend, patch_indices, turn
+from tests.parity.reference_cross import Leaves, attend
 from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu, time_features
+from tests.parity.reference_positions import Grid, patch_indices, turn, turns
 
 DROPPED_TOKENS = 3
 """Tokens of the text that stands behind a dropped one in the packs of the tests."""
-
-
-def turns(indices: list[tuple[int, int, int]], config: Any) -> Tensor:
-    """Return the unit complex number that turns each pair of a head's features, axis after axis."""
-    rows = []
-    for index in indices:
-        row: list[complex] = []
-        for position, size in zip(index, config.rope_axes):
-            angles = [position * config.rope_theta ** (-2 * i / size) for i in range(size // 2)]
-            row += [complex(math.cos(a), math.sin(a)) for a in angles]
-        rows.append(row)
-    return torch.tensor(rows, dtype=torch.complex128)
 
 
 class FluxReference:
@@ -114,7 +102,7 @@ class FluxReference:
         config, leaves = self.config, self.leaves
         given = leaves["text.null"].expand(DROPPED_TOKENS, -1) if text is None else text.double()
         cond = self.condition(time, pooled)
-        by = turns([(0, 0, 0)] * len(given) + patch_indices(grid), config)
+        by = turns([(0, 0, 0)] * len(given) + patch_indices(grid), self.head_size, config, config.rope_axes)
         text, image = leaves.linear(given, "embed_text"), leaves.linear(patches.double(), "embed.linear")
         for i in range(config.num_joint_layers):
             text, image = self.joint_block(text, image, cond, by, f"layers.{i}")

@@ -12,8 +12,9 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tests.parity.reference_cross import CrossReference, attend, turn, turns
+from tests.parity.reference_cross import CrossReference, attend
 from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu
+from tests.parity.reference_positions import Grid, patch_indices, turn, turns
 
 
 class WanReference(CrossReference):
@@ -60,7 +61,7 @@ class WanReference(CrossReference):
         self,
         patches: Tensor,
         time: Tensor,
-        grid: tuple[int, int, int],
+        grid: Grid,
         text: Optional[Tensor],
         *,
         fps: Optional[float] = None,
@@ -72,7 +73,7 @@ class WanReference(CrossReference):
         text = leaves.linear(projected, "text_projection.linear_2")
         cond = self.condition(time, grid, fps, label)
         shared = leaves.linear(silu(cond), "modulation.linear")
-        by = turns(grid, self.head_size, config)
+        by = turns(patch_indices(grid), self.head_size, config)
         x = leaves.linear(patches.double(), "embed.linear")
         for i in range(config.num_layers):
             x = self.block(x, shared, text, f"layers.{i}", by)

@@ -17,11 +17,11 @@ from dit.models.sizes import CONDITION_FEATURES, CrossAttentionModelConfig
 from dit.parallel.parallelize import count_parameters
 from dit.training.flops import flops_per_token, forward_flops, training_flops
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import DENSE, MIXED, Sample, draw, pack
+from tests.parity.cross_cases import DENSE, MIXED, ROPE_FIELDS, STRETCH, Sample, check_setting_acts, draw, pack
 
 SMALL: dict[str, Any] = {
     **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5},
-    **{"context_size": 10, "position_embedding": "rope_3d"},
+    **{"context_size": 10, "position_embedding": "rope_3d", "rope_factors": STRETCH},
 }
 BASES = {
     "dit_cross": DiTCrossConfig(**SMALL),
@@ -65,7 +65,7 @@ SHARED: dict[str, Row] = {
     "time_scale": (7.0, lambda m: m.conditioner.time.time_scale, None),
     "rope_theta": (50.0, lambda m: m.rotary.theta, None),
     "rope_scaling": ("linear", lambda m: m.rotary.scaling, None),
-    "rope_factors": ([2.0, 1.0, 1.0], lambda m: m.rotary.factors, lambda v: tuple(v or (1.0, 1.0, 1.0))),
+    "rope_factors": ([4.0, 1.0, 1.0], lambda m: m.rotary.factors, tuple),
 }
 OWN: dict[str, dict[str, Row]] = {
     "dit_cross": {
@@ -115,6 +115,12 @@ def test_field_reaches_the_model(build_model: BuildModel, backbone: str, name: s
         assert seen[-1] == follows(getattr(config, name))
         assert config.num_parameters() == sum(p.numel() for p in model.parameters())
     assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("backbone", BASES)
+@pytest.mark.parametrize("name", ROPE_FIELDS)
+def test_rotary_settings_change_the_prediction(build_model: BuildModel, backbone: str, name: str):
+    check_setting_acts(build_model, BASES[backbone], name, ROPE_FIELDS[name])
 
 
 def test_position_tables_have_the_size_of_max_grid(build_model: BuildModel):

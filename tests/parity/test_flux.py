@@ -17,9 +17,12 @@ from tests.conftest import BuildModel
 from tests.parity.cross_cases import (
     DENSE,
     MIXED,
+    ROPE_FIELDS,
+    STRETCH,
     Sample,
     check_against_reference,
     check_padding_is_never_read,
+    check_setting_acts,
     draw,
     pack,
     relative_error,
@@ -35,6 +38,8 @@ VARIANTS: dict[str, dict] = {
     "guidance": {"guidance": 3.5, "time_scale": 30.0},
     "constants": {"layernorm_epsilon": 1e-2, "rope_theta": 50.0, "out_channels": 5, "patch_temporal": 2},
     "single": {"num_joint_layers": 1, "num_single_layers": 3, "rope_axes": [4, 4, 4]},
+    "rope_ntk": {"rope_factors": [2.0, 1.5, 3.0]},
+    "rope_linear": {"rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
 }
 
 
@@ -176,6 +181,11 @@ def test_field_reaches_the_model(build_model: BuildModel, name: str):
         seen.append(show(model))
         assert made.num_parameters() == sum(p.numel() for p in model.parameters())
     assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("name", ROPE_FIELDS)
+def test_rotary_settings_change_the_prediction(build_model: BuildModel, name: str):
+    check_setting_acts(build_model, config(rope_factors=STRETCH), name, ROPE_FIELDS[name])
 
 
 NULLS = 4096 + 768  # a null text and a null pooled text, for guidance without a text encoder at hand

@@ -18,10 +18,13 @@ from tests.conftest import BuildModel
 from tests.parity.cross_cases import (
     DENSE,
     MIXED,
+    ROPE_FIELDS,
+    STRETCH,
     Sample,
     check_against_reference,
     check_missing_text_is_dropped_text,
     check_padding_is_never_read,
+    check_setting_acts,
     draw,
     pack,
 )
@@ -36,6 +39,7 @@ VARIANTS: dict[str, dict] = {
     "grouped": {"num_query_groups": 2, "num_classes": 5, "fps_conditioning": True, "size_conditioning": True},
     "plain_heads": {"qk_layernorm": False, "out_channels": 5, "patch_temporal": 2},
     "constants": {"layernorm_epsilon": 1e-2, "time_scale": 30.0, "rope_theta": 500.0, "rope_factors": [2.0, 1.5, 1.0]},
+    "rope_linear": {"rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
 }
 
 
@@ -148,6 +152,11 @@ def test_field_reaches_the_model(build_model: BuildModel, name: str):
         seen.append(show(model))
         assert made.num_parameters() == sum(p.numel() for p in model.parameters())
     assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("name", ROPE_FIELDS)
+def test_rotary_settings_change_the_prediction(build_model: BuildModel, name: str):
+    check_setting_acts(build_model, config(rope_factors=STRETCH), name, ROPE_FIELDS[name])
 
 
 NULL = 4096  # the null text
