@@ -1,5 +1,6 @@
 """Settings that transformer backbones share, and their checks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
@@ -8,6 +9,10 @@ from dit.models.base import ModelConfig
 
 CONDITION_FEATURES = 256
 """Width of the sinusoid of the time and of every other number a network is conditioned on."""
+
+
+Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
+"""Positions of the backbones that take any that are computed from the indices."""
 
 
 @dataclass(kw_only=True)
@@ -41,6 +46,28 @@ class RotarySettings:
         positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors, time_only, axes)
         check_rope(positions)
         return positions
+
+    def check_positions(
+        self, kind: str, known: Sequence[str], hidden_size: int, head_size: int, axes: Optional[list[int]] = None
+    ) -> None:
+        """Check the kind of positions, and the sizes that it needs.
+
+        Args:
+            kind: the backbone's `position_embedding`.
+            known: the kinds that it has.
+            axes: features of a head that turn with t, h and w; None for a third each.
+
+        Raises:
+            ConfigError: the backbone has no such positions, or its sizes do not fit them.
+        """
+        from dit.layers.positions import check_size
+
+        if kind not in known:
+            raise ConfigError(f"model.position_embedding={kind!r} is unknown; use {', '.join(map(repr, known))}")
+        if kind == "rope_3d":
+            self.rotary(head_size, axes)
+        elif kind in ("sincos_2d", "sincos_3d"):
+            check_size(hidden_size, kind)
 
 
 def check_positive(config: ModelConfig, *names: str) -> None:

@@ -94,7 +94,10 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
 
 @pytest.mark.parametrize(
     "changes",
-    [{"qk_layernorm": False}, {"fps_conditioning": True}, {"num_query_groups": 4}, {"rope_theta": 500.0}],
+    [
+        *({"qk_layernorm": False}, {"fps_conditioning": True}, {"num_query_groups": 4}, {"rope_theta": 500.0}),
+        {"position_embedding": "sincos_3d"},
+    ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):

@@ -130,6 +130,15 @@ def test_position_tables_have_the_size_of_max_grid(build_model: BuildModel):
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
 
 
+def test_fixed_positions_take_no_weights(build_model: BuildModel):
+    config = replace(BASES["moviegen"], position_embedding="sincos_3d", rope_factors=None)
+    config.validate()
+    model = build_model(config)
+    assert model.positions is None
+    assert model.rotary is None
+    assert config.num_parameters() == sum(p.numel() for p in model.parameters())
+
+
 EXPERT_FIELDS: dict[str, tuple[Any, Callable[[nn.Module], Any]]] = {
     "moe_ffn_hidden_size": (24, lambda mlp: mlp.experts["1"].linear_fc2.weight.shape[1]),
     "moe_router": ("top_k", lambda mlp: mlp.routing),

@@ -32,6 +32,7 @@ VARIANTS = {
     },
     "rope": {"layer_pattern": ALL_IN_ONE, "position_embedding": "rope_3d", "temporal_rope": False},
     "both_ropes": {"position_embedding": "rope_3d", "rope_factors": [2.0, 1.0, 1.0], "rope_theta": 500.0},
+    "span_3d": {"position_embedding": "sincos_3d", "position_span": 3.5, "temporal_rope": False},
     "ropes_linear": {
         **{"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
         **{"layer_pattern": ALL_IN_ONE},

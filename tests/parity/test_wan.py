@@ -37,6 +37,7 @@ SIZES: dict[str, Any] = {
 VARIANTS: dict[str, dict] = {
     "default": {},
     "grouped": {"num_query_groups": 2, "num_classes": 5, "fps_conditioning": True, "size_conditioning": True},
+    "sincos_3d": {"position_embedding": "sincos_3d"},
     "plain_heads": {"qk_layernorm": False, "out_channels": 5, "patch_temporal": 2},
     "constants": {"layernorm_epsilon": 1e-2, "time_scale": 30.0, "rope_theta": 500.0, "rope_factors": [2.0, 1.5, 1.0]},
     "rope_linear": {"rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
@@ -133,6 +134,7 @@ OTHER: dict[str, tuple[Any, Any]] = {
     "rope_theta": (50.0, lambda m: m.rotary.theta),
     "rope_scaling": ("linear", lambda m: m.rotary.scaling),
     "rope_factors": ([2.0, 1.0, 1.0], lambda m: m.rotary.factors),
+    "position_embedding": ("sincos_3d", lambda m: m.rotary is None),
     "time_scale": (7.0, lambda m: m.conditioner.time.time_scale),
 }
 
@@ -209,6 +211,8 @@ def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample]
         ({"num_attention_heads": 12}, ["4 features", "rope_3d"]),
         ({"context_size": None}, ["context_size=None"]),
         ({"rope_theta": 1.0}, ["rope_theta=1.0"]),
+        ({"position_embedding": "sincos_2d"}, ["position_embedding='sincos_2d'", "'rope_3d', 'sincos_3d'"]),
+        ({"hidden_size": 42, "num_attention_heads": 6, "position_embedding": "sincos_3d"}, ["hidden_size=42"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

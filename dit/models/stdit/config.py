@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional, get_args
+from typing import Any, Optional, get_args
 
 from dit.backends.segments import AttentionKind
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import Stage
-from dit.models.sizes import CrossAttentionModelConfig
+from dit.models.sizes import CrossAttentionModelConfig, Positions
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,7 @@ class STDiTConfig(CrossAttentionModelConfig):
     in_channels: int = 4
     layer_pattern: list[str] = field(default_factory=lambda: ["spatial", "temporal"])
     add_bias: bool = True
-    position_embedding: Literal["sincos_2d", "sincos_3d", "rope_3d"] = "sincos_2d"
+    position_embedding: Positions = "sincos_2d"
     position_span: Optional[float] = None
     temporal_rope: bool = True
 
@@ -43,14 +43,9 @@ class STDiTConfig(CrossAttentionModelConfig):
         return len(self.kinds(0))
 
     def validate(self) -> None:
-        from dit.layers.positions import check_size
-
         self.check_sizes()
         self._check_pattern()
-        if self.position_embedding == "rope_3d":
-            self.rotary(self.head_size)
-        else:
-            check_size(self.hidden_size, self.position_embedding)
+        self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
         if self.temporal_rope:
             self.rotary(self.head_size, time_only=True)
         if self.position_span is not None and (self.position_embedding == "rope_3d" or self.position_span <= 0):
