@@ -6,7 +6,7 @@ Learned tables, for the backbones that want them, say which index they end at.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal, Optional, get_args
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +146,16 @@ class RotaryPositions:
         return Rotation(angles.cos().float(), angles.sin().float())
 
 
+def check_scaling(scaling: str) -> None:
+    """Check that a way of stretching rotary positions is known.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if scaling not in get_args(RopeScaling):
+        raise ConfigError(f"model.rope_scaling={scaling!r} is unknown; use 'ntk' or 'linear'")
+
+
 def check_rope(rotary: RotaryPositions) -> None:
     """Check the sizes of a rotary embedding.
 
@@ -172,8 +182,7 @@ def check_rope(rotary: RotaryPositions) -> None:
         )
     if rotary.theta <= 1:
         raise ConfigError(f"model.rope_theta={rotary.theta} must be greater than 1; 10000 is usual")
-    if rotary.scaling not in ("ntk", "linear"):
-        raise ConfigError(f"model.rope_scaling={rotary.scaling!r} is unknown; use 'ntk' or 'linear'")
+    check_scaling(rotary.scaling)
     if len(rotary.factors) != 3 or min(rotary.factors) <= 0:
         raise ConfigError(
             f"model.rope_factors={list(rotary.factors)} must be three positive numbers, for t, h and w; 1 for none"

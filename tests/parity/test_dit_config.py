@@ -88,6 +88,8 @@ LAYER_LINEARS = (
 
 
 def base_of(name: str) -> DiTConfig:
+    if name == "moe_capacity_factor":
+        return replace(BASE_MOE, moe_router="expert_choice")
     return {"moe": BASE_MOE, "rope": BASE_ROPE}.get(name.split("_")[0], BASE)
 
 
@@ -196,7 +198,28 @@ def test_count_follows_every_field(name: str):
         ({"num_experts": 4, "moe_router": "sinkhorn"}, ["moe_router='sinkhorn'", "'expert_choice'", "'top_k'"]),
         ({"num_experts": 4, "moe_capacity_factor": 5.0}, ["moe_capacity_factor=5.0", "num_experts=4"]),
         ({"num_experts": 4, "moe_router": "top_k", "moe_top_k": 5}, ["moe_top_k=5", "from 1 to 4"]),
-        ({"num_experts": 4, "moe_aux_loss_coeff": -1.0}, ["moe_aux_loss_coeff=-1.0"]),
+        (
+            {"num_experts": 4, "moe_router": "top_k", "moe_aux_loss_coeff": -1.0},
+            ["moe_aux_loss_coeff=-1.0", "negative"],
+        ),
+        (
+            {"num_experts": 4, "moe_top_k": 1},
+            ["moe_top_k=1 has no effect", "moe_router=top_k", "leave model.moe_top_k=2"],
+        ),
+        ({"num_experts": 4, "moe_aux_loss_coeff": 0.0}, ["moe_aux_loss_coeff=0.0 has no effect"]),
+        (
+            {"num_experts": 4, "moe_router": "top_k", "moe_capacity_factor": 1.5},
+            ["moe_capacity_factor=1.5 has no effect", "moe_router=expert_choice"],
+        ),
+        (
+            {"rope_theta": 50.0},
+            ["rope_theta=50.0 has no effect", "position_embedding='sincos_2d'", "rope_theta=10000.0"],
+        ),
+        (
+            {"rope_scaling": "linear", "rope_factors": [2, 1, 1]},
+            ["rope_scaling=linear", "rope_factors=[2, 1, 1] has no"],
+        ),
+        ({"rope_scaling": "yarn"}, ["rope_scaling='yarn' is unknown"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -178,8 +178,9 @@ def test_field_reaches_the_model(build_model: BuildModel, name: str):
     axes = {"hidden_size": [8, 8, 8], "num_attention_heads": [2, 2, 2], "position_embedding": [16, 56, 56]}
     if name in axes:
         changes["rope_axes"] = axes[name]
+    base = {"rope_factors": STRETCH} if name == "rope_scaling" else {}
     seen = []
-    for made in (config(), config(**changes)):
+    for made in (config(**base), config(**{**base, **changes})):
         model = build_model(made)
         seen.append(show(model))
         assert made.num_parameters() == sum(p.numel() for p in model.parameters())
@@ -249,6 +250,10 @@ def test_the_ends_are_what_is_left_without_blocks():
         ({"rope_axes": [2, 4, 4]}, ["add up to 10", "12"]),
         ({"rope_axes": [3, 4, 5]}, ["[3, 4, 5]", "even"]),
         ({"rope_axes": [6, 6]}, ["[6, 6]", "three"]),
+        (
+            {"position_embedding": "sincos_3d"},
+            ["rope_axes=[2, 6, 4] has no effect", "leave model.rope_axes=[16, 56, 56]"],
+        ),
         ({"position_embedding": "learned_3d"}, ["position_embedding='learned_3d'", "'rope_3d', 'sincos_3d'"]),
         ({"context_dropout": 1.5}, ["context_dropout=1.5"]),
     ],

@@ -32,6 +32,8 @@ VARIANTS = {
 def config(**changes: object) -> MovieGenConfig:
     sizes = {"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 3, "context_size": 10}
     small = {"num_query_groups": 2, "ffn_hidden_size": 56, "max_grid": [4, 5, 6]}
+    if changes.get("position_embedding", "learned_3d") != "learned_3d":
+        del small["max_grid"]
     made = MovieGenConfig(**{**sizes, **small, **changes})
     made.validate()
     return made

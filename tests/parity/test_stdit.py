@@ -131,6 +131,10 @@ def test_span_hides_the_resolution():
     torch.testing.assert_close(found[1].view(4, 6, 48)[::2, ::2].flatten(0, 1), found[0])
 
 
+def test_attention_through_time_reads_the_rotary_settings():
+    replace(config(), rope_theta=50.0, rope_scaling="linear", rope_factors=[2.0, 1.0, 1.0]).validate()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -142,6 +146,9 @@ def test_span_hides_the_resolution():
         ({"position_span": 0.0}, ["position_span=0.0"]),
         ({"position_span": 8.0, "position_embedding": "rope_3d"}, ["position_span=8.0", "rope_3d"]),
         ({"num_attention_heads": 16}, ["3 features", "temporal_rope"]),
+        ({"rope_theta": 50.0, "temporal_rope": False}, ["rope_theta=50.0 has no effect", "'sincos_2d'"]),
+        ({"rope_theta": 50.0, "layer_pattern": ["full"]}, ["rope_theta=50.0 has no effect"]),
+        ({"rope_factors": [2.0, 1.5, 1.0]}, ["rope_factors=[2.0, 1.5, 1.0] has no effect along h and w"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

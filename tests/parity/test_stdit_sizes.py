@@ -95,7 +95,8 @@ def test_field_reaches_the_model(build_model: BuildModel, name: str):
     """Both values of a field show in the model that is built from them, and the counted parameters follow."""
     other, show, follows = FIELDS[name]
     seen = []
-    for config in (BASE, replace(BASE, **{name: other})):
+    also = {"rope_factors": [2.0, 1.0, 1.0]} if name == "position_embedding" else {}
+    for config in (BASE, replace(BASE, **{name: other}, **also)):
         config.validate()
         model = build_model(config)
         seen.append(show(model))

@@ -148,8 +148,9 @@ def test_every_field_has_a_row():
 def test_field_reaches_the_model(build_model: BuildModel, name: str):
     """Another value shows in the model that is built from it, and the counted parameters follow."""
     value, show = OTHER[name]
+    base = {"rope_factors": STRETCH} if name == "rope_scaling" else {}
     seen = []
-    for made in (config(), config(**{name: value})):
+    for made in (config(**base), config(**{**base, name: value})):
         model = build_model(made)
         seen.append(show(model))
         assert made.num_parameters() == sum(p.numel() for p in model.parameters())
@@ -211,6 +212,7 @@ def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample]
         ({"num_attention_heads": 12}, ["4 features", "rope_3d"]),
         ({"context_size": None}, ["context_size=None"]),
         ({"rope_theta": 1.0}, ["rope_theta=1.0"]),
+        ({"rope_theta": 50.0, "position_embedding": "sincos_3d"}, ["rope_theta=50.0 has no effect", "use 'rope_3d'"]),
         ({"position_embedding": "sincos_2d"}, ["position_embedding='sincos_2d'", "'rope_3d', 'sincos_3d'"]),
         ({"hidden_size": 42, "num_attention_heads": 6, "position_embedding": "sincos_3d"}, ["hidden_size=42"]),
     ],

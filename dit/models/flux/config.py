@@ -6,7 +6,14 @@ from typing import Any, Literal, Optional, Self, get_args
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Stage
-from dit.models.sizes import CONDITION_FEATURES, RotarySettings, check_heads, check_positive, check_shares
+from dit.models.sizes import (
+    CONDITION_FEATURES,
+    RotarySettings,
+    check_heads,
+    check_positive,
+    check_shares,
+    check_unused,
+)
 
 Positions = Literal["rope_3d", "sincos_3d"]
 
@@ -82,6 +89,9 @@ class FluxConfig(ModelConfig, RotarySettings):
             )
         kinds = get_args(Positions)
         self.check_positions(self.position_embedding, kinds, self.hidden_size, self.head_size, self.rope_axes)
+        if self.position_embedding != "rope_3d":
+            where = f"with model.position_embedding={self.position_embedding!r}"
+            check_unused(self, ["rope_axes"], where, "use 'rope_3d'")
 
     def megatron_sizes(self) -> dict[str, Any]:
         return {

@@ -7,7 +7,7 @@ from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import Stage
 from dit.models.experts import ExpertOptions
-from dit.models.sizes import CrossAttentionModelConfig
+from dit.models.sizes import CrossAttentionModelConfig, check_unused
 
 Positions = Literal["learned_3d", "sincos_3d", "rope_3d"]
 
@@ -43,6 +43,9 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
                 f"model.max_grid={self.max_grid} must be three numbers of at least 1: the most patches along t, h and w"
             )
         self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
+        if self.position_embedding != "learned_3d":
+            where = f"with model.position_embedding={self.position_embedding!r}"
+            check_unused(self, ["max_grid"], where, "use 'learned_3d'")
 
     def megatron_sizes(self) -> dict[str, Any]:
         sizes = {**super().megatron_sizes(), "add_bias_linear": False}

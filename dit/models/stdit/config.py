@@ -45,9 +45,23 @@ class STDiTConfig(CrossAttentionModelConfig):
     def validate(self) -> None:
         self.check_sizes()
         self._check_pattern()
-        self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
+        temporal = any("temporal" in self.kinds(i) for i in range(len(self.layer_pattern)))
+        turns_in_time = self.temporal_rope and temporal
+        self.check_positions(
+            self.position_embedding,
+            get_args(Positions),
+            self.hidden_size,
+            self.head_size,
+            turns_in_time=turns_in_time,
+        )
         if self.temporal_rope:
             self.rotary(self.head_size, time_only=True)
+        if self.position_embedding != "rope_3d" and self.rope_factors and self.rope_factors[1:] != [1.0, 1.0]:
+            raise ConfigError(
+                f"model.rope_factors={self.rope_factors} has no effect along h and w with "
+                f"model.position_embedding={self.position_embedding!r}, for attention through time turns with t alone; "
+                "use 'rope_3d', or 1 for h and w"
+            )
         if self.position_span is not None and (self.position_embedding == "rope_3d" or self.position_span <= 0):
             raise ConfigError(
                 f"model.position_span={self.position_span} scales sine-cosine positions to a positive number of "
