@@ -32,6 +32,7 @@ ONLY_THESE = {
     "patch_spatial": PATCH,
     "patch_temporal": 1,
     "layernorm_epsilon": 1e-6,
+    "position_embedding": "rope_3d",
     "rope_theta": 10000.0,
     "rope_factors": None,
     "time_scale": 1000.0,

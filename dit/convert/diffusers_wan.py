@@ -31,6 +31,7 @@ ONLY_THESE = {
     "fps_conditioning": False,
     "size_conditioning": False,
     "qk_layernorm": True,
+    "position_embedding": "rope_3d",
     "rope_theta": 10000.0,
     "rope_factors": None,
     "time_scale": 1000.0,

@@ -119,8 +119,7 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(x_TD).unflatten(-1, (self.local_groups, self.heads_per_group + 2, -1))
         q, k, v = qkv.split([self.heads_per_group, 1, 1], dim=2)
         q, k, v = self.q_layernorm(q.flatten(1, 2)), self.k_layernorm(k.squeeze(2)), v.squeeze(2)
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k = rotate(q, rotation), rotate(k, rotation)
         return self.linear_proj((attend or self.attention)(q, k, v, layout, layout).flatten(1))
 
 

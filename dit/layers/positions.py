@@ -6,7 +6,7 @@ Learned tables, for the backbones that want them, say which index they end at.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal, Optional, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from dit.backends.provider import LayerProvider
 from dit.batch import SequenceLayout
 from dit.errors import BatchError, ConfigError
 
-PositionEmbedding = Literal["sincos_2d", "sincos_3d", "rope_3d"]
+SinCos = Literal["sincos_2d", "sincos_3d"]
+PositionEmbedding = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
 RopeScaling = Literal["ntk", "linear"]
 
 
@@ -30,14 +31,12 @@ def sincos_1d(position_T: Tensor, size: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], -1).float()
 
 
-def check_size(hidden_size: int, kind: PositionEmbedding) -> None:
+def check_size(hidden_size: int, kind: str) -> None:
     """Check that the hidden size can be divided among the axes, each of which needs a sine and a cosine.
 
     Raises:
         ConfigError: it cannot.
     """
-    if kind not in ("sincos_2d", "sincos_3d"):
-        raise ConfigError(f"position_embedding={kind!r} is unknown; use 'sincos_2d', 'sincos_3d' or 'rope_3d'")
     smallest = 4 if kind == "sincos_2d" else 12
     if hidden_size % 4 or hidden_size < smallest:
         raise ConfigError(
@@ -45,7 +44,7 @@ def check_size(hidden_size: int, kind: PositionEmbedding) -> None:
         )
 
 
-def sincos(positions_T3: Tensor, hidden_size: int, kind: PositionEmbedding) -> Tensor:
+def sincos(positions_T3: Tensor, hidden_size: int, kind: SinCos) -> Tensor:
     """Embed (t, h, w) patch indices, float32 `[T, hidden_size]`.
 
     `sincos_2d` is DiT's: one half of the features for w, the other for h, time ignored (MAE's order).
@@ -59,6 +58,18 @@ def sincos(positions_T3: Tensor, hidden_size: int, kind: PositionEmbedding) -> T
     time_size -= (hidden_size - time_size) % 4
     image_size = (hidden_size - time_size) // 2
     return torch.cat([sincos_1d(t, time_size), sincos_1d(h, image_size), sincos_1d(w, image_size)], -1)
+
+
+def add_sincos(x_TD: Tensor, positions_T3: Tensor, kind: PositionEmbedding) -> Tensor:
+    """Add sine-cosine positions to the embedded tokens; any other kind acts in the layers and adds nothing here.
+
+    Args:
+        positions_T3: (t, h, w) of the rows of `x_TD`.
+        kind: the backbone's `position_embedding`.
+    """
+    if kind == "sincos_2d" or kind == "sincos_3d":
+        return x_TD + sincos(positions_T3, x_TD.shape[-1], kind).to(x_TD.dtype)
+    return x_TD
 
 
 def spanning(
@@ -135,6 +146,16 @@ class RotaryPositions:
         return Rotation(angles.cos().float(), angles.sin().float())
 
 
+def check_scaling(scaling: str) -> None:
+    """Check that a way of stretching rotary positions is known.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if scaling not in get_args(RopeScaling):
+        raise ConfigError(f"model.rope_scaling={scaling!r} is unknown; use 'ntk' or 'linear'")
+
+
 def check_rope(rotary: RotaryPositions) -> None:
     """Check the sizes of a rotary embedding.
 
@@ -161,16 +182,20 @@ def check_rope(rotary: RotaryPositions) -> None:
         )
     if rotary.theta <= 1:
         raise ConfigError(f"model.rope_theta={rotary.theta} must be greater than 1; 10000 is usual")
-    if rotary.scaling not in ("ntk", "linear"):
-        raise ConfigError(f"model.rope_scaling={rotary.scaling!r} is unknown; use 'ntk' or 'linear'")
+    check_scaling(rotary.scaling)
     if len(rotary.factors) != 3 or min(rotary.factors) <= 0:
         raise ConfigError(
             f"model.rope_factors={list(rotary.factors)} must be three positive numbers, for t, h and w; 1 for none"
         )
 
 
-def rotate(x_TNH: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the pairs (i, i + H / 2) of each head's features; in float32, returned in the dtype of `x_TNH`."""
+def rotate(x_TNH: Tensor, rotation: Optional[Rotation]) -> Tensor:
+    """Turn the pairs (i, i + H / 2) of each head's features; in float32, returned in the dtype of `x_TNH`.
+
+    Without a rotation, nothing turns.
+    """
+    if rotation is None:
+        return x_TNH
     a, b = x_TNH.float().chunk(2, dim=-1)
     cos, sin = rotation.cos_T1H, rotation.sin_T1H
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_TNH.dtype)

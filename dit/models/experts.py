@@ -6,6 +6,7 @@ from typing import Any, Literal, Optional, get_args
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
+from dit.models.sizes import check_unused
 
 Router = Literal["expert_choice", "top_k"]
 
@@ -34,18 +35,20 @@ class ExpertOptions:
         """Check the fields against each other; raise `ConfigError` with the numbers."""
         experts = self.num_experts
         if experts is None:
-            given = [f for f in fields(ExpertOptions) if getattr(self, f.name) != f.default]
-            if given:
-                raise ConfigError(
-                    f"{', '.join(f'model.{f.name}={getattr(self, f.name)}' for f in given)} has no effect without "
-                    "experts; set model.num_experts too"
-                )
+            names = [field.name for field in fields(ExpertOptions)]
+            check_unused(self, names, "without experts", "set model.num_experts too")
             return
         for name, size in (("num_experts", experts), ("moe_ffn_hidden_size", self.moe_ffn_hidden_size)):
             if size is not None and size < 1:
                 raise ConfigError(f"model.{name}={size} must be at least 1, or None")
         if self.moe_router not in get_args(Router):
             raise ConfigError(f"model.moe_router={self.moe_router!r} is unknown; use 'expert_choice' or 'top_k'")
+        if self.moe_router == "expert_choice":
+            names = ["moe_top_k", "moe_aux_loss_coeff"]
+            check_unused(self, names, "where experts choose tokens", "use model.moe_router=top_k")
+        else:
+            names = ["moe_capacity_factor"]
+            check_unused(self, names, "where tokens choose experts", "use model.moe_router=expert_choice")
         if self.moe_router == "expert_choice" and not 0 < self.moe_capacity_factor <= experts:
             raise ConfigError(
                 f"model.moe_capacity_factor={self.moe_capacity_factor} is how many of model.num_experts={experts} "

@@ -1,6 +1,7 @@
 """Settings that transformer backbones share, and their checks."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, Optional
 
 from dit.errors import ConfigError
@@ -8,6 +9,10 @@ from dit.models.base import ModelConfig
 
 CONDITION_FEATURES = 256
 """Width of the sinusoid of the time and of every other number a network is conditioned on."""
+
+
+Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
+"""Positions of the backbones that take any that are computed from the indices."""
 
 
 @dataclass(kw_only=True)
@@ -41,6 +46,64 @@ class RotarySettings:
         positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors, time_only, axes)
         check_rope(positions)
         return positions
+
+    def check_positions(
+        self,
+        kind: str,
+        known: Sequence[str],
+        hidden_size: int,
+        head_size: int,
+        axes: Optional[list[int]] = None,
+        *,
+        turns_in_time: bool = False,
+    ) -> None:
+        """Check the kind of positions, the sizes that it needs, and that no rotary setting is given in vain.
+
+        Args:
+            kind: the backbone's `position_embedding`.
+            known: the kinds that it has.
+            axes: features of a head that turn with t, h and w; None for a third each.
+            turns_in_time: attention through time is rotary, whatever the kind.
+
+        Raises:
+            ConfigError: the backbone has no such positions, its sizes do not fit them, or a setting has no effect.
+        """
+        from dit.layers.positions import check_scaling, check_size
+
+        if kind not in known:
+            raise ConfigError(f"model.position_embedding={kind!r} is unknown; use {', '.join(map(repr, known))}")
+        check_scaling(self.rope_scaling)
+        if kind != "rope_3d" and not turns_in_time:
+            names = [field.name for field in fields(RotarySettings)]
+            check_unused(self, names, f"with model.position_embedding={kind!r}", "use 'rope_3d'")
+        elif set(self.rope_factors or [1.0]) == {1.0}:
+            check_unused(self, ["rope_scaling"], "where nothing is stretched", "say how far in model.rope_factors")
+        if kind == "rope_3d":
+            self.rotary(head_size, axes)
+        elif kind in ("sincos_2d", "sincos_3d"):
+            check_size(hidden_size, kind)
+
+
+def check_unused(config: Any, names: Sequence[str], where: str, cure: str) -> None:
+    """Check that settings which nothing reads are left at their defaults.
+
+    Args:
+        names: fields of `config`.
+        where: under what circumstances they have no effect.
+        cure: what would give them one.
+
+    Raises:
+        ConfigError: one was given.
+    """
+    by_name = {field.name: field for field in fields(config)}
+    given, usual = [], []
+    for field in (by_name[name] for name in names):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if getattr(config, field.name) != default:
+            given.append(f"model.{field.name}={getattr(config, field.name)}")
+            usual.append(f"model.{field.name}={default}")
+    if given:
+        raise ConfigError(f"{', '.join(given)} has no effect {where}; {cure}, or leave {', '.join(usual)}")
 
 
 def check_positive(config: ModelConfig, *names: str) -> None:

@@ -133,6 +133,21 @@ def check_against_reference(
     assert not wrong, wrong
 
 
+ROPE_FIELDS = {"rope_theta": 50.0, "rope_scaling": "linear", "rope_factors": None}
+"""Another value of each, for a config whose `rope_factors` are `STRETCH`."""
+STRETCH = [2.0, 3.0, 2.0]
+
+
+def check_setting_acts(build: Any, config: Any, name: str, value: Any) -> None:
+    """The same weights predict something else under another value of a setting that shapes no weight."""
+    batch = pack(MIXED, config)
+    models = [build(made, perturb=0.1) for made in (config, replace(config, **{name: value}))]
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    one, other = (model(*draw(batch), batch) for model in models)
+    assert relative_error(one, other.double()) > 10 * RTOL
+
+
 def check_padding_is_never_read(build: Any, config: Any, garbage: float) -> None:
     """Whatever lies in the padding rows of tokens and texts, outputs of real rows and all gradients stay the same."""
     batch = pack(MIXED, config, multiple_of=8, tail=8, context_multiple_of=4)

@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from tests.parity.reference_dit import gelu_tanh, normalise, position_features, silu, time_features
+from tests.parity.reference_dit import gelu_tanh, normalise, silu, time_features
+from tests.parity.reference_positions import position_features
 
 
 def random_state(
@@ -48,7 +49,7 @@ def random_state(
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     generator = torch.Generator().manual_seed(seed)
     state = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {**state, "pos_embed": position_features(grid, grid, size).float()[None]}
+    return {**state, "pos_embed": position_features((1, grid, grid), size, "sincos_2d").float()[None]}
 
 
 def public_forward(state: dict[str, Tensor], heads: int, images: Tensor, steps: Tensor, labels: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ They read our parameters by name, as float64 leaves, and take fused projections 
 with `dit`. The gradients of the leaves are therefore the exact gradients of our parameters, name by name.
 
 Source: adaLN-Zero: Peebles and Xie 2023, arXiv:2212.09748, section 3.2; Movie Gen: Polyak et al. 2024,
-arXiv:2410.13720, section 3.1.2; SwiGLU: Shazeer 2020, Eq. 6; rotary positions: Su et al. 2021, Eq. 13, as complex
-numbers, on each of three axes; grouped queries: Ainslie et al. 2023, figure 2.
+arXiv:2410.13720, section 3.1.2; SwiGLU: Shazeer 2020, Eq. 6; grouped queries: Ainslie et al. 2023, figure 2.
 """
 
 import math
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu, time_features
-
-Grid = tuple[int, int, int]
+from tests.parity.reference_positions import Grid, patch_indices, position_features, turn, turns
 
 
 class Leaves:
@@ -36,60 +34,6 @@ class Leaves:
         return x @ self[f"{name}.weight"].T + (0 if bias is None else bias)
 
 
-def patch_indices(grid: Grid) -> list[Grid]:
-    """Return (t, h, w) of every patch, time slowest."""
-    return [(t, h, w) for t in range(grid[0]) for h in range(grid[1]) for w in range(grid[2])]
-
-
-def sincos_features(grid: Grid, size: int) -> Tensor:
-    """Return sines, then cosines, per axis: an even third for time (so that four divides the rest), halves of the rest.
-
-    Each axis of width d has frequencies 10000 ** (-2 i / d).
-    """
-    time = 2 * (size // 6)
-    while (size - time) % 4:
-        time -= 1
-    widths = (time, (size - time) // 2, (size - time) // 2)
-    rows = []
-    for index in patch_indices(grid):
-        row: list[float] = []
-        for position, width in zip(index, widths):
-            angles = [position * 10000.0 ** (-2 * i / width) for i in range(width // 2)]
-            row += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-        rows.append(row)
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def turns(grid: Grid, head_size: int, settings: Any) -> Tensor:
-    """Return the unit complex number that turns each pair of a head's features, `[n, head_size / 2]`."""
-    pairs = head_size // 2
-    counts = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
-    factors = settings.rope_factors or [1.0, 1.0, 1.0]
-    rows = []
-    for index in patch_indices(grid):
-        row = []
-        for position, count, factor in zip(index, counts, factors):
-            for i in range(count):
-                theta, at = settings.rope_theta, float(position)
-                if settings.rope_scaling == "linear":
-                    at /= factor
-                elif count > 1:
-                    theta *= factor ** (count / (count - 1))
-                angle = at * theta ** (-i / count)
-                row.append(complex(math.cos(angle), math.sin(angle)))
-        rows.append(row)
-    return torch.tensor(rows, dtype=torch.complex128)
-
-
-def turn(x: Tensor, by: Optional[Tensor]) -> Tensor:
-    """Multiply the pairs (i, i + H / 2) of one head `[n, H]` as complex numbers."""
-    if by is None:
-        return x
-    half = x.shape[-1] // 2
-    turned = torch.complex(x[:, :half], x[:, half:]) * by
-    return torch.cat([turned.real, turned.imag], -1)
-
-
 def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> Tensor:
     """Attend head by head; query head i reads the keys of group i // (heads / groups)."""
     share = len(q) // len(k)
@@ -107,6 +51,13 @@ class CrossReference:
         self.config, self.leaves = config, leaves
         self.head_size = config.hidden_size // config.num_attention_heads
         self.groups = config.num_query_groups or config.num_attention_heads
+
+    def embed(self, patches: Tensor, grid: Grid, span: Optional[float] = None) -> tuple[Tensor, Optional[Tensor]]:
+        """Return the embedded patches with what is added to them, and what turns queries and keys."""
+        x, kind = self.leaves.linear(patches.double(), "embed.linear"), self.config.position_embedding
+        if kind in ("sincos_2d", "sincos_3d"):
+            x = x + position_features(grid, self.config.hidden_size, kind, span)
+        return x, turns(patch_indices(grid), self.head_size, self.config) if kind == "rope_3d" else None
 
     def head_norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.leaves.get(f"{name}.weight")
@@ -221,10 +172,7 @@ class CrossReference:
         moviegen = "head.norm.weight" in leaves.by_name
         text = leaves["text.null"][None] if text is None else text.double()
         cond = self.condition(time, grid, fps, label)
-        by = turns(grid, self.head_size, config) if config.position_embedding == "rope_3d" else None
-        x = leaves.linear(patches.double(), "embed.linear")
-        if config.position_embedding == "sincos_3d":
-            x = x + sincos_features(grid, config.hidden_size)
+        x, by = self.embed(patches, grid)
         for i in range(config.num_layers):
             if config.position_embedding == "learned_3d":
                 index = torch.tensor(patch_indices(grid))

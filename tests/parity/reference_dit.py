@@ -4,14 +4,16 @@ It shares no code with `dit`, holds separate query, key and value projections, a
 float64 it stands for the exact answer.
 
 Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 and figure 3; layer norm without affine parameters, tanh
-GELU, cosine-first time features and the position order follow the published class-conditional models.
+GELU and cosine-first time features follow the published class-conditional models.
 """
 
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
+
+from tests.parity.reference_positions import Grid, patch_indices, position_features, turn, turns
 
 
 def time_features(time_B: Tensor, width: int = 256) -> Tensor:
@@ -21,24 +23,6 @@ def time_features(time_B: Tensor, width: int = 256) -> Tensor:
         for i in range(width // 2):
             columns.append(trig(time_B.double() * 10000.0 ** (-2 * i / width)))
     return torch.stack(columns, dim=1)
-
-
-def position_features(height: int, width: int, size: int) -> Tensor:
-    """Return the 2-D sine-cosine embedding of a row-major grid, float64 `[height * width, size]`.
-
-    The first half of the features embeds the column, the second the row; each half is sines, then cosines, of
-    `size / 4` frequencies 10000 ** (-4 i / size).
-    """
-    quarter = size // 4
-    table = torch.zeros(height * width, size, dtype=torch.float64)
-    for y in range(height):
-        for x in range(width):
-            for i in range(quarter):
-                frequency = 10000.0 ** (-i / quarter)
-                row = table[y * width + x]
-                row[i], row[quarter + i] = math.sin(x * frequency), math.cos(x * frequency)
-                row[2 * quarter + i], row[3 * quarter + i] = math.sin(y * frequency), math.cos(y * frequency)
-    return table
 
 
 def normalise(x: Tensor, eps: float) -> Tensor:
@@ -74,17 +58,18 @@ class ReferenceBlock(nn.Module):
         self.query_norm = nn.Parameter(torch.ones(size // heads)) if qk_norm else None
         self.key_norm = nn.Parameter(torch.ones(size // heads)) if qk_norm else None
 
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor, by: Optional[Tensor]) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = rms_normalise(q, self.query_norm, self.eps), rms_normalise(k, self.key_norm, self.eps)
+        q, k = (turn(heads.transpose(1, 2), by).transpose(1, 2) for heads in (q, k))
         scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
         weights = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
         return self.out(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
 
-    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cond: Tensor, by: Optional[Tensor] = None) -> Tensor:
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(silu(cond))[:, None].chunk(6, dim=-1)
-        x = x + gate_1 * self.attend(normalise(x, self.eps) * (1 + scale_1) + shift_1)
+        x = x + gate_1 * self.attend(normalise(x, self.eps) * (1 + scale_1) + shift_1, by)
         hidden = self.up(normalise(x, self.eps) * (1 + scale_2) + shift_2)
         return x + gate_2 * self.down(gelu_tanh(hidden))
 
@@ -93,6 +78,10 @@ class ReferenceDiT(nn.Module):
     """The whole network on patches `[B, n, patch features]` of one grid size.
 
     `null_label` stands for "no class" and `null_text` for "no text"; a text is the mean of its tokens.
+
+    Args:
+        positions: `sincos_2d`, `sincos_3d` or `rope_3d`.
+        rope: holds `rope_theta`, `rope_scaling` and `rope_factors`, for `rope_3d`.
     """
 
     def __init__(
@@ -110,9 +99,12 @@ class ReferenceDiT(nn.Module):
         qk_norm: bool = False,
         eps: float = 1e-6,
         time_scale: float = 1000.0,
+        positions: str = "sincos_2d",
+        rope: Any = None,
     ) -> None:
         super().__init__()
         self.size, self.eps, self.time_scale = size, eps, time_scale
+        self.head_size, self.positions, self.rope = size // heads, positions, rope
         self.patch = nn.Linear(patch_in, size)
         self.time_1, self.time_2 = nn.Linear(256, size), nn.Linear(size, size)
         if classes is not None:
@@ -142,13 +134,17 @@ class ReferenceDiT(nn.Module):
         self,
         patches: Tensor,
         time_B: Tensor,
-        grid: tuple[int, int],
+        grid: Grid,
         labels: Optional[list[Optional[int]]] = None,
         texts: Optional[list[Optional[Tensor]]] = None,
     ) -> Tensor:
         cond = self.condition(time_B, labels, texts)
-        x = self.patch(patches) + position_features(*grid, self.size).to(patches.dtype)
+        x, by = self.patch(patches), None
+        if self.positions == "rope_3d":
+            by = turns(patch_indices(grid), self.head_size, self.rope)
+        else:
+            x = x + position_features(grid, self.size, self.positions).to(patches.dtype)
         for block in self.blocks:
-            x = block(x, cond)
+            x = block(x, cond, by)
         shift, scale = self.final_modulation(silu(cond))[:, None].chunk(2, dim=-1)
         return self.final(normalise(x, self.eps) * (1 + scale) + shift)

@@ -7,29 +7,17 @@ Source: MM-DiT: Esser et al. 2024, arXiv:2403.03206, figure 2; parallel layers: 
 section 2; sizes, axes of the rotary positions and order of the conditions: black-forest-labs/flux.
 """
 
-import math
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from tests.parity.reference_cross import Grid, Leaves, attend, patch_indices, turn
+from tests.parity.reference_cross import Leaves, attend
 from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu, time_features
+from tests.parity.reference_positions import Grid, patch_indices, position_features, turn, turns
 
 DROPPED_TOKENS = 3
 """Tokens of the text that stands behind a dropped one in the packs of the tests."""
-
-
-def turns(indices: list[tuple[int, int, int]], config: Any) -> Tensor:
-    """Return the unit complex number that turns each pair of a head's features, axis after axis."""
-    rows = []
-    for index in indices:
-        row: list[complex] = []
-        for position, size in zip(index, config.rope_axes):
-            angles = [position * config.rope_theta ** (-2 * i / size) for i in range(size // 2)]
-            row += [complex(math.cos(a), math.sin(a)) for a in angles]
-        rows.append(row)
-    return torch.tensor(rows, dtype=torch.complex128)
 
 
 class FluxReference:
@@ -56,7 +44,9 @@ class FluxReference:
             cond = cond + embed(time_features(told * scale), "guidance")[0]
         return cond
 
-    def joint_block(self, text: Tensor, image: Tensor, cond: Tensor, by: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    def joint_block(
+        self, text: Tensor, image: Tensor, cond: Tensor, by: Optional[Tensor], name: str
+    ) -> tuple[Tensor, Tensor]:
         leaves, streams = self.leaves, {"text": text, "image": image}
         chunks = {s: leaves.linear(silu(cond), f"{name}.{s}.modulation.linear").chunk(6) for s in streams}
         q: list[Tensor] = []
@@ -83,7 +73,7 @@ class FluxReference:
             streams[s] = x + mlp_gate * leaves.linear(y, f"{name}.{s}.mlp.linear_fc2")
         return streams["text"], streams["image"]
 
-    def single_block(self, x: Tensor, cond: Tensor, by: Tensor, name: str) -> Tensor:
+    def single_block(self, x: Tensor, cond: Tensor, by: Optional[Tensor], name: str) -> Tensor:
         """The fused rows are, head by head, query, key, value and the head's share of the MLP; likewise the columns."""
         shift, scale, gate = self.leaves.linear(silu(cond), f"{name}.modulation.linear").chunk(3)
         heads = self.config.num_attention_heads
@@ -114,8 +104,13 @@ class FluxReference:
         config, leaves = self.config, self.leaves
         given = leaves["text.null"].expand(DROPPED_TOKENS, -1) if text is None else text.double()
         cond = self.condition(time, pooled)
-        by = turns([(0, 0, 0)] * len(given) + patch_indices(grid), config)
         text, image = leaves.linear(given, "embed_text"), leaves.linear(patches.double(), "embed.linear")
+        by = None
+        if config.position_embedding == "rope_3d":
+            indices = [(0, 0, 0)] * len(given) + patch_indices(grid)
+            by = turns(indices, self.head_size, config, config.rope_axes)
+        else:
+            image = image + position_features(grid, config.hidden_size, config.position_embedding)
         for i in range(config.num_joint_layers):
             text, image = self.joint_block(text, image, cond, by, f"layers.{i}")
         x = torch.cat([text, image])

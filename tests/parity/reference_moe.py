@@ -4,6 +4,7 @@ Source: Sun et al. 2024, arXiv:2410.02098; Zhou et al. 2022, arXiv:2202.09368; F
 """
 
 import math
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +57,8 @@ class ReferenceMoEBlock(ReferenceBlock):
         self.aux.append(n * experts * (share.to(x.dtype) * score.mean(0)).sum())
         return torch.stack(rows)
 
-    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cond: Tensor, by: Optional[Tensor] = None) -> Tensor:
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(silu(cond))[:, None].chunk(6, dim=-1)
-        x = x + gate_1 * self.attend(normalise(x, self.eps) * (1 + scale_1) + shift_1)
+        x = x + gate_1 * self.attend(normalise(x, self.eps) * (1 + scale_1) + shift_1, by)
         inner = normalise(x, self.eps) * (1 + scale_2) + shift_2
         return x + gate_2 * torch.stack([self.mixture(sample) for sample in inner])

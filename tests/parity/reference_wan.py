@@ -12,8 +12,9 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tests.parity.reference_cross import CrossReference, attend, turn, turns
+from tests.parity.reference_cross import CrossReference, attend
 from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu
+from tests.parity.reference_positions import Grid, turn
 
 
 class WanReference(CrossReference):
@@ -26,7 +27,7 @@ class WanReference(CrossReference):
             rms_normalise(torch.cat(heads, -1), weight, self.config.layernorm_epsilon).split(self.head_size, -1)
         )
 
-    def wan_self_attention(self, x: Tensor, name: str, by: Tensor) -> Tensor:
+    def wan_self_attention(self, x: Tensor, name: str, by: Optional[Tensor]) -> Tensor:
         """The fused rows are, group by group, the group's queries, its key, its value."""
         rows = list(self.leaves.linear(x, f"{name}.linear_qkv").split(self.head_size, -1))
         share = self.config.num_attention_heads // self.groups
@@ -45,7 +46,7 @@ class WanReference(CrossReference):
         q, k = self.width_norm(q, f"{name}.q_layernorm"), self.width_norm(rows[0::2], f"{name}.k_layernorm")
         return self.leaves.linear(attend(q, k, rows[1::2]), f"{name}.linear_proj")
 
-    def block(self, x: Tensor, shared: Tensor, text: Tensor, name: str, by: Tensor) -> Tensor:
+    def block(self, x: Tensor, shared: Tensor, text: Tensor, name: str, by: Optional[Tensor]) -> Tensor:
         leaves, eps = self.leaves, self.config.layernorm_epsilon
         rows = shared.unflatten(0, (6, -1)) + leaves[f"{name}.modulation.table"]
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = rows
@@ -60,7 +61,7 @@ class WanReference(CrossReference):
         self,
         patches: Tensor,
         time: Tensor,
-        grid: tuple[int, int, int],
+        grid: Grid,
         text: Optional[Tensor],
         *,
         fps: Optional[float] = None,
@@ -72,8 +73,7 @@ class WanReference(CrossReference):
         text = leaves.linear(projected, "text_projection.linear_2")
         cond = self.condition(time, grid, fps, label)
         shared = leaves.linear(silu(cond), "modulation.linear")
-        by = turns(grid, self.head_size, config)
-        x = leaves.linear(patches.double(), "embed.linear")
+        x, by = self.embed(patches, grid)
         for i in range(config.num_layers):
             x = self.block(x, shared, text, f"layers.{i}", by)
         shift, scale = leaves["head.table"] + cond

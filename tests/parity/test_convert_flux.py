@@ -98,7 +98,10 @@ def test_the_defaults_are_the_published_12b():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"patch_spatial": 1}, {"ffn_hidden_size": 96}, {"time_scale": 1.0}, {"rope_theta": 500.0}],
+    [
+        *({"patch_spatial": 1}, {"ffn_hidden_size": 96}, {"time_scale": 1.0}, {"rope_theta": 500.0}),
+        {"position_embedding": "sincos_3d"},
+    ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):

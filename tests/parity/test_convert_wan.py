@@ -100,6 +100,7 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
         {"num_query_groups": 4},
         {"rope_theta": 500.0},
         {"time_scale": 1.0},
+        {"position_embedding": "sincos_3d"},
     ],
     ids=lambda changes: next(iter(changes)),
 )

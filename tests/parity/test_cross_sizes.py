@@ -1,5 +1,6 @@
 """Sizes of the backbones with cross-attention: the config says what the module has, and what it costs."""
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -17,15 +18,15 @@ from dit.models.sizes import CONDITION_FEATURES, CrossAttentionModelConfig
 from dit.parallel.parallelize import count_parameters
 from dit.training.flops import flops_per_token, forward_flops, training_flops
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import DENSE, MIXED, Sample, draw, pack
+from tests.parity.cross_cases import DENSE, MIXED, ROPE_FIELDS, STRETCH, Sample, check_setting_acts, draw, pack
 
 SMALL: dict[str, Any] = {
     **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5},
-    **{"context_size": 10, "position_embedding": "rope_3d"},
+    **{"context_size": 10, "position_embedding": "rope_3d", "rope_factors": STRETCH},
 }
 BASES = {
     "dit_cross": DiTCrossConfig(**SMALL),
-    "moviegen": MovieGenConfig(**SMALL, num_query_groups=4, ffn_hidden_size=96, max_grid=[4, 5, 6]),
+    "moviegen": MovieGenConfig(**SMALL, num_query_groups=4, ffn_hidden_size=96),
 }
 
 # Read by the training step, which drops conditions; the network itself has nothing to build from them.
@@ -65,7 +66,7 @@ SHARED: dict[str, Row] = {
     "time_scale": (7.0, lambda m: m.conditioner.time.time_scale, None),
     "rope_theta": (50.0, lambda m: m.rotary.theta, None),
     "rope_scaling": ("linear", lambda m: m.rotary.scaling, None),
-    "rope_factors": ([2.0, 1.0, 1.0], lambda m: m.rotary.factors, lambda v: tuple(v or (1.0, 1.0, 1.0))),
+    "rope_factors": ([4.0, 1.0, 1.0], lambda m: m.rotary.factors, tuple),
 }
 OWN: dict[str, dict[str, Row]] = {
     "dit_cross": {
@@ -91,7 +92,8 @@ def changed(backbone: str, name: str) -> CrossAttentionModelConfig:
     other = {**SHARED, **OWN[backbone]}[name][0]
     if other is None:  # a switch whose default differs between the backbones
         other = not getattr(BASES[backbone], name)
-    return replace(BASES[backbone], **{name: other})
+    also = {"rope_factors": None} if name == "position_embedding" else {}
+    return replace(BASES[backbone], **{name: other}, **also)
 
 
 @pytest.mark.parametrize("backbone", BASES)
@@ -117,10 +119,26 @@ def test_field_reaches_the_model(build_model: BuildModel, backbone: str, name: s
     assert seen[0] != seen[1]
 
 
+@pytest.mark.parametrize("backbone", BASES)
+@pytest.mark.parametrize("name", ROPE_FIELDS)
+def test_rotary_settings_change_the_prediction(build_model: BuildModel, backbone: str, name: str):
+    check_setting_acts(build_model, BASES[backbone], name, ROPE_FIELDS[name])
+
+
 def test_position_tables_have_the_size_of_max_grid(build_model: BuildModel):
-    config = replace(BASES["moviegen"], position_embedding="learned_3d", max_grid=[7, 3, 2])
+    config = replace(BASES["moviegen"], position_embedding="learned_3d", rope_factors=None, max_grid=[7, 3, 2])
+    config.validate()
     model = build_model(config)
     assert [len(table) for table in (model.positions.t, model.positions.h, model.positions.w)] == [7, 3, 2]
+    assert config.num_parameters() == sum(p.numel() for p in model.parameters())
+
+
+def test_fixed_positions_take_no_weights(build_model: BuildModel):
+    config = replace(BASES["moviegen"], position_embedding="sincos_3d", rope_factors=None)
+    config.validate()
+    model = build_model(config)
+    assert model.positions is None
+    assert model.rotary is None
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
 
 
@@ -135,7 +153,8 @@ EXPERT_FIELDS: dict[str, tuple[Any, Callable[[nn.Module], Any]]] = {
 
 @pytest.mark.parametrize("name", EXPERT_FIELDS)
 def test_expert_fields_reach_the_model(build_model: BuildModel, name: str):
-    base = replace(BASES["moviegen"], num_experts=4, moe_ffn_hidden_size=40)
+    router = "top_k" if name in ("moe_top_k", "moe_aux_loss_coeff") else "expert_choice"
+    base = replace(BASES["moviegen"], num_experts=4, moe_ffn_hidden_size=40, moe_router=router)
     other, show = EXPERT_FIELDS[name]
     for config in (base, replace(base, **{name: other})):
         config.validate()
@@ -261,6 +280,36 @@ def test_impossible_sizes_are_named_with_their_numbers(backbone: str, changes: d
     with pytest.raises(ConfigError) as caught:
         replace(BASES[backbone], **changes).validate()
     assert all(text in str(caught.value) for text in said)
+
+
+@pytest.mark.parametrize("backbone", BASES)
+@pytest.mark.parametrize(
+    "changes",
+    [{"rope_theta": 50.0}, {"rope_factors": [2.0, 1.0, 1.0]}, {"rope_scaling": "linear"}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_rotary_settings_without_rotation_are_refused(backbone: str, changes: dict):
+    config = replace(BASES[backbone], position_embedding="sincos_3d", rope_factors=None)
+    config.validate()
+    name, value = next(iter(changes.items()))
+    with pytest.raises(ConfigError, match=re.escape(f"model.{name}={value} has no effect with")):
+        replace(config, **changes).validate()
+
+
+@pytest.mark.parametrize("backbone", BASES)
+def test_a_way_of_stretching_nothing_is_refused(backbone: str):
+    with pytest.raises(ConfigError, match="rope_scaling=linear has no effect where nothing is stretched"):
+        replace(BASES[backbone], rope_factors=[1.0, 1.0, 1.0], rope_scaling="linear").validate()
+
+
+@pytest.mark.parametrize("kind", ["rope_3d", "sincos_3d"])
+def test_position_tables_that_nobody_reads_are_refused(kind: str):
+    config = replace(BASES["moviegen"], position_embedding=kind, rope_factors=None)
+    config.validate()
+    with pytest.raises(
+        ConfigError, match=r"max_grid=\[4, 5, 6\] has no effect.*leave model.max_grid=\[128, 120, 120\]"
+    ):
+        replace(config, max_grid=[4, 5, 6]).validate()
 
 
 @pytest.mark.parametrize("max_grid", [[4, 4], [0, 4, 4]])

@@ -20,9 +20,9 @@ RTOL = 1e-5
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a pack: image grid, label (None for no class) and text tokens (None for no text)."""
+    """One image or clip of a pack: grid, label (None for no class) and text tokens (None for no text)."""
 
-    grid: tuple[int, int]
+    grid: tuple[int, int, int]
     label: Optional[int] = None
     text: Optional[Tensor] = None
 
@@ -36,18 +36,18 @@ def pack(
     samples: list[Sample], model: DiTConfig, *, multiple_of: int = 1, tail: int = 0, context_multiple_of: int = 1
 ) -> PackedBatch:
     """Pack samples as the data side does; a sample without text gets a text that it must not be able to see."""
-    lengths = [h * w for h, w in (sample.grid for sample in samples)]
+    lengths = [t * h * w for t, h, w in (sample.grid for sample in samples)]
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of, total_tokens=layout.total_tokens + tail)
     positions = torch.zeros(layout.total_tokens, 3, dtype=torch.long)
     for sample, start, length in zip(samples, layout.starts, layout.lengths):
-        positions[start : start + length] = grid_positions((1, *sample.grid))
+        positions[start : start + length] = grid_positions(sample.grid)
     batch = PackedBatch(
         latents_TC=torch.zeros(layout.total_tokens, model.token_channels),
         positions_T3=positions,
         layout=layout,
         sample_ids_S=torch.arange(len(samples)),
-        grids=tuple((1, *sample.grid) for sample in samples),
+        grids=tuple(sample.grid for sample in samples),
         keys=tuple(map(str, range(len(samples)))),
     )
     if model.num_classes is not None:
@@ -158,7 +158,7 @@ def test_block_is_the_papers(build_model: BuildModel, qk_layernorm: bool, add_bi
 )
 def test_dense_batch_is_the_papers_model(build_model: BuildModel, changes: dict):
     model_config = config(**changes)
-    samples = [Sample((3, 4), label=i) for i in (2, 0, 6)]
+    samples = [Sample((1, 3, 4), label=i) for i in (2, 0, 6)]
     compare(build_model(model_config, perturb=0.1), model_config, pack(samples, model_config), samples)
 
 
@@ -166,15 +166,54 @@ def test_dense_batch_is_the_papers_model(build_model: BuildModel, changes: dict)
 def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple_of: int, tail: int):
     """Samples of one pack differ in label, time, length and shape, and none feels its neighbours or the padding."""
     model_config = config(qk_layernorm=True)
-    samples = [Sample((4, 4), 3), Sample((2, 5), None), Sample((1, 3), 0), Sample((4, 4), 5), Sample((5, 2), 3)]
+    samples = [
+        Sample((1, 4, 4), 3),
+        Sample((1, 2, 5), None),
+        Sample((1, 1, 3), 0),
+        Sample((1, 4, 4), 5),
+        Sample((1, 5, 2), 3),
+    ]
     batch = pack(samples, model_config, multiple_of=multiple_of, tail=tail)
     compare(build_model(model_config, perturb=0.1), model_config, batch, samples)
+
+
+STRETCHED = {"position_embedding": "rope_3d", "rope_theta": 500.0, "rope_factors": [2.0, 1.5, 3.0]}
+POSITIONS = {
+    "sincos_2d": {"position_embedding": "sincos_2d"},
+    "sincos_3d": {"position_embedding": "sincos_3d"},
+    "rope_3d": {"position_embedding": "rope_3d"},
+    "rope_ntk": STRETCHED,
+    "rope_linear": {**STRETCHED, "rope_scaling": "linear"},
+}
+IMAGES_AND_CLIPS = [Sample((1, 4, 4), 3), Sample((3, 2, 2)), Sample((1, 2, 3), 0), Sample((2, 3, 4), 5)]
+
+
+@pytest.mark.parametrize("padding", [{}, {"multiple_of": 8, "tail": 16}], ids=["ragged", "padded"])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_of_images_and_clips_are_the_formulas(build_model: BuildModel, name: str, padding: dict):
+    """A head of 16 features has more pairs for t than for h and w; the width of 64 has fewer sines for t."""
+    model_config = config(hidden_size=64, qk_layernorm=True, **POSITIONS[name])
+    model_config.validate()
+    batch = pack(IMAGES_AND_CLIPS, model_config, **padding)
+    compare(build_model(model_config, perturb=0.1), model_config, batch, IMAGES_AND_CLIPS)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_are_those_of_each_sample_alone(build_model: BuildModel, name: str):
+    model_config = config(hidden_size=64, **POSITIONS[name])
+    model, batch = build_model(model_config, perturb=0.1), pack(IMAGES_AND_CLIPS, model_config, multiple_of=8)
+    inputs = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(4))
+    time = torch.tensor([0.1, 0.4, 0.6, 0.9])
+    together = model(inputs, time, batch)
+    for i, (sample, rows) in enumerate(zip(IMAGES_AND_CLIPS, rows_of(batch.layout))):
+        alone = model(inputs[rows], time[i : i + 1], pack([sample], model_config))
+        assert relative_error(together[rows], alone.double()) <= 1e-6
 
 
 def test_no_class_has_a_vector_of_its_own(build_model: BuildModel):
     """A batch without classes trains the row behind the last class and no other."""
     model_config = config()
-    samples = [Sample((2, 2)), Sample((2, 2))]
+    samples = [Sample((1, 2, 2)), Sample((1, 2, 2))]
     model = build_model(model_config, perturb=0.1)
     compare(model, model_config, pack(samples, model_config), samples)
     grad = model.conditioner.label.weight.grad
@@ -190,7 +229,7 @@ def test_pooled_text_conditions_each_sample(
     """Texts of different lengths are averaged over their own real tokens; a dropped text becomes the null vector."""
     model_config = config(num_classes=num_classes, context_size=10)
     texts = [text(5, 10, seed=1), text(1, 10, seed=2), None, text(8, 10, seed=3)]
-    samples = [Sample((3, 3), 1, t) if i % 2 else Sample((2, 4), 4, t) for i, t in enumerate(texts)]
+    samples = [Sample((1, 3, 3), 1, t) if i % 2 else Sample((1, 2, 4), 4, t) for i, t in enumerate(texts)]
     batch = pack(samples, model_config, multiple_of=4, tail=4, context_multiple_of=context_multiple_of)
     compare(build_model(model_config, perturb=0.1), model_config, batch, samples)
 
@@ -199,7 +238,7 @@ def test_missing_text_is_the_dropped_text(build_model: BuildModel):
     """A batch without any text gives what a batch with every text dropped gives (guidance relies on it)."""
     model_config = config(context_size=10)
     model = build_model(model_config, perturb=0.1)
-    samples = [Sample((2, 3), 1), Sample((3, 3), 2)]
+    samples = [Sample((1, 2, 3), 1), Sample((1, 3, 3), 2)]
     dropped = pack(samples, model_config)
     inputs, time = torch.randn(15, 12, generator=torch.Generator().manual_seed(0)), torch.tensor([0.2, 0.9])
     absent = replace(dropped, context_KD=None, context_layout=None, context_dropped_S=None)
@@ -210,7 +249,7 @@ def test_adaln_zero_starts_as_the_identity(build_model: BuildModel):
     """At initialisation each block returns its input bit for bit, and the network predicts exactly zero."""
     model_config = config(qk_layernorm=True, context_size=10)
     model = build_model(model_config)
-    samples = [Sample((3, 3), 1, text(3, 10, seed=1)), Sample((2, 2), None)]
+    samples = [Sample((1, 3, 3), 1, text(3, 10, seed=1)), Sample((1, 2, 2), None)]
     batch = pack(samples, model_config, multiple_of=4)
     generator = torch.Generator().manual_seed(2)
     x, cond = torch.randn(16, 48, generator=generator), torch.randn(2, 48, generator=generator)
@@ -224,7 +263,11 @@ def test_adaln_zero_starts_as_the_identity(build_model: BuildModel):
 def test_padding_rows_never_reach_real_ones(build_model: BuildModel, garbage: float):
     """Whatever lies in the padding rows of tokens and texts, outputs of real rows and all gradients stay the same."""
     model_config = config(qk_layernorm=True, context_size=10)
-    samples = [Sample((3, 3), 1, text(3, 10, seed=1)), Sample((2, 2), None), Sample((3, 1), 0, text(2, 10, seed=2))]
+    samples = [
+        Sample((1, 3, 3), 1, text(3, 10, seed=1)),
+        Sample((1, 2, 2), None),
+        Sample((1, 3, 1), 0, text(2, 10, seed=2)),
+    ]
     batch = pack(samples, model_config, multiple_of=4, tail=8, context_multiple_of=4)
     valid = batch.layout.valid_T
     generator = torch.Generator().manual_seed(3)

@@ -17,8 +17,9 @@ from dit.patchify import grid_positions
 from tests.conftest import BuildModel
 
 BASE = DiTConfig(hidden_size=48, num_layers=2, num_attention_heads=4, in_channels=4, num_classes=5)
-# Fields that need experts are changed from here.
+# Fields that need experts, or rotary positions, are changed from here.
 BASE_MOE = replace(BASE, num_experts=3, moe_ffn_hidden_size=64, moe_router="top_k")
+BASE_ROPE = replace(BASE, position_embedding="rope_3d", rope_factors=[1.0, 2.0, 2.0])
 
 # Read by the training step, which drops conditions; the network itself has nothing to build from them.
 NOT_IN_THE_NETWORK = {"class_dropout", "context_dropout"}
@@ -41,11 +42,6 @@ def embed_width(model: nn.Module) -> int:
     return model.embed.weight.shape[1]
 
 
-def rotary_setting(name: str) -> Callable[[nn.Module], Any]:
-    """Read a setting of the rotary positions that the model's config stands for."""
-    return lambda model: getattr(model.model_config.rotary(12), name)
-
-
 # field: (another value, what shows it in the built model, how the shown value follows from the field's)
 SHOWN: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "in_channels": (6, embed_width, lambda value: 4 * value),
@@ -66,9 +62,9 @@ SHOWN: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "layernorm_epsilon": (1e-3, lambda m: {m.layers["1"].modulation.eps, m.head.eps}, lambda value: {value}),
     "position_embedding": ("sincos_3d", sees_time_index, None),
-    "rope_theta": (50.0, rotary_setting("theta"), None),
-    "rope_scaling": ("linear", rotary_setting("scaling"), None),
-    "rope_factors": ([2.0, 1.0, 1.0], rotary_setting("factors"), lambda value: tuple(value or (1.0, 1.0, 1.0))),
+    "rope_theta": (50.0, lambda m: m.rotary.theta, None),
+    "rope_scaling": ("linear", lambda m: m.rotary.scaling, None),
+    "rope_factors": (None, lambda m: m.rotary.factors, lambda value: tuple(value or (1.0, 1.0, 1.0))),
     "time_scale": (7.0, lambda m: m.conditioner.time.time_scale, None),
     "time_frequency_shift": (1, lambda m: m.conditioner.time.frequency_shift, None),
     "num_experts": (3, lambda m: len(getattr(m.layers["1"].mlp, "experts", [])) or None, None),
@@ -92,7 +88,9 @@ LAYER_LINEARS = (
 
 
 def base_of(name: str) -> DiTConfig:
-    return BASE_MOE if name.startswith("moe_") else BASE
+    if name == "moe_capacity_factor":
+        return replace(BASE_MOE, moe_router="expert_choice")
+    return {"moe": BASE_MOE, "rope": BASE_ROPE}.get(name.split("_")[0], BASE)
 
 
 def test_every_field_has_a_row():
@@ -113,7 +111,7 @@ def test_field_reaches_the_model(build_model: BuildModel, name: str):
 
 WITHOUT_WEIGHTS = [
     *("layernorm_epsilon", "time_scale", "time_frequency_shift", "num_attention_heads"),
-    *("moe_router", "moe_top_k"),
+    *("moe_router", "moe_top_k", "position_embedding", "rope_theta", "rope_scaling", "rope_factors"),
 ]
 
 
@@ -200,7 +198,28 @@ def test_count_follows_every_field(name: str):
         ({"num_experts": 4, "moe_router": "sinkhorn"}, ["moe_router='sinkhorn'", "'expert_choice'", "'top_k'"]),
         ({"num_experts": 4, "moe_capacity_factor": 5.0}, ["moe_capacity_factor=5.0", "num_experts=4"]),
         ({"num_experts": 4, "moe_router": "top_k", "moe_top_k": 5}, ["moe_top_k=5", "from 1 to 4"]),
-        ({"num_experts": 4, "moe_aux_loss_coeff": -1.0}, ["moe_aux_loss_coeff=-1.0"]),
+        (
+            {"num_experts": 4, "moe_router": "top_k", "moe_aux_loss_coeff": -1.0},
+            ["moe_aux_loss_coeff=-1.0", "negative"],
+        ),
+        (
+            {"num_experts": 4, "moe_top_k": 1},
+            ["moe_top_k=1 has no effect", "moe_router=top_k", "leave model.moe_top_k=2"],
+        ),
+        ({"num_experts": 4, "moe_aux_loss_coeff": 0.0}, ["moe_aux_loss_coeff=0.0 has no effect"]),
+        (
+            {"num_experts": 4, "moe_router": "top_k", "moe_capacity_factor": 1.5},
+            ["moe_capacity_factor=1.5 has no effect", "moe_router=expert_choice"],
+        ),
+        (
+            {"rope_theta": 50.0},
+            ["rope_theta=50.0 has no effect", "position_embedding='sincos_2d'", "rope_theta=10000.0"],
+        ),
+        (
+            {"rope_scaling": "linear", "rope_factors": [2, 1, 1]},
+            ["rope_scaling=linear", "rope_factors=[2, 1, 1] has no"],
+        ),
+        ({"rope_scaling": "yarn"}, ["rope_scaling='yarn' is unknown"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -24,6 +24,7 @@ VARIANTS = {
     "plain_heads": {"qk_layernorm": False, "add_bias": True, "fps_conditioning": False},
     "size": {"size_conditioning": True, "patch_temporal": 2, "out_channels": 5},
     "low_rank": {"adaln_lora_rank": 6, "add_bias": True, "ffn_hidden_size": 40},
+    "sincos_2d": {"position_embedding": "sincos_2d"},
     "rope": {"position_embedding": "rope_3d", "num_query_groups": 1},
     "rope_ntk": {"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 1.0], "rope_theta": 500.0},
     "rope_linear": {"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 1.0], "rope_scaling": "linear"},

@@ -17,9 +17,12 @@ from tests.conftest import BuildModel
 from tests.parity.cross_cases import (
     DENSE,
     MIXED,
+    ROPE_FIELDS,
+    STRETCH,
     Sample,
     check_against_reference,
     check_padding_is_never_read,
+    check_setting_acts,
     draw,
     pack,
     relative_error,
@@ -33,8 +36,11 @@ SIZES: dict[str, Any] = {
 VARIANTS: dict[str, dict] = {
     "default": {},
     "guidance": {"guidance": 3.5, "time_scale": 30.0},
+    "sincos_3d": {"position_embedding": "sincos_3d", "rope_axes": [16, 56, 56]},
     "constants": {"layernorm_epsilon": 1e-2, "rope_theta": 50.0, "out_channels": 5, "patch_temporal": 2},
     "single": {"num_joint_layers": 1, "num_single_layers": 3, "rope_axes": [4, 4, 4]},
+    "rope_ntk": {"rope_factors": [2.0, 1.5, 3.0]},
+    "rope_linear": {"rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
 }
 
 
@@ -149,6 +155,7 @@ OTHER: dict[str, tuple[Any, Any]] = {
         1e-3,
         lambda m: {m.layers["0"].text.modulation.eps, m.layers["3"].q_layernorm.eps, m.head.eps},
     ),
+    "position_embedding": ("sincos_3d", lambda m: m.rotary is None),
     "rope_axes": ([4, 4, 4], lambda m: m.rotary.axes),
     "rope_theta": (50.0, lambda m: m.rotary.theta),
     "rope_scaling": ("linear", lambda m: m.rotary.scaling),
@@ -168,14 +175,21 @@ def test_field_reaches_the_model(build_model: BuildModel, name: str):
     """Another value shows in the model that is built from it, and the counted parameters follow."""
     value, show = OTHER[name]
     changes = {name: value}
-    if name in ("hidden_size", "num_attention_heads"):
-        changes["rope_axes"] = [8, 8, 8] if name == "hidden_size" else [2, 2, 2]
+    axes = {"hidden_size": [8, 8, 8], "num_attention_heads": [2, 2, 2], "position_embedding": [16, 56, 56]}
+    if name in axes:
+        changes["rope_axes"] = axes[name]
+    base = {"rope_factors": STRETCH} if name == "rope_scaling" else {}
     seen = []
-    for made in (config(), config(**changes)):
+    for made in (config(**base), config(**{**base, **changes})):
         model = build_model(made)
         seen.append(show(model))
         assert made.num_parameters() == sum(p.numel() for p in model.parameters())
     assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("name", ROPE_FIELDS)
+def test_rotary_settings_change_the_prediction(build_model: BuildModel, name: str):
+    check_setting_acts(build_model, config(rope_factors=STRETCH), name, ROPE_FIELDS[name])
 
 
 NULLS = 4096 + 768  # a null text and a null pooled text, for guidance without a text encoder at hand
@@ -236,6 +250,11 @@ def test_the_ends_are_what_is_left_without_blocks():
         ({"rope_axes": [2, 4, 4]}, ["add up to 10", "12"]),
         ({"rope_axes": [3, 4, 5]}, ["[3, 4, 5]", "even"]),
         ({"rope_axes": [6, 6]}, ["[6, 6]", "three"]),
+        (
+            {"position_embedding": "sincos_3d"},
+            ["rope_axes=[2, 6, 4] has no effect", "leave model.rope_axes=[16, 56, 56]"],
+        ),
+        ({"position_embedding": "learned_3d"}, ["position_embedding='learned_3d'", "'rope_3d', 'sincos_3d'"]),
         ({"context_dropout": 1.5}, ["context_dropout=1.5"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

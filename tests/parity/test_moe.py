@@ -8,7 +8,7 @@ from tests.parity.reference_moe import ReferenceMoEBlock
 from tests.parity.test_dit import RTOL, Sample, check_gradients, config, pack, relative_error, rows_of
 from tests.parity.weights import copy_weights, reference_of
 
-SAMPLES = [Sample((4, 4), 3), Sample((2, 5), None), Sample((1, 3), 0), Sample((5, 2), 3)]
+SAMPLES = [Sample((1, 4, 4), 3), Sample((1, 2, 5), None), Sample((1, 1, 3), 0), Sample((1, 5, 2), 3)]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ VARIANTS = {
     "plain_heads": {"qk_layernorm": False, "num_query_groups": None, "num_classes": 5},
     "conditions": {"fps_conditioning": True, "size_conditioning": True, "patch_temporal": 2},
     "rope": {"position_embedding": "rope_3d", "rope_factors": [2.0, 1.0, 1.0], "ffn_hidden_size": None},
+    "sincos_3d": {"position_embedding": "sincos_3d"},
     "experts_choose": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_capacity_factor": 1.5},
     "tokens_choose": {"num_experts": 3, "moe_router": "top_k", "moe_top_k": 2, "moe_aux_loss_coeff": 0.0},
     "constants": {"layernorm_epsilon": 1e-2, "time_scale": 30.0, "out_channels": 2},
@@ -31,6 +32,8 @@ VARIANTS = {
 def config(**changes: object) -> MovieGenConfig:
     sizes = {"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 3, "context_size": 10}
     small = {"num_query_groups": 2, "ffn_hidden_size": 56, "max_grid": [4, 5, 6]}
+    if changes.get("position_embedding", "learned_3d") != "learned_3d":
+        del small["max_grid"]
     made = MovieGenConfig(**{**sizes, **small, **changes})
     made.validate()
     return made

@@ -32,6 +32,11 @@ VARIANTS = {
     },
     "rope": {"layer_pattern": ALL_IN_ONE, "position_embedding": "rope_3d", "temporal_rope": False},
     "both_ropes": {"position_embedding": "rope_3d", "rope_factors": [2.0, 1.0, 1.0], "rope_theta": 500.0},
+    "span_3d": {"position_embedding": "sincos_3d", "position_span": 3.5, "temporal_rope": False},
+    "ropes_linear": {
+        **{"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
+        **{"layer_pattern": ALL_IN_ONE},
+    },
     "conditions": {
         "position_embedding": "sincos_3d",
         "size_conditioning": True,
@@ -126,6 +131,10 @@ def test_span_hides_the_resolution():
     torch.testing.assert_close(found[1].view(4, 6, 48)[::2, ::2].flatten(0, 1), found[0])
 
 
+def test_attention_through_time_reads_the_rotary_settings():
+    replace(config(), rope_theta=50.0, rope_scaling="linear", rope_factors=[2.0, 1.0, 1.0]).validate()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -137,6 +146,9 @@ def test_span_hides_the_resolution():
         ({"position_span": 0.0}, ["position_span=0.0"]),
         ({"position_span": 8.0, "position_embedding": "rope_3d"}, ["position_span=8.0", "rope_3d"]),
         ({"num_attention_heads": 16}, ["3 features", "temporal_rope"]),
+        ({"rope_theta": 50.0, "temporal_rope": False}, ["rope_theta=50.0 has no effect", "'sincos_2d'"]),
+        ({"rope_theta": 50.0, "layer_pattern": ["full"]}, ["rope_theta=50.0 has no effect"]),
+        ({"rope_factors": [2.0, 1.5, 1.0]}, ["rope_factors=[2.0, 1.5, 1.0] has no effect along h and w"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -15,10 +15,16 @@ from dit.models.stdit.config import STDiTConfig
 from dit.parallel.parallelize import count_parameters
 from dit.training.flops import flops_per_token, forward_flops, training_flops
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import DENSE, MIXED, Sample, draw, pack
+from tests.parity.cross_cases import DENSE, MIXED, ROPE_FIELDS, STRETCH, Sample, check_setting_acts, draw, pack
 
 BASE = STDiTConfig(
-    hidden_size=48, num_layers=2, num_attention_heads=4, num_classes=5, context_size=10, position_embedding="rope_3d"
+    hidden_size=48,
+    num_layers=2,
+    num_attention_heads=4,
+    num_classes=5,
+    context_size=10,
+    position_embedding="rope_3d",
+    rope_factors=STRETCH,
 )
 # Read by the training step, which drops conditions; the network itself has nothing to build from them.
 NOT_IN_THE_NETWORK = {"class_dropout", "context_dropout"}
@@ -66,7 +72,7 @@ FIELDS: dict[str, tuple[Any, Callable[[nn.Module], Any], Callable[[Any], Any]]] 
     "time_scale": (7.0, lambda m: m.conditioner.time.time_scale, lambda v: v),
     "rope_theta": (50.0, lambda m: {m.rotary.theta, m.rotary_time.theta}, lambda v: {v}),
     "rope_scaling": ("linear", lambda m: {m.rotary.scaling, m.rotary_time.scaling}, lambda v: {v}),
-    "rope_factors": ([2.0, 1.0, 1.0], lambda m: m.rotary.factors, lambda v: tuple(v or (1.0, 1.0, 1.0))),
+    "rope_factors": ([4.0, 1.0, 1.0], lambda m: {m.rotary.factors, m.rotary_time.factors}, lambda v: {tuple(v)}),
     "layer_pattern": (
         ["temporal+full"],
         lambda m: [[*layer.attentions] for layer in m.layers.values()],
@@ -89,13 +95,20 @@ def test_field_reaches_the_model(build_model: BuildModel, name: str):
     """Both values of a field show in the model that is built from them, and the counted parameters follow."""
     other, show, follows = FIELDS[name]
     seen = []
-    for config in (BASE, replace(BASE, **{name: other})):
+    also = {"rope_factors": [2.0, 1.0, 1.0]} if name == "position_embedding" else {}
+    for config in (BASE, replace(BASE, **{name: other}, **also)):
         config.validate()
         model = build_model(config)
         seen.append(show(model))
         assert seen[-1] == follows(getattr(config, name))
         assert config.num_parameters() == sum(p.numel() for p in model.parameters())
     assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("pattern", ["spatial", "temporal"])
+@pytest.mark.parametrize("name", ROPE_FIELDS)
+def test_rotary_settings_change_the_prediction(build_model: BuildModel, pattern: str, name: str):
+    check_setting_acts(build_model, replace(BASE, layer_pattern=[pattern]), name, ROPE_FIELDS[name])
 
 
 def published(pairs: int, hidden_size: int, heads: int, ffn_hidden_size: int | None = None) -> STDiTConfig:

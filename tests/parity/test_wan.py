@@ -18,10 +18,13 @@ from tests.conftest import BuildModel
 from tests.parity.cross_cases import (
     DENSE,
     MIXED,
+    ROPE_FIELDS,
+    STRETCH,
     Sample,
     check_against_reference,
     check_missing_text_is_dropped_text,
     check_padding_is_never_read,
+    check_setting_acts,
     draw,
     pack,
 )
@@ -34,8 +37,10 @@ SIZES: dict[str, Any] = {
 VARIANTS: dict[str, dict] = {
     "default": {},
     "grouped": {"num_query_groups": 2, "num_classes": 5, "fps_conditioning": True, "size_conditioning": True},
+    "sincos_3d": {"position_embedding": "sincos_3d"},
     "plain_heads": {"qk_layernorm": False, "out_channels": 5, "patch_temporal": 2},
     "constants": {"layernorm_epsilon": 1e-2, "time_scale": 30.0, "rope_theta": 500.0, "rope_factors": [2.0, 1.5, 1.0]},
+    "rope_linear": {"rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
 }
 
 
@@ -129,6 +134,7 @@ OTHER: dict[str, tuple[Any, Any]] = {
     "rope_theta": (50.0, lambda m: m.rotary.theta),
     "rope_scaling": ("linear", lambda m: m.rotary.scaling),
     "rope_factors": ([2.0, 1.0, 1.0], lambda m: m.rotary.factors),
+    "position_embedding": ("sincos_3d", lambda m: m.rotary is None),
     "time_scale": (7.0, lambda m: m.conditioner.time.time_scale),
 }
 
@@ -142,12 +148,18 @@ def test_every_field_has_a_row():
 def test_field_reaches_the_model(build_model: BuildModel, name: str):
     """Another value shows in the model that is built from it, and the counted parameters follow."""
     value, show = OTHER[name]
+    base = {"rope_factors": STRETCH} if name == "rope_scaling" else {}
     seen = []
-    for made in (config(), config(**{name: value})):
+    for made in (config(**base), config(**{**base, name: value})):
         model = build_model(made)
         seen.append(show(model))
         assert made.num_parameters() == sum(p.numel() for p in model.parameters())
     assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("name", ROPE_FIELDS)
+def test_rotary_settings_change_the_prediction(build_model: BuildModel, name: str):
+    check_setting_acts(build_model, config(rope_factors=STRETCH), name, ROPE_FIELDS[name])
 
 
 NULL = 4096  # the null text
@@ -200,6 +212,9 @@ def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample]
         ({"num_attention_heads": 12}, ["4 features", "rope_3d"]),
         ({"context_size": None}, ["context_size=None"]),
         ({"rope_theta": 1.0}, ["rope_theta=1.0"]),
+        ({"rope_theta": 50.0, "position_embedding": "sincos_3d"}, ["rope_theta=50.0 has no effect", "use 'rope_3d'"]),
+        ({"position_embedding": "sincos_2d"}, ["position_embedding='sincos_2d'", "'rope_3d', 'sincos_3d'"]),
+        ({"hidden_size": 42, "num_attention_heads": 6, "position_embedding": "sincos_3d"}, ["hidden_size=42"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

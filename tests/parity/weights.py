@@ -30,7 +30,6 @@ _DIRECT = {
 
 def reference_of(config: DiTConfig) -> ReferenceDiT:
     """Build the reference of a DiT config, in float64."""
-    assert config.position_embedding == "sincos_2d"
     reference = ReferenceDiT(
         size=config.hidden_size,
         depth=config.num_layers,
@@ -44,6 +43,8 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
         qk_norm=config.qk_layernorm,
         eps=config.layernorm_epsilon,
         time_scale=config.time_scale,
+        positions=config.position_embedding,
+        rope=config,
     )
     if config.num_experts is not None:
         expert_choice = config.moe_router == "expert_choice"

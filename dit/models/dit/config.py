@@ -1,13 +1,13 @@
 """Sizes of the original DiT."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from typing import Any, Optional, get_args
 
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Stage
 from dit.models.experts import ExpertOptions
-from dit.models.sizes import RotarySettings
+from dit.models.sizes import Positions, RotarySettings
 
 TIME_FEATURES = 256
 """Width of the time's sinusoid."""
@@ -37,7 +37,7 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
     qk_layernorm: bool = False
     add_bias: bool = True
     layernorm_epsilon: float = 1e-6
-    position_embedding: Literal["sincos_2d", "sincos_3d", "rope_3d"] = "sincos_2d"
+    position_embedding: Positions = "sincos_2d"
     time_scale: float = 1000.0
     time_frequency_shift: int = 0
 
@@ -46,14 +46,16 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
     def output_features(self) -> int:
         """Width of the head: predicted channels of one patch."""
         out = self.in_channels if self.out_channels is None else self.out_channels
         return self.token_channels // self.in_channels * out
 
     def validate(self) -> None:
-        from dit.layers.positions import check_size
-
         sizes = {
             "hidden_size": self.hidden_size,
             "num_layers": self.num_layers,
@@ -85,10 +87,7 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
                 raise ConfigError(f"model.{name}={size} must be at least 1, or None")
         if self.time_frequency_shift not in (0, 1):
             raise ConfigError(f"model.time_frequency_shift={self.time_frequency_shift} must be 0 or 1")
-        if self.position_embedding == "rope_3d":
-            self.rotary(self.hidden_size // self.num_attention_heads)
-        else:
-            check_size(self.hidden_size, self.position_embedding)
+        self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
         self.validate_experts()
 
     def megatron_sizes(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch, SequenceLayout
 from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, TimestepEmbedder
 from dit.layers.heads import FinalLayer
-from dit.layers.positions import sincos
+from dit.layers.positions import add_sincos
 from dit.layers.tokens import from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
@@ -58,8 +58,7 @@ class DiT(Backbone):
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        rope = config.position_embedding == "rope_3d"
-        self.rotary = config.rotary(config.hidden_size // config.num_attention_heads) if rope else None
+        self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
         self.conditioner = Conditioner(config, provider)
         if stage.first:
             init = xavier_uniform(config.token_channels, config.hidden_size)
@@ -74,7 +73,7 @@ class DiT(Backbone):
         layout, (inputs_TC, positions_T3) = shard_rows(batch.layout, self.provider, inputs_TC, batch.positions_T3)
         cond_SD = self.conditioner(time_S, batch)
         if self.pre_process:
-            x_TD = self._embed(inputs_TC, positions_T3, layout)
+            x_TD = add_sincos(self._embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
         else:
             x_TD = from_previous_stage(self.input_tensor)
         for layer in self.layers.values():
@@ -83,12 +82,8 @@ class DiT(Backbone):
             return to_next_stage(x_TD)
         return gather_rows(self.head(x_TD, cond_SD, layout), self.provider)
 
-    def _embed(self, inputs_TC: Tensor, positions_T3: Tensor, layout: SequenceLayout) -> Tensor:
+    def _embed(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
         if layout.valid_tokens < layout.total_tokens:
             # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
             inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
-        x_TD = self.embed(inputs_TC.to(self.embed.weight.dtype))
-        if self.rotary is not None:
-            return x_TD
-        positions = sincos(positions_T3, self.model_config.hidden_size, self.model_config.position_embedding)
-        return x_TD + positions.to(x_TD.dtype)
+        return self.embed(inputs_TC.to(self.embed.weight.dtype))

@@ -1,11 +1,11 @@
 """Sizes of the DiT with text cross-attention."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from typing import Any, Optional, get_args
 
 from dit.batch import SequenceLayout
 from dit.models.base import Stage
-from dit.models.sizes import CrossAttentionModelConfig, check_positive
+from dit.models.sizes import CrossAttentionModelConfig, Positions, check_positive
 
 
 @dataclass(kw_only=True)
@@ -20,17 +20,12 @@ class DiTCrossConfig(CrossAttentionModelConfig):
 
     add_bias: bool = False
     adaln_lora_rank: Optional[int] = None
-    position_embedding: Literal["sincos_2d", "sincos_3d", "rope_3d"] = "sincos_3d"
+    position_embedding: Positions = "sincos_3d"
 
     def validate(self) -> None:
-        from dit.layers.positions import check_size
-
         self.check_sizes()
         check_positive(self, "adaln_lora_rank")
-        if self.position_embedding == "rope_3d":
-            self.rotary(self.head_size)
-        else:
-            check_size(self.hidden_size, self.position_embedding)
+        self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
 
     def megatron_sizes(self) -> dict[str, Any]:
         return {**super().megatron_sizes(), "add_bias_linear": self.add_bias}

@@ -7,7 +7,7 @@ from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.layers.context import TextTokens
 from dit.layers.heads import FinalLayer
-from dit.layers.positions import sincos
+from dit.layers.positions import add_sincos
 from dit.layers.tokens import PatchEmbedding, from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.models.base import Backbone, Stage
 from dit.models.dit_cross.config import DiTCrossConfig
@@ -49,10 +49,7 @@ class DiTCross(Backbone):
         cond_SD = self.conditioner(time_S, batch)
         context_KD, context_layout = self.text(batch)
         if self.pre_process:
-            x_TD = self.embed(inputs_TC, layout)
-            if self.rotary is None:
-                kind = self.model_config.position_embedding
-                x_TD = x_TD + sincos(positions_T3, self.model_config.hidden_size, kind).to(x_TD.dtype)
+            x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
         else:
             x_TD = from_previous_stage(self.input_tensor)
         for layer in self.layers.values():

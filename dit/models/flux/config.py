@@ -1,12 +1,21 @@
 """Sizes of FLUX."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Optional, Self
+from typing import Any, Literal, Optional, Self, get_args
 
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Stage
-from dit.models.sizes import CONDITION_FEATURES, RotarySettings, check_heads, check_positive, check_shares
+from dit.models.sizes import (
+    CONDITION_FEATURES,
+    RotarySettings,
+    check_heads,
+    check_positive,
+    check_shares,
+    check_unused,
+)
+
+Positions = Literal["rope_3d", "sincos_3d"]
 
 
 @dataclass(kw_only=True)
@@ -21,6 +30,8 @@ class FluxConfig(ModelConfig, RotarySettings):
         num_single_layers: blocks behind them, with one stream.
         out_channels: channels predicted per latent position; `in_channels` if None.
         layernorm_epsilon: of all norms.
+        position_embedding: rotary over (t, h, w), as in FLUX, or fixed sine-cosine over (t, h, w) added to the image's
+            tokens; the text has no positions of its own.
         rope_axes: features of a head that turn with t, h and w; t of an image is 0.
         guidance: the guidance scale that a guidance-distilled network is told, the same for all samples; None for a
             network that is told none.
@@ -37,6 +48,7 @@ class FluxConfig(ModelConfig, RotarySettings):
     ffn_hidden_size: int = 12288
     out_channels: Optional[int] = None
     layernorm_epsilon: float = 1e-6
+    position_embedding: Positions = "rope_3d"
     rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
     guidance: Optional[float] = None
     time_scale: float = 1000.0
@@ -75,7 +87,11 @@ class FluxConfig(ModelConfig, RotarySettings):
                 f"model.num_attention_heads={self.num_attention_heads}, with whose heads a single-stream block's MLP "
                 f"is split; use {nearest}"
             )
-        self.rotary(self.head_size, self.rope_axes)
+        kinds = get_args(Positions)
+        self.check_positions(self.position_embedding, kinds, self.hidden_size, self.head_size, self.rope_axes)
+        if self.position_embedding != "rope_3d":
+            where = f"with model.position_embedding={self.position_embedding!r}"
+            check_unused(self, ["rope_axes"], where, "use 'rope_3d'")
 
     def megatron_sizes(self) -> dict[str, Any]:
         return {

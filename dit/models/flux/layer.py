@@ -1,5 +1,7 @@
 """FLUX's two kinds of blocks: text and image as two streams, and as one."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor, nn
 
@@ -58,7 +60,7 @@ class JointLayer(nn.Module):
         text_layout: SequenceLayout,
         layout: SequenceLayout,
         joint: JointLayout,
-        rotation_J: Rotation,
+        rotation_J: Optional[Rotation],
     ) -> tuple[Tensor, Tensor]:
         """Return text and image.
 
@@ -113,7 +115,12 @@ class SingleLayer(nn.Module):
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
 
     def forward(
-        self, x_JD: Tensor, cond_SD: Tensor, layout: SequenceLayout, joint: JointLayout, rotation_J: Rotation
+        self,
+        x_JD: Tensor,
+        cond_SD: Tensor,
+        layout: SequenceLayout,
+        joint: JointLayout,
+        rotation_J: Optional[Rotation],
     ) -> Tensor:
         """Return the joint rows.
 

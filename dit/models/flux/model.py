@@ -13,6 +13,7 @@ from dit.batch import PackedBatch, SequenceLayout
 from dit.layers.context import TextTokens, text_layout
 from dit.layers.embeddings import PooledVectorEmbedder, TimestepEmbedder
 from dit.layers.heads import FinalLayer
+from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
     PatchEmbedding,
     from_previous_stage,
@@ -62,7 +63,8 @@ class Flux(Backbone):
     vector.
 
     Source: black-forest-labs/flux, `model.py`; sizes and defaults of FLUX.1-dev. Deviations: packs of any lengths
-    instead of texts padded to 512 tokens that attention reads; the modulations, gates and head start at zero.
+    instead of texts padded to 512 tokens that attention reads; the modulations, gates and head start at zero; the image
+    may have sine-cosine positions instead of rotary ones.
     """
 
     fsdp_units = (JointLayer, SingleLayer)
@@ -74,7 +76,8 @@ class Flux(Backbone):
         self.provider = provider
         size = config.hidden_size
         assert config.context_size is not None
-        self.rotary = config.rotary(config.head_size, config.rope_axes)
+        rope = config.position_embedding == "rope_3d"
+        self.rotary = config.rotary(config.head_size, config.rope_axes) if rope else None
         self.conditioner = FluxConditioner(config, provider)
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)
@@ -91,11 +94,13 @@ class Flux(Backbone):
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         texts, provider = pad_rows(text_layout(batch), self.provider), self.provider
         joint = joint_layout(texts, batch.layout)
-        # Attention gets the rows of all tensor-parallel ranks. The text stands at the origin, where nothing turns.
-        origin_K3 = batch.positions_T3.new_zeros(texts.total_tokens, 3)
-        rotation_J = self.rotary(joint.join(origin_K3, batch.positions_T3))
+        rotation_J = None
+        if self.rotary is not None:
+            # Attention gets the rows of all tensor-parallel ranks. The text stands at the origin, where nothing turns.
+            origin_K3 = batch.positions_T3.new_zeros(texts.total_tokens, 3)
+            rotation_J = self.rotary(joint.join(origin_K3, batch.positions_T3))
         cond_SD = self.conditioner(time_S, batch)
-        layout, (inputs_TC,) = shard_rows(batch.layout, provider, inputs_TC)
+        layout, (inputs_TC, positions_T3) = shard_rows(batch.layout, provider, inputs_TC, batch.positions_T3)
         own_texts, _ = shard_rows(texts, provider)
         own_joint, _ = shard_rows(joint, provider)
         single = max(self.stage.layers.start, self.model_config.num_joint_layers)
@@ -103,7 +108,8 @@ class Flux(Backbone):
             x_JD = from_previous_stage(self.input_tensor)
         else:
             if self.pre_process:
-                text_KD, x_TD = self._embed_text(batch, texts), self.embed(inputs_TC, layout)
+                text_KD = self._embed_text(batch, texts)
+                x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
             else:
                 rows_D = from_previous_stage(self.input_tensor)
                 text_KD, x_TD = rows_D.split([own_texts.num_rows, layout.num_rows])

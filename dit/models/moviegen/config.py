@@ -1,13 +1,15 @@
 """Sizes of the Movie Gen backbone."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, get_args
 
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import Stage
 from dit.models.experts import ExpertOptions
-from dit.models.sizes import CrossAttentionModelConfig
+from dit.models.sizes import CrossAttentionModelConfig, check_unused
+
+Positions = Literal["learned_3d", "sincos_3d", "rope_3d"]
 
 
 @dataclass(kw_only=True)
@@ -18,8 +20,8 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
 
     Attributes:
         num_query_groups: 8, as in Llama 3.
-        position_embedding: `learned_3d` adds three learned vectors (t, h, w) at every layer, as in the paper; `rope_3d`
-            rotates queries and keys instead.
+        position_embedding: `learned_3d` adds three learned vectors (t, h, w) at every layer, as in the paper;
+            `sincos_3d` adds fixed sine-cosine over (t, h, w) to the tokens once, `rope_3d` rotates queries and keys.
         max_grid: patches along t, h and w that the learned positions cover; larger samples are refused.
     """
 
@@ -30,7 +32,7 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
     ffn_hidden_size: Optional[int] = 8192
     layernorm_epsilon: float = 1e-5
     fps_conditioning: bool = False
-    position_embedding: Literal["learned_3d", "rope_3d"] = "learned_3d"
+    position_embedding: Positions = "learned_3d"
     max_grid: list[int] = field(default_factory=lambda: [128, 120, 120])
 
     def validate(self) -> None:
@@ -40,12 +42,10 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
             raise ConfigError(
                 f"model.max_grid={self.max_grid} must be three numbers of at least 1: the most patches along t, h and w"
             )
-        if self.position_embedding == "rope_3d":
-            self.rotary(self.head_size)
-        elif self.position_embedding != "learned_3d":
-            raise ConfigError(
-                f"position_embedding={self.position_embedding!r} is unknown; use 'learned_3d' or 'rope_3d'"
-            )
+        self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
+        if self.position_embedding != "learned_3d":
+            where = f"with model.position_embedding={self.position_embedding!r}"
+            check_unused(self, ["max_grid"], where, "use 'learned_3d'")
 
     def megatron_sizes(self) -> dict[str, Any]:
         sizes = {**super().megatron_sizes(), "add_bias_linear": False}

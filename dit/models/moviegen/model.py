@@ -8,7 +8,7 @@ from dit.batch import PackedBatch
 from dit.layers.adaln import RMSNorm
 from dit.layers.context import TextTokens
 from dit.layers.heads import FinalLayer
-from dit.layers.positions import LearnedPositions
+from dit.layers.positions import LearnedPositions, add_sincos
 from dit.layers.tokens import PatchEmbedding, from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.models.base import Backbone, Stage
 from dit.models.moviegen.config import MovieGenConfig
@@ -18,12 +18,13 @@ from dit.models.moviegen.layer import MovieGenLayer
 class MovieGen(Backbone):
     """Movie Gen's transformer: patch embedding, Llama-shaped blocks, modulated RMSNorm, zero-initialised head.
 
-    Every pipeline stage holds a copy of the position tables, for every layer adds them; the copies' gradients are
-    summed.
+    Every pipeline stage holds a copy of the learned position tables, for every layer adds them; the copies' gradients
+    are summed.
 
     Source: Polyak et al. 2024, arXiv:2410.13720, section 3.1.2. Deviations from the paper: one text encoder instead of
-    three, read without a projection; QK-layernorm is an option; frame rate and size may join the time. From NeMo's
-    version: the cross-attention is a residual of its own, every sub-layer has its own norm, and the head is modulated.
+    three, read without a projection; QK-layernorm, sine-cosine and rotary positions are options; frame rate and size
+    may join the time. From NeMo's version: the cross-attention is a residual of its own, every sub-layer has its own
+    norm, and the head is modulated.
     """
 
     fsdp_units = (MovieGenLayer,)
@@ -36,7 +37,8 @@ class MovieGen(Backbone):
         size, eps = config.hidden_size, config.layernorm_epsilon
         assert config.context_size is not None
         self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
-        self.positions = LearnedPositions(config.max_grid, size, provider) if self.rotary is None else None
+        learned = config.position_embedding == "learned_3d"
+        self.positions = LearnedPositions(config.max_grid, size, provider) if learned else None
         self.conditioner = config.build_conditioner(provider)
         self.text = TextTokens(config.context_size, provider)
         if stage.first:
@@ -56,7 +58,10 @@ class MovieGen(Backbone):
         if self.positions is not None:
             self.positions.check(batch.grids, batch.keys)
             positions_TD = self.positions(positions_T3)
-        x_TD = self.embed(inputs_TC, layout) if self.pre_process else from_previous_stage(self.input_tensor)
+        if self.pre_process:
+            x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
+        else:
+            x_TD = from_previous_stage(self.input_tensor)
         for layer in self.layers.values():
             x_TD = layer(x_TD, positions_TD, cond_SD, context_KD, layout, context_layout, rotation)
         if not self.post_process:

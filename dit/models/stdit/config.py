@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional, get_args
+from typing import Any, Optional, get_args
 
 from dit.backends.segments import AttentionKind
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.models.base import Stage
-from dit.models.sizes import CrossAttentionModelConfig
+from dit.models.sizes import CrossAttentionModelConfig, Positions
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,7 @@ class STDiTConfig(CrossAttentionModelConfig):
     in_channels: int = 4
     layer_pattern: list[str] = field(default_factory=lambda: ["spatial", "temporal"])
     add_bias: bool = True
-    position_embedding: Literal["sincos_2d", "sincos_3d", "rope_3d"] = "sincos_2d"
+    position_embedding: Positions = "sincos_2d"
     position_span: Optional[float] = None
     temporal_rope: bool = True
 
@@ -43,16 +43,25 @@ class STDiTConfig(CrossAttentionModelConfig):
         return len(self.kinds(0))
 
     def validate(self) -> None:
-        from dit.layers.positions import check_size
-
         self.check_sizes()
         self._check_pattern()
-        if self.position_embedding == "rope_3d":
-            self.rotary(self.head_size)
-        else:
-            check_size(self.hidden_size, self.position_embedding)
+        temporal = any("temporal" in self.kinds(i) for i in range(len(self.layer_pattern)))
+        turns_in_time = self.temporal_rope and temporal
+        self.check_positions(
+            self.position_embedding,
+            get_args(Positions),
+            self.hidden_size,
+            self.head_size,
+            turns_in_time=turns_in_time,
+        )
         if self.temporal_rope:
             self.rotary(self.head_size, time_only=True)
+        if self.position_embedding != "rope_3d" and self.rope_factors and self.rope_factors[1:] != [1.0, 1.0]:
+            raise ConfigError(
+                f"model.rope_factors={self.rope_factors} has no effect along h and w with "
+                f"model.position_embedding={self.position_embedding!r}, for attention through time turns with t alone; "
+                "use 'rope_3d', or 1 for h and w"
+            )
         if self.position_span is not None and (self.position_embedding == "rope_3d" or self.position_span <= 0):
             raise ConfigError(
                 f"model.position_span={self.position_span} scales sine-cosine positions to a positive number of "

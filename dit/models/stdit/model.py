@@ -9,7 +9,7 @@ from dit.batch import PackedBatch
 from dit.layers.adaln import SharedModulation
 from dit.layers.context import TextProjection, TextTokens
 from dit.layers.heads import TableFinalLayer
-from dit.layers.positions import sincos, spanning
+from dit.layers.positions import add_sincos, spanning
 from dit.layers.tokens import PatchEmbedding, from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.models.base import Backbone, Stage
 from dit.models.stdit.config import STDiTConfig
@@ -59,11 +59,9 @@ class STDiT(Backbone):
         context_KD, context_layout = self.text(batch)
         context_KD = self.text_projection(context_KD)
         if self.pre_process:
-            x_TD = self.embed(inputs_TC, layout)
-            if self.rotary is None:
-                span, kind = self.model_config.position_span, self.model_config.position_embedding
-                positions = positions_T3 if span is None else spanning(positions_T3, layout, batch.grids, span)
-                x_TD = x_TD + sincos(positions, self.model_config.hidden_size, kind).to(x_TD.dtype)
+            span = self.model_config.position_span
+            positions = positions_T3 if span is None else spanning(positions_T3, layout, batch.grids, span)
+            x_TD = add_sincos(self.embed(inputs_TC, layout), positions, self.model_config.position_embedding)
         else:
             x_TD = from_previous_stage(self.input_tensor)
         for layer in self.layers.values():

@@ -1,11 +1,13 @@
 """Sizes of the Wan-shaped backbone."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Literal, Optional, get_args
 
 from dit.batch import SequenceLayout
 from dit.models.base import Stage
 from dit.models.sizes import CrossAttentionModelConfig
+
+Positions = Literal["rope_3d", "sincos_3d"]
 
 
 @dataclass(kw_only=True)
@@ -17,6 +19,7 @@ class WanConfig(CrossAttentionModelConfig):
     Attributes:
         context_size: width of the text embeddings (UMT5-XXL), which are projected once for all layers.
         qk_layernorm: RMSNorm on queries and keys, over all heads together.
+        position_embedding: rotary over (t, h, w), as in Wan, or fixed sine-cosine over (t, h, w) added to the tokens.
     """
 
     context_size: Optional[int] = 4096
@@ -25,10 +28,11 @@ class WanConfig(CrossAttentionModelConfig):
     num_attention_heads: int = 12
     ffn_hidden_size: Optional[int] = 8960
     fps_conditioning: bool = False
+    position_embedding: Positions = "rope_3d"
 
     def validate(self) -> None:
         self.check_sizes()
-        self.rotary(self.head_size)
+        self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
 
     def megatron_sizes(self) -> dict[str, Any]:
         # The norms of queries and keys are split with the heads: no gradient of theirs is summed over ranks.

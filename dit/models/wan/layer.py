@@ -1,6 +1,6 @@
 """One Wan block."""
 
-from typing import Any
+from typing import Any, Optional
 
 from torch import Tensor, nn
 
@@ -44,7 +44,7 @@ class WanLayer(nn.Module):
         context_KD: Tensor,
         layout: SequenceLayout,
         context_layout: SequenceLayout,
-        rotation: Rotation,
+        rotation: Optional[Rotation],
     ) -> Tensor:
         attention_mod, mlp_mod = self.modulation(shared_SD)
         y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout, rotation)
