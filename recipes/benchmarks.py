@@ -54,7 +54,8 @@ def bench_dit7b_8k_tp2sp() -> run.Partial:
 def bench_dit7b_74k_tp2sp_cp4() -> run.Partial:
     """DiT-7B (7.19 B) at 73,728 tokens, TP 2 + SP, CP 4: 16 x 80 GB or more.
 
-    Published: 3409 tokens/s per GPU, 439 TFLOPS in NeMo's convention, 385 of work.
+    Published: 3409 tokens/s per GPU, 439 TFLOPS in NeMo's convention, 385 of work. 80 GB need
+    `training.recompute=selective`: --dryrun estimates 67 GiB on each of 16 GPUs with it, without it 84, and 77 on 256.
     """
     recipe = on_tensor_parallel(_measured("bench_dit7b_74k_tp2sp_cp4", dit_cross_7b(), CLIP_74K), 2)
     recipe.parallel.context_parallel_size = 4
@@ -218,7 +219,11 @@ def stage_5b_8k() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_5b_74k() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 4: 8 x 80 GB or more."""
+    """MovieGen-5B (5.74 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 4: 8 x 80 GB or more.
+
+    Nothing is recomputed, for which --dryrun estimates 71 GiB on each of 64 GPUs. Fewer need
+    `training.recompute=selective`: on 8 they take 64 GiB with it, 80 without.
+    """
     return _stage("stage_5b_74k", moviegen.pretrain_ditllama5b_stage3())
 
 
@@ -236,5 +241,9 @@ def stage_30b_8k() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_30b_74k() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 80 GB."""
+    """MovieGen-30B (33.4 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
+
+    Nothing is recomputed. 80 GB need `training.recompute=selective`: --dryrun estimates 54 GiB on each of 128 GPUs with
+    it, 77 without.
+    """
     return _stage("stage_30b_74k", moviegen.pretrain_ditllama30b_stage3_mock())
