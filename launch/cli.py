@@ -37,7 +37,9 @@ flags
       --yes                do not ask before starting (required under torchrun and in scripts)
       --dryrun             settings, parameter count, memory per rank, FLOPs; needs no GPU and no data
       --world-size N       ranks to plan for with --dryrun (default: as launched, or the smallest that fits)
-      --tokens N           tokens per sample to plan for with --dryrun (default: the made-up samples', else 256)
+      --tokens N|TxHxW     tokens per sample to plan for with --dryrun, or its patches, such as 24x32x32 (frames x
+                           height x width); default: those of the data settings, else 256
+      --text-tokens N      tokens of its text (default: those of the data settings, else 512)
       --print-config       print the complete configuration as YAML
       --to-yaml FILE       write it to FILE (readable by --yaml)
   -l, --list               list the recipes
@@ -60,7 +62,8 @@ class Options:
     yes: bool = False
     dryrun: bool = False
     world_size: Optional[int] = None
-    tokens: Optional[int] = None
+    tokens: Optional[tuple[int, ...]] = None
+    text_tokens: Optional[int] = None
     print_config: bool = False
     to_yaml: Optional[str] = None
     list_recipes: bool = False
@@ -82,8 +85,8 @@ _ALIASES = {
     "-h": "help",
     "--dry-run": "dryrun",
 }
-_TAKES_VALUE = {"factory", "yaml", "to_yaml", "world_size", "tokens"}
-_NUMBERS = {"world_size", "tokens"}
+_TAKES_VALUE = {"factory", "yaml", "to_yaml", "world_size", "tokens", "text_tokens"}
+_NUMBERS = {"world_size", "text_tokens"}
 # nemo-run's own flags, refused with the way that works here.
 _ELSEWHERE = {
     "--load": "load a saved configuration with --yaml FILE",
@@ -123,7 +126,10 @@ def parse(argv: Sequence[str]) -> Options:
             value = next(words, "")
         if not value or value.startswith("-"):
             raise ConfigError(f"{flag} needs a value, got {value!r}; write {flag} {name.upper()}")
-        setattr(options, name, _number(flag, value) if name in _NUMBERS else value)
+        if name == "tokens":
+            options.tokens = _tokens(value)
+        else:
+            setattr(options, name, _number(flag, value) if name in _NUMBERS else value)
     return options
 
 
@@ -144,6 +150,17 @@ def _number(flag: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"{flag} must be a whole number of at least 1, got {value!r}")
     return int(value)
+
+
+def _tokens(value: str) -> tuple[int, ...]:
+    """Read `4096`, or `24x32x32` patches."""
+    parts = value.lower().split("x")
+    if len(parts) not in (1, 3) or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(
+            f"--tokens must be a whole number of at least 1, or three of them as TxHxW patches, got {value!r}; "
+            "write --tokens 4096 or --tokens 24x32x32"
+        )
+    return tuple(int(part) for part in parts)
 
 
 def _stray(word: str) -> str:

@@ -1,11 +1,12 @@
 """What a run will need, before it needs it: parameters, memory per rank and operations, without GPU, data or ranks.
 
 The model is built on torch's meta device (shapes without memory), so the weight, gradient, optimizer and average rows
-are exact up to the padding of Megatron-Core's buffers. The activation row is an estimate; its formula is printed.
+are exact up to the padding of Megatron-Core's buffers. The activation row is an estimate: what autograd keeps of the
+layers, as each backbone counts it (`ModelConfig.saved_activations`); its formula is printed.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -13,8 +14,8 @@ import fiddle
 from torch import nn
 
 from dit.errors import ConfigError
+from dit.models.activations import BatchForm, Kept
 from dit.models.base import ModelConfig
-from dit.models.experts import ExpertOptions
 from dit.parallel.dims import ParallelConfig, check_parallel
 from dit.training.settings import TrainingConfig
 from energon_data.mock import MockData
@@ -23,24 +24,51 @@ if TYPE_CHECKING:
     import nemo_run as run
 
 DEFAULT_TOKENS = 256
+DEFAULT_TEXT_TOKENS = 512
 GIB = 2**30
-# Tensors of one block that autograd keeps per token, in widths of the hidden (h) and of the MLP vector (f).
-SAVED_WHOLE_H = 6  # input and modulated norm of both sub-layers, and both outputs before their gates
-SAVED_SPLIT_H = 4  # q, k, v and the attention output, split over heads
-SAVED_SPLIT_F = 2  # MLP before and after its activation, split over columns
-CHEAP_WHOLE_H, CHEAP_SPLIT_F = 2, 1  # of these: modulated norms and the activation, which selective recompute drops
-SAVED_ROUTED_H = 2  # input and output of an expert, for each expert that a token meets
-FORMULA = (
-    "activations ~ micro_batch_size x tokens / CP x layers in flight x (6 h / SP + (4 h + 2 f) / TP) x bytes per\n"
-    "  number, with hidden_size h, ffn size f, SP = TP if sequence_parallel else 1; layers in flight = num_layers, in\n"
-    "  a pipeline this rank's own layers, once per micro-batch that waits for its backward pass"
-)
+FORMULA = """\
+activations ~ rows of a micro-batch / CP x layers in flight x (w / SP + s / TP) x bytes per number, with SP = TP if
+  sequence_parallel else 1; of each token layer 0 keeps {numbers}; text rows likewise, not
+  divided by CP; layers in flight = num_layers, in a pipeline this rank's own layers, once per micro-batch that waits
+  for its backward pass"""
 RECOMPUTE_FORMULAS = {
     "none": "",
-    "selective": "\n  of that, recompute=selective keeps neither 2 h / SP nor f / TP of each layer it is asked for",
-    "full": "\n  of that, recompute=full keeps h / SP of each layer it is asked for, and one such layer whole",
+    "selective": "\n  of that, recompute=selective keeps neither modulated norms nor the MLP's activation ({left})",
+    "full": "\n  of that, recompute=full keeps the input ({left}) of each of its layers, and one such layer whole",
 }
-EXPERTS_FORMULA = "\n  with experts, 2 f counts for each that a token meets on average, with 2 h more"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The sample that a run is planned for.
+
+    Attributes:
+        tokens: of the sample.
+        grid: its (t, h, w) patches; None where only their number is known.
+        text_tokens: of its text; None for a model without text.
+        pack: tokens of a micro-batch that is a pack of such samples; None for micro-batches of `micro_batch_size`.
+    """
+
+    tokens: int
+    grid: Optional[tuple[int, int, int]] = None
+    text_tokens: Optional[int] = None
+    pack: Optional[int] = None
+
+    def rows(self, micro_batch_size: int) -> int:
+        """Return the tokens of a micro-batch."""
+        return micro_batch_size * max(self.tokens, self.pack or 0)
+
+    def text_rows(self, micro_batch_size: int) -> int:
+        """Return the text tokens of a micro-batch."""
+        return self.rows(micro_batch_size) // self.tokens * (self.text_tokens or 0)
+
+    def form(self, training: TrainingConfig, parallel: ParallelConfig) -> BatchForm:
+        """Say how samples lie in a micro-batch."""
+        packed = self.pack is not None  # the pack that needs most has several samples, also if one can fill it
+        spread = parallel.sequence_parallel or parallel.context_parallel_size > 1
+        several = packed or training.micro_batch_size > 1
+        ragged = packed or (several and spread)
+        return BatchForm(half=training.precision == "bf16", several=several, ragged=ragged)
 
 
 @dataclass(frozen=True)
@@ -78,20 +106,17 @@ def local_parameters(parameters: Iterable[nn.Parameter], tp: int) -> int:
 
 
 def estimate_memory(
-    model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, data_parallel_size: int, tokens: int
+    model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, data_parallel_size: int, sample: Sample
 ) -> Memory:
     """Add up what one rank holds: of a pipeline's ranks, the one that needs most.
 
     bf16 keeps bf16 weights, fp32 gradients, and in the optimizer an fp32 master copy with Adam's two moments; fp32
     keeps fp32 weights and gradients and the two moments. The distributed optimizer spreads its states and the fp32
     average over the ranks that hold the same parameters; FSDP may spread gradients and weights, too (at any time it
-    also holds a few layers whole).
-
-    Args:
-        tokens: per sample.
+    also holds a few layers whole). Activations are those of the layers alone.
     """
     ranks = [
-        _rank_memory(model, training, parallel, data_parallel_size, tokens, pp_rank)
+        _rank_memory(model, training, parallel, data_parallel_size, sample, pp_rank)
         for pp_rank in range(parallel.pipeline_model_parallel_size)
     ]
     return max(ranks, key=lambda memory: memory.total)
@@ -102,11 +127,11 @@ def _rank_memory(
     training: TrainingConfig,
     parallel: ParallelConfig,
     data_parallel_size: int,
-    tokens: int,
+    sample: Sample,
     pp_rank: int,
 ) -> Memory:
     from dit.parallel.parallelize import build_on_meta, is_expert
-    from dit.parallel.pipeline import layers_in_flight, split_layers, stages
+    from dit.parallel.pipeline import stages
 
     tp, pp, cp, ep = (
         parallel.tensor_model_parallel_size,
@@ -121,10 +146,6 @@ def _rank_memory(
     dense = local_parameters((p for p in parameters if not is_expert(p)), tp)
     experts = sum(p.numel() for p in parameters if is_expert(p)) // ep
     count = dense + experts
-    micro_batches = training.global_batch_size // (training.micro_batch_size * data_parallel_size)
-    split = split_layers(num_layers, pp, *cut)
-    again = [min(count, training.recompute_layers or count) * (training.recompute != "none") for count in split]
-    layers, recomputed = (layers_in_flight(counts, pp, pp_rank, micro_batches) for counts in (split, again))
     half = training.precision == "bf16"
     spread_parts = {
         "ddp": (),
@@ -139,44 +160,114 @@ def _rank_memory(
             return count * size
         return dense * size // (data_parallel_size * cp) + experts * size // expert_copies
 
-    sizes = model.megatron_sizes()
-    h, f = sizes["hidden_size"], sizes["ffn_hidden_size"]
-    shares = tp if parallel.sequence_parallel else 1
-    inner, routed = f, 0.0
-    if isinstance(model, ExpertOptions) and model.num_experts is not None:
-        met = model.moe_capacity_factor if model.moe_router == "expert_choice" else model.moe_top_k
-        inner, routed = met * sizes["moe_ffn_hidden_size"], met * SAVED_ROUTED_H * h
-    per_token = SAVED_WHOLE_H * h / shares + (SAVED_SPLIT_H * h + SAVED_SPLIT_F * inner + routed) / tp
-    kept = layers * per_token
-    if training.recompute == "selective":
-        kept -= recomputed * (CHEAP_WHOLE_H * h / shares + CHEAP_SPLIT_F * inner / tp)
-    elif recomputed:
-        kept += recomputed * (h / shares - per_token) + per_token
     return Memory(
         weights=held("params", 2 if half else 4),
         gradients=held("grads", 4),
         optimizer=held("optim", 12 if half else 8),
         average=0 if training.ema_decay is None else held("optim", 4),
-        activations=int(training.micro_batch_size * tokens / cp * kept * (2 if half else 4)),
+        activations=_activations(model, training, parallel, data_parallel_size, sample, pp_rank),
     )
 
 
-def planned_sample(task: "run.Partial", model: ModelConfig) -> tuple[int, Optional[tuple[int, int, int]]]:
-    """Return the tokens and the (t, h, w) patches of the largest made-up sample; of real data nothing is known here."""
+def _activations(
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    data_parallel_size: int,
+    sample: Sample,
+    pp_rank: int,
+) -> int:
+    """Return the bytes that the layers of one pipeline rank keep for the backward pass, at the fullest moment."""
+    from dit.parallel.pipeline import layers_in_flight, split_layers
+
+    form, size = sample.form(training, parallel), training.micro_batch_size
+    rows, text_rows = sample.rows(size) / parallel.context_parallel_size, sample.text_rows(size)
+    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    sp = tp if parallel.sequence_parallel else 1
+
+    def layer_bytes(layer: int, recompute: str) -> float:
+        saved = model.saved_activations(layer, form)
+        token, text = (_numbers(kept, recompute, tp, sp) for kept in (saved.token, saved.text))
+        return (rows * token + text_rows * text) * (2 if form.half else 4)
+
+    num_layers = model.megatron_sizes()["num_layers"]
+    split = split_layers(num_layers, pp, parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_layers)
+    first, per_stage, redone = 0, [], [0.0]
+    for stage, count in enumerate(split):
+        again = min(count, training.recompute_layers or count) if training.recompute != "none" else 0
+        kept = [layer_bytes(first + i, training.recompute if i < again else "none") for i in range(count)]
+        per_stage.append(sum(kept))
+        if training.recompute == "full" and stage % pp == pp_rank:
+            redone += [layer_bytes(first + i, "none") for i in range(again)]
+        first += count
+    micro_batches = training.global_batch_size // (size * data_parallel_size)
+    return int(layers_in_flight(per_stage, pp, pp_rank, micro_batches) + max(redone))
+
+
+def _numbers(kept: Kept, recompute: str, tp: int, sp: int) -> float:
+    """Return the numbers that one rank keeps of a row in a layer."""
+    if recompute == "full":
+        return kept.input / sp
+    if recompute == "selective":
+        return (kept.whole - kept.cheap_whole) / sp + (kept.split - kept.cheap_split) / tp
+    return kept.whole / sp + kept.split / tp
+
+
+def planned_sample(
+    task: "run.Partial", model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
+) -> Sample:
+    """Return the sample that the data settings speak of: the largest made-up one, or the longest that is read.
+
+    Args:
+        tokens: of a sample, or its (t, h, w) patches, instead.
+        text_tokens: of its text, instead.
+    """
     data = fiddle.build(task.data)
-    if not isinstance(data, MockData):
-        return DEFAULT_TOKENS, None
-    patch_t, patch_s = model.patch_temporal, model.patch_spatial
-    grid = max(((t // patch_t, h // patch_s, w // patch_s) for t, h, w in data.sizes()), key=math.prod)
-    return math.prod(grid), grid
+    pack = getattr(data, "max_tokens_per_pack", None)
+    if model.context_size is None:
+        text_tokens = None
+    elif text_tokens is None:
+        known = data.text_tokens if isinstance(data, MockData) else getattr(data, "max_text_tokens", None)
+        text_tokens = known or DEFAULT_TEXT_TOKENS
+    if tokens is None and isinstance(data, MockData):
+        patch_t, patch_s = model.patch_temporal, model.patch_spatial
+        tokens = max(((t // patch_t, h // patch_s, w // patch_s) for t, h, w in data.sizes()), key=math.prod)
+    elif tokens is None:
+        tokens = (getattr(data, "max_tokens_per_sample", None) or pack or DEFAULT_TOKENS,)
+    grid = (tokens[0], tokens[1], tokens[2]) if len(tokens) == 3 else None
+    return Sample(math.prod(tokens), grid, text_tokens, pack)
 
 
-def report(task: "run.Partial", world_size: Optional[int], tokens: Optional[int] = None) -> str:
+def _described(sample: Sample, model: ModelConfig) -> str:
+    """Say for which sample the operations are counted."""
+    text = "" if sample.text_tokens is None else f", {sample.text_tokens} of text"
+    if sample.grid is None and model.unattended_flops([(2, 2, 2)]):
+        text += "; full attention is counted: for that in frames and columns give --tokens TxHxW patches"
+    return f"{sample.tokens} to a sample{text}"
+
+
+def _formula(model: ModelConfig, training: TrainingConfig, form: BatchForm) -> str:
+    """Return the activation row's formula with the numbers of this model."""
+    kept = model.saved_activations(0, form).token
+    numbers = f"w = {kept.whole:,.0f} and s = {kept.split:,.0f} numbers"
+    left = f"w less {kept.cheap_whole:,.0f}, s less {kept.cheap_split:,.0f}"
+    if training.recompute == "full":
+        left = f"{kept.input:,.0f} of w"
+    return FORMULA.format(numbers=numbers) + RECOMPUTE_FORMULAS[training.recompute].format(left=left)
+
+
+def report(
+    task: "run.Partial",
+    world_size: Optional[int],
+    tokens: Optional[Sequence[int]] = None,
+    text_tokens: Optional[int] = None,
+) -> str:
     """Return the plan of a run as text.
 
     Args:
         world_size: ranks to plan for; None for the smallest world that fits the layout.
-        tokens: per sample; None for those of the largest made-up sample, or 256.
+        tokens: of a sample, or its (t, h, w) patches; None for what the data settings say, or 256.
+        text_tokens: of its text; None for what the data settings say, or 512.
 
     Raises:
         ConfigError: the settings do not fit together.
@@ -200,10 +291,10 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: Optional[int]
         num_experts=model.megatron_sizes().get("num_moe_experts"),
         num_query_groups=model.megatron_sizes().get("num_query_groups"),
     )
-    tokens, grid = planned_sample(task, model) if tokens is None else (tokens, None)
-    need = estimate_memory(model, training, parallel, dims.data_parallel_size, tokens)
-    flops = flops_per_token(model, tokens, grid=grid)
-    step = flops * tokens * training.global_batch_size
+    sample = planned_sample(task, model, tokens, text_tokens)
+    need = estimate_memory(model, training, parallel, dims.data_parallel_size, sample)
+    flops = flops_per_token(model, sample.tokens, sample.text_tokens, grid=sample.grid)
+    step = flops * sample.rows(1) * training.global_batch_size
     pp = parallel.pipeline_model_parallel_size
     pipeline = f"pipeline {pp} x " if pp > 1 else ""
     cp = parallel.context_parallel_size
@@ -218,12 +309,12 @@ def report(task: "run.Partial", world_size: Optional[int], tokens: Optional[int]
         f"parameters  {count_parameters(model):,}",
         f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}",
         f"batch       {training.global_batch_size} samples = {batch}",
-        f"work        {flops / 1e9:,.4g} GFLOP per token ({tokens} to a sample), {step / 1e12:,.4g} TFLOP per step",
+        f"work        {flops / 1e9:,.4g} GFLOP per token ({_described(sample, model)}), "
+        f"{step / 1e12:,.4g} TFLOP per step",
         "",
         f"memory per rank{' (the fullest of the pipeline)' if pp > 1 else ''}, {training.precision}",
         *(f"  {name:<12}{value / GIB:10.3f} GiB" for name, value in asdict(need).items()),
         f"  {'total':<12}{need.total / GIB:10.3f} GiB",
-        f"  {FORMULA}{EXPERTS_FORMULA if 'num_moe_experts' in model.megatron_sizes() else ''}"
-        f"{RECOMPUTE_FORMULAS[training.recompute]}",
+        f"  {_formula(model, training, sample.form(training, parallel))}",
     ]
     return "\n".join(lines)

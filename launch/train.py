@@ -74,7 +74,7 @@ def _execute(options: cli.Options) -> int:
         from launch import plan
 
         world_size = options.world_size or (environment.world_size() if environment.is_launched() else None)
-        print(plan.report(task, world_size, options.tokens))
+        print(plan.report(task, world_size, options.tokens, options.text_tokens))
     if not options.starts_training:
         return EXIT_OK
     if shows:
@@ -95,8 +95,10 @@ def _check(options: cli.Options) -> None:
         raise ConfigError("--factory and --yaml both choose the run; give one of them, and overrides for the rest")
     if not options.factory and not options.yaml:
         raise ConfigError("no recipe chosen; give --factory NAME (--list shows all) or --yaml FILE")
-    if (options.world_size or options.tokens) and not options.dryrun:
-        raise ConfigError("--world-size and --tokens only plan; add --dryrun, or start that many ranks with torchrun")
+    if (options.world_size or options.tokens or options.text_tokens) and not options.dryrun:
+        raise ConfigError(
+            "--world-size, --tokens and --text-tokens only plan; add --dryrun, or start that many ranks with torchrun"
+        )
     if options.factory:
         cli.check_factory(options.factory)
     if options.starts_training and not options.yes and not environment.can_ask():

@@ -54,7 +54,8 @@ def bench_dit7b_8k_tp2sp() -> run.Partial:
 def bench_dit7b_74k_tp2sp_cp4() -> run.Partial:
     """DiT-7B (7.19 B) at 73,728 tokens, TP 2 + SP, CP 4: 16 x 80 GB or more.
 
-    Published: 3409 tokens/s per GPU, 439 TFLOPS in NeMo's convention, 385 of work.
+    Published: 3409 tokens/s per GPU, 439 TFLOPS in NeMo's convention, 385 of work. 80 GB need
+    `training.recompute=selective`: --dryrun estimates 67 GiB on each of 16 GPUs with it, without it 84, and 77 on 256.
     """
     recipe = on_tensor_parallel(_measured("bench_dit7b_74k_tp2sp_cp4", dit_cross_7b(), CLIP_74K), 2)
     recipe.parallel.context_parallel_size = 4
@@ -94,7 +95,7 @@ def _on_one_gpu(name: str, num_layers: int, latent: tuple[int, int, int]) -> run
 
 @run.cli.factory(target=pretrain, name="bench_dit7b_8k_1gpu_L4")
 def bench_dit7b_8k_1gpu_l4() -> run.Partial:
-    """4 layers of DiT-7B (952 M) at 8192 tokens on one GPU: with bench_dit7b_8k_1gpu_L8, the time of a layer.
+    """4 layers of DiT-7B (933 M) at 8192 tokens on one GPU: with bench_dit7b_8k_1gpu_L8, the time of a layer.
 
     A GPU of 80 GB. The time of bench_dit7b_8k_1gpu_L8 minus this one's is that of four layers; NeMo's published figure
     for the whole model on 256 GPUs is 359 TFLOPS of work each.
@@ -113,7 +114,7 @@ def bench_dit7b_8k_1gpu_l8() -> run.Partial:
 
 @run.cli.factory(target=pretrain, name="bench_dit7b_74k_1gpu_L4")
 def bench_dit7b_74k_1gpu_l4() -> run.Partial:
-    """4 layers of DiT-7B (952 M) at 73,728 tokens on one GPU of 140 GB, where attention is nearly all of the work.
+    """4 layers of DiT-7B (933 M) at 73,728 tokens on one GPU of 140 GB, where attention is nearly all of the work.
 
     A step is 1.04 PFLOP of work. Modulated norms and activations of the MLP are recomputed.
     """
@@ -233,6 +234,7 @@ def _stage(name: str, recipe: run.Partial) -> run.Partial:
     measured.parallel = layout
     measured.training.micro_batch_size = training.micro_batch_size
     measured.training.global_batch_size = training.global_batch_size
+    measured.training.recompute = training.recompute
     return measured
 
 
@@ -258,7 +260,8 @@ def stage_5b_8k() -> run.Partial:
 def stage_5b_74k() -> run.Partial:
     """MovieGen-5B (5.74 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 4: 8 x 80 GB or more.
 
-    A step is 2.1 EFLOP of work: 11 minutes if every GPU reaches 400 TFLOPS.
+    A step is 2.1 EFLOP of work: 11 minutes if every GPU reaches 400 TFLOPS. Cheap
+    activations are recomputed; --dryrun estimates 64 GiB on each of 8 GPUs, 80 without.
     """
     return _stage("stage_5b_74k", moviegen.pretrain_ditllama5b_stage3())
 
@@ -285,6 +288,7 @@ def stage_30b_8k() -> run.Partial:
 def stage_30b_74k() -> run.Partial:
     """MovieGen-30B (33.4 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
 
-    A step is 7.5 EFLOP of work: 2.4 minutes if every GPU reaches 400 TFLOPS.
+    A step is 7.5 EFLOP of work: 2.4 minutes if every GPU reaches 400 TFLOPS. Cheap
+    activations are recomputed; --dryrun estimates 54 GiB on each GPU, 77 without.
     """
     return _stage("stage_30b_74k", moviegen.pretrain_ditllama30b_stage3_mock())

@@ -49,7 +49,7 @@ def tiny_flux() -> run.Partial:
 def flux_535m() -> run.Partial:
     """FLUX.1 cut to one block of each kind (535 M) on made-up images of 1024 px, 15 steps: one 24 GB GPU.
 
-    For measurements, and to check a machine. `--dryrun --tokens 4096` estimates 10 GiB.
+    For measurements, and to check a machine. `--dryrun` estimates 10 GiB.
     """
     return as_mock(_flux("flux_535m", flux_two_layers()), IMAGE_1024, text_tokens=256)
 
@@ -58,7 +58,7 @@ def flux_535m() -> run.Partial:
 def flux_12b() -> run.Partial:
     """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two to a step: 8 x 80 GB.
 
-    `--dryrun --tokens 4096` estimates 45 GiB on each GPU. The modulations, 3.2 B, are whole on every tensor-parallel
+    `--dryrun` estimates 47 GiB on each GPU. The modulations, 3.2 B, are whole on every tensor-parallel
     rank; FSDP spreads them over the other four.
     """
     recipe = with_fsdp(on_tensor_parallel(_flux("flux_12b", flux_dev()), 2))

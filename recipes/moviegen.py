@@ -85,9 +85,11 @@ def pretrain_ditllama1b() -> run.Partial:
 def pretrain_ditllama3b() -> run.Partial:
     """MovieGen-3B (5.02 B, whatever its name) on images of 256 tokens, 1536 to a step: 32 x 80 GB.
 
-    28 layers of the width of MovieGen-5B; otherwise as pretrain_ditllama1b.
+    28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
+    on each of 32 GPUs is the whole step; --dryrun estimates 68 GiB on each, 92 with no layer recomputed.
     """
     recipe = _images("pretrain_ditllama3b", moviegen_3b(), 48, 1536)
+    recipe.training.recompute, recipe.training.recompute_layers = "full", 12
     recipe.data.min_aesthetic_score = 4.0
     recipe.training.validation_interval = 3_000
     recipe.checkpoint.interval = 3_000
@@ -98,7 +100,7 @@ def pretrain_ditllama3b() -> run.Partial:
 def pretrain_ditllama5b_wide28() -> run.Partial:
     """MovieGen-3B (5.02 B) by what it is, 28 layers of the width of 5B: another name of pretrain_ditllama3b.
 
-    Its size is that of 5B models; 32 x 80 GB, as there.
+    The same run folder, too; 32 x 80 GB, as there.
     """
     return pretrain_ditllama3b()
 
@@ -131,7 +133,8 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
 def pretrain_ditllama5b_stage3() -> run.Partial:
     """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens of 768 px, TP 2 + SP, CP 4: 8 x 80 GB or more.
 
-    Every GPU holds 9216 tokens of a pack; 256 packs to a step at lr 6e-5.
+    Every GPU holds 9216 tokens of a pack; 256 packs to a step at lr 6e-5. Cheap activations are recomputed; --dryrun
+    estimates 71 GiB on each of 8 GPUs, 64 on 16.
     """
     recipe = pretrain_ditllama5b_stage2()
     recipe.training.run_dir = "runs/pretrain_ditllama5b_stage3"
@@ -139,6 +142,7 @@ def pretrain_ditllama5b_stage3() -> run.Partial:
     recipe.data.max_tokens_per_pack = 73_728
     recipe.checkpoint.start_from = "runs/pretrain_ditllama5b_stage2"
     recipe.parallel.context_parallel_size = 4
+    recipe.training.recompute = "selective"
     return recipe
 
 
@@ -189,8 +193,11 @@ def pretrain_ditllama30b_stage3_mock() -> run.Partial:
     """MovieGen-30B (33.4 B) on made-up clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 80 GB.
 
     The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe asks for them and gets one frame.
+    Cheap activations are recomputed; --dryrun estimates 54 GiB on each of 128 GPUs, 77 without.
     """
-    return with_fsdp(_mock_30b("pretrain_ditllama30b_stage3_mock", CLIP_768, 2, 8))
+    recipe = with_fsdp(_mock_30b("pretrain_ditllama30b_stage3_mock", CLIP_768, 2, 8))
+    recipe.training.recompute = "selective"
+    return recipe
 
 
 @run.cli.factory(target=pretrain)

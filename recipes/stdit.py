@@ -46,7 +46,7 @@ def tiny_stdit() -> run.Partial:
 def mock_stdit_s() -> run.Partial:
     """ST-DiT-S (59 M) on made-up clips of 4 x 16 x 16 patches, 15 steps: one GPU.
 
-    --dryrun estimates 1.3 GiB.
+    One sample to a micro-batch, 32 to a step; --dryrun estimates 1.5 GiB.
     """
     return as_mock(_stdit("mock_stdit_s", stdit_s()), CLIP_1K)
 
@@ -56,7 +56,7 @@ def pretrain_stdit_xl() -> run.Partial:
     """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 80 GB or more.
 
     A clip of 24 x 32 x 32 patches fills a pack; images fill the room that shorter clips leave. 64 packs to a step at lr
-    1e-4; cheap activations are recomputed. --dryrun --tokens 24576 --world-size 8 estimates 44 GiB on each.
+    1e-4; cheap activations are recomputed. --dryrun --tokens 24x32x32 --world-size 8 estimates 71 GiB on each.
     """
     recipe = as_large_model(_stdit("pretrain_stdit_xl", stdit_xl()))
     recipe.data = run.Config(
@@ -71,10 +71,10 @@ def pretrain_stdit_xl() -> run.Partial:
 def mock_stdit_xl() -> run.Partial:
     """ST-DiT-XL (1.20 B) on made-up clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more.
 
-    --dryrun estimates 56 GiB, the cross-attentions' activations not counted.
+    24 of its 56 layers are recomputed; --dryrun estimates 69 GiB.
     """
     recipe = as_mock(_stdit("mock_stdit_xl", stdit_xl()), CLIP_25K)
-    recipe.training.recompute = "selective"
+    recipe.training.recompute, recipe.training.recompute_layers = "full", 24
     return recipe
 
 
@@ -82,7 +82,7 @@ def mock_stdit_xl() -> run.Partial:
 def mock_stdit3b() -> run.Partial:
     """ST-DiT-3B (3.26 B) of the NeMo proposal on made-up clips of 1024 tokens, TP 4 + SP, 15 steps: 4 x 80 GB.
 
-    --dryrun estimates 15 GiB on each. The proposal's recipe of this name builds XL.
+    --dryrun estimates 16 GiB on each. The proposal's recipe of this name builds XL.
     """
     return on_tensor_parallel(as_mock(as_large_model(_stdit("mock_stdit3b", stdit_3b())), CLIP_1K), 4)
 
@@ -119,7 +119,7 @@ def _bench(name: str, comm: str, context_size: int) -> run.Partial:
 def bench_stdit_hybrid_cp1() -> run.Partial:
     """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention made local by all-to-all: one GPU of 80 GB.
 
-    Nothing travels: what one GPU does alone, the measure of the others. --dryrun estimates 37 GiB.
+    Nothing travels: what one GPU does alone, the measure of the others. --dryrun estimates 53 GiB.
     """
     return _bench("bench_stdit_hybrid_cp1", "hybrid", 1)
 
@@ -138,7 +138,7 @@ def bench_stdit_hybrid_cp2() -> run.Partial:
     """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 2, attention made local by all-to-all: 2 x 80 GB.
 
     A forward pass sends 151 MB (bf16) per GPU and temporal attention, 1/2 of the ring, and nothing for spatial
-    attention. --dryrun estimates 20 GiB on each.
+    attention. --dryrun estimates 28 GiB on each.
     """
     return _bench("bench_stdit_hybrid_cp2", "hybrid", 2)
 
@@ -157,7 +157,7 @@ def bench_stdit_hybrid_cp4() -> run.Partial:
     """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 4, attention made local by all-to-all: 4 x 80 GB.
 
     A forward pass sends 113 MB (bf16) per GPU and temporal attention, 1/4 of the ring, and nothing for spatial
-    attention. --dryrun estimates 12 GiB on each.
+    attention. --dryrun estimates 16 GiB on each.
     """
     return _bench("bench_stdit_hybrid_cp4", "hybrid", 4)
 
@@ -176,7 +176,7 @@ def bench_stdit_hybrid_cp8() -> run.Partial:
     """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 8, attention made local by all-to-all: 8 x 80 GB.
 
     A forward pass sends 66 MB (bf16) per GPU and temporal attention, 1/8 of the ring, and nothing for spatial
-    attention. --dryrun estimates 7.4 GiB on each.
+    attention. --dryrun estimates 9.4 GiB on each.
     """
     return _bench("bench_stdit_hybrid_cp8", "hybrid", 8)
 

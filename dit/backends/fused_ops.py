@@ -10,8 +10,11 @@ from dit.batch import SequenceLayout
 def per_row(x_SD: Tensor, layout: SequenceLayout) -> tuple[Tensor, tuple[int, ...]]:
     """Return per-sample rows in a form that broadcasts over tokens, and the shape tokens must be viewed in.
 
-    A dense batch broadcasts `[S, 1, D]` over `[S, n, D]` and copies nothing; a ragged pack gathers one row per token.
+    One sample broadcasts `[1, D]` over its rows and a dense batch `[S, 1, D]` over `[S, n, D]`: nothing is copied. A
+    ragged pack gathers one row per token.
     """
+    if layout.num_samples == 1:
+        return x_SD, (-1, x_SD.shape[-1])
     length = layout.uniform_length if layout.rows is None else None
     if length is None:
         return layout.per_token(x_SD), (-1, x_SD.shape[-1])

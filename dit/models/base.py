@@ -8,6 +8,7 @@ from typing import Any, Optional, Self
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch, SequenceLayout
+from dit.models.activations import BatchForm, SavedActivations
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,14 @@ class ModelConfig(ABC):
             grids: (t, h, w) in patches of each sample.
         """
         return 0
+
+    @abstractmethod
+    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
+        """Count what autograd keeps of one layer for each token and each text token, with no recompute.
+
+        Args:
+            layer: global index of the layer.
+        """
 
     def without_layers(self) -> Self:
         """Return these sizes with no layer between embedding and head, to count what the ends need."""

@@ -6,6 +6,7 @@ from typing import Any, Literal, Optional, get_args
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
+from dit.models.activations import BatchForm, Kept, experts, mlp, swiglu
 from dit.models.sizes import check_unused
 
 Router = Literal["expert_choice", "top_k"]
@@ -117,6 +118,13 @@ class ExpertOptions:
             return rows * (3 if gated else 2) * hidden_size * dense_size
         expert = (3 if gated else 2) * hidden_size * self.expert_size(dense_size)
         return rows * hidden_size * self.num_experts + self.chosen_pairs(layout) * expert
+
+    def mlp_saved(self, hidden_size: int, dense_size: int, form: BatchForm, *, gated: bool = False) -> Kept:
+        """Count what one layer's MLP or experts keep of a token."""
+        if self.num_experts is None:
+            return swiglu(dense_size) if gated else mlp(dense_size)
+        met = self.moe_capacity_factor if self.moe_router == "expert_choice" else self.moe_top_k
+        return experts(hidden_size, self.expert_size(dense_size), met, form, gated=gated)
 
     def chosen_pairs(self, layout: SequenceLayout) -> int:
         """Count the (token, expert) pairs that one layer computes."""

@@ -75,14 +75,14 @@ def stages(
     return [Stage(range(ends[i], ends[i + 1]), first=i == 0, last=i == last) for i in range(pp_rank, last + 1, pp_size)]
 
 
-def layers_in_flight(split: Sequence[int], pp_size: int, pp_rank: int, micro_batches: int) -> int:
+def layers_in_flight(split: Sequence[float], pp_size: int, pp_rank: int, micro_batches: int) -> float:
     """Count the layers whose activations rank `pp_rank` keeps at most, once per micro-batch that passed through them.
 
     The warm-up of 1F1B lets `pp_size - pp_rank` micro-batches in before the first comes back. Interleaved, the rank
     makes `2 (pp_size - pp_rank - 1) + (chunks - 1) pp_size + 1` passes through its chunks.
 
     Args:
-        split: layers of every stage, from `split_layers`.
+        split: layers of every stage, from `split_layers`; or what each stage keeps of a micro-batch, to add that up.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; the schedules of Megatron-Core.
     """

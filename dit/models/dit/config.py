@@ -5,6 +5,7 @@ from typing import Any, Optional, get_args
 
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, self_attention
 from dit.models.base import ModelConfig, Stage
 from dit.models.experts import ExpertOptions
 from dit.models.sizes import Positions, RotarySettings
@@ -129,6 +130,14 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
             embed += samples * (self.context_size + h) * h
         head = rows * h * self.output_features + samples * 2 * h * h
         return 2 * (embed + self.num_layers * layer + head)
+
+    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
+        h, rotary = self.hidden_size, self.position_embedding == "rope_3d"
+        sublayer = gated_sublayer(h, form)
+        attention = self_attention(h, h, form, norm=self.qk_layernorm, rotary=rotary)
+        return SavedActivations(
+            Kept(input=h) + sublayer + attention + sublayer + self.mlp_saved(h, self.ffn_size, form)
+        )
 
     def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
         from dit.models.dit.model import DiT

@@ -4,6 +4,16 @@ from dataclasses import dataclass
 from typing import Any, Optional, get_args
 
 from dit.batch import SequenceLayout
+from dit.models.activations import (
+    BatchForm,
+    Kept,
+    SavedActivations,
+    cross_attention,
+    gated_sublayer,
+    mlp,
+    self_attention,
+    text_keys,
+)
 from dit.models.base import Stage
 from dit.models.sizes import CrossAttentionModelConfig, Positions, check_positive
 
@@ -63,6 +73,14 @@ class DiTCrossConfig(CrossAttentionModelConfig):
         embed = rows * self.token_channels * h + samples * self.conditioner_multiplications()
         head = rows * h * self.output_features + samples * 2 * h * h
         return 2 * (embed + self.num_layers * layer + head)
+
+    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
+        h, kv, norm = self.hidden_size, self.kv_size, self.qk_layernorm
+        sublayer = gated_sublayer(h, form)
+        attention = self_attention(h, kv, form, norm=norm, rotary=self.position_embedding == "rope_3d")
+        cross = cross_attention(h, form, norm=norm)
+        token = Kept(input=h) + sublayer + attention + sublayer + cross + sublayer + mlp(self.ffn_size)
+        return SavedActivations(token, text_keys(kv, form, norm=norm))
 
     def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
         from dit.models.dit_cross.model import DiTCross

@@ -5,6 +5,7 @@ from typing import Any, Literal, Optional, Self, get_args
 
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, mlp
 from dit.models.base import ModelConfig, Stage
 from dit.models.sizes import (
     CONDITION_FEATURES,
@@ -139,6 +140,19 @@ class FluxConfig(ModelConfig, RotarySettings):
         head = (rows + text_rows * padding) * h * self.output_features + samples * 2 * h * h
         layers = self.num_joint_layers * joint_layer + self.num_single_layers * single_layer
         return 2 * (embed + samples * self._conditioner() + layers + head)
+
+    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
+        h, f = self.hidden_size, self.ffn_hidden_size
+        sublayer = gated_sublayer(h, form)
+        if layer < self.num_joint_layers:
+            # Projection, joined queries, keys and values, output; each sample's output is parted into the streams,
+            # which copies nothing only where there is one sample.
+            attention = Kept(split=(7 + form.several) * h)
+            row = Kept(input=h) + sublayer + attention + sublayer + mlp(f)
+        else:
+            # One projection for attention and MLP, turned queries and keys, attention's output, both outputs joined.
+            row = Kept(input=h, split=(3 * h + f) + 2 * h + h + (h + f)) + sublayer
+        return SavedActivations(row, row)
 
     def without_layers(self) -> Self:
         return replace(self, num_joint_layers=0, num_single_layers=0)

@@ -5,6 +5,16 @@ from typing import Any, Literal, Optional, get_args
 
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.models.activations import (
+    BatchForm,
+    Kept,
+    SavedActivations,
+    cross_attention,
+    gated_sublayer,
+    plain_norm,
+    self_attention,
+    text_keys,
+)
 from dit.models.base import Stage
 from dit.models.experts import ExpertOptions
 from dit.models.sizes import CrossAttentionModelConfig, check_unused
@@ -81,6 +91,15 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
         embed = rows * self.token_channels * h + samples * self.conditioner_multiplications()
         head = rows * h * self.output_features + samples * 2 * h * h
         return 2 * (embed + self.num_layers * layer + head)
+
+    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
+        h, kv, norm = self.hidden_size, self.kv_size, self.qk_layernorm
+        sublayer = gated_sublayer(h, form)
+        attention = self_attention(h, kv, form, norm=norm, rotary=self.position_embedding == "rope_3d")
+        cross = plain_norm(h) + cross_attention(h, form, norm=norm)
+        mlp = self.mlp_saved(h, self.ffn_size, form, gated=True)
+        token = Kept(input=h) + sublayer + attention + cross + sublayer + mlp
+        return SavedActivations(token, text_keys(kv, form, norm=norm))
 
     def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
         from dit.models.moviegen.model import MovieGen

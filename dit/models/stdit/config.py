@@ -7,6 +7,16 @@ from typing import Any, Optional, get_args
 from dit.backends.segments import AttentionKind
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.models.activations import (
+    BatchForm,
+    Kept,
+    SavedActivations,
+    cross_attention,
+    gated_sublayer,
+    mlp,
+    self_attention,
+    text_keys,
+)
 from dit.models.base import Stage
 from dit.models.sizes import CrossAttentionModelConfig, Positions
 
@@ -126,6 +136,16 @@ class STDiTConfig(CrossAttentionModelConfig):
             pairs = {"full": n * n, "spatial": n * h * w, "temporal": n * t}
             left_out += sum(n * n - pairs[kind] for kind in kinds)
         return 4 * left_out * self.hidden_size
+
+    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
+        h, kv, norm = self.hidden_size, self.kv_size, self.qk_layernorm
+        sublayer = gated_sublayer(h, form)
+        # The cross-attention reads the tokens as they are: its input, and no norm.
+        token = Kept(input=h, whole=h) + cross_attention(h, form, norm=norm) + sublayer + mlp(self.ffn_size)
+        for kind in self.kinds(layer):
+            rotary = self.temporal_rope if kind == "temporal" else self.position_embedding == "rope_3d"
+            token += sublayer + self_attention(h, kv, form, norm=norm, rotary=rotary, reordered=kind == "temporal")
+        return SavedActivations(token, text_keys(kv, form, norm=norm))
 
     def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
         from dit.models.stdit.model import STDiT

@@ -4,6 +4,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional, get_args
 
 from dit.batch import SequenceLayout
+from dit.models.activations import (
+    BatchForm,
+    Kept,
+    SavedActivations,
+    cross_attention,
+    gated_sublayer,
+    mlp,
+    plain_norm,
+    self_attention,
+    text_keys,
+)
 from dit.models.base import Stage
 from dit.models.sizes import CrossAttentionModelConfig
 
@@ -60,6 +71,14 @@ class WanConfig(CrossAttentionModelConfig):
         once = samples * (self.conditioner_multiplications() + 6 * h * h) + text_rows * (c + h) * h
         ends = rows * h * (self.token_channels + self.output_features)
         return 2 * (once + ends + self.num_layers * layer)
+
+    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
+        h, kv, norm = self.hidden_size, self.kv_size, self.qk_layernorm
+        sublayer = gated_sublayer(h, form)
+        attention = self_attention(h, kv, form, norm=norm, rotary=True, full_width=True)
+        cross = plain_norm(h) + cross_attention(h, form, norm=norm, full_width=True)
+        token = Kept(input=h) + sublayer + attention + cross + sublayer + mlp(self.ffn_size)
+        return SavedActivations(token, text_keys(kv, form, norm=norm, full_width=True))
 
     def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
         from dit.models.wan.model import Wan

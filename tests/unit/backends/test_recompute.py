@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dit.backends.recompute import check_recompute, first_run, recompute_activations
 from dit.batch import PackedBatch, SequenceLayout
@@ -15,6 +12,7 @@ from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.wan.config import WanConfig
 from dit.patchify import grid_positions
+from tests.live_bytes import LiveBytes
 
 DIT = DiTConfig(hidden_size=32, num_layers=3, num_attention_heads=4, num_classes=5)
 EXPERTS = DiTConfig(
@@ -50,25 +48,6 @@ def a_pack(config):
         context_dropped_S=torch.tensor([False, True, False]) if config.context_size else None,
     )
     return batch, torch.tensor([0.2, 0.5, 0.9])
-
-
-class LiveBytes(TorchDispatchMode):
-    """Adds up the storages made in its scope that are still alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = StorageWeakRef(tensor.untyped_storage())
-                self.made[storage.cdata] = storage, tensor.untyped_storage().nbytes()
-        return out
-
-    def total(self):
-        return sum(size for storage, size in self.made.values() if not storage.expired())
 
 
 def forward_and_backward(build_model, config, choice, layers=None):

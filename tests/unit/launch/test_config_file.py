@@ -92,10 +92,10 @@ def test_a_file_without_a_part_is_refused(tmp_path):
 
 def test_yaml_floats_without_a_dot_are_numbers(tmp_path):
     """YAML 1.1 reads 3e-4 as a text."""
-    (tmp_path / "config.yaml").write_text(config_file.dump(tiny_dit()).replace("  lr: 0.001\n", "  lr: 3e-4\n"))
+    (tmp_path / "config.yaml").write_text(config_file.dump(tiny_dit()).replace("  lr: 0.003\n", "  lr: 3e-4\n"))
     assert config_file.load(tmp_path / "config.yaml", pretrain, load_component).optimizer.lr == 3e-4
 
 
 def test_the_summary_shows_what_differs_from_the_defaults():
     line = next(x for x in config_file.summary(tiny_dit()).splitlines() if x.startswith("optimizer"))
-    assert line.split(maxsplit=1)[1] == "OptimizerConfig(lr=0.001)"
+    assert line.split(maxsplit=1)[1] == "OptimizerConfig(lr=0.003)"

@@ -7,6 +7,8 @@ import pytest
 
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.flux.config import FluxConfig
 from dit.parallel.dims import ParallelConfig
 from dit.training.flops import flops_per_token
 from dit.training.settings import TrainingConfig
@@ -17,25 +19,26 @@ MODEL = DiTConfig(hidden_size=64, num_layers=2, num_attention_heads=4, num_class
 TRAINING = TrainingConfig(micro_batch_size=2, global_batch_size=8, precision="fp32", ema_decay=0.9)
 DDP = ParallelConfig(data_parallel="ddp")
 SHARDED = ParallelConfig(data_parallel="distributed_optimizer")
+SAMPLE = plan.Sample(16)
 N = MODEL.num_parameters()
 
 
 def test_plain_data_parallel_memory_is_a_hand_count():
-    need = plan.estimate_memory(MODEL, TRAINING, DDP, data_parallel_size=4, tokens=16)
+    need = plan.estimate_memory(MODEL, TRAINING, DDP, data_parallel_size=4, sample=SAMPLE)
     assert (need.weights, need.gradients, need.optimizer, need.average) == (4 * N, 4 * N, 8 * N, 4 * N)
     assert need.total == sum(asdict(need).values())
 
 
 def test_bf16_adds_a_master_copy_and_halves_weights_and_activations():
-    full = plan.estimate_memory(MODEL, TRAINING, DDP, 1, tokens=16)
-    half = plan.estimate_memory(MODEL, replace(TRAINING, precision="bf16"), DDP, 1, tokens=16)
+    full = plan.estimate_memory(MODEL, TRAINING, DDP, 1, sample=SAMPLE)
+    half = plan.estimate_memory(MODEL, replace(TRAINING, precision="bf16"), DDP, 1, sample=SAMPLE)
     assert (half.weights, half.gradients, half.optimizer) == (2 * N, 4 * N, 12 * N)
     assert half.activations * 2 == full.activations
 
 
 def test_the_distributed_optimizer_spreads_states_and_average_only():
-    whole = plan.estimate_memory(MODEL, TRAINING, SHARDED, 1, tokens=16)
-    spread = plan.estimate_memory(MODEL, TRAINING, SHARDED, 4, tokens=16)
+    whole = plan.estimate_memory(MODEL, TRAINING, SHARDED, 1, sample=SAMPLE)
+    spread = plan.estimate_memory(MODEL, TRAINING, SHARDED, 4, sample=SAMPLE)
     assert (spread.weights, spread.gradients) == (whole.weights, whole.gradients)
     assert (spread.optimizer, spread.average) == (whole.optimizer // 4, whole.average // 4)
 
@@ -50,7 +53,7 @@ def test_the_distributed_optimizer_spreads_states_and_average_only():
 )
 def test_fsdp_spreads_what_it_is_told_to(sharding, spread):
     fsdp = ParallelConfig(data_parallel="fsdp", fsdp_sharding=sharding)
-    one, four = (asdict(plan.estimate_memory(MODEL, TRAINING, fsdp, ranks, tokens=16)) for ranks in (1, 4))
+    one, four = (asdict(plan.estimate_memory(MODEL, TRAINING, fsdp, ranks, sample=SAMPLE)) for ranks in (1, 4))
     assert {name for name in one if four[name] < one[name]} == spread
     assert all(four[name] == one[name] // 4 for name in spread)
 
@@ -62,13 +65,13 @@ def test_experts_are_shared_and_their_states_spread_over_their_own_copies():
     experts = layers * 4 * (2 * h * 32 + 32 + h)
     dense = model.num_parameters() - experts
     shared = replace(SHARDED, expert_model_parallel_size=2)
-    need = plan.estimate_memory(model, TRAINING, shared, data_parallel_size=4, tokens=16)
+    need = plan.estimate_memory(model, TRAINING, shared, data_parallel_size=4, sample=SAMPLE)
     assert need.weights == 4 * (dense + experts // 2)
     assert need.optimizer == 8 * dense // 4 + 8 * (experts // 2) // 2
 
 
 def test_without_an_average_there_is_none():
-    assert plan.estimate_memory(MODEL, replace(TRAINING, ema_decay=None), DDP, 1, tokens=16).average == 0
+    assert plan.estimate_memory(MODEL, replace(TRAINING, ema_decay=None), DDP, 1, sample=SAMPLE).average == 0
 
 
 def test_tensor_parallel_ranks_hold_half_of_the_split_and_all_of_the_rest():
@@ -83,8 +86,9 @@ def test_tensor_parallel_ranks_hold_half_of_the_split_and_all_of_the_rest():
 
 
 def test_sequence_parallelism_splits_all_activations():
+    training = replace(TRAINING, micro_batch_size=1)
     one, two, two_sp = (
-        plan.estimate_memory(MODEL, TRAINING, replace(DDP, **kwargs), 1, tokens=16).activations
+        plan.estimate_memory(MODEL, training, replace(DDP, **kwargs), 1, sample=SAMPLE).activations
         for kwargs in (
             {},
             {"tensor_model_parallel_size": 2},
@@ -102,8 +106,8 @@ def test_pipeline_ranks_hold_their_stage_and_a_copy_of_the_embedders():
     first = sum(n for name, n in sizes.items() if name.startswith(("conditioner.", "embed.", "layers.0.")))
     last = sum(n for name, n in sizes.items() if name.startswith(("conditioner.", "head.", "layers.1.")))
     piped = replace(DDP, pipeline_model_parallel_size=2)
-    need = plan.estimate_memory(MODEL, TRAINING, piped, data_parallel_size=1, tokens=16)
-    whole = plan.estimate_memory(MODEL, TRAINING, DDP, data_parallel_size=1, tokens=16)
+    need = plan.estimate_memory(MODEL, TRAINING, piped, data_parallel_size=1, sample=SAMPLE)
+    whole = plan.estimate_memory(MODEL, TRAINING, DDP, data_parallel_size=1, sample=SAMPLE)
     per_parameter = whole.total - whole.activations
     assert per_parameter % N == 0
     # Two micro-batches are under way on the first rank, each through half of the layers; one on the last.
@@ -113,16 +117,55 @@ def test_pipeline_ranks_hold_their_stage_and_a_copy_of_the_embedders():
 
 
 def activations(parallel=DDP, **training):
-    return plan.estimate_memory(MODEL, replace(TRAINING, **training), parallel, 1, tokens=16).activations
+    return plan.estimate_memory(MODEL, replace(TRAINING, **training), parallel, 1, sample=SAMPLE).activations
 
 
 def test_recompute_keeps_what_the_report_says():
+    """Of a layer: both norms, modulated norms and outputs with the layer's input, q, k, v and output, and the MLP."""
     h, f, rows = MODEL.hidden_size, MODEL.ffn_size, TRAINING.micro_batch_size * 16 * 4
-    layer = rows * (10 * h + 2 * f)
+    layer = rows * (8 * h + 4 * h + 2 * f)
     assert activations() == 2 * layer
-    assert activations(recompute="selective") == 2 * layer - 2 * rows * (2 * h + f)
+    assert activations(recompute="selective") == 2 * layer - 2 * rows * (4 * h + f)
     assert activations(recompute="full") == layer + 2 * rows * h
     assert activations(recompute="full", recompute_layers=1) == 2 * layer + rows * h
+
+
+def test_text_is_whole_on_every_context_parallel_rank():
+    model = DiTCrossConfig(hidden_size=64, num_layers=2, num_attention_heads=4)
+    sizes = {"text_tokens": 8}
+
+    def kept(context_size, tokens, **text):
+        parallel = replace(DDP, context_parallel_size=context_size)
+        training = replace(TRAINING, micro_batch_size=1)
+        return plan.estimate_memory(model, training, parallel, 1, plan.Sample(tokens, **text)).activations
+
+    text = kept(1, 16, **sizes) - kept(1, 16)
+    assert text == 4 * 8 * model.num_layers * 3 * model.hidden_size  # keys, normed keys, values
+    assert kept(2, 16, **sizes) == kept(1, 8) + text
+
+
+def test_each_sample_of_a_pack_brings_its_text_and_each_row_its_modulation():
+    model = DiTCrossConfig(hidden_size=64, num_layers=2, num_attention_heads=4)
+    training = replace(TRAINING, micro_batch_size=1)
+    one, pack = (
+        plan.estimate_memory(model, training, DDP, 1, plan.Sample(16, text_tokens=8, pack=pack)).activations
+        for pack in (None, 64)
+    )
+    assert pack == 4 * one + 4 * 64 * model.num_layers * 3 * 2 * model.hidden_size  # scale and gate of 3 sub-layers
+
+
+def test_a_pipeline_adds_up_its_own_kinds_of_layers():
+    """FLUX's first rank holds joint layers, its last single ones; each keeps its own for one micro-batch."""
+    model = FluxConfig(
+        hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_joint_layers=2, num_single_layers=2
+    )
+    sample, training = plan.Sample(16, text_tokens=8), replace(TRAINING, micro_batch_size=1, global_batch_size=1)
+    halves = [
+        plan._activations(model, training, replace(DDP, pipeline_model_parallel_size=2), 1, sample, rank)
+        for rank in (0, 1)
+    ]
+    assert sum(halves) == plan._activations(model, training, DDP, 1, sample, 0)
+    assert halves[0] == 2 * 4 * 24 * (8 * 64 + 7 * 64 + 2 * 256)
 
 
 def test_a_size_that_does_not_divide_is_refused():
@@ -134,7 +177,7 @@ def test_a_size_that_does_not_divide_is_refused():
 
 def test_the_report_says_what_was_asked_for():
     task = call_recipe("letters_dit")
-    text = plan.report(task, world_size=2, tokens=16)
+    text = plan.report(task, world_size=2, tokens=(16,))
     assert "64 samples = 1 micro-batches x 32 x 2 replicas" in text
     assert "16 to a sample" in text
     with pytest.raises(ConfigError, match="global_batch_size=64"):
@@ -151,9 +194,41 @@ def test_the_plan_of_made_up_data_is_for_its_largest_sample():
     """A clip of 24 x 32 x 32 patches, of whose pairs of tokens attention in frames and columns leaves most out."""
     task = call_recipe("mock_stdit_xl")
     model, grid = fiddle.build(task.model), (24, 32, 32)
-    assert plan.planned_sample(task, model) == (24_576, grid)
-    assert plan.planned_sample(call_recipe("tiny_stdit"), model) == (64, (4, 4, 4))
-    assert plan.planned_sample(call_recipe("pretrain_stdit_xl"), model) == (256, None)
-    per_token = flops_per_token(model, 24_576, grid=grid)
-    assert f"{per_token / 1e9:,.4g} GFLOP per token (24576 to a sample)" in plan.report(task, None)
-    assert "(100 to a sample)" in plan.report(task, None, tokens=100)
+    assert plan.planned_sample(task, model) == plan.Sample(24_576, grid, 512)
+    assert plan.planned_sample(call_recipe("tiny_stdit"), model) == plan.Sample(64, (4, 4, 4), 8, pack=128)
+    per_token = flops_per_token(model, 24_576, 512, grid=grid)
+    assert f"{per_token / 1e9:,.4g} GFLOP per token (24576 to a sample, 512 of text)" in plan.report(task, None)
+    assert "(100 to a sample, 7 of text; full" in plan.report(task, None, tokens=(100,), text_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sample"),
+    [
+        ("pretrain_7b", plan.Sample(260, text_tokens=512)),
+        ("pretrain_7b_pack", plan.Sample(2304, text_tokens=512, pack=2304)),
+        ("dit_xl2_imagenet", plan.Sample(256)),
+    ],
+)
+def test_real_data_is_planned_by_its_limits(recipe, sample):
+    task = call_recipe(recipe)
+    assert plan.planned_sample(task, fiddle.build(task.model)) == sample
+
+
+def test_a_grid_leaves_out_what_a_plain_number_counts():
+    """The same tokens: as a number they are billed full attention, and the report says so; as patches they are not."""
+    task = call_recipe("pretrain_stdit_xl")
+    model, grid = fiddle.build(task.model), (24, 32, 32)
+    plain, clip = (plan.report(task, None, tokens) for tokens in ((24_576,), grid))
+    assert "--tokens TxHxW" in plain
+    assert "--tokens TxHxW" not in clip
+    assert f"{flops_per_token(model, 24_576, 512, grid=grid) / 1e9:,.4g} GFLOP per token" in clip
+    assert plain.partition("memory per rank")[2] == clip.partition("memory per rank")[2]
+
+
+def test_a_pack_holds_as_many_samples_as_fit():
+    """Nine images of 256 tokens and their texts; a step's work counts all of them."""
+    task = call_recipe("pretrain_7b_pack")
+    sample = plan.planned_sample(task, fiddle.build(task.model), tokens=(256,))
+    assert (sample.rows(1), sample.text_rows(1)) == (2304, 9 * 512)
+    per_token = flops_per_token(fiddle.build(task.model), 256, 512)
+    assert f"{per_token * 2304 * 512 / 1e12:,.4g} TFLOP per step" in plan.report(task, 16, tokens=(256,))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from launch import environment, train
+from launch import cli, environment, train
 
 OWN = "tests.unit.launch.recipes_for_tests.ending"
 HEAVY = ("torch", "nemo_run", "megatron", "numpy", "yaml")
@@ -48,6 +48,8 @@ def test_the_exit_code_is_that_of_the_training(outcome, code, capsys):
         (["--factory", OWN, "--yes", "--yaml", "a.yaml"], ["--factory", "--yaml"]),
         (["--factory", OWN, "--yes", "--world-size", "8"], ["--dryrun"]),
         (["--factory", OWN, "--dryrun", "--world-size", "none"], ["--world-size", "'none'"]),
+        (["--factory", OWN, "--yes", "--text-tokens", "8"], ["--dryrun"]),
+        (["--factory", OWN, "--dryrun", "--tokens", "24x32"], ["--tokens", "'24x32'", "24x32x32"]),
         (["letters_dit", "--yes"], ["--factory letters_dit"]),
         (["--factory", OWN, "--yes", "model.hiden_size=3"], ["model.hiden_size", "model.hidden_size"]),
         (["--factory", OWN, "--yes", "modle.hidden_size=3"], ["modle", "model?"]),
@@ -70,6 +72,11 @@ def test_a_mistake_on_the_command_line_is_code_2_and_names_the_cure(arguments, w
     assert "Fiddle" not in err
     for word in words:
         assert word in err
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4096", (4096,)), ("24x32x32", (24, 32, 32))])
+def test_tokens_are_a_number_or_patches(text, tokens):
+    assert cli.parse(["--dryrun", "--tokens", text]).tokens == tokens
 
 
 def test_without_anybody_to_ask_training_needs_yes(capsys):
