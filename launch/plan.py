@@ -47,12 +47,14 @@ class Sample:
         grid: its (t, h, w) patches; None where only their number is known.
         text_tokens: of its text; None for a model without text.
         pack: tokens of a micro-batch that is a pack of such samples; None for micro-batches of `micro_batch_size`.
+        assumed: nothing says how many tokens a sample has.
     """
 
     tokens: int
     grid: Optional[tuple[int, int, int]] = None
     text_tokens: Optional[int] = None
     pack: Optional[int] = None
+    assumed: bool = False
 
     def rows(self, micro_batch_size: int) -> int:
         """Return the tokens of a micro-batch."""
@@ -229,18 +231,22 @@ def planned_sample(
     elif text_tokens is None:
         known = data.text_tokens if isinstance(data, MockData) else getattr(data, "max_text_tokens", None)
         text_tokens = known or DEFAULT_TEXT_TOKENS
+    assumed = False
     if tokens is None and isinstance(data, MockData):
         patch_t, patch_s = model.patch_temporal, model.patch_spatial
         tokens = max(((t // patch_t, h // patch_s, w // patch_s) for t, h, w in data.sizes()), key=math.prod)
     elif tokens is None:
-        tokens = (getattr(data, "max_tokens_per_sample", None) or pack or DEFAULT_TOKENS,)
+        limit = getattr(data, "max_tokens_per_sample", None) or pack
+        tokens, assumed = (limit or DEFAULT_TOKENS,), limit is None
     grid = (tokens[0], tokens[1], tokens[2]) if len(tokens) == 3 else None
-    return Sample(math.prod(tokens), grid, text_tokens, pack)
+    return Sample(math.prod(tokens), grid, text_tokens, pack, assumed)
 
 
 def _described(sample: Sample, model: ModelConfig) -> str:
     """Say for which sample the operations are counted."""
     text = "" if sample.text_tokens is None else f", {sample.text_tokens} of text"
+    if sample.assumed:
+        text += "; assumed: give --tokens N"
     if sample.grid is None and model.unattended_flops([(2, 2, 2)]):
         text += "; full attention is counted: for that in frames and columns give --tokens TxHxW patches"
     return f"{sample.tokens} to a sample{text}"
@@ -274,11 +280,14 @@ def report(
     """
     from dit.parallel.parallelize import count_parameters
     from dit.training.flops import flops_per_token
+    from dit.training.pretrain import check_training
     from launch.config_file import summary
 
-    parts: dict[str, Any] = {name: fiddle.build(getattr(task, name)) for name in ("model", "training", "parallel")}
+    names = ("model", "training", "parallel", "optimizer", "schedule")
+    parts: dict[str, Any] = {name: fiddle.build(getattr(task, name)) for name in names}
     model, training, parallel = parts["model"], parts["training"], parts["parallel"]
     model.validate()
+    check_training(parts["optimizer"], parts["schedule"], training)
     per_stage = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     smallest = math.lcm(per_stage, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
     dims = check_parallel(
@@ -307,8 +316,9 @@ def report(
         summary(task),
         "",
         f"parameters  {count_parameters(model):,}",
-        f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}",
-        f"batch       {training.global_batch_size} samples = {batch}",
+        f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}"
+        f"{'' if world_size else '; the fewest for this layout: give --world-size N'}",
+        f"batch       {training.global_batch_size} {'samples' if sample.pack is None else 'packs'} = {batch}",
         f"work        {flops / 1e9:,.4g} GFLOP per token ({_described(sample, model)}), "
         f"{step / 1e12:,.4g} TFLOP per step",
         "",

@@ -152,11 +152,12 @@ def as_large_model(recipe: run.Partial, *, lr: float = 1e-4) -> run.Partial:
 
 
 def as_mock(recipe: run.Partial, latent: tuple[int, int, int], *, text_tokens: int = 512) -> run.Partial:
-    """Feed a recipe 15 steps of made-up latents (frames, height, width) and keep nothing: for measurements."""
+    """Feed a recipe 15 steps of made-up latents (frames, height, width) at a constant rate and keep nothing."""
     frames, height, width = latent
     recipe.data = run.Config(
         MockData, frames=frames, height=height, width=width, text_tokens=text_tokens, dataset_size=16
     )
+    recipe.schedule = run.Config(ScheduleConfig, kind="constant")
     recipe.training.num_steps = 15
     recipe.training.log_interval = 1
     recipe.training.validation_interval = 0

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dit.convert.rules import require
+from dit.convert.rules import TRAIN_THAT_WAY, require
 from dit.layers.positions import sincos
 from dit.models.dit.config import DiTConfig
 from dit.objectives.ddpm import DDPM
@@ -42,7 +42,7 @@ def check_expressible(model: DiTConfig, side: str, **also: Any) -> None:
         ConfigError: it has what the paper's code cannot hold, or no classes.
     """
     settings = {name: getattr(model, name) for name in (*ONLY_THESE, *also)}
-    require(f"{side} cannot hold this model", settings, {**ONLY_THESE, **also}, "train such a model to export it")
+    require(f"{side} cannot hold this model", settings, {**ONLY_THESE, **also}, TRAIN_THAT_WAY)
     if model.num_classes is None:
         require(
             f"{side} cannot hold this model", {"num_classes": None}, {"num_classes": "a number"}, "train with classes"

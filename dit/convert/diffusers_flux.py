@@ -20,7 +20,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
-from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Chunks, Rule, RuleBook, Shape, require, with_bias
+from dit.convert.rules import (
+    TRAIN_THAT_WAY,
+    TURNED_HEAD,
+    Axes,
+    ByHead,
+    Chunks,
+    Rule,
+    RuleBook,
+    Shape,
+    require,
+    with_bias,
+)
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
@@ -90,7 +101,7 @@ class DiffusersFlux(DiffusersFormat):
     def write(self, model: FluxConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         shown = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_hidden_size")}
         wanted = {**ONLY_THESE, "ffn_hidden_size": 4 * model.hidden_size}
-        require(f"{self.class_name} cannot hold this model", shown, wanted, "train such a model to export it")
+        require(f"{self.class_name} cannot hold this model", shown, wanted, TRAIN_THAT_WAY)
         settings = {
             "in_channels": model.token_channels,
             "out_channels": None if model.output_features == model.token_channels else model.output_features,

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
-from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
+from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.stdit.config import STDiTConfig
@@ -115,7 +115,7 @@ class DiffusersPixArt(DiffusersFormat):
         same = {"num_query_groups": heads, "ffn_size": 4 * size}
         shown = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_size")}
         shown["num_query_groups"] = model.num_query_groups or heads
-        require(f"{self.class_name} cannot hold this model", shown, {**ONLY_THESE, **same}, "train such a model")
+        require(f"{self.class_name} cannot hold this model", shown, {**ONLY_THESE, **same}, TRAIN_THAT_WAY)
         frames, height, width = latent_size
         if frames != 1 or height != width:
             raise ConfigError(f"latents of {frames} x {height} x {width}: {self.class_name} knows square images only")

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
-from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
+from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
 from dit.errors import ConfigError
 from dit.models.wan.config import WanConfig
 from dit.objectives.flow_matching import FlowMatching
@@ -98,7 +98,7 @@ class DiffusersWan(DiffusersFormat):
         shown = {name: getattr(model, name) for name in ONLY_THESE}
         shown["num_query_groups"] = model.num_query_groups or model.num_attention_heads
         wanted = {**ONLY_THESE, "num_query_groups": model.num_attention_heads}
-        require(f"{self.class_name} cannot hold this model", shown, wanted, "train such a model to export it")
+        require(f"{self.class_name} cannot hold this model", shown, wanted, TRAIN_THAT_WAY)
         settings = {
             "patch_size": [model.patch_temporal, model.patch_spatial, model.patch_spatial],
             "num_attention_heads": model.num_attention_heads,

@@ -281,6 +281,10 @@ def _check_table(name: str, theirs: Tensor, ours: Tensor) -> None:
         )
 
 
+TRAIN_THAT_WAY = "only a model trained that way can be exported"
+"""Cure for settings that the other side cannot express."""
+
+
 def require(what: str, settings: Mapping[str, Any], wanted: Mapping[str, Any], cure: str) -> None:
     """Check that settings hold the only values that the other side can express.
 

@@ -127,12 +127,7 @@ def check_settings(
     )
     resolve_attention(local_device(), DTYPES[training.precision], training.attention)
     resolve_linears(training.linears)
-    check_recompute(training.recompute, training.recompute_layers)
-    check_schedule(training.num_steps, optimizer.lr, schedule)
-    if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
-        raise ConfigError(f"training.ema_decay={training.ema_decay} must lie in [0, 1); use None for no average")
-    if training.log_interval < 1:
-        raise ConfigError(f"training.log_interval={training.log_interval} must be at least 1")
+    check_training(optimizer, schedule, training)
     _check_writable(Path(training.run_dir))
     spec = BatchSpec(
         patch_temporal=model.patch_temporal,
@@ -146,6 +141,20 @@ def check_settings(
     )
     data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
     return dims, spec
+
+
+def check_training(optimizer: OptimizerConfig, schedule: ScheduleConfig, training: TrainingConfig) -> None:
+    """Check what can be checked of these on any machine.
+
+    Raises:
+        ConfigError: with the numbers and the cure.
+    """
+    check_recompute(training.recompute, training.recompute_layers)
+    check_schedule(training.num_steps, optimizer.lr, schedule)
+    if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
+        raise ConfigError(f"training.ema_decay={training.ema_decay} must lie in [0, 1); use None for no average")
+    if training.log_interval < 1:
+        raise ConfigError(f"training.log_interval={training.log_interval} must be at least 1")
 
 
 def _check_writable(folder: Path) -> None:
@@ -270,6 +279,7 @@ class Run:
             f"({sharing}) | {self.training.precision}, attention {attention} | "
             f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
             + (f" | resumed at step {self.state.step}" if resumed else "")
+            + (", the target" if self.state.step >= self.training.num_steps else "")
         )
 
     def train(self, record: ExitRecord) -> bool:

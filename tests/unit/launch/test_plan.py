@@ -187,7 +187,20 @@ def test_the_report_says_what_was_asked_for():
 def test_the_fewest_ranks_are_taken_when_none_are_given():
     task = call_recipe("tiny_dit")
     task.parallel.tensor_model_parallel_size = 4
-    assert "ranks       4 = tensor 4 x data 1" in plan.report(task, world_size=None)
+    assert "ranks       4 = tensor 4 x data 1, data_parallel=ddp; the fewest" in plan.report(task, world_size=None)
+    assert "the fewest" not in plan.report(task, world_size=4)
+
+
+@pytest.mark.parametrize(
+    "change", [{"training.num_steps": 50}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}], ids=str
+)
+def test_what_training_would_refuse_is_not_planned(change):
+    task = call_recipe("letters_dit")
+    for path, value in change.items():
+        part, _, field = path.partition(".")
+        setattr(getattr(task, part), field, value)
+    with pytest.raises(ConfigError):
+        plan.report(task, world_size=None)
 
 
 def test_the_plan_of_made_up_data_is_for_its_largest_sample():
@@ -206,7 +219,7 @@ def test_the_plan_of_made_up_data_is_for_its_largest_sample():
     [
         ("pretrain_7b", plan.Sample(260, text_tokens=512)),
         ("pretrain_7b_pack", plan.Sample(2304, text_tokens=512, pack=2304)),
-        ("dit_xl2_imagenet", plan.Sample(256)),
+        ("dit_xl2_imagenet", plan.Sample(256, assumed=True)),
     ],
 )
 def test_real_data_is_planned_by_its_limits(recipe, sample):
@@ -228,6 +241,7 @@ def test_a_grid_leaves_out_what_a_plain_number_counts():
 def test_a_pack_holds_as_many_samples_as_fit():
     """Nine images of 256 tokens and their texts; a step's work counts all of them."""
     task = call_recipe("pretrain_7b_pack")
+    assert "512 packs = 32 micro-batches x 1 x 16 replicas" in plan.report(task, 16)
     sample = plan.planned_sample(task, fiddle.build(task.model), tokens=(256,))
     assert (sample.rows(1), sample.text_rows(1)) == (2304, 9 * 512)
     per_token = flops_per_token(fiddle.build(task.model), 256, 512)
