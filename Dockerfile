@@ -9,9 +9,12 @@ COPY recipes recipes
 COPY energon_data energon_data
 COPY launch launch
 COPY benchmarks benchmarks
+# What benchmarks/on_gpu.sh checks before it takes times.
+COPY tests tests
 
 # The image's own torch stays; constraints.txt is for CPU installs. flash-attn and Transformer Engine build from source.
-RUN pip install --no-cache-dir . \
+RUN pip install --no-cache-dir "setuptools>=77" wheel ninja packaging pybind11 "pytest>=8" "pytest-timeout>=2.3" \
+ && pip install --no-cache-dir . \
  && MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation ".[gpu,encoders]"
 
 ENV OMP_NUM_THREADS=1 \

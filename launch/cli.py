@@ -91,7 +91,7 @@ _NUMBERS = {"world_size", "text_tokens"}
 _ELSEWHERE = {
     "--load": "load a saved configuration with --yaml FILE",
     "--repl": "inspect a recipe with --print-config or --dryrun",
-    "--detach": "launch jobs with launch.experiment",
+    "--detach": "launch/README.md shows how to launch with nemo-run, and under Slurm",
     "--direct": "training always runs in this process",
     "--tail-logs": "logs already go to this console",
     "--to-json": "write YAML with --to-yaml FILE",

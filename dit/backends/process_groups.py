@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dit.backends import megatron_cpu
 from dit.backends.device import local_device, use_cuda
+from dit.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,19 @@ class ProcessGroups:
 
 
 def world_size_from_environment() -> int:
-    """Return the number of ranks that torchrun (or Slurm's torchrun) started; 1 for a plain process."""
+    """Return the number of ranks that torchrun started; 1 for a plain process.
+
+    Raises:
+        ConfigError: srun started several tasks and none of them through torchrun, so each would be a run of its own.
+    """
+    # Of the step, not SLURM_NTASKS: that is the allocation's, and also set in shells of salloc and scripts of sbatch.
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "RANK" not in os.environ and tasks > 1:
+        raise ConfigError(
+            f"srun started {tasks} tasks but no ranks (RANK is not set): {tasks} separate runs would write one run "
+            "folder; start one task per node that starts the ranks, srun --ntasks-per-node=1 torchrun ..., as in "
+            "launch/README.md"
+        )
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -21,7 +21,8 @@ class PreemptionFlag:
     earlier handlers come back on leaving.
 
     Args:
-        signals: SIGTERM is what schedulers and torchrun send; SIGUSR1 what Slurm's `--signal=USR1@120` sends.
+        signals: SIGTERM is what schedulers and torchrun send; SIGUSR1 what Slurm's `--signal=USR1@120` sends. torchrun
+            passes on SIGUSR1 only with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; without, it dies of it.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:

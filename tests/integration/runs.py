@@ -107,11 +107,16 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 @contextmanager
-def started(arguments: Sequence[str], log: Path, *, ranks: int = 0) -> Iterator[subprocess.Popen]:
-    """Start `launch.train` in a session of its own, under torchrun if `ranks` is given; nothing of it stays."""
+def started(
+    arguments: Sequence[str], log: Path, *, ranks: int = 0, torchrun: Sequence[str] = ()
+) -> Iterator[subprocess.Popen]:
+    """Start `launch.train` in a session of its own, under torchrun if `ranks` is given; nothing of it stays.
+
+    `torchrun` holds further flags of torchrun.
+    """
     command = [sys.executable, "-W", "ignore", "-m"]
     if ranks:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *torchrun, "-m"]
     with open(log, "w") as file:
         process = subprocess.Popen(
             [*command, "launch.train", *arguments],

@@ -44,7 +44,7 @@ def test_the_exit_code_is_that_of_the_training(outcome, code, capsys):
         (["--factory", OWN, "--badflag", "--yes"], ["--badflag", "--help"]),
         (["--factory", OWN, "--yess"], ["--yess", "--yes"]),
         (["--factory", OWN, "--yes=1"], ["switch"]),
-        (["--factory", OWN, "--detach", "--yes"], ["--detach", "nemo-run"]),
+        (["--factory", OWN, "--detach", "--yes"], ["--detach", "launch/README.md"]),
         (["--factory", OWN, "--yes", "--yaml", "a.yaml"], ["--factory", "--yaml"]),
         (["--factory", OWN, "--yes", "--world-size", "8"], ["--dryrun"]),
         (["--factory", OWN, "--dryrun", "--world-size", "none"], ["--world-size", "'none'"]),

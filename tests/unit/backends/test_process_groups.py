@@ -1,0 +1,40 @@
+"""What the launcher told this process: how many ranks there are, and when nobody told it."""
+
+import pytest
+
+from dit.backends.process_groups import world_size_from_environment
+from dit.errors import ConfigError
+
+SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "world_size"),
+    [
+        ({}, 1),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, 8),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "2", "RANK": "3", "WORLD_SIZE": "8"}, 8),  # torchrun in each task
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 1),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"}, 1),  # a shell of salloc
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, 1),  # the script of sbatch
+        # salloc's shell where the cluster runs it on the first node: a step of one task, in a larger allocation
+        ({**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1),
+    ],
+)
+def test_the_world_is_what_the_launcher_says(environ, world_size, monkeypatch):
+    set_environment(environ, monkeypatch)
+    assert world_size_from_environment() == world_size
+
+
+def test_tasks_of_srun_without_torchrun_are_refused(monkeypatch):
+    """Each would train alone as rank 0 of one, and all would write the same run folder."""
+    set_environment({**SRUN, "SLURM_STEP_NUM_TASKS": "2"}, monkeypatch)
+    with pytest.raises(ConfigError, match=r"2 tasks.*--ntasks-per-node=1 torchrun.*launch/README\.md"):
+        world_size_from_environment()
+
+
+def set_environment(environ, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
