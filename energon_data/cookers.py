@@ -59,7 +59,11 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
     metadata = sample[META_PART]
     latent = _tensor(sample, LATENT)
     if latent is None:
-        raise SampleError("missing_part", "the sample has no latent.npy or latent.safetensors")
+        raise SampleError(
+            "missing_part",
+            "the sample has no latent.npy or latent.safetensors; pictures and videos must be encoded beforehand "
+            "(energon_data/README.md)",
+        )
     if latent.dim() == 3:
         latent = latent[:, None]
     if latent.dim() != 4 or 0 in latent.shape:

@@ -130,7 +130,7 @@ def decode_sample(key: str, parts: dict[str, bytes], *, require_checksums: bool)
         raise SampleError("path_escape", f"the name {key!r} points outside the shard")
     raw = parts.get(META_PART)
     if raw is None:
-        raise SampleError("missing_part", "the sample has no .json part")
+        raise SampleError("missing_part", "the sample has no .json part; add one, {} where there is nothing to say")
     metadata = unseal(raw)
     rest = {name: data for name, data in parts.items() if name != META_PART}
     for name in rest:

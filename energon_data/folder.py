@@ -13,7 +13,9 @@ from dit.errors import ConfigError, DataError
 _META = ".nv-meta"
 _DATASET_KEYS = {"__module__", "__class__", "subflavors"}
 _METADATASETS = {"Metadataset", "MetadatasetV2"}
-_ADVICE = "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or make it anew"
+_ADVICE = (
+    "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or make it anew (energon_data/README.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,6 @@ def check_dataset(path: str, split: str) -> list[SplitInfo]:
     if file.exists():
         raise DataError(f"{path} is neither a data set folder nor a metadataset .yaml file")
     raise DataError(
-        f"{path} does not exist; `python -m energon_data.prepare letters --out {path}` makes the data of letters_dit, "
-        "and recipes/README.md says how another recipe's are made"
+        f"{path} does not exist; energon_data/README.md says what each recipe's data folder must hold and how to write "
+        f"one; for letters_dit, `python -m energon_data.prepare letters --out {path}` does"
     )

@@ -113,7 +113,7 @@ class SkipLog:
         if over is not None:
             raise DataError(
                 f"lost {over}. Samples lost: {self._lost.total()}, allowed: {self.budget}; repair the shard or make "
-                "the data set anew, or raise data.max_lost_samples to train without them"
+                "the data set anew; where only some samples are like this, data.max_lost_samples=N trains without them"
             )
 
     def counts(self) -> dict[str, int]:

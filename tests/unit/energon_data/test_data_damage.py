@@ -358,7 +358,7 @@ _SAFE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda f: shutil.rmtree(f), "does not exist; `python -m energon_data.prepare letters"),
+        (lambda f: shutil.rmtree(f), "does not exist; energon_data/README.md.*`python -m energon_data.prepare letters"),
         (lambda f: shutil.rmtree(f / ".nv-meta"), "no .nv-meta folder.*energon prepare"),
         (lambda f: [shutil.rmtree(f), f.mkdir()], "no .nv-meta folder"),
         (lambda f: (f / "train-000001.tar").unlink(), "train-000001.tar is missing"),

@@ -1,0 +1,147 @@
+"""What `energon_data/README.md` shows works as shown, and its table is that of the recipes."""
+
+import io
+import json
+import re
+import runpy
+import shlex
+import tarfile
+from pathlib import Path
+
+import fiddle
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from megatron.energon.cli.main import main as energon
+from small_data import npy
+
+from dit.data_api import BatchSpec
+from dit.errors import DataError
+from energon_data.dataset import EnergonData
+from launch import cli
+from launch.train import call_recipe, resolve
+from recipes import registry
+
+PAGE = Path(__file__).parents[3] / "energon_data" / "README.md"
+
+
+def spec(**changes) -> BatchSpec:
+    """Return what tiny_dit_cross asks of its data."""
+    values = {"patch_temporal": 1, "patch_spatial": 2, "latent_channels": 4, "num_classes": None, "context_size": 32}
+    return BatchSpec(**{**values, "micro_batch_size": 1, **changes})
+
+
+def command(start: str) -> list[str]:
+    """Return the words of the page's one command that starts so."""
+    lines = PAGE.read_text().replace("\\\n", "").splitlines()
+    (line,) = (line for line in lines if line.startswith(start))
+    return shlex.split(line)
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch) -> Path:
+    """Run the page's example in an empty folder, as a script."""
+    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    return tmp_path / "data" / "mine"
+
+
+def test_the_example_is_read_as_it_was_written(written):
+    """Every sample of both splits comes back once, with its own numbers, grid, text and frame rate."""
+    rng = np.random.default_rng(0)
+    data = EnergonData(path=str(written), max_tokens_per_pack=128)
+    for split, count in {"train": 60, "val": 12}.items():
+        data.validation_split, data.validation_micro_batches = split, None
+        data.validate(spec(), 1, 4)
+        found = {}
+        for pack in data.build_validation(spec(), dp_rank=0, dp_size=1):
+            assert pack.fps_S.tolist() == [24.0] * pack.layout.num_samples
+            latents = pack.latents_TC.split(pack.layout.padded_lengths)
+            texts = pack.context_KD.split(pack.context_layout.padded_lengths)
+            for key, grid, latent, text in zip(pack.keys, pack.grids, latents, texts, strict=True):
+                assert key not in found
+                found[key] = grid, latent, text
+        assert sorted(found) == [f"{split}_{i:05d}" for i in range(count)]
+        for i in range(count):
+            shape = [(4, 1, 16, 16), (4, 1, 8, 24), (4, 4, 8, 8)][i % 3]
+            latent = torch.from_numpy(rng.standard_normal(shape).astype(np.float16)).float()
+            text = torch.from_numpy(rng.standard_normal((5 + i % 4, 32)).astype(np.float16)).float()
+            grid, tokens, context = found[f"{split}_{i:05d}"]
+            assert tuple(grid) == (shape[1], shape[2] // 2, shape[3] // 2)
+            # The order inside a token is the patchifier's; the numbers of the sample are the same.
+            assert torch.equal(tokens.flatten().sort().values, latent.flatten().sort().values)
+            assert torch.equal(context.float(), text)
+
+
+def test_the_training_command_takes_the_example(written):
+    words = command("python -m launch.train")
+    task = resolve(cli.parse(words[words.index("launch.train") + 1 :]))
+    model, data = fiddle.build(task.model), fiddle.build(task.data)
+    asked = spec(latent_channels=model.in_channels, num_classes=model.num_classes, context_size=model.context_size)
+    assert asked == spec(micro_batch_size=task.training.micro_batch_size)
+    data.validate(asked, 1, task.training.global_batch_size)
+    assert (written / "dataset.json").samefile(Path(data.path) / "dataset.json")
+    stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    assert next(stream).layout.num_samples >= 1
+    stream.close()
+
+
+def test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure(tmp_path, monkeypatch):
+    """Shards of plain tar files without checksums, texts or labels: first refused, then read as the messages say."""
+    folder = tmp_path / "data" / "theirs"
+    folder.mkdir(parents=True)
+    for shard in range(4):
+        with tarfile.open(folder / f"{shard:03d}.tar", "w") as tar:
+            for i in range(4):
+                latent = npy(np.full((4, 1, 8, 8), i, np.float32))
+                for name, content in (("json", json.dumps({"caption": "x"}).encode()), ("latent.npy", latent)):
+                    member = tarfile.TarInfo(f"s{shard}_{i}.{name}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(energon, command("energon prepare")[1:])
+    assert result.exit_code == 0, result.output
+
+    def read(asked, **settings):
+        stream = EnergonData(path=str(folder), **settings).build_train(
+            asked, dp_rank=0, dp_size=1, seed=0, log_dir=None
+        )
+        try:
+            return next(stream)
+        finally:
+            stream.close()
+
+    with pytest.raises(DataError, match=r"set data\.require_checksums=False.*ShardWriter.*energon_data/README\.md"):
+        read(spec())
+    with pytest.raises(DataError, match=r"no text\.npy; store.*\[K, 32\].*model\.context_size=null.*only some samples"):
+        read(spec(), require_checksums=False)
+    with pytest.raises(DataError, match=r"label is None.*model\.num_classes=null"):
+        read(spec(context_size=None, num_classes=10), require_checksums=False)
+    pack = read(spec(context_size=None, micro_batch_size=3), require_checksums=False)
+    assert pack.layout.lengths == (16, 16, 16)
+
+
+def test_the_table_says_what_every_recipe_asks_of_its_folder():
+    rows = {}
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("| `data/"):
+            path, recipes, latents, tokens, text, _ = (cell.strip() for cell in line.strip("|").split("|"))
+            rows[path.strip("`")] = re.findall(r"`(\w+)`", recipes), latents, tokens, text
+    asked: dict[str, list[str]] = {}
+    for entry in registry.recipes():
+        task = call_recipe(entry.name)
+        if fiddle.get_callable(task.data) is not EnergonData:
+            continue
+        data, model = fiddle.build(task.data), fiddle.build(task.model)
+        asked.setdefault(data.path, []).append(entry.name)
+        _, latents, tokens, text = rows[data.path]
+        assert re.match(rf"{model.in_channels} (x|channels)", latents), entry.name
+        assert text.split()[0] == str(model.context_size or "none").lower(), entry.name
+        limit = data.max_tokens_per_sample or data.max_tokens_per_pack
+        if limit is not None and data.path != "data/moving_letters":
+            assert limit in {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", tokens)}, entry.name
+    assert {path: sorted(names) for path, names in asked.items()} == {p: sorted(row[0]) for p, row in rows.items()}
