@@ -1,13 +1,10 @@
 """The launcher under torchrun: what the seed command promises, and that a failing run is not a success."""
 
 import json
-import signal
 import subprocess
 import sys
 
 import pytest
-
-from tests.integration.runs import checkpoint, checkpoints, outcome, started, steps_logged, wait_for
 
 OWN = "tests.unit.launch.recipes_for_tests.ending"
 
@@ -24,20 +21,6 @@ def test_torchrun_fails_when_one_rank_fails(run_dir, succeeds):
     done = torchrun("--factory", OWN, f"training.run_dir={run_dir}")
     assert done.returncode == (0 if succeeds else 1)
     assert ("rank 1: error: shard 7 is gone" in done.stderr) == (not succeeds)
-
-
-def test_slurms_signal_stops_the_run_after_a_checkpoint(tmp_path):
-    """SIGUSR1 to torchrun, as `--signal=USR1@180` sends it: the ranks' 75 is in exit.json, torchrun returns 1."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    arguments = ["--yes", "--factory", "tiny_dit", f"training.run_dir={run_dir}", "training.num_steps=2000"]
-    passed_on = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-    with started(arguments, log, ranks=2, torchrun=passed_on) as process:
-        wait_for(process, lambda: steps_logged(run_dir) >= 2, log)
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=120) == 1
-    ended = outcome(run_dir)
-    assert (ended["code"], ended["reason"]) == (75, "preempted"), log.read_text()
-    assert checkpoints(run_dir)[-1] == checkpoint(run_dir, ended["step"]).name
 
 
 def test_a_recipe_trains_resumes_and_draws(tmp_path):

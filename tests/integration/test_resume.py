@@ -166,12 +166,15 @@ def test_a_run_asked_to_stop_saves_and_goes_on_later(folder: Path, jobs: "Future
 def test_torchrun_passes_the_request_on_and_two_ranks_continue(
     command: Command, folder: Path, jobs: "Future[dict[str, Any]]"
 ) -> None:
-    """SIGTERM to torchrun, as a scheduler sends it: all ranks stop at one step; their losses are those of one rank."""
+    """SIGUSR1 to torchrun, as Slurm sends it: all ranks stop at one step; their losses are those of one rank.
+
+    The ranks' 75 is in exit.json, torchrun itself returns 1.
+    """
     run_dir, arguments, log = folder / "two_ranks", command("two_ranks"), folder / "two_ranks.log"
-    with started(arguments, log, ranks=2) as process:
+    with started(arguments, log, ranks=2, torchrun=["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]) as process:
         wait_for(process, lambda: steps_logged(run_dir) >= 3, log)
-        process.terminate()
-        assert process.wait(timeout=240) != 0
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=240) == 1
     ended = outcome(run_dir)
     assert (ended["code"], ended["reason"]) == (75, "preempted"), log.read_text()
     assert 3 <= ended["step"] < NUM_STEPS
