@@ -63,7 +63,7 @@ CASES = [
 # Layers that run again exchange again; what came over the network is kept where only cheap parts run again.
 RECOMPUTED = {(2, "all_in_one", f"cp2_hybrid_{choice}"): {"recompute": choice} for choice in ("selective", "full")}
 QUICK = {
-    *("tp2_sp", "pp2", "cp2_hybrid", "cp2_ring", "cp4_hybrid_balanced", "cp4_ring", "cp2_tp2_sp_hybrid"),
+    *("tp2_sp", "cp2_hybrid", "cp2_ring", "cp4_hybrid_balanced", "cp2_tp2_sp_hybrid"),
     *("cp2_pp2_hybrid", "cp2_hybrid_full"),
 }
 ROW = ("world", "model", "layout")

@@ -59,7 +59,7 @@ CASES = {
     }
     for ranks, layouts in LAYOUTS.items()
 }
-QUICK = {"tp2_sp", "pp2", "cp2_ring", "cp2_tp2_sp", "pp2_tp2_sp"}
+QUICK = {"tp2_sp", "pp2", "cp2_ring", "pp2_tp2_sp"}
 ROW = ("model", "layout", "packed")
 BROKEN = {
     ("wan", "tp2", "norm_own_heads_alone"): {"parallel": TP, "break": norm_own_heads_alone},
