@@ -56,7 +56,6 @@ def test_a_run_traces_the_steps_it_was_asked_for(runs: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(600)
 def test_recipes_on_other_layouts_have_the_same_losses(tmp_path: Path) -> None:
     jobs = {}
     for name, ranks in {"tiny_dit": 1, **SPREAD}.items():
