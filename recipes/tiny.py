@@ -45,7 +45,7 @@ def tiny_dit() -> run.Partial:
 def tiny_dit_pack() -> run.Partial:
     """As tiny_dit, on packs of 256 tokens of images and clips of 16 to 96: one CPU core.
 
-    A pack has three to six samples of different shape, label and text, and padding at its end.
+    A pack has three or four samples of different shape, label and text, and padding at its end.
     """
     recipe = tiny_dit()
     recipe.data.shapes = ["1x8x8", "1x16x16", "2x8x16", "4x8x8", "6x8x8", "1x16x24"]
