@@ -29,6 +29,7 @@ from dit.errors import CheckpointError, ConfigError, UserError
 from dit.training.durable_files import fsync_dir, write_atomic
 from dit.training.manifest import (
     MANIFEST,
+    FileRecord,
     Manifest,
     check_same_model,
     hash_tree,
@@ -124,14 +125,15 @@ class CheckpointStore:
         """Drop the unfinished checkpoint of `step`, if there is one."""
         self._discard(self.partial_path(step))
 
-    def publish(self, step: int, meta: Mapping[str, Any]) -> Manifest:
+    def publish(self, step: int, meta: Mapping[str, Any], hashed: Mapping[str, FileRecord] = {}) -> Manifest:
         """Seal the folder that the ranks filled, make it the checkpoint of `step`, and apply the keep rules.
 
-        Every file is flushed and hashed, the manifest is written last, and one rename makes the checkpoint current. If
-        `step` has a checkpoint already, it stays readable until the new one stands.
+        Every file is flushed and hashed, by its writer or here, the manifest is written last, and one rename makes the
+        checkpoint current. If `step` has a checkpoint already, it stays readable until the new one stands.
 
         Args:
             meta: plain JSON for the manifest, see `Manifest`.
+            hashed: files that their writers have flushed and hashed, by relative name.
 
         Raises:
             CheckpointError: a rank called the save off, the folder holds a link, or the disk failed; what was published
@@ -144,7 +146,7 @@ class CheckpointStore:
                 "see the other ranks' errors, earlier checkpoints are intact"
             )
         with self.writing(step):
-            manifest = Manifest(step=step, files=hash_tree(partial), meta=dict(meta))
+            manifest = Manifest(step=step, files=hash_tree(partial, hashed), meta=dict(meta))
             if not manifest.files:
                 raise CheckpointError(f"{partial} is empty, no rank wrote anything; earlier checkpoints are intact")
             write_atomic(partial / MANIFEST, manifest.to_text())
@@ -167,12 +169,17 @@ class CheckpointStore:
         """
         return verify_folder(Path(path), hashes=hashes)
 
+    def newest_first(self) -> list[Path]:
+        """Return all published folders, valid or not, in the order in which a resume tries them."""
+        order = sorted(self._folders(), key=lambda item: (item[0], item[1].suffix != REPLACED), reverse=True)
+        return [folder for _, folder in order]
+
     def newest_valid(self) -> Optional[tuple[Path, Manifest]]:
         """Return the newest checkpoint that verifies, None if there is none; changes nothing on the disk.
 
         Every newer one that does not verify is named in a warning.
         """
-        for _, folder in sorted(self._folders(), key=lambda item: (item[0], item[1].suffix != REPLACED), reverse=True):
+        for folder in self.newest_first():
             try:
                 return folder, verify_folder(folder)
             except CheckpointError as error:
