@@ -1,9 +1,10 @@
-"""Saving and resuming a run: sharded state, loader position and settings in one proven folder."""
+"""Saving and resuming a run: sharded state, loader position and settings in one verified folder."""
 
 import io
 import json
 import logging
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -19,7 +20,7 @@ from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
 from dit.training.optim import MasterShard
-from dit.training.manifest import FileRecord, hash_file, verify_folder
+from dit.training.manifest import CURE, FileRecord, hash_file, verify_folder
 from dit.training.sharded_state import agree_all_wrote, load_state, save_state
 
 logger = logging.getLogger(__name__)
@@ -191,8 +192,7 @@ class Checkpointer:
         state.consumed_samples = int(manifest.meta["consumed_samples"])
 
     def _check_ema(self, state: TrainState, folder: Path) -> None:
-        saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
-        had_ema = saved["training"]["ema_decay"] is not None
+        had_ema = read_record(folder)["training"]["ema_decay"] is not None
         if state.ema is not None and not had_ema:
             raise CheckpointError(
                 f"{folder} holds no weight average but training.ema_decay={state.ema.decay} asks for one; "
@@ -200,11 +200,43 @@ class Checkpointer:
             )
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the settings in a checkpoint's config.yaml, as plain values by the names of `pretrain`'s arguments.
+
+    Raises:
+        CheckpointError: the file is missing or is no such record.
+    """
+    return _read_table(folder / CONFIG_FILE, yaml.safe_load, ("model", "objective", "training", "sampling"))
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return what sampling must know beside the settings.
+
+    Raises:
+        CheckpointError: the file is missing or is no such record.
+    """
+    return _read_table(folder / FACTS_FILE, json.loads, ("class_names", "latent_size"))
+
+
+def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:
+    try:
+        table = parse(path.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {CURE}") from error
+    missing = [name for name in required if not isinstance(table, dict) or name not in table]
+    if missing:
+        raise CheckpointError(f"{path} has no {', '.join(missing)}; {CURE}")
+    return table
+
+
 def read_loader_state(folder: Path) -> dict[str, Any]:
     """Join the loader positions of all data-parallel ranks of a checkpoint, whatever ranks there are now."""
     merged: dict[str, Any] = {}
     for path in sorted((folder / "loader").glob("dp_*.pt")):
-        part = torch.load(path, weights_only=True)
+        try:
+            part = torch.load(path, weights_only=True)
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}; {CURE}") from error
         streams = {**merged.get("streams", {}), **part.get("streams", {})}
         merged = {**merged, **part, "streams": streams}
     return merged

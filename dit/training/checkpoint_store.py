@@ -6,14 +6,14 @@
     checkpoints/iter_0000400.replaced/  the older one of two checkpoints of the same step, gone once the newer stands
 
 There is no "latest" file that could be torn: the newest folder whose manifest verifies is the current one. The
-sharded state is written by all ranks through Megatron-Core; this module only makes, checks and removes folders and
-needs no torch.
+sharded state is written by all ranks (`dit.training.sharded_state`); this module only makes, checks and removes folders
+and needs no torch.
 
 A step is saved like this, the step number being all that ranks must share:
 
     if rank == 0: store.begin(step)                                             # then a barrier
     with store.writing(step): write_this_ranks_files(store.partial_path(step))  # then agree that no rank failed
-    if rank == 0: store.publish(step, meta)                                     # then a barrier
+    if rank == 0: store.publish(step, meta, hashes_of_all_ranks)                # then a barrier
 """
 
 import errno
@@ -305,18 +305,12 @@ def _remove(path: Path) -> None:
 
 def _os_error(error: BaseException) -> Optional[OSError]:
     """Find the operating-system error behind `error`: the layers in between wrap it in errors of their own."""
-    pending: list[BaseException] = [error]
-    seen = set()
-    while pending:
-        current = pending.pop(0)
+    current: Optional[BaseException] = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
         if isinstance(current, OSError):
             return current
-        if id(current) in seen:
-            continue
         seen.add(id(current))
         behind = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-        # torch.distributed.checkpoint collects the errors of all ranks as {rank: (error, traceback)}.
-        failures = getattr(current, "failures", None)
-        collected = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
-        pending += [e for e in (behind, *collected) if isinstance(e, BaseException)]
+        current = behind
     return None

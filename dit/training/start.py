@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from dit.backends.process_groups import ProcessGroups
 from dit.errors import CheckpointError
-from dit.training.checkpoint import CONFIG_FILE, TrainState, global_shapes
+from dit.training.checkpoint import TrainState, global_shapes, read_record
 from dit.training.checkpoint_store import check_same_model, model_fingerprint
 from dit.training.generator import find_checkpoint
 from dit.training.manifest import read_manifest
@@ -33,8 +32,7 @@ def start_from(path: str, state: TrainState) -> None:
     """
     folder = agree_on_folder(path, state.groups)
     check_same_model(read_manifest(folder), model_fingerprint(global_shapes(state.shards, state.groups)))
-    record = yaml.safe_load((folder / CONFIG_FILE).read_text())
-    slot = "weight" if record["training"]["ema_decay"] is None else "ema"
+    slot = "weight" if read_record(folder)["training"]["ema_decay"] is None else "ema"
     load_masters(folder, slot, state.shards, state.groups)
     if state.ema is not None:
         for average, shard in zip(state.ema.values, state.shards, strict=True):
