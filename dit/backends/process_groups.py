@@ -125,7 +125,7 @@ def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
     )
 
 
-def fail_together(failure: Optional[BaseException], otherwise: BaseException) -> None:
+def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:
     """Raise on every rank if any rank failed; every rank calls this.
 
     Args:

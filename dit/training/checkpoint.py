@@ -19,9 +19,9 @@ from dit.errors import CheckpointError, ConfigError
 from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
-from dit.training.optim import MasterShard
 from dit.training.manifest import CURE, FileRecord, hash_file, verify_folder
-from dit.training.sharded_state import agree_all_wrote, load_state, save_state
+from dit.training.optim import MasterShard
+from dit.training.sharded_state import fails_together, load_state, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -87,44 +87,33 @@ class Checkpointer:
         groups, step = state.groups, state.step
         records: dict[str, FileRecord] = {}
         fingerprint = model_fingerprint(global_shapes(state.shards, groups))
-        failure: Optional[BaseException] = None
-        if groups.rank == 0:
-            try:
+        with fails_together():
+            if groups.rank == 0:
                 self.store.begin(step)
-            except CheckpointError as error:
-                failure = error
-        agree_all_wrote(failure)
-        try:
-            with self.store.writing(step):
-                folder = self.store.partial_path(step)
-                records = save_state(folder, state.shards, state.ema, state.optimizer, groups)
-                if groups.is_data_reader:
-                    (folder / "loader").mkdir(exist_ok=True)
-                    position = io.BytesIO()  # torch's own file writer hides why the disk refused
-                    torch.save(state.stream.state_dict(), position)
-                    name = f"loader/dp_{groups.dp_rank:05d}.pt"
-                    (folder / name).write_bytes(position.getbuffer())
-                    records[name] = hash_file(folder / name, flush=True)
-                if groups.rank == 0:
-                    (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.settings, sort_keys=False))
-                    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
-        except CheckpointError as error:
-            failure = error
-        agree_all_wrote(failure)
+        with fails_together(), self.store.writing(step):
+            folder = self.store.partial_path(step)
+            records |= save_state(folder, state.shards, state.ema, state.optimizer, groups)
+            if groups.is_data_reader:
+                (folder / "loader").mkdir(exist_ok=True)
+                position = io.BytesIO()  # torch's own file writer hides why the disk refused
+                torch.save(state.stream.state_dict(), position)
+                name = f"loader/dp_{groups.dp_rank:05d}.pt"
+                (folder / name).write_bytes(position.getbuffer())
+                records[name] = hash_file(folder / name, flush=True)
+            if groups.rank == 0:
+                (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.settings, sort_keys=False))
+                (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
         parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
         dist.gather_object(records, parts)
-        if parts is not None:
-            meta = {
-                "consumed_samples": state.consumed_samples,
-                "held_out_loss": held_out_loss,
-                "fingerprint": fingerprint,
-                "torch": torch.__version__,
-            }
-            try:
+        with fails_together():
+            if parts is not None:
+                meta = {
+                    "consumed_samples": state.consumed_samples,
+                    "held_out_loss": held_out_loss,
+                    "fingerprint": fingerprint,
+                    "torch": torch.__version__,
+                }
                 self.store.publish(step, meta, {name: record for part in parts for name, record in part.items()})
-            except CheckpointError as error:
-                failure = error
-        agree_all_wrote(failure)
         return self.store.path(step)
 
     def resume(self, state: TrainState, mode: str) -> bool:

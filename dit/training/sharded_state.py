@@ -5,7 +5,8 @@ them depends on the optimizer or the layout that wrote them. Each rank writes an
 owns (`dit.training.boxes`); ranks that own copies of a range write equal shares of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dit.backends.process_groups import ProcessGroups, fail_together
+from dit.backends.process_groups import ProcessGroups, raise_together
 from dit.errors import CheckpointError
 from dit.parallel.parallelize import is_expert, is_replicated_over_pipeline
 from dit.training.boxes import Box, Part
@@ -65,9 +66,15 @@ def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[s
     return values
 
 
-def agree_all_wrote(failure: Optional[BaseException]) -> None:
-    """Raise on every rank if any rank failed, its own error first; every rank calls this."""
-    fail_together(failure, CheckpointError("another rank could not write its part of the checkpoint; see its error"))
+@contextmanager
+def fails_together() -> Iterator[None]:
+    """Write something on this rank; if any rank fails, all do, each with its own error first. Every rank calls this."""
+    failure: Optional[Exception] = None
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        failure = error
+    raise_together(failure, CheckpointError("another rank could not write its part of the checkpoint; see its error"))
 
 
 def save_state(
@@ -84,7 +91,7 @@ def save_state(
 
     Raises:
         OSError: this rank could not write its part.
-        CheckpointError: another rank could not.
+        CheckpointError: another rank could not. Whatever happens, it happens on every rank.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     boxes: dict[str, list[Box]] = {}
@@ -99,19 +106,17 @@ def save_state(
             shapes[f"{slot}.{shard.name}"] = owned.shape
             boxes[f"{slot}.{shard.name}"] = [box for box, _ in views]
             values += [view for _, view in views]
-    file, failure = file_of_rank(groups.rank), None
+    file = file_of_rank(groups.rank)
     record: dict[str, FileRecord] = {}
-    try:
+    with fails_together():
         record = {file: write_boxes(directory / file, boxes, values)}
-    except OSError as error:
-        failure = error
-    agree_all_wrote(failure)
     found: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
     dist.gather_object((shapes, boxes), found)
-    if found is not None:
-        all_shapes = {name: shape for part, _ in found for name, shape in part.items()}
-        parts = {file_of_rank(rank): boxes for rank, (_, boxes) in enumerate(found)}
-        write_index(directory, all_shapes, parts, {ADAM_STEP: get_step_count(optimizer)})
+    with fails_together():
+        if found is not None:
+            all_shapes = {name: shape for part, _ in found for name, shape in part.items()}
+            parts = {file_of_rank(rank): boxes for rank, (_, boxes) in enumerate(found)}
+            write_index(directory, all_shapes, parts, {ADAM_STEP: get_step_count(optimizer)})
     return record
 
 

@@ -49,8 +49,8 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
 
     Args:
         boxes: what the file will hold.
-        values: the tensor of each box in the same order, contiguous, on any device. They are taken one by one and may be
-            made one by one: no more than the one at hand and `STAGING_BYTES` of host memory is needed.
+        values: the tensor of each box in the same order, contiguous, on any device. They are taken one by one and may
+            be made one by one; of a device's tensors no more than `STAGING_BYTES` are on the host at a time.
 
     Returns:
         Size and SHA-256, computed beside the writing.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dit.errors import exit_code
+from dit.training import sharded_state
 from dit.training.checkpoint import Checkpointer
 from dit.training.pretrain import Run, check_settings
-from dit.training import sharded_state
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 

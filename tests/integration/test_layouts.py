@@ -5,7 +5,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.integration import actions
 from tests.integration.runs import (

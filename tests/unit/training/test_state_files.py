@@ -1,6 +1,7 @@
 """State on disk: whatever boxes it was written in, any box of it comes back, and nothing damaged is taken for it."""
 
 import hashlib
+import itertools
 import json
 import random
 
@@ -38,7 +39,7 @@ def write(folder, ranks, seed=0):
     for name, shape in SHAPES.items():
         flat = values_of(name).view(-1)
         cuts = sorted([0, flat.numel(), *(rng.randint(0, flat.numel()) for _ in range(ranks - 1))])
-        for rank, (start, stop) in enumerate(zip(cuts, cuts[1:])):
+        for rank, (start, stop) in enumerate(itertools.pairwise(cuts)):
             position = start
             for box in boxes_of_range(shape, start, stop):
                 parts[rank][name].append(box)
