@@ -35,6 +35,11 @@ Boxes = Mapping[str, Sequence[Box]]
 """The boxes of each tensor by its name."""
 
 
+def checkpoint_bytes(parameters: int, *, averaged: bool) -> int:
+    """Return the size of a training state on disk, names aside: weights, Adam's two moments and the average."""
+    return parameters * ITEM_BYTES * (4 if averaged else 3)
+
+
 def file_of_rank(rank: int) -> str:
     """Return the name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"

@@ -12,7 +12,7 @@ from tests.parallel.worker import build, named_parameters
 
 
 def cost(case: dict) -> dict:
-    """Save and load the training state, counting every byte that is made meanwhile; every rank's figures are returned."""
+    """Save and load the training state and count the bytes that are made meanwhile, on every rank."""
     from dit.training.ema import EMA
     from dit.training.sharded_state import load_state, save_state
 
@@ -38,7 +38,7 @@ def cost(case: dict) -> dict:
     found: list = [None] * it.groups.world_size
     dist.all_gather_object(found, mine)
     process_groups.release()
-    return {name: [rank[name] for rank in found] for name in mine}
+    return {"parameters": it.model.num_parameters(), **{name: [rank[name] for rank in found] for name in mine}}
 
 
 def norms_in_fp32(chunks: list) -> None:
