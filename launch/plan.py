@@ -281,6 +281,7 @@ def report(
     from dit.parallel.parallelize import count_parameters
     from dit.training.flops import flops_per_token
     from dit.training.pretrain import check_training
+    from dit.training.state_files import STAGING_BYTES, checkpoint_bytes
     from launch.config_file import summary
 
     names = ("model", "training", "parallel", "optimizer", "schedule")
@@ -312,15 +313,19 @@ def report(
     if parallel.expert_model_parallel_size > 1:
         sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
     batch = f"{dims.micro_batches} micro-batches x {training.micro_batch_size} x {dims.data_parallel_size} replicas"
+    count = count_parameters(model)
+    state = checkpoint_bytes(count, averaged=training.ema_decay is not None)
     lines = [
         summary(task),
         "",
-        f"parameters  {count_parameters(model):,}",
+        f"parameters  {count:,}",
         f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}"
         f"{'' if world_size else '; the fewest for this layout: give --world-size N'}",
         f"batch       {training.global_batch_size} {'samples' if sample.pack is None else 'packs'} = {batch}",
         f"work        {flops / 1e9:,.4g} GFLOP per token ({_described(sample, model)}), "
         f"{step / 1e12:,.4g} TFLOP per step",
+        f"checkpoint  {state / GIB:,.3f} GiB on disk, {state / GIB / dims.world_size:,.3f} GiB from each rank through "
+        f"{STAGING_BYTES >> 20} MiB of host memory; no device memory",
         "",
         f"memory per rank{' (the fullest of the pipeline)' if pp > 1 else ''}, {training.precision}",
         *(f"  {name:<12}{value / GIB:10.3f} GiB" for name, value in asdict(need).items()),

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -123,6 +123,21 @@ def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
         dp_size=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
     )
+
+
+def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:
+    """Raise on every rank if any rank failed; every rank calls this.
+
+    Args:
+        failure: what went wrong on this rank, raised here.
+        otherwise: raised on ranks where nothing went wrong while it did elsewhere.
+    """
+    flag = torch.tensor([float(failure is not None)], device=local_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if failure is not None:
+        raise failure
+    if flag.item():
+        raise otherwise
 
 
 def release() -> None:

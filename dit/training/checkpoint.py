@@ -1,9 +1,10 @@
-"""Saving and resuming a run: sharded state, loader position and settings in one proven folder."""
+"""Saving and resuming a run: sharded state, loader position and settings in one verified folder."""
 
 import io
 import json
 import logging
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -12,15 +13,15 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.data_api import DataStream
 from dit.errors import CheckpointError, ConfigError
 from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
+from dit.training.manifest import CURE, FileRecord, hash_file, verify_folder
 from dit.training.optim import MasterShard
-from dit.training.sharded_state import load_state, save_state
+from dit.training.sharded_state import fails_together, load_state, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -84,41 +85,35 @@ class Checkpointer:
             CheckpointError: a rank could not write; the checkpoints before are untouched.
         """
         groups, step = state.groups, state.step
+        records: dict[str, FileRecord] = {}
         fingerprint = model_fingerprint(global_shapes(state.shards, groups))
-        failure: Optional[BaseException] = None
-        if groups.rank == 0:
-            try:
+        with fails_together():
+            if groups.rank == 0:
                 self.store.begin(step)
-            except CheckpointError as error:
-                failure = error
-        self._agree(failure)
-        try:
-            with self.store.writing(step):
-                folder = self.store.partial_path(step)
-                save_state(folder, state.shards, state.ema, state.optimizer, groups)
-                if groups.is_data_reader:
-                    (folder / "loader").mkdir(exist_ok=True)
-                    position = io.BytesIO()  # torch's own file writer hides why the disk refused
-                    torch.save(state.stream.state_dict(), position)
-                    (folder / "loader" / f"dp_{groups.dp_rank:05d}.pt").write_bytes(position.getbuffer())
-                if groups.rank == 0:
-                    (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.settings, sort_keys=False))
-                    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
-        except CheckpointError as error:
-            failure = error
-        self._agree(failure)
-        if groups.rank == 0:
-            meta = {
-                "consumed_samples": state.consumed_samples,
-                "held_out_loss": held_out_loss,
-                "fingerprint": fingerprint,
-                "torch": torch.__version__,
-            }
-            try:
-                self.store.publish(step, meta)
-            except CheckpointError as error:
-                failure = error
-        self._agree(failure)
+        with fails_together(), self.store.writing(step):
+            folder = self.store.partial_path(step)
+            records |= save_state(folder, state.shards, state.ema, state.optimizer, groups)
+            if groups.is_data_reader:
+                (folder / "loader").mkdir(exist_ok=True)
+                position = io.BytesIO()  # torch's own file writer hides why the disk refused
+                torch.save(state.stream.state_dict(), position)
+                name = f"loader/dp_{groups.dp_rank:05d}.pt"
+                (folder / name).write_bytes(position.getbuffer())
+                records[name] = hash_file(folder / name, flush=True)
+            if groups.rank == 0:
+                (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.settings, sort_keys=False))
+                (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
+        parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
+        dist.gather_object(records, parts)
+        with fails_together():
+            if parts is not None:
+                meta = {
+                    "consumed_samples": state.consumed_samples,
+                    "held_out_loss": held_out_loss,
+                    "fingerprint": fingerprint,
+                    "torch": torch.__version__,
+                }
+                self.store.publish(step, meta, {name: record for part in parts for name, record in part.items()})
         return self.store.path(step)
 
     def resume(self, state: TrainState, mode: str) -> bool:
@@ -141,18 +136,15 @@ class Checkpointer:
                     "which a later resume would take for this run's; use another training.run_dir or remove them"
                 )
             return False
-        found: list[Any] = [None]
-        if state.groups.rank == 0:
-            found = [self.store.newest_valid()]
-        dist.broadcast_object_list(found)
-        if found[0] is None:
+        found = self._newest_valid(state.groups)
+        if found is None:
             if mode == "must":
                 raise CheckpointError(
                     f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
                     "use checkpoint.resume=auto to start anew"
                 )
             return False
-        folder, manifest = found[0]
+        folder, manifest = found
         if manifest.is_imported:
             raise ConfigError(
                 f"{folder} holds imported weights, which have no optimizer and no data position to resume; start from "
@@ -160,6 +152,25 @@ class Checkpointer:
             )
         self._restore(state, folder, manifest)
         return True
+
+    def _newest_valid(self, groups: ProcessGroups) -> Optional[tuple[Path, Manifest]]:
+        """Return the newest checkpoint that verifies; every rank reads and hashes its share of the files."""
+        candidates: list[Any] = [self.store.newest_first() if groups.rank == 0 else None]
+        dist.broadcast_object_list(candidates)
+        for folder in candidates[0]:
+            problem: Optional[str] = None
+            try:
+                manifest = verify_folder(folder, share=(groups.rank, groups.world_size))
+            except CheckpointError as error:
+                problem = str(error)
+            problems: list[Any] = [None] * groups.world_size
+            dist.all_gather_object(problems, problem)
+            named = next((problem for problem in problems if problem is not None), None)
+            if named is None:
+                return folder, manifest
+            if groups.rank == 0:
+                logger.warning("skipping checkpoint %s: %s", folder.name, named)
+        return None
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
         check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
@@ -170,29 +181,51 @@ class Checkpointer:
         state.consumed_samples = int(manifest.meta["consumed_samples"])
 
     def _check_ema(self, state: TrainState, folder: Path) -> None:
-        saved = yaml.safe_load((folder / CONFIG_FILE).read_text())
-        had_ema = saved["training"]["ema_decay"] is not None
+        had_ema = read_record(folder)["training"]["ema_decay"] is not None
         if state.ema is not None and not had_ema:
             raise CheckpointError(
                 f"{folder} holds no weight average but training.ema_decay={state.ema.decay} asks for one; "
                 "set training.ema_decay=None or start in a new training.run_dir"
             )
 
-    def _agree(self, failure: Optional[BaseException]) -> None:
-        """Raise on every rank if any rank failed, its own error first."""
-        flag = torch.tensor([float(failure is not None)], device=local_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if failure is not None:
-            raise failure
-        if flag.item():
-            raise CheckpointError("another rank could not write its part of the checkpoint; see its error")
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the settings in a checkpoint's config.yaml, as plain values by the names of `pretrain`'s arguments.
+
+    Raises:
+        CheckpointError: the file is missing or is no such record.
+    """
+    return _read_table(folder / CONFIG_FILE, yaml.safe_load, ("model", "objective", "training", "sampling"))
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return what sampling must know beside the settings.
+
+    Raises:
+        CheckpointError: the file is missing or is no such record.
+    """
+    return _read_table(folder / FACTS_FILE, json.loads, ("class_names", "latent_size"))
+
+
+def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:
+    try:
+        table = parse(path.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {CURE}") from error
+    missing = [name for name in required if not isinstance(table, dict) or name not in table]
+    if missing:
+        raise CheckpointError(f"{path} has no {', '.join(missing)}; {CURE}")
+    return table
 
 
 def read_loader_state(folder: Path) -> dict[str, Any]:
     """Join the loader positions of all data-parallel ranks of a checkpoint, whatever ranks there are now."""
     merged: dict[str, Any] = {}
     for path in sorted((folder / "loader").glob("dp_*.pt")):
-        part = torch.load(path, weights_only=True)
+        try:
+            part = torch.load(path, weights_only=True)
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}; {CURE}") from error
         streams = {**merged.get("streams", {}), **part.get("streams", {})}
         merged = {**merged, **part, "streams": streams}
     return merged

@@ -6,14 +6,14 @@
     checkpoints/iter_0000400.replaced/  the older one of two checkpoints of the same step, gone once the newer stands
 
 There is no "latest" file that could be torn: the newest folder whose manifest verifies is the current one. The
-sharded state is written by all ranks through Megatron-Core; this module only makes, checks and removes folders and
-needs no torch.
+sharded state is written by all ranks (`dit.training.sharded_state`); this module only makes, checks and removes folders
+and needs no torch.
 
 A step is saved like this, the step number being all that ranks must share:
 
     if rank == 0: store.begin(step)                                             # then a barrier
     with store.writing(step): write_this_ranks_files(store.partial_path(step))  # then agree that no rank failed
-    if rank == 0: store.publish(step, meta)                                     # then a barrier
+    if rank == 0: store.publish(step, meta, hashes_of_all_ranks)                # then a barrier
 """
 
 import errno
@@ -29,6 +29,7 @@ from dit.errors import CheckpointError, ConfigError, UserError
 from dit.training.durable_files import fsync_dir, write_atomic
 from dit.training.manifest import (
     MANIFEST,
+    FileRecord,
     Manifest,
     check_same_model,
     hash_tree,
@@ -124,14 +125,15 @@ class CheckpointStore:
         """Drop the unfinished checkpoint of `step`, if there is one."""
         self._discard(self.partial_path(step))
 
-    def publish(self, step: int, meta: Mapping[str, Any]) -> Manifest:
+    def publish(self, step: int, meta: Mapping[str, Any], hashed: Mapping[str, FileRecord] = {}) -> Manifest:
         """Seal the folder that the ranks filled, make it the checkpoint of `step`, and apply the keep rules.
 
-        Every file is flushed and hashed, the manifest is written last, and one rename makes the checkpoint current. If
-        `step` has a checkpoint already, it stays readable until the new one stands.
+        Every file is flushed and hashed, by its writer or here, the manifest is written last, and one rename makes the
+        checkpoint current. If `step` has a checkpoint already, it stays readable until the new one stands.
 
         Args:
             meta: plain JSON for the manifest, see `Manifest`.
+            hashed: files that their writers have flushed and hashed, by relative name.
 
         Raises:
             CheckpointError: a rank called the save off, the folder holds a link, or the disk failed; what was published
@@ -144,7 +146,7 @@ class CheckpointStore:
                 "see the other ranks' errors, earlier checkpoints are intact"
             )
         with self.writing(step):
-            manifest = Manifest(step=step, files=hash_tree(partial), meta=dict(meta))
+            manifest = Manifest(step=step, files=hash_tree(partial, hashed), meta=dict(meta))
             if not manifest.files:
                 raise CheckpointError(f"{partial} is empty, no rank wrote anything; earlier checkpoints are intact")
             write_atomic(partial / MANIFEST, manifest.to_text())
@@ -167,12 +169,17 @@ class CheckpointStore:
         """
         return verify_folder(Path(path), hashes=hashes)
 
+    def newest_first(self) -> list[Path]:
+        """Return all published folders, valid or not, in the order in which a resume tries them."""
+        order = sorted(self._folders(), key=lambda item: (item[0], item[1].suffix != REPLACED), reverse=True)
+        return [folder for _, folder in order]
+
     def newest_valid(self) -> Optional[tuple[Path, Manifest]]:
         """Return the newest checkpoint that verifies, None if there is none; changes nothing on the disk.
 
         Every newer one that does not verify is named in a warning.
         """
-        for _, folder in sorted(self._folders(), key=lambda item: (item[0], item[1].suffix != REPLACED), reverse=True):
+        for folder in self.newest_first():
             try:
                 return folder, verify_folder(folder)
             except CheckpointError as error:
@@ -298,18 +305,12 @@ def _remove(path: Path) -> None:
 
 def _os_error(error: BaseException) -> Optional[OSError]:
     """Find the operating-system error behind `error`: the layers in between wrap it in errors of their own."""
-    pending: list[BaseException] = [error]
-    seen = set()
-    while pending:
-        current = pending.pop(0)
+    current: Optional[BaseException] = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
         if isinstance(current, OSError):
             return current
-        if id(current) in seen:
-            continue
         seen.add(id(current))
         behind = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-        # torch.distributed.checkpoint collects the errors of all ranks as {rank: (error, traceback)}.
-        failures = getattr(current, "failures", None)
-        collected = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
-        pending += [e for e in (behind, *collected) if isinstance(e, BaseException)]
+        current = behind
     return None

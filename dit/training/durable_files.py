@@ -17,7 +17,7 @@ def fsync_dir(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write every byte; one `os.write` may take fewer than it was given."""
     view = memoryview(data)
     while view:

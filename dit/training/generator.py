@@ -1,12 +1,10 @@
 """A trained model for sampling: from a checkpoint folder alone to pictures."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 import torch
-import yaml
 from torch import Tensor
 
 from dit.backends import process_groups
@@ -17,7 +15,7 @@ from dit.errors import CheckpointError
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.parallelize import build_model
 from dit.sampling.generate import empty_pack, generate
-from dit.training.checkpoint import CONFIG_FILE, FACTS_FILE
+from dit.training.checkpoint import read_facts, read_record
 from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, from_record
 from dit.training.manifest import read_manifest
@@ -125,9 +123,8 @@ def find_checkpoint(path: Path | str) -> tuple[Path, int]:
 
 def read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of a proven checkpoint, by the names of `pretrain`'s arguments, and its facts."""
-    record = yaml.safe_load((folder / CONFIG_FILE).read_text())
-    config = {name: from_record(part) for name, part in record.items() if name != CLASS_KEY}
-    return config, json.loads((folder / FACTS_FILE).read_text())
+    config = {name: from_record(part) for name, part in read_record(folder).items() if name != CLASS_KEY}
+    return config, read_facts(folder)
 
 
 def slot_of(folder: Path, config: dict[str, Any], weights: Literal["ema", "raw"]) -> str:

@@ -68,10 +68,6 @@ class MasterShard:
         dist.all_reduce(flat.view(torch.int32), group=self.group)
         return flat.view(self.parameter.shape)
 
-    def scatter(self, full: Tensor) -> Tensor:
-        """Return this rank's part of a parameter-shaped tensor, in the shape of `main`."""
-        return full.flatten()[self.start : self.stop].view(self.main.shape)
-
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers behind Megatron-Core's chain (dense and expert parameters have one each)."""
@@ -82,23 +78,29 @@ def _is_fsdp(optimizer: Any) -> bool:
     return isinstance(optimizer, DistributedOptimizer) and optimizer.ddp_config.use_megatron_fsdp
 
 
+def _flat(groups: Sequence[Sequence[Tensor]]) -> list[Any]:
+    return [parameter for group in groups for parameter in group]
+
+
 def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
-    """Yield (model parameter, master tensor, start, stop) of one Megatron-Core optimizer."""
+    """Yield (model parameter, master tensor, start, stop) of one Megatron-Core optimizer.
+
+    The order of `param_groups` says nothing: Megatron-Core puts a group's fp32 parameters first.
+    """
     if isinstance(optimizer, DistributedOptimizer):
-        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
-            span = optimizer._get_model_param_range_map(parameter)["param"]
-            yield parameter, optimizer.optimizer.param_groups[group]["params"][order], span.start, span.end
-        return
-    if hasattr(optimizer, "float16_groups"):
-        models = [p for g in optimizer.float16_groups for p in g] + [
-            p for g in optimizer.fp32_from_fp32_groups for p in g
-        ]
-        mains = [p for g in optimizer.fp32_from_float16_groups for p in g]
-        mains += [p for g in optimizer.fp32_from_fp32_groups for p in g]
+        models = _flat(optimizer.model_float16_groups) + _flat(optimizer.model_fp32_groups)
+        mains = _flat(optimizer.shard_fp32_from_float16_groups) + _flat(optimizer.shard_fp32_groups)
+    elif hasattr(optimizer, "float16_groups"):
+        models = _flat(optimizer.float16_groups) + _flat(optimizer.fp32_from_fp32_groups)
+        mains = _flat(optimizer.fp32_from_float16_groups) + _flat(optimizer.fp32_from_fp32_groups)
     else:
-        models = mains = [p for g in optimizer.optimizer.param_groups for p in g["params"]]
+        models = mains = _flat([group["params"] for group in optimizer.optimizer.param_groups])
     for parameter, main in zip(models, mains, strict=True):
-        yield parameter, main, 0, parameter.numel()
+        if isinstance(optimizer, DistributedOptimizer):
+            span = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, main, span.start, span.end
+        else:
+            yield parameter, main, 0, parameter.numel()
 
 
 def master_shards(optimizer: Any, chunks: Sequence[nn.Module]) -> list[MasterShard]:

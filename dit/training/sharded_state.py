@@ -1,104 +1,163 @@
-"""The model's state on disk: named, sharded tensors that any layout can read.
+"""The model's state on disk: named tensors that any layout can write and read, and no rank ever gathers.
 
 Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`. Nothing in
-them depends on the optimizer or the layout that wrote them. The work is Megatron-Core's distributed checkpointing.
+them depends on the optimizer or the layout that wrote them. Each rank writes and reads the boxes of the ranges that it
+owns (`dit.training.boxes`); ranks that own copies of a range write equal shares of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, raise_together
+from dit.errors import CheckpointError
 from dit.parallel.parallelize import is_expert, is_replicated_over_pipeline
+from dit.training.boxes import Box, Part
 from dit.training.ema import EMA
+from dit.training.manifest import FileRecord
 from dit.training.optim import SLOTS, MasterShard, get_step_count, publish_masters, set_step_count
-from dit.training.sharded_write import write_sharded
+from dit.training.state_files import StateReader, file_of_rank, write_boxes, write_index
+
+ADAM_STEP = "adam_step"
 
 
-def sharded_tensor(key: str, data: Tensor, parameter: nn.Parameter, groups: ProcessGroups) -> ShardedTensor:
-    """Describe one rank's part of a global tensor shaped like `parameter`.
+def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop: Optional[int] = None) -> Part:
+    """Describe a range of this rank's part of a parameter, the complete part if no range is given.
 
-    Copies on other ranks (data parallel, tensor parallel for whole parameters, pipeline stages for conditioning) are
-    replicas; one is written. An expert is a tensor of its own name, whole on the ranks that hold it.
+    An expert is a tensor of its own name, complete on the ranks that have it.
     """
+    local = tuple(parameter.shape)
+    stop = parameter.numel() if stop is None else stop
+    if is_expert(parameter) or not getattr(parameter, "tensor_model_parallel", False):
+        return Part(local, local, (0,) * len(local), start, stop)
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    shape = tuple(size * groups.tp.size() if i == dim else size for i, size in enumerate(local))
+    origin = tuple(local[dim] * groups.tp.rank() if i == dim else 0 for i in range(len(local)))
+    return Part(shape, local, origin, start, stop)
+
+
+def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
+    """Return which copy of its range this rank has, and how many ranks have one."""
+    parameter = shard.parameter
     if is_expert(parameter):
-        return ShardedTensor.from_rank_offsets(key, data, replica_id=(0, 0, groups.collection.expt_dp.rank()))
-    tp_rank, tp_size = groups.tp.rank(), groups.tp.size()
-    split = getattr(parameter, "tensor_model_parallel", False)
-    offsets = [(parameter.partition_dim, tp_rank, tp_size)] if split else []  # type: ignore[attr-defined]
-    stage = groups.pp.rank() if is_replicated_over_pipeline(parameter) else 0
-    replica = (stage, 0 if split else tp_rank, groups.dp_cp.rank())
-    return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica)
+        axes = [groups.collection.expt_dp] if shard.group is None else []
+    else:
+        axes = [groups.dp_cp] if shard.group is None else []
+        if not getattr(parameter, "tensor_model_parallel", False):
+            axes.append(groups.tp)
+        if is_replicated_over_pipeline(parameter):
+            axes.append(groups.pp)
+    index, count = 0, 1
+    for axis in axes:
+        index, count = index * axis.size() + axis.rank(), count * axis.size()
+    return index, count
+
+
+def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[str, Tensor]:
+    """Return this rank's values of the `i`-th parameter by slot."""
+    values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in SLOTS}}
+    if ema is not None:
+        values["ema"] = ema.values[i]
+    return values
+
+
+@contextmanager
+def fails_together() -> Iterator[None]:
+    """Write something on this rank; if any rank fails, all do, each with its own error first. Every rank calls this."""
+    failure: Optional[Exception] = None
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        failure = error
+    raise_together(failure, CheckpointError("another rank could not write its part of the checkpoint; see its error"))
 
 
 def save_state(
     directory: Path,
-    shards: list[MasterShard],
+    shards: Sequence[MasterShard],
     ema: Optional[EMA],
     optimizer: Any,
     groups: ProcessGroups,
-) -> None:
+) -> dict[str, FileRecord]:
     """Write weights, average and optimizer state into `directory`; every rank calls this.
 
+    Returns:
+        Size and SHA-256 of the file that this rank wrote, by its name.
+
     Raises:
-        OSError, CheckpointError: this rank, or another one, could not write.
+        OSError: this rank could not write its part.
+        CheckpointError: another rank could not. Whatever happens, it happens on every rank.
     """
-    state: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    boxes: dict[str, list[Box]] = {}
+    values: list[Tensor] = []
     for i, shard in enumerate(shards):
-        if f"weight.{shard.name}" in state:
+        if f"weight.{shard.name}" in shapes:
             continue  # another chunk's copy, equal to the bit
-        slots = {"weight": shard.main, **{slot: shard.slot(slot) for slot in SLOTS}}
-        if ema is not None:
-            slots["ema"] = ema.values[i]
-        for slot, values in slots.items():
-            key = f"{slot}.{shard.name}"
-            state[key] = sharded_tensor(key, shard.gather(values), shard.parameter, groups)
-    state["adam_step"] = get_step_count(optimizer)
-    write_sharded(state, directory)
+        owned = part_of(shard.parameter, groups, shard.start, shard.stop)
+        share = owned.share(*copy_of(shard, groups))
+        for slot, tensor in _values(shards, ema, i).items():
+            views = list(share.views(tensor, shard.start))
+            shapes[f"{slot}.{shard.name}"] = owned.shape
+            boxes[f"{slot}.{shard.name}"] = [box for box, _ in views]
+            values += [view for _, view in views]
+    file = file_of_rank(groups.rank)
+    record: dict[str, FileRecord] = {}
+    with fails_together():
+        record = {file: write_boxes(directory / file, boxes, values)}
+    found: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
+    dist.gather_object((shapes, boxes), found)
+    with fails_together():
+        if found is not None:
+            all_shapes = {name: shape for part, _ in found for name, shape in part.items()}
+            parts = {file_of_rank(rank): boxes for rank, (_, boxes) in enumerate(found)}
+            write_index(directory, all_shapes, parts, {ADAM_STEP: get_step_count(optimizer)})
+    return record
 
 
 @torch.no_grad()
 def load_state(
     directory: Path,
-    shards: list[MasterShard],
+    shards: Sequence[MasterShard],
     ema: Optional[EMA],
     optimizer: Any,
     wrapped: Sequence[Any],
     groups: ProcessGroups,
 ) -> None:
-    """Read what `save_state` wrote, on any layout, into masters, average, optimizer and model."""
-    names = ["weight", *SLOTS] + (["ema"] if ema is not None else [])
-    request: dict[str, Any] = {"adam_step": 0}
-    for shard in shards:
-        shard.ensure_state()
-        for slot in names:
-            key = f"{slot}.{shard.name}"
-            empty = torch.empty(shard.parameter.shape, dtype=torch.float32, device=shard.parameter.device)
-            request[key] = sharded_tensor(key, empty, shard.parameter, groups)
-    loaded = dist_checkpointing.load(request, str(directory))
+    """Read what `save_state` wrote, on any layout, into masters, average, optimizer and model.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a part of it.
+    """
+    reader = StateReader(directory)
     for i, shard in enumerate(shards):
-        targets = {"weight": shard.main, **{slot: shard.slot(slot) for slot in SLOTS}}
-        if ema is not None:
-            targets["ema"] = ema.values[i]
-        for slot, target in targets.items():
-            target.copy_(shard.scatter(loaded[f"{slot}.{shard.name}"]))
-    set_step_count(optimizer, int(loaded["adam_step"]))
+        shard.ensure_state()
+        owned = part_of(shard.parameter, groups, shard.start, shard.stop)
+        for slot, target in _values(shards, ema, i).items():
+            reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(target, shard.start))
+    set_step_count(optimizer, reader.scalars[ADAM_STEP])
     publish_masters(optimizer, wrapped)
 
 
 @torch.no_grad()
+def load_masters(directory: Path, slot: str, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
+    """Read the weights (`weight`) or their average (`ema`) into the master weights alone, on any layout."""
+    reader = StateReader(directory)
+    for shard in shards:
+        owned = part_of(shard.parameter, groups, shard.start, shard.stop)
+        reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(shard.main, shard.start))
+
+
+@torch.no_grad()
 def load_weights(directory: Path, chunks: Sequence[nn.Module], groups: ProcessGroups, *, slot: str = "ema") -> None:
-    """Read only the weights (`weight`) or their average (`ema`) into bare model chunks, for sampling and export."""
-    parameters = [pair for chunk in chunks for pair in chunk.named_parameters()]
-    request: dict[str, Any] = {
-        name: sharded_tensor(f"{slot}.{name}", torch.empty_like(p, dtype=torch.float32), p, groups)
-        for name, p in parameters
-    }
-    loaded = dist_checkpointing.load(request, str(directory))
-    for name, parameter in parameters:
-        parameter.copy_(loaded[name])
+    """Read the weights (`weight`) or their average (`ema`) into bare model chunks, for sampling and export."""
+    reader = StateReader(directory)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            part = part_of(parameter, groups)
+            reader.read(f"{slot}.{name}", part.shape, part.views(parameter, 0))

@@ -5,17 +5,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
-from megatron.core import dist_checkpointing
 
 from dit.backends.process_groups import ProcessGroups
 from dit.errors import CheckpointError
-from dit.training.checkpoint import CONFIG_FILE, TrainState, global_shapes
+from dit.training.checkpoint import TrainState, global_shapes, read_record
 from dit.training.checkpoint_store import check_same_model, model_fingerprint
 from dit.training.generator import find_checkpoint
 from dit.training.manifest import read_manifest
 from dit.training.optim import publish_masters
-from dit.training.sharded_state import sharded_tensor
+from dit.training.sharded_state import load_masters
 
 
 @torch.no_grad()
@@ -34,18 +32,11 @@ def start_from(path: str, state: TrainState) -> None:
     """
     folder = agree_on_folder(path, state.groups)
     check_same_model(read_manifest(folder), model_fingerprint(global_shapes(state.shards, state.groups)))
-    record = yaml.safe_load((folder / CONFIG_FILE).read_text())
-    slot = "weight" if record["training"]["ema_decay"] is None else "ema"
-    request: dict[str, Any] = {}
-    for shard in state.shards:
-        empty = torch.empty(shard.parameter.shape, dtype=torch.float32, device=shard.parameter.device)
-        request[shard.name] = sharded_tensor(f"{slot}.{shard.name}", empty, shard.parameter, state.groups)
-    loaded = dist_checkpointing.load(request, str(folder))
-    for i, shard in enumerate(state.shards):
-        values = shard.scatter(loaded[shard.name])
-        shard.main.copy_(values)
-        if state.ema is not None:
-            state.ema.values[i].copy_(values)
+    slot = "weight" if read_record(folder)["training"]["ema_decay"] is None else "ema"
+    load_masters(folder, slot, state.shards, state.groups)
+    if state.ema is not None:
+        for average, shard in zip(state.ema.values, state.shards, strict=True):
+            average.copy_(shard.main)
     publish_masters(state.optimizer, state.wrapped)
 
 

@@ -9,40 +9,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 import yaml
-from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dit.backends import process_groups
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
-from dit.parallel.dims import ParallelConfig
 from dit.training.checkpoint import CONFIG_FILE, FACTS_FILE
 from dit.training.checkpoint_store import CheckpointStore, model_fingerprint
 from dit.training.config_record import to_record
 from dit.training.settings import CheckpointConfig, SamplingConfig, TrainingConfig
-from dit.training.sharded_write import write_sharded
+from dit.training.state_files import StateReader, write_full_state
 
 
 def read_whole_weights(folder: Path, slot: str) -> dict[str, Tensor]:
-    """Read every parameter of a proven checkpoint whole, float32, on this one process.
+    """Read every parameter of a verified checkpoint in full, float32, on this one process.
 
     Args:
         slot: `ema` or `weight`.
     """
-    reader = torch_checkpoint.FileSystemReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
-    prefix = f"{slot}."
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    reader, prefix = StateReader(folder), f"{slot}."
+    return {name.removeprefix(prefix): reader.read_full(name) for name in reader.shapes if name.startswith(prefix)}
 
 
 def write_imported(
@@ -72,7 +59,6 @@ def write_imported(
         raise ConfigError(
             f"{run_dir} holds checkpoints of steps {store.steps()} already and is left alone; choose another --out"
         )
-    process_groups.initialize(ParallelConfig(data_parallel="ddp"))
     settings = {
         "model": model,
         "data": None,
@@ -82,8 +68,8 @@ def write_imported(
     }
     folder = store.begin(0)
     with store.writing(0):
-        keys = {f"weight.{name}": tensor for name, tensor in weights.items()}
-        write_sharded({key: ShardedTensor.from_rank_offsets(key, x, replica_id=0) for key, x in keys.items()}, folder)
+        shapes = {f"weight.{name}": tensor.shape for name, tensor in weights.items()}
+        records = write_full_state(folder, shapes, (x.float().contiguous() for x in weights.values()), {})
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(to_record(settings), sort_keys=False))
         (folder / FACTS_FILE).write_text(json.dumps({"class_names": None, "latent_size": list(latent_size)}, indent=1))
     meta = {
@@ -93,5 +79,5 @@ def write_imported(
         "fingerprint": model_fingerprint({name: list(x.shape) for name, x in weights.items()}),
         "torch": torch.__version__,
     }
-    store.publish(0, meta)
+    store.publish(0, meta, records)
     return store.path(0)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dit.errors import exit_code
+from dit.training import sharded_state
 from dit.training.checkpoint import Checkpointer
 from dit.training.pretrain import Run, check_settings
-from dit.training.sharded_state import save_state
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -154,10 +154,8 @@ def saving_fails(limit: int, rank: int) -> Iterator[None]:
 @contextlib.contextmanager
 def index_refused() -> Iterator[None]:
     """Let the disk be full when rank 0 writes the index of the checkpoint."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), ".metadata")
-    with mock.patch.object(FileSystemWriterAsync, "finish", side_effect=full):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
+    with mock.patch.object(sharded_state, "write_index", side_effect=full):
         yield
 
 
@@ -218,7 +216,7 @@ def resaved(folder: Path) -> Iterator[None]:
         found = original(self, state, mode)
         assert found
         folder.mkdir(exist_ok=True)
-        save_state(folder, state.shards, state.ema, state.optimizer, state.groups)
+        sharded_state.save_state(folder, state.shards, state.ema, state.optimizer, state.groups)
         return found
 
     with mock.patch.object(Checkpointer, "resume", resume):

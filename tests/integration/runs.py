@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from safetensors.torch import load_file
 
 from dit.training.sinks import read_records
 from tests.forks import ROOT, free_port, run_ranks
@@ -200,15 +199,15 @@ def checkpoints(run_dir: Path) -> list[str]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read every tensor of a checkpoint whole, with torch alone: no layout, no optimizer, no Megatron-Core."""
-    reader = torch_checkpoint.FileSystemReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    """Read every tensor of a checkpoint in full, by its index and safetensors alone: no layout, no optimizer."""
+    index = json.loads((folder / "state.json").read_text())
+    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    tensors = {}
+    for name, entry in index["tensors"].items():
+        tensors[name] = torch.full(entry["shape"], float("nan"))
+        for file, offsets, sizes in entry["boxes"]:
+            block = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+            tensors[name][block] = files[file][f"{name}@{','.join(map(str, offsets))}"]
     return tensors
 
 

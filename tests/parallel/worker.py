@@ -123,7 +123,8 @@ def build(case: dict) -> SimpleNamespace:
         num_experts=model.megatron_sizes().get("num_moe_experts"),
     )
     groups = process_groups.initialize(parallel)
-    chunks = build_model(model, parallel, "fp32", groups, SEED, **case.get("recompute", {}))
+    precision = case.get("precision", "fp32")
+    chunks = build_model(model, parallel, precision, groups, SEED, **case.get("recompute", {}))
     with torch.no_grad():  # a zero-initialised network would hide most gradients
         for name, parameter in named_parameters(chunks):
             if parameter.init.kind == "constant":
@@ -137,7 +138,7 @@ def build(case: dict) -> SimpleNamespace:
     case.get("break", lambda chunks: None)(chunks)
     wrapped = wrap(chunks, parallel, groups)
     settings = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1)
-    optimizer = build_optimizer(wrapped, settings, parallel, "fp32", groups)
+    optimizer = build_optimizer(wrapped, settings, parallel, precision, groups)
     shards = optim.master_shards(optimizer, chunks)
     return SimpleNamespace(**locals())
 

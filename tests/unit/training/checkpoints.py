@@ -5,7 +5,7 @@ import random
 from dit.training.checkpoint_store import CheckpointStore
 from dit.training.settings import CheckpointConfig
 
-FILES = ("common.pt", "__0_0.distcp", "__0_1.distcp", ".metadata", "loader/dp_00000.pt", "empty")
+FILES = ("state.json", "rank_0.safetensors", "rank_1.safetensors", ".hidden", "loader/dp_00000.pt", "empty")
 
 
 def make_store(root, **keep):

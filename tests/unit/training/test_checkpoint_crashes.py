@@ -138,14 +138,13 @@ def test_full_disk_message_has_the_numbers(two_checkpoints, tmp_path):
     needed = store.verify(store.path(20)).size_bytes
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    class CollectedError(Exception):  # as torch.distributed.checkpoint reports its ranks
-        failures = {3: (full, "traceback")}  # noqa: RUF012
-
-    for wrapped in (full, CollectedError("2 ranks failed")):
+    wrapped = RuntimeError("a thread failed")
+    wrapped.__cause__ = full
+    for cause in (full, wrapped):
         fill(store.begin(30), 30)
         message = f"full; it needs about {needed} bytes, [0-9]+ are free"
         with pytest.raises(CheckpointError, match=message), store.writing(30):
-            raise RuntimeError("Worker failure") from wrapped
+            raise RuntimeError("Worker failure") from cause
         with pytest.raises(CheckpointError, match="a rank failed"):
             store.publish(30, {})
     assert newest_step(store) == 20

@@ -79,9 +79,9 @@ def list_outside_file(folder, name):
 
 
 def link_file(folder):
-    shutil.copy(folder / "common.pt", folder.parent.parent / "outside.pt")
-    (folder / "common.pt").unlink()
-    (folder / "common.pt").symlink_to(folder.parent.parent / "outside.pt")
+    shutil.copy(folder / "state.json", folder.parent.parent / "outside.pt")
+    (folder / "state.json").unlink()
+    (folder / "state.json").symlink_to(folder.parent.parent / "outside.pt")
 
 
 def link_folder(folder):
@@ -165,12 +165,12 @@ def test_unreadable_file_is_named(two_checkpoints, monkeypatch, code):
     opened = os.open
 
     def refuse(path, *args):
-        if str(path) == str(store.path(20) / "common.pt"):
+        if str(path) == str(store.path(20) / "state.json"):
             raise OSError(code, os.strerror(code), str(path))
         return opened(path, *args)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(CheckpointError, match=r"common\.pt"):
+    with pytest.raises(CheckpointError, match=r"state\.json"):
         store.verify(store.path(20))
 
 
@@ -221,7 +221,7 @@ def test_the_only_valid_checkpoint_is_never_deleted(tmp_path, caplog):
     for step in (1, 2, 3):
         save(store, step)
     for step in (2, 3):
-        flip_bit(store.path(step) / "common.pt", random.Random(step))
+        flip_bit(store.path(step) / "state.json", random.Random(step))
     lean = make_store(tmp_path, keep_last=1)
     assert lean.prune() == []
     assert "deleting no checkpoint" in caplog.text
@@ -234,7 +234,7 @@ def test_checkpoints_ahead_of_the_run_do_not_push_out_the_new_one(tmp_path):
     """After falling back behind damaged checkpoints, the newly published one stays, and the run overtakes the rest."""
     store = make_store(tmp_path, keep_last=1)
     save(store, 5)
-    (store.path(5) / "common.pt").unlink()
+    (store.path(5) / "state.json").unlink()
     save(store, 3)
     assert newest_step(store) == 3
     save(store, 4)

@@ -1,0 +1,133 @@
+"""Time and memory of saving and loading a training state, beside plain torch distributed checkpointing (DCP).
+
+`python -m benchmarks.checkpoint --factory letters_dit model.hidden_size=768 model.num_layers=12`
+
+Both write and read what each rank owns: DCP one tensor per rank and parameter, under a name of its own, which only the
+same ranks can read again; ours boxes that any layout can read. The two take turns, so that a machine whose speed drifts
+slows both. Ours includes the SHA-256 of every byte and both include flushing to the disk.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+from benchmarks.step import revision, settings_of, table
+from dit.errors import told_in_one_line
+from launch import environment
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
+    parser.add_argument("--factory", required=True, help="recipe whose state is saved")
+    parser.add_argument("--rounds", type=int, default=5, help="times that both are run")
+    parser.add_argument("--folder", type=Path, help="disk to write to (default: the temporary one)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.set_defaults(real_data=False, shape=None)
+    return parser
+
+
+def measure(settings: dict[str, Any], rounds: int, folder: Path) -> dict[str, Any]:
+    """Save and load one state `rounds` times in both ways; every rank calls this.
+
+    Returns:
+        Median seconds of each, and the median over the rounds of their ratios, on rank 0's clocks.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from dit.backends import process_groups
+    from dit.backends.device import describe, synchronize
+    from dit.training.optim import SLOTS
+    from dit.training.pretrain import Run, check_settings
+    from dit.training.sharded_state import load_state, save_state
+
+    named = ("model", "data", "optimizer", "schedule", "parallel", "training")
+    dims, spec = check_settings(*(settings[name] for name in named))
+    groups = process_groups.initialize(settings["parallel"])
+    state = Run(settings, dims, spec, groups, quiet=True).state
+    plain: dict[str, torch.Tensor] = {}
+    for i, shard in enumerate(state.shards):
+        shard.ensure_state()
+        values = {"weight": shard.main, **{slot: shard.slot(slot) for slot in SLOTS}}
+        if state.ema is not None:
+            values["ema"] = state.ema.values[i]
+        plain |= {f"{groups.rank}.{slot}.{shard.name}": value.detach() for slot, value in values.items()}
+
+    def timed(run: Callable[[], Any]) -> tuple[float, float]:
+        torch.distributed.barrier()
+        synchronize()
+        wall, cpu = time.perf_counter(), time.process_time()
+        run()
+        synchronize()
+        torch.distributed.barrier()
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    found: dict[str, list[tuple[float, float]]] = {"save": [], "dcp_save": [], "load": [], "dcp_load": []}
+    for i in range(rounds + 1):
+        ours, theirs = folder / f"ours_{i}", folder / f"dcp_{i}"
+        if groups.rank == 0:
+            ours.mkdir()
+        torch.distributed.barrier()
+        ways: list[tuple[str, Callable[[], Any]]] = [
+            ("save", lambda: save_state(ours, state.shards, state.ema, state.optimizer, groups)),  # noqa: B023
+            ("dcp_save", lambda: dcp.save(plain, checkpoint_id=theirs)),  # noqa: B023
+            (
+                "load",
+                lambda: load_state(ours, state.shards, state.ema, state.optimizer, state.wrapped, groups),  # noqa: B023
+            ),
+            ("dcp_load", lambda: dcp.load(plain, checkpoint_id=theirs)),  # noqa: B023
+        ]
+        for name, run in ways if i % 2 == 0 else [ways[1], ways[0], ways[3], ways[2]]:
+            times = timed(run)
+            if i:  # the first round warms up
+                found[name].append(times)
+        torch.distributed.barrier()
+        if groups.rank == 0:
+            shutil.rmtree(ours)
+            shutil.rmtree(theirs)
+    record = {
+        "device": describe(),
+        "revision": revision(),
+        "world_size": groups.world_size,
+        "data_parallel": settings["parallel"].data_parallel,
+        "state_gib_of_rank_0": sum(4 * value.numel() for value in plain.values()) / 2**30,
+        "rounds": rounds,
+    }
+    for what in ("save", "load"):
+        pairs = list(zip(found[what], found[f"dcp_{what}"], strict=True))
+        for clock, unit in enumerate(("wall", "cpu")):
+            record[f"{what}_{unit}_s"] = median(mine[clock] for mine, _ in pairs)
+            record[f"dcp_{what}_{unit}_s"] = median(other[clock] for _, other in pairs)
+            record[f"{what}_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
+    process_groups.destroy()
+    return record
+
+
+@told_in_one_line
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    environment.prepare()
+    environment.quiet_libraries()
+    folder = args.folder or Path(tempfile.gettempdir()) / f"checkpoints_{os.environ.get('TORCHELASTIC_RUN_ID', 'one')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as run_dir:
+        record = {"recipe": args.factory, "overrides": args.overrides}
+        record |= measure(settings_of(args, run_dir), args.rounds, folder)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(table(record))
+        print(json.dumps(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Tasks for the ranks of a test world: what a checkpoint costs each rank, and state of two precisions."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dit.backends import process_groups
+from tests.live_bytes import LiveBytes
+from tests.parallel.expert_tasks import load, save
+from tests.parallel.worker import build, named_parameters
+
+
+def cost(case: dict) -> dict:
+    """Save and load the training state and count the bytes that are made meanwhile, on every rank."""
+    from dit.training.ema import EMA
+    from dit.training.sharded_state import load_state, save_state
+
+    it = build(case)
+    ema = EMA(it.shards, 0.5)
+    for shard in it.shards:
+        shard.ensure_state()
+    folder = Path(case["folder"])
+    if it.groups.rank == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    with LiveBytes() as saving:
+        records = save_state(folder, it.shards, ema, it.optimizer, it.groups)
+    with LiveBytes() as loading:
+        load_state(folder, it.shards, ema, it.optimizer, it.wrapped, it.groups)
+    mine = {
+        "saving": saving.peak,
+        "loading": loading.peak,
+        "written": sum(record.size_bytes for record in records.values()),
+        "owned": sum(4 * 4 * shard.main.numel() for shard in it.shards),
+        "largest": max(4 * parameter.numel() for _, parameter in named_parameters(it.chunks)),
+    }
+    found: list = [None] * it.groups.world_size
+    dist.all_gather_object(found, mine)
+    process_groups.release()
+    return {"parameters": it.model.num_parameters(), **{name: [rank[name] for rank in found] for name in mine}}
+
+
+def norms_in_fp32(chunks: list) -> None:
+    """As a model whose norms stay in fp32 when its matrices are in bf16."""
+    for name, parameter in named_parameters(chunks):
+        if "layernorm" in name:
+            parameter.data = parameter.data.float()
+
+
+def save_two_precisions(case: dict) -> dict:
+    """Write the state of a bf16 model whose norms are in fp32."""
+    return save({**case, "precision": "bf16", "break": norms_in_fp32})
+
+
+def load_two_precisions(case: dict) -> dict:
+    """Read it into another such model."""
+    result = load({**case, "precision": "bf16", "break": norms_in_fp32})
+    assert {tensor.dtype for tensor in result.values() if isinstance(tensor, torch.Tensor)} == {
+        torch.float32,
+        torch.bfloat16,
+    }
+    return result

@@ -1,0 +1,92 @@
+"""A checkpoint costs no rank more than its share, and carries every parameter under its own name."""
+
+import pytest
+import torch
+
+from dit.training.state_files import checkpoint_bytes
+from tests.parallel.world import run_world
+
+DDP = {"data_parallel": "ddp"}
+FSDP = {"data_parallel": "fsdp"}
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERTS = {"hidden_size": 48, "num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 96, "moe_capacity_factor": 1.5}
+DENSE = {"hidden_size": 64}
+LAYOUTS = {
+    2: {"ddp2": DDP, "fsdp2": FSDP, "distributed2": {}, "ep2": {"expert_model_parallel_size": 2}},
+    4: {
+        "distributed4": {},
+        "tp2_pp2": {"pipeline_model_parallel_size": 2, **TP2SP},
+        "tp2_fsdp2": {**FSDP, **TP2SP},
+        "pp2_distributed2": {"pipeline_model_parallel_size": 2},
+    },
+}
+NAMES = [name for named in LAYOUTS.values() for name in named]
+SHARE_RTOL = 0.1  # headers and names of boxes; stages with one layer have a head, or an embedding, more
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    found = {}
+    for world, named in LAYOUTS.items():
+        cases = {
+            name: {
+                "task": "tests.parallel.checkpoint_tasks:cost",
+                "folder": folder / name,
+                "parallel": parallel,
+                "model": EXPERTS if name == "ep2" else DENSE,
+            }
+            for name, parallel in named.items()
+        }
+        if world == 2:
+            two = {"parallel": {}, "folder": folder / "two_precisions"}
+            cases["saved in two precisions"] = {**two, "task": "tests.parallel.checkpoint_tasks:save_two_precisions"}
+            cases["loaded in two precisions"] = {
+                **two,
+                "task": "tests.parallel.checkpoint_tasks:load_two_precisions",
+                "parallel": DDP,
+            }
+        found |= dict(zip(cases, run_world(world, list(cases.values()), folder / f"world_{world}")))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saving_makes_no_copy_of_the_state(results, name):
+    """Not of any parameter: what is written are views of what the rank owns. Only agreeing takes a few bytes."""
+    index_bytes = 100_000  # what the ranks send rank 0 for the index
+    assert max(results[name]["saving"]) <= index_bytes
+    assert index_bytes < min(results[name]["owned"]) / 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loading_makes_a_copy_of_one_parameter_at_most(results, name):
+    for made, largest in zip(results[name]["loading"], results[name]["largest"], strict=True):
+        assert made <= 1.2 * largest
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "tp2_fsdp2"])  # Megatron-FSDP's shards are uneven
+def test_every_rank_writes_an_even_share(results, name):
+    written = results[name]["written"]
+    even = sum(written) / len(written)
+    assert [size / even for size in written] == pytest.approx([1.0] * len(written), rel=SHARE_RTOL)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_are_written_once(results, name):
+    """Whatever ranks have copies: all files are one state and the names of its boxes, as the dry run says."""
+    state = checkpoint_bytes(results[name]["parameters"], averaged=True)
+    assert state < sum(results[name]["written"]) <= (1 + SHARE_RTOL) * state
+
+
+def test_parameters_of_two_precisions_keep_their_names(results):
+    """fp32 norms in a bf16 model, under the distributed optimizer: Megatron-Core puts them first in its groups."""
+    saved, loaded = results["saved in two precisions"], results["loaded in two precisions"]
+    assert saved["drifted"] == loaded["drifted"] == []
+    weights = {name: value for name, value in saved.items() if name.startswith("weight.")}
+    assert len(weights) > 20
+    for name, value in weights.items():
+        assert torch.equal(loaded[name], value), name
+        assert torch.equal(loaded[name.replace("weight.", "model.", 1)].float(), value.bfloat16().float()) or (
+            "layernorm" in name and torch.equal(loaded[name.replace("weight.", "model.", 1)], value)
+        ), name
+    assert saved["step"] == loaded["step"] == 7
