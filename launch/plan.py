@@ -280,15 +280,19 @@ def report(
     """
     from dit.parallel.parallelize import count_parameters
     from dit.training.flops import flops_per_token
+    from dit.training.pictures import check_pictures
     from dit.training.pretrain import check_training
+    from dit.training.profile import check_profile_steps
     from dit.training.state_files import STAGING_BYTES, checkpoint_bytes
     from launch.config_file import summary
 
-    names = ("model", "training", "parallel", "optimizer", "schedule")
+    names = ("model", "training", "parallel", "optimizer", "schedule", "objective", "logging", "sampling")
     parts: dict[str, Any] = {name: fiddle.build(getattr(task, name)) for name in names}
     model, training, parallel = parts["model"], parts["training"], parts["parallel"]
     model.validate()
     check_training(parts["optimizer"], parts["schedule"], training)
+    check_profile_steps(parts["logging"].profile_steps)
+    check_pictures(parts["sampling"], parts["objective"])
     per_stage = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     smallest = math.lcm(per_stage, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
     dims = check_parallel(

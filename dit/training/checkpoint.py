@@ -19,8 +19,9 @@ from dit.errors import CheckpointError, ConfigError
 from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
-from dit.training.manifest import CURE, FileRecord, hash_file, verify_folder
+from dit.training.manifest import CURE, FileRecord, HeldOut, hash_file, verify_folder
 from dit.training.optim import MasterShard
+from dit.training.resume_check import check_same_experiment
 from dit.training.sharded_state import fails_together, load_state, save_state
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class TrainState:
         chunks: this rank's bare model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
         step: optimizer steps done.
         consumed_samples: samples trained on by all ranks.
+        held_out: the newest held-out loss; None before the first.
     """
 
     wrapped: Sequence[Any]
@@ -48,6 +50,7 @@ class TrainState:
     groups: ProcessGroups
     step: int = 0
     consumed_samples: int = 0
+    held_out: Optional[HeldOut] = None
 
 
 def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
@@ -68,14 +71,20 @@ class Checkpointer:
 
     Args:
         store: the folder of checkpoints.
-        settings: of the run, as plain values.
+        settings: of the run, by the names of `pretrain`'s arguments.
+        record: the same as plain values.
+
+    Attributes:
+        resumed_facts: what `save` was given as `facts` when the resumed checkpoint was saved; empty for a new run.
     """
 
-    def __init__(self, store: CheckpointStore, settings: dict[str, Any]) -> None:
+    def __init__(self, store: CheckpointStore, settings: dict[str, Any], record: dict[str, Any]) -> None:
         self.store = store
         self.settings = settings
+        self.record = record
+        self.resumed_facts: dict[str, Any] = {}
 
-    def save(self, state: TrainState, facts: dict[str, Any], held_out_loss: Optional[float]) -> Path:
+    def save(self, state: TrainState, facts: dict[str, Any]) -> Path:
         """Write a checkpoint of `state.step` and make it current.
 
         Args:
@@ -101,7 +110,7 @@ class Checkpointer:
                 (folder / name).write_bytes(position.getbuffer())
                 records[name] = hash_file(folder / name, flush=True)
             if groups.rank == 0:
-                (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.settings, sort_keys=False))
+                (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.record, sort_keys=False))
                 (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
         parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
         dist.gather_object(records, parts)
@@ -109,12 +118,24 @@ class Checkpointer:
             if parts is not None:
                 meta = {
                     "consumed_samples": state.consumed_samples,
-                    "held_out_loss": held_out_loss,
+                    **held_out_meta(state.held_out),
                     "fingerprint": fingerprint,
                     "torch": torch.__version__,
                 }
                 self.store.publish(step, meta, {name: record for part in parts for name, record in part.items()})
         return self.store.path(step)
+
+    def attach_held_out(self, state: TrainState) -> None:
+        """Add the newest held-out loss to the checkpoint of `state.step`, which was published before it was measured.
+
+        Where the folder of that step is gone, there is nothing to add to.
+
+        Raises:
+            CheckpointError: rank 0 could not write; the checkpoint is what it was.
+        """
+        with fails_together():
+            if state.groups.rank == 0 and self.store.path(state.step).is_dir():
+                self.store.attach(state.step, held_out_meta(state.held_out))
 
     def resume(self, state: TrainState, mode: str) -> bool:
         """Continue from the newest valid checkpoint.
@@ -127,7 +148,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: `must` and there is none.
-            ConfigError: it belongs to another model, or holds imported weights.
+            ConfigError: it belongs to another model or experiment, or holds imported weights.
         """
         if mode == "never":
             if self.store.steps():
@@ -174,14 +195,26 @@ class Checkpointer:
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
         check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
-        self._check_ema(state, folder)
+        saved = read_record(folder)
+        self._check_ema(state, folder, saved)
+        accepted = self.settings["checkpoint"].accept_changes or []
+        changes = check_same_experiment(folder, saved, self.settings, accepted)
+        restarts_data = any(change.restarts_data for change in changes)
+        if state.groups.rank == 0:
+            for change in changes:
+                logger.info("changed since step %d: %s", manifest.step, change)
+            if restarts_data:
+                logger.info("the data start afresh at step %d", manifest.step)
         load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
-        state.stream.load_state_dict(read_loader_state(folder))
+        if not restarts_data:
+            state.stream.load_state_dict(read_loader_state(folder))
         state.step = manifest.step
         state.consumed_samples = int(manifest.meta["consumed_samples"])
+        state.held_out = manifest.held_out
+        self.resumed_facts = read_facts(folder)
 
-    def _check_ema(self, state: TrainState, folder: Path) -> None:
-        had_ema = read_record(folder)["training"]["ema_decay"] is not None
+    def _check_ema(self, state: TrainState, folder: Path, saved: dict[str, Any]) -> None:
+        had_ema = saved["training"]["ema_decay"] is not None
         if state.ema is not None and not had_ema:
             raise CheckpointError(
                 f"{folder} holds no weight average but training.ema_decay={state.ema.decay} asks for one; "
@@ -216,6 +249,14 @@ def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]
     if missing:
         raise CheckpointError(f"{path} has no {', '.join(missing)}; {CURE}")
     return table
+
+
+def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:
+    """Return how a manifest states a held-out loss."""
+    return {
+        "held_out_loss": None if held_out is None else held_out.loss,
+        "held_out_step": None if held_out is None else held_out.step,
+    }
 
 
 def read_loader_state(folder: Path) -> dict[str, Any]:

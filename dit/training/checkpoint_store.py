@@ -4,6 +4,7 @@
     checkpoints/iter_0000600.tmp/       being written; a leftover is removed by the next `begin`
     checkpoints/iter_0000100.trash/     being deleted; likewise
     checkpoints/iter_0000400.replaced/  the older one of two checkpoints of the same step, gone once the newer stands
+    checkpoints/iter_0000400.part       its next manifest, being written; likewise
 
 There is no "latest" file that could be torn: the newest folder whose manifest verifies is the current one. The
 sharded state is written by all ranks (`dit.training.sharded_state`); this module only makes, checks and removes folders
@@ -22,6 +23,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -44,7 +46,7 @@ __all__ = ["CheckpointStore", "Manifest", "check_same_model", "model_fingerprint
 
 logger = logging.getLogger(__name__)
 
-PARTIAL, TRASH, REPLACED = ".tmp", ".trash", ".replaced"
+PARTIAL, TRASH, REPLACED, PART = ".tmp", ".trash", ".replaced", ".part"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -161,6 +163,30 @@ class CheckpointStore:
         self.prune(up_to=step, proven=step)
         return manifest
 
+    def attach(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Add to what the published checkpoint of `step` says of itself, and apply the keep rules again.
+
+        Its manifest is replaced by one rename, so a reader finds the old one or the new one.
+
+        Args:
+            meta: plain JSON, see `Manifest`.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or the disk failed; the checkpoint is what it was.
+        """
+        folder = self.path(step)
+        manifest = read_manifest(folder)
+        try:
+            # Not inside the folder: what a crash leaves there would be a file too many. `begin` removes it here.
+            text = replace(manifest, meta={**manifest.meta, **meta}).to_text()
+            write_atomic(folder / MANIFEST, text, part=folder.with_suffix(PART))
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / MANIFEST} cannot be written: {error.strerror}; make room or fix the permissions, then "
+                "resume; the checkpoint itself is intact"
+            ) from error
+        self.prune(up_to=step, proven=step)
+
     def verify(self, path: Path | str, *, hashes: bool = True) -> Manifest:
         """Prove that the checkpoint at `path` is, to the bit, what was published; load nothing before that.
 
@@ -254,7 +280,7 @@ class CheckpointStore:
                 continue
             if folder.suffix == REPLACED and not folder.with_suffix("").exists():
                 os.rename(folder, folder.with_suffix(""))  # the process died between the two renames of `publish`
-            elif folder.suffix in (PARTIAL, TRASH, REPLACED):
+            elif folder.suffix in (PARTIAL, TRASH, REPLACED, PART):
                 logger.info("removing %s, left by an interrupted run", folder)
                 self._discard(folder)
 

@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dit.errors import CheckpointError
+
 
 def fsync_dir(folder: Path) -> None:
     """Make renames and new names inside `folder` survive a power loss."""
@@ -24,14 +26,17 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, *, part: Path | None = None) -> None:
     """Replace the file at `path` as a whole and durably: write beside it, flush to disk, rename, flush the folder.
+
+    Args:
+        part: where to write first, on the same disk; None for beside `path`.
 
     Raises:
         OSError: one of these steps failed; the old file is then still there (or the new, if only the last step failed).
     """
     # The process id keeps ranks apart that write the same file on one machine.
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part") if part is None else part
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -45,6 +50,20 @@ def write_atomic(path: Path, text: str) -> None:
             part.unlink()
         raise
     fsync_dir(path.parent)
+
+
+def write_record(path: Path, text: str) -> None:
+    """Replace a record of the run, as `write_atomic` does.
+
+    Raises:
+        CheckpointError: the file cannot be written (exit code 5, as for every disk that is full).
+    """
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}; make room or fix the permissions, then resume"
+        ) from error
 
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:

@@ -3,22 +3,27 @@
 import faulthandler
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Optional
 
-from dit.errors import NotFiniteError
+from dit.errors import EXIT_PREEMPTED, NotFiniteError
+from dit.training.exit_record import is_peer_lost
 
 NUM_KEYS = 8  # samples named in a message before it says how many more there are
 
 
 class PreemptionFlag:
-    """Note a request to stop, to be honoured at the end of the step.
+    """Note a request to stop, to be honoured at the end of the step, or at once while nothing would be lost.
 
     The handler only sets a flag: it may run between any two bytecodes, also inside a collective. Whether to stop is
     decided by all ranks together, from the maximum of their flags. Use as a context manager in the main thread; the
     earlier handlers come back on leaving.
+
+    Building a large model, hashing its checkpoint and loading it take longer than schedulers wait, so inside
+    `leaves_at_once` the handler raises instead.
 
     Args:
         signals: SIGTERM is what schedulers and torchrun send; SIGUSR1 what Slurm's `--signal=USR1@120` sends. torchrun
@@ -28,6 +33,7 @@ class PreemptionFlag:
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
         self.signals = tuple(signals)
         self.signal_name: Optional[str] = None
+        self._at_once = False
         self._earlier: dict[signal.Signals, Any] = {}
 
     @property
@@ -48,8 +54,31 @@ class PreemptionFlag:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._earlier.clear()
 
+    @contextmanager
+    def leaves_at_once(self) -> Iterator[None]:
+        """Let a request end the process wherever it is, for as long as there is nothing to save.
+
+        Ranks are not asked at the very same moment: one that lost a peer, and was asked itself, was preempted, too.
+
+        Raises:
+            SystemExit: with code 75, from wherever the signal found the process.
+        """
+        self._at_once = True
+        try:
+            if self.requested:
+                raise SystemExit(EXIT_PREEMPTED)
+            yield
+        except Exception as error:
+            if self.requested and is_peer_lost(error):
+                raise SystemExit(EXIT_PREEMPTED) from error
+            raise
+        finally:
+            self._at_once = False
+
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         self.signal_name = signal.Signals(number).name
+        if self._at_once:
+            raise SystemExit(EXIT_PREEMPTED)
 
 
 def check_finite(loss: float, grad_norm: Optional[float], step: int, sample_keys: Sequence[str]) -> None:
@@ -78,7 +107,7 @@ def check_finite(loss: float, grad_norm: Optional[float], step: int, sample_keys
 
 
 class StackWatchdog:
-    """Write the stacks of all threads to a file when a step takes too long, without ending the run.
+    """Write the stacks of all threads to a file when a step, or the start, takes too long, without ending the run.
 
     The dump is made by a thread that needs no interpreter lock, so it also works inside a hung collective. It shows
     where each rank waits; the process-group timeout is what ends the run.

@@ -38,14 +38,22 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """A held-out loss, and the optimizer step whose weights it was measured with."""
+
+    loss: float
+    step: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A checkpoint's table of contents.
 
     Attributes:
         step: optimizer steps done when it was taken.
         files: every file but the manifest itself, by path relative to the folder, with forward slashes.
-        meta: what the run wants to know before loading: `consumed_samples`, `held_out_loss`, `fingerprint`
-            (`model_fingerprint`), `versions` and whatever else is plain JSON.
+        meta: what the run wants to know before loading: `consumed_samples`, `held_out_loss` and the step it was
+            measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and whatever else is plain JSON.
         created: seconds since the epoch.
     """
 
@@ -60,10 +68,18 @@ class Manifest:
         return sum(record.size_bytes for record in self.files.values())
 
     @property
-    def held_out_loss(self) -> Optional[float]:
-        """The held-out loss at this step; None if it was not measured."""
+    def held_out(self) -> Optional[HeldOut]:
+        """The newest held-out loss when it was taken; None if there was none yet."""
         value = self.meta.get("held_out_loss")
-        return None if value is None else float(value)  # "NaN" reads back as nan
+        if value is None:
+            return None
+        # "NaN" reads back as nan. Manifests of before `held_out_step` do not say; theirs counts as of their own step.
+        return HeldOut(float(value), int(self.meta.get("held_out_step", self.step)))
+
+    @property
+    def held_out_loss(self) -> Optional[float]:
+        """The held-out loss of this very step; None if it was not measured."""
+        return None if self.held_out is None or self.held_out.step != self.step else self.held_out.loss
 
     @property
     def is_imported(self) -> bool:

@@ -23,6 +23,18 @@ UNLABELLED_SAMPLES = 16
 MAX_CLASSES_SHOWN = 32
 
 
+def check_pictures(sampling: SamplingConfig, objective: Objective) -> None:
+    """Check what can be checked of sampling on any machine.
+
+    Raises:
+        ConfigError: with the numbers and the cure.
+    """
+    sampling.validate()
+    objective.sampling_grid(
+        sampling.num_steps
+    )  # some objectives have a table of noise levels, with so many and no more
+
+
 class PictureWriter:
     """Draws the grid of a class-conditional, text-conditional or unconditional model.
 

@@ -1,14 +1,14 @@
 """From the loader to the device: check every micro-batch, move it, and count what went by."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from dit.batch import DEFAULT_FPS, PackedBatch
-from dit.data_api import DataStream
+from dit.data_api import BatchSpec, DataStream
 from dit.patchify import Grid
 
 
@@ -66,6 +66,12 @@ class DeviceBatches(Iterator[PackedBatch]):
             if self.largest_grid is None or prod(grid) > prod(self.largest_grid):
                 self.largest_grid, self.fps = grid, fps
         return self._share(batch).to(self._device, non_blocking=True)
+
+    def recall_largest(self, facts: Mapping[str, Any], spec: BatchSpec) -> None:
+        """Take the largest sample so far from what a checkpoint says: its `latent_size` (T, H, W) and `fps`."""
+        t, h, w = facts["latent_size"]
+        self.largest_grid = t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial
+        self.fps = facts.get("fps", DEFAULT_FPS)
 
     def reset(self) -> Consumed:
         """Return the counters and start new ones."""

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Optional
@@ -30,16 +31,19 @@ from dit.parallel.context import over_whole_packs, shard
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.schedule import WholeNetwork, forward_backward
-from dit.training.checkpoint import CONFIG_FILE, Checkpointer, TrainState
+from dit.training.checkpoint import CONFIG_FILE, Checkpointer, TrainState, held_out_meta
 from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, to_record
+from dit.training.durable_files import write_record
 from dit.training.ema import EMA
 from dit.training.exit_record import ExitRecord
 from dit.training.expert_load import expert_load
 from dit.training.flops import training_flops
 from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
+from dit.training.headline import headline
+from dit.training.manifest import HeldOut
 from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
-from dit.training.pictures import PictureWriter
+from dit.training.pictures import PictureWriter, check_pictures
 from dit.training.prefetch import DeviceBatches
 from dit.training.profile import StepProfile, check_profile_steps
 from dit.training.progress import ConsoleProgress
@@ -79,24 +83,30 @@ def pretrain(
     Every rank calls this. It leaves `exit.json` in the run folder, whatever happens.
 
     Raises:
-        ConfigError: settings do not fit together; nothing but `exit.json` was written.
+        ConfigError: settings do not fit together, or not with the checkpoint to resume; no record was overwritten.
         DataError: data are missing, unreadable or lost beyond the budget.
         NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
         CheckpointError: no valid checkpoint where one is required, or the disk is full.
         SystemExit: with code 75 when stopped early, after a checkpoint.
     """
     settings = dict(locals())
-    with ExitRecord(training.run_dir, rank=int(os.environ.get("RANK", "0"))) as record:
+    rank = int(os.environ.get("RANK", "0"))
+    with ExitRecord(training.run_dir, rank=rank) as record, PreemptionFlag() as preemption:
         dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
         check_profile_steps(logging.profile_steps)
-        groups = process_groups.initialize(parallel)
-        run = Run(settings, dims, spec, groups)
-        record.step = run.state.step
-        try:
-            record.preempted = run.train(record)
-        finally:
-            run.close()
-        process_groups.destroy()
+        check_pictures(sampling, objective)
+        stacks = Path(training.run_dir) / "stacks" / f"rank_{rank}.txt"
+        with StackWatchdog(stacks, STACK_DUMP_AFTER_S) as watchdog:
+            with preemption.leaves_at_once():
+                groups = process_groups.initialize(parallel)
+                run = Run(settings, dims, spec, groups)
+                record.step = run.state.step
+                dist.barrier()  # from here on every rank finishes its step
+            try:
+                record.preempted = run.train(record, preemption, watchdog.beat)
+            finally:
+                run.close()
+            process_groups.destroy()
     if record.preempted:
         sys.exit(EXIT_PREEMPTED)
 
@@ -193,7 +203,8 @@ class Run:
         self.record = {CLASS_KEY: f"{pretrain.__module__}.{pretrain.__name__}", **to_record(settings)}
         self.state = self._build()
         self.network = WholeNetwork(self.state.wrapped, groups)
-        self.checkpointer = Checkpointer(CheckpointStore(run_dir / "checkpoints", settings["checkpoint"]), self.record)
+        store = CheckpointStore(run_dir / "checkpoints", settings["checkpoint"])
+        self.checkpointer = Checkpointer(store, settings, self.record)
         resumed = self.checkpointer.resume(self.state, settings["checkpoint"].resume)
         if not resumed and settings["checkpoint"].start_from is not None:
             start_from(settings["checkpoint"].start_from, self.state)
@@ -204,6 +215,8 @@ class Run:
             lambda batch: training_flops(self.model, batch.layout, batch.context_layout, grids=batch.grids),
             self._share,
         )
+        if resumed:
+            self.batches.recall_largest(self.checkpointer.resumed_facts, spec)
         self.text_encoder = self.data.text_encoder()
         self.pictures = PictureWriter(
             self.model, self.objective, spec, settings["sampling"], self.class_names, self.text_encoder
@@ -212,7 +225,6 @@ class Run:
         self.progress: Optional[ConsoleProgress] = None
         if groups.rank == 0 and not quiet:
             self._open_logs(run_dir, resumed)
-        self.held_out: Optional[float] = None
 
     def _build(self) -> TrainState:
         parallel, training, groups = self.settings["parallel"], self.training, self.groups
@@ -247,8 +259,8 @@ class Run:
     def _open_logs(self, run_dir: Path, resumed: bool) -> None:
         logging: LoggingConfig = self.settings["logging"]
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(self.record, sort_keys=False))
-        (run_dir / "env.json").write_text(json.dumps(environment_record(self.groups), indent=1))
+        write_record(run_dir / CONFIG_FILE, yaml.safe_dump(self.record, sort_keys=False))
+        write_record(run_dir / "env.json", json.dumps(environment_record(self.groups), indent=1))
         mirrors: dict[str, Any] = {}
         if logging.tensorboard:
             step = self.state.step if resumed else None
@@ -258,44 +270,33 @@ class Run:
                 run_dir, logging.wandb_project, self.record, artifacts=logging.wandb_artifacts
             )
         self.sinks = FanOut(JsonlSink(run_dir / "metrics.jsonl"), mirrors)
-        self.progress = ConsoleProgress(self.headline(resumed), self.training.num_steps)
-
-    def headline(self, resumed: bool) -> str:
-        """Say in one line what this run is."""
-        parallel: ParallelConfig = self.settings["parallel"]
-        count = sum(shard.parameter.numel() for shard in self.state.shards)
-        pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-        pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
-        attention, _ = resolve_attention(self.device, DTYPES[self.training.precision], self.training.attention)
-        context = ""
-        if parallel.context_parallel_size > 1:
-            context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
-        ep = parallel.expert_model_parallel_size
-        sharing = parallel.data_parallel + (f", EP {ep}" if ep > 1 else "")
-        return (
-            f"{type(self.model).__name__} {count:,} parameters on rank 0 | {type(self.objective).__name__} | "
-            f"{self.groups.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
-            f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {self.dims.data_parallel_size} "
-            f"({sharing}) | {self.training.precision}, attention {attention} | "
-            f"global batch {self.training.global_batch_size} | {self.training.run_dir}"
-            + (f" | resumed at step {self.state.step}" if resumed else "")
-            + (", the target" if self.state.step >= self.training.num_steps else "")
+        self.progress = ConsoleProgress(
+            headline(self.settings, self.dims, self.state, resumed=resumed), self.training.num_steps
         )
 
-    def train(self, record: ExitRecord) -> bool:
+    def train(self, record: ExitRecord, preemption: PreemptionFlag, beat: Callable[[], None] = lambda: None) -> bool:
         """Run steps until the end or until asked to stop.
+
+        A checkpoint comes before validation and pictures of its step, so that nothing that happens there loses steps.
+
+        Args:
+            record: told of every step.
+            preemption: whether to stop.
+            beat: called after every step.
 
         Returns:
             Whether the run stopped early.
         """
-        training, state, saved_at = self.training, self.state, self.state.step
+        training, state = self.training, self.state
         checkpoint: CheckpointConfig = self.settings["checkpoint"]
-        stacks = Path(training.run_dir) / "stacks" / f"rank_{self.groups.rank}.txt"
+        if self._agree_to_stop(preemption.requested):
+            return True
         if self.progress is not None:
             self.progress.start(state.step)
+        if state.step > 0 and _due(state.step, training.validation_interval) and not self._is_validated():
+            self._validate(saved=True)  # the attempt before stopped, or died, between saving and validating
         traced = self.settings["logging"].profile_steps if self.groups.rank == 0 else None
-        trace = StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced)
-        with PreemptionFlag() as preemption, StackWatchdog(stacks, STACK_DUMP_AFTER_S) as watchdog, trace:
+        with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
             started = time.perf_counter()
             loss_sums = torch.zeros(2, device=self.device)
             while state.step < training.num_steps:
@@ -303,28 +304,32 @@ class Run:
                 grad_norm = self.step(loss_sums)
                 trace.after(state.step)
                 record.step = state.step
-                watchdog.beat()
+                beat()
+                last = state.step == training.num_steps
                 stop = self._agree_to_stop(preemption.requested or state.step == training.stop_at_step)
-                save = stop or _due(state.step, checkpoint.interval)
+                save = stop or last or _due(state.step, checkpoint.interval)
                 # What is counted between two lines is not in a checkpoint, so a line goes before it.
-                if save or state.step % training.log_interval == 0 or state.step == training.num_steps:
+                if save or state.step % training.log_interval == 0:
                     self._log(loss_sums, grad_norm, time.perf_counter() - started)
                     loss_sums.zero_()
                     started = time.perf_counter()
                 training_ended = time.perf_counter()
-                if _due(state.step, training.validation_interval):
-                    self._validate()
-                if _due(state.step, training.sample_interval):
-                    self._sample()
                 if save:
                     self._save()
-                    saved_at = state.step
-                started += time.perf_counter() - training_ended  # rates are those of training alone
-                if stop and state.step < training.num_steps:
+                    stop = stop or self._agree_to_stop(preemption.requested)  # saving may have taken minutes
+                if stop and not last:
                     return True
-        if saved_at != state.step:
-            self._save()
+                if not stop:
+                    self._look(preemption, saved=save)
+                started += time.perf_counter() - training_ended  # rates are those of training alone
         return False
+
+    def _look(self, preemption: PreemptionFlag, *, saved: bool) -> None:
+        """Validate and draw pictures where this is due, as long as nobody asks the run to stop."""
+        if _due(self.state.step, self.training.validation_interval):
+            self._validate(saved=saved)
+        if _due(self.state.step, self.training.sample_interval) and not self._agree_to_stop(preemption.requested):
+            self._sample()
 
     def step(self, loss_sums: torch.Tensor) -> float:
         """Make one optimizer step; nothing but the gradient norm comes back to the host."""
@@ -401,15 +406,23 @@ class Run:
         state = self.state
         return nullcontext() if state.ema is None else state.ema.applied(state.optimizer, state.wrapped)
 
-    def _validate(self) -> None:
+    def _validate(self, *, saved: bool = False) -> None:
+        """Measure the held-out loss; of weights that were saved already, their checkpoint gets it, too."""
         batches = self.data.build_validation(self.spec, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size)
         with self._averaged():
             losses = held_out_loss(self.network, batches, self.objective, self.device, self.groups, self._share)
-        self.held_out = losses["loss"]
+        self.state.held_out = HeldOut(losses["loss"], self.state.step)
         if self.sinks is not None and self.progress is not None:
             named = {f"held_out/{name}": value for name, value in losses.items()}
             self.sinks.scalars(self.state.step, named, self.state.consumed_samples)
             self.progress.message(f"step {self.state.step}: held-out loss {losses['loss']:.4f}")
+            self.sinks.sync()
+        if saved:
+            self.checkpointer.attach_held_out(self.state)
+
+    def _is_validated(self) -> bool:
+        """Return whether the newest held-out loss is that of the present weights."""
+        return self.state.held_out is not None and self.state.held_out.step == self.state.step
 
     def _sample(self) -> None:
         folder = Path(self.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
@@ -428,15 +441,17 @@ class Run:
         return t * self.spec.patch_temporal, h * self.spec.patch_spatial, w * self.spec.patch_spatial
 
     def _save(self) -> None:
+        if self.sinks is not None:
+            self.sinks.sync()
         facts = {
             "class_names": self.class_names,
             "latent_size": list(self._latent_size()),
             "fps": self.batches.fps,
             "text_encoder": self.text_encoder,
         }
-        path = self.checkpointer.save(self.state, facts, self.held_out)
+        path = self.checkpointer.save(self.state, facts)
         if self.sinks is not None and self.progress is not None:
-            self.sinks.artifact(path, {"step": self.state.step, "held_out_loss": self.held_out})
+            self.sinks.artifact(path, {"step": self.state.step, **held_out_meta(self.state.held_out)})
             self.progress.message(f"step {self.state.step}: checkpoint {path}")
 
     def _agree_to_stop(self, wanted: bool) -> bool:

@@ -1,7 +1,10 @@
 """Settings of a training run, as recipes write them."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal, Optional, get_args, get_type_hints
+
+from dit.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -93,6 +96,9 @@ class CheckpointConfig:
         resume: continue from the newest valid checkpoint if there is one, never, or fail without one.
         start_from: a new run starts from the weights of this run folder or checkpoint, averaged ones where it has them;
             step, optimizer and data start afresh. A run that has checkpoints of its own resumes from those.
+        accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from those of
+            the checkpoint to resume, although they make another experiment of the run (`resume_check`). After an
+            accepted change of the data or their order, the data start afresh.
     """
 
     interval: int = 1000
@@ -101,6 +107,7 @@ class CheckpointConfig:
     keep_best: int = 0
     resume: Literal["auto", "never", "must"] = "auto"
     start_from: Optional[str] = None
+    accept_changes: Optional[list[str]] = None
 
 
 @dataclass(kw_only=True)
@@ -141,3 +148,18 @@ class SamplingConfig:
     samples_per_class: int = 1
     prompts: Optional[list[str]] = None
     seed: int = 7
+
+    def validate(self) -> None:
+        """Check what can be checked of these on any machine.
+
+        Raises:
+            ConfigError: with the numbers and the cure.
+        """
+        solvers = get_args(get_type_hints(SamplingConfig)["solver"])
+        if self.solver not in solvers:
+            raise ConfigError(f"sampling.solver={self.solver!r} is unknown; use one of {', '.join(solvers)}")
+        for name in ("num_steps", "samples_per_class"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"sampling.{name}={getattr(self, name)} must be at least 1")
+        if not math.isfinite(self.guidance_scale):
+            raise ConfigError(f"sampling.guidance_scale={self.guidance_scale} must be finite; 1 is for no guidance")

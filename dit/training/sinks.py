@@ -46,6 +46,9 @@ class Sink(ABC):
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         """Record a folder that the run made, usually a checkpoint."""
 
+    def sync(self) -> None:  # noqa: B027 - mirrors have nothing to do
+        """Make what was recorded so far survive a power loss, where the sink promises that."""
+
     @abstractmethod
     def close(self) -> None:
         """Write out what is held back."""
@@ -53,6 +56,9 @@ class Sink(ABC):
 
 class JsonlSink(Sink):
     """One line of JSON per record, in the kernel's hands before the call returns: it outlives `kill -9`.
+
+    After `sync` it also outlives a power loss. A checkpoint follows only then, since no resume writes again what was
+    recorded before the checkpoint.
 
     Every record has `kind` (scalars, image or artifact), `step`, `time` (seconds since the epoch) and `attempt` (1 for
     the first process that wrote here, 2 after the first resume, ...). Scalars keep their exact value; the training loss
@@ -97,6 +103,12 @@ class JsonlSink(Sink):
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._write("artifact", metadata.get("step"), {"path": str(path), "metadata": dict(metadata)})
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -248,6 +260,9 @@ class FanOut(Sink):
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._tell_all(lambda sink: sink.artifact(path, metadata))
+
+    def sync(self) -> None:
+        self._tell_all(lambda sink: sink.sync())
 
     def close(self) -> None:
         self._tell_all(lambda sink: sink.close())

@@ -3,9 +3,13 @@
 import contextlib
 import errno
 import io
+import itertools
+import json
 import os
+import pkgutil
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +22,7 @@ from torch import Tensor
 from dit.errors import exit_code
 from dit.training import sharded_state
 from dit.training.checkpoint import Checkpointer
+from dit.training.checkpoint_store import CheckpointStore
 from dit.training.pretrain import Run, check_settings
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
@@ -170,6 +175,82 @@ def terminated(step: int) -> Iterator[None]:
         return original(self, loss_sums)
 
     with mock.patch.object(Run, "step", signalled):
+        yield
+
+
+@contextlib.contextmanager
+def terminated_inside(method: str, call: int = 1) -> Iterator[None]:
+    """Send SIGTERM to this process at the start of the given call of a method, named `package.module.Class.method`."""
+    original, calls = pkgutil.resolve_name(method), itertools.count(1)
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    with mock.patch(method, signalled):
+        yield
+
+
+@contextlib.contextmanager
+def together(*faults: Fault) -> Iterator[None]:
+    """Let several things go wrong in one run."""
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(fault())
+        yield
+
+
+@contextlib.contextmanager
+def stuck_inside(method: str, seconds: float) -> Iterator[None]:
+    """Let every call of a method, named `package.module.Class.method`, take several times what the watchdog allows."""
+    original = pkgutil.resolve_name(method)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    with mock.patch(method, slow), mock.patch("dit.training.pretrain.STACK_DUMP_AFTER_S", seconds / 4):
+        yield
+
+
+@contextlib.contextmanager
+def out_of_memory(method: str) -> Iterator[None]:
+    """Let a method, named `package.module.Class.method`, find no memory."""
+    with mock.patch(method, side_effect=torch.OutOfMemoryError("tried to allocate 20.00 GiB")):
+        yield
+
+
+@contextlib.contextmanager
+def no_room_for_logs(limit: int) -> Iterator[None]:
+    """Let no file that is opened with the logs grow beyond `limit` bytes."""
+    original = Run._open_logs
+
+    def open_logs(*args: Any) -> None:
+        with no_file_beyond(limit):
+            original(*args)
+
+    with mock.patch.object(Run, "_open_logs", open_logs):
+        yield
+
+
+@contextlib.contextmanager
+def flushes_counted(run_dir: Path, out: Path) -> Iterator[None]:
+    """Write down, for each checkpoint that is sealed, how many bytes of `metrics.jsonl` were flushed, and its size."""
+    metrics, fsync, publish = run_dir / "metrics.jsonl", os.fsync, CheckpointStore.publish
+    flushed, found = [0], []
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(metrics):
+            flushed.append(os.fstat(descriptor).st_size)
+
+    def noted_publish(self: CheckpointStore, *args: Any) -> Any:
+        found.append((flushed[-1], metrics.stat().st_size))
+        out.write_text(json.dumps(found))
+        return publish(self, *args)
+
+    with mock.patch("os.fsync", noted_fsync), mock.patch.object(CheckpointStore, "publish", noted_publish):
         yield
 
 

@@ -154,6 +154,7 @@ def traffic(case: dict) -> dict:
 
 def run_in_full(case: dict) -> list[dict]:
     """Run the training loop with everything that looks at batches, and return what rank 0 logged."""
+    from dit.training.guards import PreemptionFlag
     from dit.training.pretrain import Run, check_settings
     from dit.training.settings import (
         CheckpointConfig,
@@ -191,7 +192,7 @@ def run_in_full(case: dict) -> list[dict]:
     dims, spec = check_settings(*(settings[name] for name in names))
     groups = process_groups.initialize(settings["parallel"])
     run = Run(settings, dims, spec, groups)
-    run.train(SimpleNamespace(step=0))  # type: ignore[arg-type]
+    run.train(SimpleNamespace(step=0), PreemptionFlag())  # type: ignore[arg-type]
     run.close()
     process_groups.release()
     lines = (Path(case["run_dir"]) / "metrics.jsonl").read_text().splitlines() if groups.rank == 0 else []

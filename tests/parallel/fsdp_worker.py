@@ -68,7 +68,7 @@ def look(run: Run) -> dict:
     run._validate()
     with run.state.ema.applied(run.state.optimizer, run.state.wrapped):
         averaged = draw()
-    return {"held_out": run.held_out, "averaged": averaged, "raw": draw()}
+    return {"held_out": run.state.held_out.loss, "averaged": averaged, "raw": draw()}
 
 
 def train(case: dict) -> dict:
@@ -84,7 +84,7 @@ def train(case: dict) -> dict:
         result["looks_after"] = look(run)
         result["after_looking"] = state_of(run)
     if case.get("save"):
-        run.checkpointer.save(run.state, {}, None)
+        run._save()
     if "steps_after" in case:
         result["grad_norms"] += [run.step(loss_sums) for _ in range(case["steps_after"])]
         result["at_end"] = state_of(run)

@@ -164,6 +164,7 @@ def load(case: dict) -> dict:
 def run_legs(case: dict) -> dict:
     """Run the loop itself in legs, each resuming the one before on its own layout; return what it logged."""
     from dit.backends import process_groups
+    from dit.training.guards import PreemptionFlag
     from dit.training.pretrain import Run, check_settings
     from dit.training.settings import (
         CheckpointConfig,
@@ -200,7 +201,7 @@ def run_legs(case: dict) -> dict:
         names = ("model", "data", "optimizer", "schedule", "parallel", "training")
         dims, spec = check_settings(*(settings[name] for name in names))
         run = Run(settings, dims, spec, process_groups.initialize(settings["parallel"]))
-        run.train(SimpleNamespace(step=0))
+        run.train(SimpleNamespace(step=0), PreemptionFlag())
         run.close()
         process_groups.release()
     lines = (Path(case["folder"]) / "metrics.jsonl").read_text().splitlines() if Path(case["folder"]).exists() else []

@@ -1,5 +1,6 @@
 """A plan without ranks or memory agrees with what ranks would hold."""
 
+import re
 from dataclasses import asdict, replace
 
 import fiddle
@@ -9,6 +10,7 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
+from dit.objectives.ddpm import DDPM
 from dit.parallel.dims import ParallelConfig
 from dit.training.flops import flops_per_token
 from dit.training.settings import TrainingConfig
@@ -246,3 +248,31 @@ def test_a_pack_holds_as_many_samples_as_fit():
     assert (sample.rows(1), sample.text_rows(1)) == (2304, 9 * 512)
     per_token = flops_per_token(fiddle.build(task.model), 256, 512)
     assert f"{per_token * 2304 * 512 / 1e12:,.4g} TFLOP per step" in plan.report(task, 16, tokens=(256,))
+
+
+@pytest.mark.parametrize(
+    ("part", "setting", "value"),
+    [
+        ("sampling", "num_steps", 0),
+        ("sampling", "num_steps", -1),
+        ("sampling", "samples_per_class", -1),
+        ("sampling", "guidance_scale", float("inf")),
+        ("sampling", "guidance_scale", float("nan")),
+        ("sampling", "solver", "rk45"),
+        ("logging", "profile_steps", [5, 2]),
+    ],
+)
+def test_a_plan_refuses_what_training_would(part, setting, value):
+    """A run would find out at its first pictures, or at once."""
+    task = call_recipe("tiny_dit")
+    setattr(getattr(task, part), setting, value)
+    with pytest.raises(ConfigError, match=re.escape(f"{part}.{setting}={value!r}")):
+        plan.report(task, None)
+
+
+def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
+    task = call_recipe("tiny_dit")
+    task.objective = fiddle.Config(DDPM, discrete_steps=10)
+    task.sampling.num_steps = 11
+    with pytest.raises(ConfigError, match="11"):
+        plan.report(task, None)

@@ -97,6 +97,51 @@ def test_crash_at_every_system_call_leaves_a_valid_checkpoint(two_checkpoints, t
     assert outcomes == {(20, None), (step, 2)}
 
 
+def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_whole(two_checkpoints, tmp_path, monkeypatch):
+    """Before each changing system call in turn: the checkpoint verifies, with its former manifest or the new one."""
+    found = []
+    for n in itertools.count(1):
+        store = make_store(shutil.copytree(two_checkpoints, tmp_path / str(n)), keep_last=2)
+        former = store.verify(store.path(20))
+        child = os.fork()
+        if child == 0:
+            try:
+                Trip(n, lambda: os._exit(9)).install(monkeypatch, CHANGING_CALLS)
+                store.attach(20, {"held_out_loss": 0.5, "held_out_step": 20})
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, 9)
+        manifest = store.verify(store.path(20))
+        assert (manifest.files, manifest.created) == (former.files, former.created)
+        found.append(manifest.held_out_loss)
+        store.begin(40)
+        assert leftovers(store) == ["iter_0000040.tmp"], f"crash at call {n}"
+        shutil.rmtree(store.root)
+        if status == 0:
+            break
+    assert found[0] is None
+    assert found == sorted(found, key=lambda loss: loss is not None)
+    assert found[-1] == 0.5
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_loss_that_cannot_be_attached_harms_nothing(two_checkpoints, tmp_path, monkeypatch, code):
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "copy"), keep_last=2)
+
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    former = store.verify(store.path(20))
+    with monkeypatch.context() as patched:
+        Trip(2, fail).install(patched, ("write", "fsync"))
+        with pytest.raises(CheckpointError, match=r"manifest\.json cannot be written.*itself is intact"):
+            store.attach(20, {"held_out_loss": 0.5})
+    assert store.verify(store.path(20)) == former
+    assert leftovers(store) == []
+
+
 def error_of_save(store, step):
     try:
         save(store, step)

@@ -199,14 +199,23 @@ def test_link_in_a_finished_write_is_not_published(tmp_path):
 # --- retention ------------------------------------------------------------------------------------------------------
 
 
-def test_keep_rules_are_exact(tmp_path):
-    """After every save exactly the newest two, the multiples of ten and the two best are there."""
+@pytest.mark.parametrize("later", [False, True], ids=["with the save", "after the save"])
+def test_keep_rules_are_exact(tmp_path, later):
+    """After every save exactly the newest two, the multiples of ten and the two best are there.
+
+    Whether the loss is known when the checkpoint is saved, or measured and attached afterwards; the loss that is known
+    before is that of an older step then, and counts for none but its own.
+    """
     store = make_store(tmp_path, keep_last=2, keep_every=10, keep_best=2)
     rng = random.Random(0)
     losses = {}
     for step in range(1, 31):
         losses[step] = rng.choice([0.25, 0.5, math.nan, 1.0, None]) if step % 3 else rng.random()
-        save(store, step, held_out_loss=losses[step])
+        if later:
+            save(store, step, held_out_loss=0.0, held_out_step=step - 1)
+            store.attach(step, {"held_out_loss": losses[step], "held_out_step": step})
+        else:
+            save(store, step, held_out_loss=losses[step])
         measured = [s for s in losses if losses[s] is not None and not math.isnan(losses[s])]
         present = {s for s in measured if store.path(s).exists() or s == step}
         best = set(sorted(present, key=lambda s: (losses[s], -s))[:2])

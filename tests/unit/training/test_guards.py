@@ -51,6 +51,37 @@ def test_handlers_come_back():
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+def test_while_nothing_would_be_lost_a_request_is_honoured_at_once():
+    """In the middle of a call, also for a request from before; outside, it is only noted again."""
+    reached = []
+    with PreemptionFlag((signal.SIGUSR1,)) as flag:
+        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+            print(os.kill(os.getpid(), signal.SIGUSR1), reached.append("too far"))
+        assert (left.value.code, reached) == (75, [])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+            reached.append("too far")
+        assert (left.value.code, reached) == (75, [])
+
+
+def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted():
+    """The signal comes while it waits for the peer, so the lost peer is seen first; other errors stay errors."""
+
+    def ended_by(error, flag):
+        with flag.leaves_at_once():
+            flag.signal_name = "SIGUSR1"
+            raise error
+
+    lost = ConnectionResetError("connection reset by peer")
+    with pytest.raises(SystemExit) as left:
+        ended_by(lost, PreemptionFlag())
+    assert left.value.code == 75
+    with pytest.raises(ZeroDivisionError):
+        ended_by(ZeroDivisionError(), PreemptionFlag())
+    with pytest.raises(ConnectionResetError), PreemptionFlag().leaves_at_once():
+        raise lost
+
+
 def test_finite_values_pass():
     check_finite(1e30, 0.0, 1, [])
     check_finite(-1.0, None, 1, ["a"])

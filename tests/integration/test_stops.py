@@ -1,0 +1,219 @@
+"""A run that is stopped, fails, or is started with other settings at an awkward moment loses no step and no record."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dit.training.checkpoint import read_loader_state
+from dit.training.manifest import read_manifest
+from dit.training.sinks import read_records
+from tests.integration import actions
+from tests.integration.runs import Job, checkpoint, checkpoints, losses, outcome, overrides, run_jobs, scalars
+
+LOOP = {
+    "training__num_steps": 12,
+    "training__validation_interval": 6,
+    "checkpoint__interval": 3,
+    "checkpoint__keep_last": 9,
+}
+# Two of the settings are refused, the number of steps is not.
+OTHERS = {
+    "objective": ("objective: FlowMatching -> EDM", {"objective": "edm"}),
+    "seed": ("training.seed: 1234 -> 7", {"training__seed": 7, "training__num_steps": 14}),
+    "model": ("model.time_scale: 1000.0 -> 5.0", {"model__time_scale": 5}),
+    "data": ("data.dataset_size: None -> 64", {"data__dataset_size": 64}),
+}
+ACCEPTED = {
+    "training__num_steps": 13,
+    "optimizer__beta1": 0.8,
+    "data__dataset_size": 64,
+    "checkpoint__accept_changes": '["optimizer.beta1","data"]',
+}
+
+
+def packs(run_dir: Path, **settings: Any) -> list[str]:
+    """Return the arguments of a run on packs of images and clips, of which the larger ones come late."""
+    shapes = '["1x4x4","1x4x8","1x8x8"]'
+    small = {
+        "model__hidden_size": 32,
+        "model__num_layers": 1,
+        "model__num_attention_heads": 2,
+        "logging__tensorboard": 0,
+    }
+    words = overrides(run_dir, **{**small, "data__shapes": shapes, "data__max_tokens_per_pack": 32, **LOOP, **settings})
+    return [
+        "--yes",
+        "--factory",
+        "tiny_dit_pack",
+        *[word.replace("tensorboard=0", "tensorboard=false") for word in words],
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stops")
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, Any]:
+    jobs: dict[str, Job] = {}
+
+    def add(name: str, at: str = "", ranks: int = 1, fault: Any = None, **settings: Any) -> None:
+        jobs[name] = Job(actions.train, {"arguments": packs(folder / (at or name), **settings), "fault": fault}, ranks)
+
+    inside, store = partial(partial, actions.terminated_inside), "dit.training.checkpoint_store.CheckpointStore"
+    loop = "dit.training.pretrain.Run"
+    add("whole", fault=partial(actions.flushes_counted, folder / "whole", folder / "flushes.json"))
+    # Between two validations, and where one is due: in the step, and while its checkpoint is saved.
+    for name, fault in {
+        "between": partial(actions.terminated, 7),
+        "in the step": partial(actions.terminated, 6),
+        "in the save": inside(f"{store}.publish", 2),
+    }.items():
+        add(name, fault=fault)
+        add(f"{name}, again", at=name)
+    # Both are due at the last step, and nobody has the time.
+    last = {"checkpoint__interval": 0, "training__num_steps": 6, "training__sample_interval": 6}
+    stuck = partial(actions.stuck_inside, f"{store}.newest_valid", 0.8)
+    add("last save", fault=partial(actions.together, inside(f"{store}.publish"), stuck), **last)
+    add("looks fail", fault=partial(actions.out_of_memory, f"{loop}._validate"))
+    add("pictures fail", fault=partial(actions.out_of_memory, f"{loop}._sample"), training__sample_interval=3)
+    add("no pictures", sampling__num_steps=0)
+    # Before the first step: of a new run, and of one that would resume.
+    add("building", ranks=2, fault=inside(f"{loop}._build"))
+    add("hashing", at="whole", fault=inside(f"{store}.newest_valid"), training__num_steps=20)
+    add("loading", at="whole", fault=inside("dit.training.checkpoint.load_state"), training__num_steps=20)
+    for name, (_, settings) in OTHERS.items():
+        add(name, at="whole", **settings)
+    add("no room", at="whole", fault=partial(actions.no_room_for_logs, 100), training__num_steps=13)
+    add("accepted", at="whole", **ACCEPTED)
+    return run_jobs(folder / "world", jobs)
+
+
+def told(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a checkpoint says about itself: its manifest's record and what sampling is told."""
+    return dict(read_manifest(checkpoint_folder).meta), json.loads((checkpoint_folder / "facts.json").read_text())
+
+
+def held_out(run_dir: Path) -> dict[int, set[float]]:
+    found: dict[int, set[float]] = {}
+    for record in read_records(run_dir / "metrics.jsonl"):
+        if "held_out/loss" in record:
+            found.setdefault(record["step"], set()).add(record["held_out/loss"])
+    return found
+
+
+@pytest.mark.parametrize(("name", "step"), [("between", 7), ("in the step", 6), ("in the save", 6)])
+def test_a_stopped_run_keeps_its_held_out_loss_and_its_largest_sample(
+    ended: dict[str, Any], folder: Path, name: str, step: int
+) -> None:
+    """All that checkpoints say is what those of the undisturbed run say; so is what validation found, and when."""
+    assert (ended[name].code, ended[f"{name}, again"].code, ended["whole"].code) == (75, 0, 0)
+    stopped = {record["step"] for record in read_records(folder / name / "metrics.jsonl") if record["attempt"] == 1}
+    assert max(stopped) == step
+    assert losses(folder / name) == losses(folder / "whole")
+    assert held_out(folder / name) == held_out(folder / "whole")
+    for saved in (3, 6, 9, 12):
+        assert told(checkpoint(folder / name, saved)) == told(checkpoint(folder / "whole", saved))
+
+
+def test_a_checkpoint_says_when_its_held_out_loss_was_measured(ended: dict[str, Any], folder: Path) -> None:
+    measured = {step: values.pop() for step, values in held_out(folder / "whole").items()}
+    assert list(measured) == [6, 12]
+    manifests = {step: read_manifest(checkpoint(folder / "whole", step)) for step in (3, 6, 9, 12)}
+    found = {step: (m.meta["held_out_loss"], m.meta["held_out_step"]) for step, m in manifests.items()}
+    assert found == {3: (None, None), 6: (measured[6], 6), 9: (measured[6], 6), 12: (measured[12], 12)}
+    assert [m.held_out_loss for m in manifests.values()] == [None, measured[6], None, measured[12]]
+
+
+def test_a_request_during_the_last_save_costs_nothing(ended: dict[str, Any], folder: Path) -> None:
+    """The save is finished, the target is reached, and no time is spent on validation and pictures."""
+    assert ended["last save"].code == 0, ended["last save"].err
+    assert [outcome(folder / "last save")[key] for key in ("code", "reason", "step")] == [0, "completed", 6]
+    assert checkpoints(folder / "last save") == ["iter_0000006"]
+    assert held_out(folder / "last save") == {}
+    assert not (folder / "last save" / "samples").exists()
+
+
+def test_a_start_that_hangs_leaves_its_stacks(ended: dict[str, Any], folder: Path) -> None:
+    """Here it only takes long, in looking for a checkpoint; the run goes on as ever."""
+    stacks = (folder / "last save" / "stacks" / "rank_0.txt").read_text()
+    assert " in resume\n" in stacks
+    assert ended["last save"].code == 0
+
+
+def test_a_request_before_the_first_step_is_honoured_at_once(ended: dict[str, Any], folder: Path) -> None:
+    """On one rank and on two, of a run that begins and of one that would resume: nothing was logged or saved."""
+    assert [run.code for run in ended["building"]] == [75, 75]
+    for name in ("hashing", "loading"):
+        assert ended[name].code == 75
+        assert "Traceback" not in ended[name].err
+    assert [outcome(folder / "building")[key] for key in ("code", "reason", "step")] == [75, "preempted", None]
+    assert sorted(path.name for path in (folder / "building").iterdir()) == ["exit.json", "stacks"]
+    assert max(scalars(folder / "whole", "loss")) == 13, "they were to go on to step 20"
+
+
+@pytest.mark.parametrize(("name", "step"), [("looks fail", 6), ("pictures fail", 3)])
+def test_what_fails_in_looking_loses_no_step(ended: dict[str, Any], folder: Path, name: str, step: int) -> None:
+    assert ended[name].code == 70
+    assert "tried to allocate" in ended[name].err
+    assert checkpoints(folder / name)[-1] == checkpoint(folder / name, step).name
+    assert read_manifest(checkpoint(folder / name, step)).meta["consumed_samples"] > 0
+
+
+def test_impossible_pictures_are_refused_at_once(ended: dict[str, Any], folder: Path) -> None:
+    assert ended["no pictures"].code == 2
+    assert "sampling.num_steps=0 must be at least 1" in ended["no pictures"].err
+    assert [path.name for path in (folder / "no pictures").iterdir() if not path.name.startswith("exit.")] == []
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint(ended: dict[str, Any], folder: Path) -> None:
+    """A resume writes no line again that is older than its checkpoint."""
+    found = json.loads((folder / "flushes.json").read_text())
+    assert len(found) == 4
+    for flushed, size in found:
+        assert flushed == size > 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_experiment_is_refused_also_by_a_finished_run(ended: dict[str, Any], folder: Path, name: str) -> None:
+    """With both values and the cure; the run folder's own settings stay what they were."""
+    assert ended[name].code == 2
+    change, _ = OTHERS[name]
+    for words in (f"iter_0000012 was trained with other settings: {change}. ", "checkpoint.start_from", "run_dir"):
+        assert words in ended[name].err
+    assert f"'checkpoint.accept_changes=[\"{change.partition(':')[0]}\"]'" in ended[name].err
+    assert "num_steps" not in ended[name].err
+
+
+def test_a_record_that_cannot_be_written_stays_the_former_one(ended: dict[str, Any], folder: Path) -> None:
+    """None of the refused attempts wrote it either, so it is that of the attempt that was accepted at last."""
+    assert ended["no room"].code == 5
+    assert f"{folder / 'whole' / 'config.yaml'} cannot be written" in ended["no room"].err
+    assert "Traceback" not in ended["no room"].err
+
+
+def test_accepted_changes_are_listed_and_the_data_start_afresh(ended: dict[str, Any], folder: Path) -> None:
+    """Twelve steps lie behind the model, and one behind the data."""
+    assert ended["accepted"].code == 0, ended["accepted"].err
+    log = (folder / "world" / "rank_0.log").read_text()
+    for line in (
+        "changed since step 12: training.num_steps: 12 -> 13",
+        "changed since step 12: optimizer.beta1: 0.9 -> 0.8",
+        "changed since step 12: data.dataset_size: None -> 64",
+        "the data start afresh at step 12",
+    ):
+        assert log.count(f"{line}\n") >= 1, line
+    record = yaml.safe_load((folder / "whole" / "config.yaml").read_text())
+    assert (record["optimizer"]["beta1"], record["data"]["dataset_size"]) == (0.8, 64)
+    assert record == yaml.safe_load((checkpoint(folder / "whole", 13) / "config.yaml").read_text())
+    taken = [
+        {stream: state["position"]["taken"] for stream, state in read_loader_state(path)["streams"].items()}
+        for path in (checkpoint(folder / "whole", 12), checkpoint(folder / "whole", 13))
+    ]
+    assert all(12 * taken[1][stream] <= 2 * taken[0][stream] for stream in taken[0]), taken
+    assert max(scalars(folder / "whole", "consumed_samples")) == 13
