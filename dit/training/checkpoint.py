@@ -20,6 +20,7 @@ from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.training.ema import EMA
 from dit.training.optim import MasterShard
+from dit.training.reading import reading
 from dit.training.sharded_state import load_state, save_state
 
 logger = logging.getLogger(__name__)
@@ -131,28 +132,32 @@ class Checkpointer:
             Whether there was one.
 
         Raises:
-            CheckpointError: `must` and there is none.
-            ConfigError: it belongs to another model, or holds imported weights.
+            CheckpointError: `must` and there is none, or there are some and all of them are damaged.
+            ConfigError: it belongs to another model, or holds imported weights; or `never` and there is one.
         """
-        if mode == "never":
-            if self.store.steps():
-                raise ConfigError(
-                    f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {self.store.steps()}, "
-                    "which a later resume would take for this run's; use another training.run_dir or remove them"
-                )
-            return False
-        found: list[Any] = [None]
+        found: list[Any] = [None, None]
         if state.groups.rank == 0:
-            found = [self.store.newest_valid()]
+            found = [self.store.steps(), self.store.newest_valid()]
         dist.broadcast_object_list(found)
-        if found[0] is None:
+        steps, newest = found
+        if newest is None:
             if mode == "must":
                 raise CheckpointError(
                     f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
                     "use checkpoint.resume=auto to start anew"
                 )
+            if steps and mode == "auto":
+                raise CheckpointError(
+                    f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons given "
+                    "above; restore one, or train again from step 0 with checkpoint.resume=never"
+                )
             return False
-        folder, manifest = found[0]
+        if mode == "never":
+            raise ConfigError(
+                f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {steps}, "
+                "which a later resume would take for this run's; use another training.run_dir or remove them"
+            )
+        folder, manifest = newest
         if manifest.is_imported:
             raise ConfigError(
                 f"{folder} holds imported weights, which have no optimizer and no data position to resume; start from "
@@ -163,9 +168,11 @@ class Checkpointer:
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
         check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
-        self._check_ema(state, folder)
-        load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
-        state.stream.load_state_dict(read_loader_state(folder))
+        with reading(folder):
+            self._check_ema(state, folder)
+            load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
+            position = read_loader_state(folder)
+        state.stream.load_state_dict(position)
         state.step = manifest.step
         state.consumed_samples = int(manifest.meta["consumed_samples"])
 

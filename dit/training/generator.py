@@ -21,6 +21,7 @@ from dit.training.checkpoint import CONFIG_FILE, FACTS_FILE
 from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, from_record
 from dit.training.manifest import read_manifest
+from dit.training.reading import reading
 from dit.training.settings import CheckpointConfig
 from dit.training.sharded_state import load_weights
 
@@ -124,10 +125,15 @@ def find_checkpoint(path: Path | str) -> tuple[Path, int]:
 
 
 def read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a proven checkpoint, by the names of `pretrain`'s arguments, and its facts."""
-    record = yaml.safe_load((folder / CONFIG_FILE).read_text())
-    config = {name: from_record(part) for name, part in record.items() if name != CLASS_KEY}
-    return config, json.loads((folder / FACTS_FILE).read_text())
+    """Return the settings of a proven checkpoint, by the names of `pretrain`'s arguments, and its facts.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    with reading(folder):
+        record = yaml.safe_load((folder / CONFIG_FILE).read_text())
+        config = {name: from_record(part) for name, part in record.items() if name != CLASS_KEY}
+        return config, json.loads((folder / FACTS_FILE).read_text())
 
 
 def slot_of(folder: Path, config: dict[str, Any], weights: Literal["ema", "raw"]) -> str:
@@ -157,6 +163,7 @@ def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") 
     slot = slot_of(folder, config, weights)
     groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
     chunks = build_model(config["model"], ParallelConfig(), "fp32", groups, seed=0)
-    load_weights(folder, chunks, groups, slot=slot)
+    with reading(folder):
+        load_weights(folder, chunks, groups, slot=slot)
     network = chunks[0].eval()
     return Generator(config, facts, network, step)

@@ -15,6 +15,7 @@ from dit.training.checkpoint_store import check_same_model, model_fingerprint
 from dit.training.generator import find_checkpoint
 from dit.training.manifest import read_manifest
 from dit.training.optim import publish_masters
+from dit.training.reading import reading
 from dit.training.sharded_state import sharded_tensor
 
 
@@ -34,13 +35,15 @@ def start_from(path: str, state: TrainState) -> None:
     """
     folder = agree_on_folder(path, state.groups)
     check_same_model(read_manifest(folder), model_fingerprint(global_shapes(state.shards, state.groups)))
-    record = yaml.safe_load((folder / CONFIG_FILE).read_text())
-    slot = "weight" if record["training"]["ema_decay"] is None else "ema"
+    with reading(folder):
+        record = yaml.safe_load((folder / CONFIG_FILE).read_text())
+        slot = "weight" if record["training"]["ema_decay"] is None else "ema"
     request: dict[str, Any] = {}
     for shard in state.shards:
         empty = torch.empty(shard.parameter.shape, dtype=torch.float32, device=shard.parameter.device)
         request[shard.name] = sharded_tensor(f"{slot}.{shard.name}", empty, shard.parameter, state.groups)
-    loaded = dist_checkpointing.load(request, str(folder))
+    with reading(folder):
+        loaded = dist_checkpointing.load(request, str(folder))
     for i, shard in enumerate(state.shards):
         values = shard.scatter(loaded[shard.name])
         shard.main.copy_(values)

@@ -23,6 +23,7 @@ from dit.parallel.dims import ParallelConfig
 from dit.training.checkpoint import CONFIG_FILE, FACTS_FILE
 from dit.training.checkpoint_store import CheckpointStore, model_fingerprint
 from dit.training.config_record import to_record
+from dit.training.reading import reading
 from dit.training.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 from dit.training.sharded_write import write_sharded
 
@@ -32,16 +33,20 @@ def read_whole_weights(folder: Path, slot: str) -> dict[str, Tensor]:
 
     Args:
         slot: `ema` or `weight`.
+
+    Raises:
+        CheckpointError: they cannot be read.
     """
-    reader = torch_checkpoint.FileSystemReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
     prefix = f"{slot}."
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    with reading(folder):
+        reader = torch_checkpoint.FileSystemReader(str(folder))
+        stored = reader.read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in stored.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+        torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
