@@ -54,7 +54,7 @@ from dit.training.settings import (
 )
 from dit.training.sinks import FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
 from dit.training.start import start_from
-from dit.training.step import training_forward_step
+from dit.training.step import find_suspects, training_forward_step
 from dit.training.validate import held_out_loss
 
 logger = log.getLogger(__name__)
@@ -348,7 +348,8 @@ class Run:
             step_sums += torch.stack([output["loss_sum"], output["tokens"]])
         if not math.isfinite(grad_norm):
             # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
-            check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, self.batches.consumed.keys[seen:])
+            suspects = find_suspects(step_sums[0].item(), self.batches.consumed.keys[seen:])
+            check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, suspects)
         apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
         loss_sums += step_sums
         state.step += 1

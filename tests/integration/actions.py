@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import json
 import os
 import resource
 import signal
@@ -188,7 +189,7 @@ class _NaN:
 
 @contextlib.contextmanager
 def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
-    """Make the loss NaN on one rank in one step, and write down the master weights that the run ends with."""
+    """Make the loss NaN on one rank in one step; write down the weights at the end, and each rank's last samples."""
     from dit.training import pretrain
 
     forward_step, close = pretrain.training_forward_step, Run.close
@@ -202,6 +203,7 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
         whole = {f"weight.{s.name}": s.gather(s.main) for s in shards}
         if self.groups.rank == 0:
             torch.save(whole, weights)
+        weights.with_suffix(f".rank{self.groups.rank}.json").write_text(json.dumps(self.batches.consumed.keys))
         close(self)
 
     poison = mock.patch.object(pretrain, "training_forward_step", poisoned)
