@@ -6,7 +6,9 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +19,11 @@ import torch
 from torch import Tensor
 
 from dit.errors import exit_code
+from dit.training import run_lock
 from dit.training.checkpoint import Checkpointer
+from dit.training.manifest import MANIFEST, Manifest, hash_tree
 from dit.training.pretrain import Run, check_settings
+from dit.training.run_lock import RunLock
 from dit.training.sharded_state import save_state
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
@@ -162,20 +167,6 @@ def index_refused() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def terminated(step: int) -> Iterator[None]:
-    """Send SIGTERM to this process inside a step."""
-    original = Run.step
-
-    def signalled(self: Run, loss_sums: Tensor) -> float:
-        if self.state.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, loss_sums)
-
-    with mock.patch.object(Run, "step", signalled):
-        yield
-
-
 class _NaN:
     """An objective whose target is not a number."""
 
@@ -209,6 +200,68 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
     poison = mock.patch.object(pretrain, "training_forward_step", poisoned)
     with poison, mock.patch.object(Run, "close", close_and_tell):
         yield
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Let the process of rank 0 be at work in the run folder already, and not be waited for."""
+    with mock.patch.object(run_lock, "WAIT_S", 0.0), RunLock(run_dir, int(os.environ.get("RANK", "0"))):
+        yield
+
+
+@contextlib.contextmanager
+def port_taken() -> Iterator[None]:
+    """Start as a launcher's only rank, at a port that somebody else listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}):
+            yield
+
+
+@contextlib.contextmanager
+def before_step(step: int, happens: Callable[..., Any], *arguments: Any) -> Iterator[None]:
+    """Let something happen before a step."""
+    original = Run.step
+
+    def disturbed(self: Run, loss_sums: Tensor) -> float:
+        if self.state.step + 1 == step:
+            happens(*arguments)
+        return original(self, loss_sums)
+
+    with mock.patch.object(Run, "step", disturbed):
+        yield
+
+
+def deleted(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Delete the run folder before the third step."""
+    return before_step(3, shutil.rmtree, run_dir)
+
+
+def interrupted(step: int) -> contextlib.AbstractContextManager[None]:
+    """Press Ctrl-C before a step."""
+    return before_step(step, signal.raise_signal, signal.SIGINT)
+
+
+def terminated(step: int) -> contextlib.AbstractContextManager[None]:
+    """Send SIGTERM to this process before a step."""
+    return before_step(step, signal.raise_signal, signal.SIGTERM)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file under a folder by relative name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def cut_off(folder: Path, *, sealed: bool) -> None:
+    """Halve the files of tensors in all checkpoints of a run, and seal them anew so that their hashes agree."""
+    for checkpoint in (folder / "checkpoints").glob("iter_*"):
+        for path in checkpoint.glob("*.distcp"):
+            os.truncate(path, path.stat().st_size // 2)
+        if sealed:
+            old = Manifest.from_text((checkpoint / MANIFEST).read_text())
+            (checkpoint / MANIFEST).write_text(replace(old, files=hash_tree(checkpoint)).to_text())
 
 
 @contextlib.contextmanager
