@@ -7,7 +7,6 @@ line of JSON on the last line of the output (and appended to `--out`), and a tab
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -177,11 +176,10 @@ def utilisation(device: str, tflops: float) -> Optional[float]:
 
 def revision() -> str:
     """Return the git revision of the code, marked when the tree differs from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    from dit.training.environment_record import git_revision
+
+    found = git_revision()
+    return "unknown" if found is None else found["commit"][:12] + ("-dirty" if found["dirty"] else "")
 
 
 def table(record: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ EXIT_NOT_FINITE = 4
 EXIT_CHECKPOINT = 5
 EXIT_UNEXPECTED = 70
 EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 class UserError(ValueError):
@@ -56,10 +57,12 @@ class CheckpointError(UserError):
 def exit_code(error: BaseException) -> int:
     """Return the process exit code that stands for `error`.
 
-    `SystemExit` keeps its own code; an error that is not a `UserError` is unexpected (70).
+    `SystemExit` keeps its own code, Ctrl-C is 130; an error that is not a `UserError` is unexpected (70).
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
     return error.exit_code if isinstance(error, UserError) else EXIT_UNEXPECTED
 
 

@@ -17,7 +17,7 @@ from megatron.energon.savable_loader import (
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from dit.data_api import BatchSpec
-from dit.errors import DataError
+from dit.errors import ConfigError
 from energon_data.ledger import GiveUp, Ledger
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import Delivery
@@ -126,6 +126,7 @@ class EnergonSource:
             "max_tokens_per_pack": options.max_tokens_per_pack,
             "packing_buffer_size": packing_buffer_size if packed else None,
             "shuffle_buffer": shuffle_buffer,
+            "max_samples_per_sequence": max_samples_per_sequence,
             "bucket_by_shape": options.bucket_by_shape,
             "seed": seed,
         }
@@ -165,13 +166,15 @@ class EnergonSource:
         """Continue from `state`; called before the first `next`.
 
         Raises:
-            DataError: the state was made with other data settings.
+            ConfigError: the state was made with other data settings.
         """
-        changed = {k: (state["settings"].get(k), v) for k, v in self._settings.items() if state["settings"].get(k) != v}
+        saved = state["settings"]  # an older version may have noted fewer
+        changed = [f"{k} was {saved[k]} and is {v}" for k, v in self._settings.items() if k in saved and saved[k] != v]
         if changed:
-            text = ", ".join(f"{k} was {old} and is {new}" for k, (old, new) in changed.items())
-            raise DataError(
-                f"the data state was made with other settings ({text}); set them back, or start the data anew"
+            raise ConfigError(
+                f"the position in the data was saved with other settings ({', '.join(changed)}), where it means other "
+                "samples; set them back, or start a new run from these weights: another training.run_dir and "
+                "checkpoint.start_from=this one"
             )
         inner, index, behind = from_plain(state["dataset"]), state["index"], state["behind"]
         if inner is None and not behind:

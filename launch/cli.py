@@ -48,7 +48,7 @@ flags
 
 exit codes
   0 target reached    2 usage or configuration    3 data    4 not finite    5 checkpoint
-  70 unexpected       75 preempted, checkpoint written (requeue)
+  70 unexpected       75 preempted, checkpoint written (requeue)          130 Ctrl-C
   torchrun turns each non-zero code of a rank into 1; RUN_DIR/exit.json keeps the true one.
 """
 

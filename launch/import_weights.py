@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> list[str]:
     environment.prepare()
     environment.quiet_libraries()
     from dit.convert.variance import drop_variance
+    from dit.training.run_lock import RunLock
     from dit.training.settings import SamplingConfig
     from dit.training.whole_weights import write_imported
 
@@ -72,15 +73,17 @@ def run(args: argparse.Namespace) -> list[str]:
     model, weights = imported.model, rules.to_ours(theirs)
     if args.drop_variance:
         model, weights = drop_variance(model, weights)
-    write_imported(
-        Path(args.out),
-        weights,
-        model,
-        imported.objective,
-        SamplingConfig(**imported.sampling),
-        imported.latent_size,
-        f"{args.format}: {source.resolve()}",
-    )
+    with RunLock(args.out, setting="--out") as lock:
+        lock.check()
+        write_imported(
+            Path(args.out),
+            weights,
+            model,
+            imported.objective,
+            SamplingConfig(**imported.sampling),
+            imported.latent_size,
+            f"{args.format}: {source.resolve()}",
+        )
     return imported.notes
 
 

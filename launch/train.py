@@ -11,14 +11,14 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError, UserError, exit_code
+from dit.errors import EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_OK, EXIT_UNEXPECTED, ConfigError, UserError, exit_code
 from launch import cli, environment
 from recipes import registry
 
 if TYPE_CHECKING:
     import nemo_run as run
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+SAME_ON_ALL_RANKS = (EXIT_CONFIG, EXIT_NOT_FINITE)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -35,10 +35,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
         return exit_code(leave)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except Exception as error:
+        return exit_code(interrupt)
+    except BaseException as error:  # some libraries derive their errors from it; Python itself would exit with 1
         from dit.training.exit_record import is_peer_lost
 
         if is_peer_lost(error) and not verbose:
@@ -183,8 +183,8 @@ def _report(error: UserError, verbose: bool) -> None:
     # fiddle appends where it was building; the message itself already names the setting.
     message = str(error).partition("\n\nFiddle context:")[0]
     several = environment.world_size() > 1
-    # All ranks read the same command line, so its mistakes are told once; other errors may be one rank's own.
-    if not several or environment.rank() == 0 or exit_code(error) != EXIT_CONFIG:
+    # What all ranks find alike is told once; other errors may be one rank's own.
+    if not several or environment.rank() == 0 or exit_code(error) not in SAME_ON_ALL_RANKS:
         print(f"{f'rank {environment.rank()}: ' if several else ''}error: {message}", file=sys.stderr)
     if verbose:
         traceback.print_exc()

@@ -1,6 +1,8 @@
 """The one place that knows which device this process trains on."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +22,19 @@ def local_device() -> torch.device:
 def describe() -> str:
     """Name the device for log lines and benchmark records."""
     return torch.cuda.get_device_name() if use_cuda() else "CPU"
+
+
+def accelerator_versions() -> dict[str, Any]:
+    """Return the versions of the driver, CUDA, cuDNN and NCCL; None for what this process does not use."""
+    if not use_cuda():
+        return dict.fromkeys(("driver", "cuda", "cudnn", "nccl"))
+    driver = Path("/sys/module/nvidia/version")
+    return {
+        "driver": driver.read_text().strip() if driver.is_file() else None,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
 
 
 def synchronize() -> None:

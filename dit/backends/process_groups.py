@@ -81,14 +81,44 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
-    """Start torch.distributed (NCCL on CUDA, gloo on CPU) and build Megatron-Core's groups.
+def connect(*, timeout_s: float = 600.0) -> None:
+    """Start torch.distributed (NCCL on CUDA, gloo on CPU), where it is not started yet.
 
     A plain process becomes a world of one rank, so nothing behind this call asks whether it runs distributed.
 
     Args:
+        timeout_s: a rank that waits longer for its peers fails.
+
+    Raises:
+        ConfigError: the port at which the ranks are to meet is in use.
+    """
+    if dist.is_initialized():
+        return
+    kwargs: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        kwargs = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+    if use_cuda():
+        torch.cuda.set_device(local_device())
+    try:
+        dist.init_process_group("nccl" if use_cuda() else "gloo", timeout=timedelta(seconds=timeout_s), **kwargs)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ['MASTER_PORT']} of this machine ({os.environ['MASTER_ADDR']}) is in use by another run "
+            "or program; torchrun --standalone takes a free port, torchrun --master-port=N or MASTER_PORT=N another one"
+        ) from error
+
+
+def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
+    """Start torch.distributed where it is not started yet, and build Megatron-Core's groups.
+
+    Args:
         parallel: a checked `ParallelConfig`.
         timeout_s: a rank that waits longer for its peers fails.
+
+    Raises:
+        ConfigError: the port at which the ranks are to meet is in use.
     """
     if not use_cuda():
         megatron_cpu.install()
@@ -96,13 +126,7 @@ def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    if not dist.is_initialized():
-        kwargs: dict[str, Any] = {}
-        if "RANK" not in os.environ:
-            kwargs = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
-        if use_cuda():
-            torch.cuda.set_device(local_device())
-        dist.init_process_group("nccl" if use_cuda() else "gloo", timeout=timedelta(seconds=timeout_s), **kwargs)
+    connect(timeout_s=timeout_s)
     inner = parallel.context_a2a_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

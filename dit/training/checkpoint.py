@@ -18,6 +18,7 @@ from dit.data_api import DataStream
 from dit.errors import CheckpointError, ConfigError
 from dit.models.base import Backbone
 from dit.training.checkpoint_store import CheckpointStore, Manifest, check_same_model, model_fingerprint
+from dit.training.durable_files import read_regular
 from dit.training.ema import EMA
 from dit.training.manifest import CURE, FileRecord, HeldOut, hash_file, verify_folder
 from dit.training.optim import MasterShard
@@ -147,24 +148,28 @@ class Checkpointer:
             Whether there was one.
 
         Raises:
-            CheckpointError: `must` and there is none.
-            ConfigError: it belongs to another model or experiment, or holds imported weights.
+            CheckpointError: `must` and there is none, or there are some and all of them are damaged.
+            ConfigError: it belongs to another model or experiment, or holds imported weights; or `never` and there is
+                one.
         """
-        if mode == "never":
-            if self.store.steps():
-                raise ConfigError(
-                    f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {self.store.steps()}, "
-                    "which a later resume would take for this run's; use another training.run_dir or remove them"
-                )
-            return False
-        found = self._newest_valid(state.groups)
+        steps, found = self._newest_valid(state.groups)
         if found is None:
             if mode == "must":
                 raise CheckpointError(
                     f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
                     "use checkpoint.resume=auto to start anew"
                 )
+            if steps and mode == "auto":
+                raise CheckpointError(
+                    f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons given "
+                    "above; restore one, or train again from step 0 with checkpoint.resume=never"
+                )
             return False
+        if mode == "never":
+            raise ConfigError(
+                f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {steps}, "
+                "which a later resume would take for this run's; use another training.run_dir or remove them"
+            )
         folder, manifest = found
         if manifest.is_imported:
             raise ConfigError(
@@ -174,11 +179,17 @@ class Checkpointer:
         self._restore(state, folder, manifest)
         return True
 
-    def _newest_valid(self, groups: ProcessGroups) -> Optional[tuple[Path, Manifest]]:
-        """Return the newest checkpoint that verifies; every rank reads and hashes its share of the files."""
-        candidates: list[Any] = [self.store.newest_first() if groups.rank == 0 else None]
-        dist.broadcast_object_list(candidates)
-        for folder in candidates[0]:
+    def _newest_valid(self, groups: ProcessGroups) -> tuple[list[int], Optional[tuple[Path, Manifest]]]:
+        """Return the steps that have a checkpoint, and the newest that verifies.
+
+        Every rank reads and hashes its share of the files.
+        """
+        seen: list[Any] = [None, None]
+        if groups.rank == 0:
+            seen = [self.store.steps(), self.store.newest_first()]
+        dist.broadcast_object_list(seen)
+        steps, candidates = seen
+        for folder in candidates:
             problem: Optional[str] = None
             try:
                 manifest = verify_folder(folder, share=(groups.rank, groups.world_size))
@@ -188,10 +199,10 @@ class Checkpointer:
             dist.all_gather_object(problems, problem)
             named = next((problem for problem in problems if problem is not None), None)
             if named is None:
-                return folder, manifest
+                return steps, (folder, manifest)
             if groups.rank == 0:
                 logger.warning("skipping checkpoint %s: %s", folder.name, named)
-        return None
+        return steps, None
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
         check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
@@ -242,7 +253,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:
     try:
-        table = parse(path.read_text())
+        table = parse(read_regular(path).decode())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {CURE}") from error
     missing = [name for name in required if not isinstance(table, dict) or name not in table]

@@ -237,7 +237,7 @@ class CheckpointStore:
         for step in doomed:
             self._discard(self.path(step))
         if doomed:
-            logger.info("deleted checkpoints of steps %s, kept %s", doomed, sorted(keep))
+            logger.debug("deleted checkpoints of steps %s, kept %s", doomed, sorted(keep))
         return doomed
 
     def _kept(self, manifests: Mapping[int, Manifest]) -> set[int]:

@@ -1,8 +1,10 @@
 """Small files that are either the old one or the new one, whatever dies in between."""
 
+import errno
 import json
 import math
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,19 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a file at once.
+
+    Raises:
+        OSError: it cannot be read, or it is none: a pipe would wait for ever, a device may have no end.
+    """
+    # Opening a pipe waits for a writer, unless it is asked not to.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
 
 
 def write_atomic(path: Path, text: str, *, part: Path | None = None) -> None:

@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from dit.errors import (
     EXIT_CHECKPOINT,
     EXIT_CONFIG,
     EXIT_DATA,
+    EXIT_INTERRUPTED,
     EXIT_NOT_FINITE,
     EXIT_OK,
     EXIT_PREEMPTED,
@@ -27,13 +29,12 @@ from dit.errors import (
     UserError,
     exit_code,
 )
-from dit.training.durable_files import strict_json, write_atomic
+from dit.training.durable_files import read_regular, strict_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
 EXIT_FILE = "exit.json"
 PEER_LOST = "peer_lost"
-INTERRUPTED = "interrupted"
 REASONS = {
     EXIT_OK: "completed",
     EXIT_CONFIG: "config",
@@ -42,6 +43,7 @@ REASONS = {
     EXIT_CHECKPOINT: "checkpoint",
     EXIT_UNEXPECTED: "unexpected",
     EXIT_PREEMPTED: "preempted",
+    EXIT_INTERRUPTED: "interrupted",
 }
 # Names of torch.distributed's errors and what gloo, NCCL and the store say when somebody else died or hangs.
 PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -64,7 +66,7 @@ class Outcome:
 
     Attributes:
         code: exit code of the process, see `dit.errors`.
-        reason: the code in a word; `peer_lost` and `interrupted` are kinds of unexpected.
+        reason: the code in a word; `peer_lost` is a kind of unexpected.
         step: optimizer steps done; None before training began.
         rank: of the writer.
         error: type and message; None if there was none.
@@ -118,8 +120,6 @@ def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int
     reason = REASONS.get(code, REASONS[EXIT_UNEXPECTED])
     if is_peer_lost(error):
         reason = PEER_LOST
-    elif isinstance(error, KeyboardInterrupt):
-        reason = INTERRUPTED
     trace = None if isinstance(error, UserError) else "".join(traceback.format_exception(error))
     return Outcome(
         code=code, reason=reason, step=step, rank=rank, error=f"{type(error).__name__}: {error}", traceback=trace
@@ -134,6 +134,8 @@ class ExitRecord:
     Args:
         run_dir: folder of the run.
         rank: of this process. Rank 0 removes the records of an earlier attempt on entering, and records success.
+        is_ours: whether this attempt may write into the folder (`RunLock.is_ours`); otherwise its records, old and new,
+            are another run's and are left alone.
 
     Attributes:
         step: to be kept up to date by the run.
@@ -141,15 +143,16 @@ class ExitRecord:
         code: exit code of this process; None inside the block.
     """
 
-    def __init__(self, run_dir: Path | str, rank: int = 0) -> None:
+    def __init__(self, run_dir: Path | str, rank: int = 0, is_ours: Callable[[], bool] = lambda: True) -> None:
         self.run_dir = Path(run_dir)
         self.rank = rank
+        self._is_ours = is_ours
         self.step: Optional[int] = None
         self.preempted = False
         self.code: Optional[int] = None
 
     def __enter__(self) -> "ExitRecord":
-        if self.rank == 0:
+        if self.rank == 0 and self._is_ours():
             for path in (self.run_dir / EXIT_FILE, *self.run_dir.glob("exit.rank*.json")):
                 # A folder that cannot be written to stops the run elsewhere, with a better message.
                 with suppress(OSError):
@@ -161,7 +164,8 @@ class ExitRecord:
     ) -> None:
         outcome = outcome_of(error, step=self.step, rank=self.rank, preempted=self.preempted)
         self.code = outcome.code
-        write_outcome(self.run_dir, outcome)
+        if self._is_ours():
+            write_outcome(self.run_dir, outcome)
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
@@ -200,6 +204,6 @@ def _most_telling(run_dir: Path) -> Optional[Outcome]:
 
 def _read(path: Path) -> Optional[Outcome]:
     try:
-        return Outcome(**json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        return Outcome(**json.loads(read_regular(path)))
+    except (OSError, ValueError, TypeError):
         return None  # gone, or not ours

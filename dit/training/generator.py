@@ -122,7 +122,11 @@ def find_checkpoint(path: Path | str) -> tuple[Path, int]:
 
 
 def read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a proven checkpoint, by the names of `pretrain`'s arguments, and its facts."""
+    """Return the settings of a verified checkpoint, by the names of `pretrain`'s arguments, and its facts.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
     config = {name: from_record(part) for name, part in read_record(folder).items() if name != CLASS_KEY}
     return config, read_facts(folder)
 

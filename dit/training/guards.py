@@ -3,7 +3,7 @@
 import faulthandler
 import math
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -12,7 +12,7 @@ from typing import Any, Optional
 from dit.errors import EXIT_PREEMPTED, NotFiniteError
 from dit.training.exit_record import is_peer_lost
 
-NUM_KEYS = 8  # samples named in a message before it says how many more there are
+NUM_NAMES = 8  # samples or ranks named in a message before it says how many more there are
 
 
 class PreemptionFlag:
@@ -81,7 +81,7 @@ class PreemptionFlag:
             raise SystemExit(EXIT_PREEMPTED)
 
 
-def check_finite(loss: float, grad_norm: Optional[float], step: int, sample_keys: Sequence[str]) -> None:
+def check_finite(loss: float, grad_norm: Optional[float], step: int, suspects: Mapping[int, Sequence[str]]) -> None:
     """Check the loss and the gradient norm of a step before its update touches the weights.
 
     Every rank must pass the same, globally reduced numbers, so that all stop at the same step.
@@ -90,20 +90,32 @@ def check_finite(loss: float, grad_norm: Optional[float], step: int, sample_keys
         loss: mean loss of the step over all ranks.
         grad_norm: global gradient norm before clipping; None where there is none yet.
         step: number of the step, as logged.
-        sample_keys: names of the samples this rank trained on in this step.
+        suspects: by rank, the samples of each rank whose own loss is not finite, see
+            `dit.training.step.find_suspects`.
 
     Raises:
         NotFiniteError: one of the two is nan or infinite.
     """
     if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm)):
         return
-    keys = ", ".join(sample_keys[:NUM_KEYS]) or "none on this rank"
-    more = f" and {len(sample_keys) - NUM_KEYS} more" if len(sample_keys) > NUM_KEYS else ""
+    where = "Each rank's own loss is finite, so it is the gradient that overflowed"
+    look = ""
+    if suspects:
+        # Ranks that share a model (tensor, pipeline, context parallel) read the same samples.
+        keys = list(dict.fromkeys(key for keys in suspects.values() for key in keys))
+        ranks = _first_few([str(rank) for rank in sorted(suspects)])
+        where = f"The loss of rank {ranks} is not finite, on the samples {_first_few(keys)}"
+        look = "look at these samples; if they are sound, "
     raise NotFiniteError(
-        f"step {step}: loss={loss}, grad_norm={grad_norm}; the update was not applied. Samples of this rank: "
-        f"{keys}{more}. Look at these samples; if they are sound, resume from the last checkpoint with a lower "
-        "optimizer.lr or optimizer.clip_grad, or a longer schedule.warmup_steps"
+        f"step {step}: loss={loss}, grad_norm={grad_norm}; the update was not applied. {where}; {look}"
+        "resume from the last checkpoint with a lower optimizer.lr or optimizer.clip_grad, or a longer "
+        "schedule.warmup_steps"
     )
+
+
+def _first_few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NUM_NAMES} more" if len(names) > NUM_NAMES else ""
+    return ", ".join(names[:NUM_NAMES]) + more
 
 
 class StackWatchdog:

@@ -1,10 +1,8 @@
 """THE loop: read it from top to bottom to know what a run does."""
 
-import json
 import logging as log
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +16,7 @@ import yaml
 
 from dit.backends import process_groups
 from dit.backends.attention import resolve_attention
-from dit.backends.device import describe, local_device
+from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
 from dit.backends.provider import resolve_linears
 from dit.backends.recompute import check_recompute
@@ -36,6 +34,7 @@ from dit.training.checkpoint_store import CheckpointStore
 from dit.training.config_record import CLASS_KEY, to_record
 from dit.training.durable_files import write_record
 from dit.training.ema import EMA
+from dit.training.environment_record import ENV_FILE, append_attempt, environment_record
 from dit.training.exit_record import ExitRecord
 from dit.training.expert_load import expert_load
 from dit.training.flops import training_flops
@@ -47,6 +46,7 @@ from dit.training.pictures import PictureWriter, check_pictures
 from dit.training.prefetch import DeviceBatches
 from dit.training.profile import StepProfile, check_profile_steps
 from dit.training.progress import ConsoleProgress
+from dit.training.run_lock import RunLock
 from dit.training.schedules import check_schedule, learning_rate
 from dit.training.settings import (
     CheckpointConfig,
@@ -56,9 +56,10 @@ from dit.training.settings import (
     ScheduleConfig,
     TrainingConfig,
 )
-from dit.training.sinks import FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
+from dit.training.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
 from dit.training.start import start_from
-from dit.training.step import training_forward_step
+from dit.training.step import find_suspects, training_forward_step
+from dit.training.summary import drawing_command, how_it_went
 from dit.training.validate import held_out_loss
 
 logger = log.getLogger(__name__)
@@ -80,10 +81,11 @@ def pretrain(
 ) -> None:
     """Train a backbone, or continue a run that was stopped: the same call resumes.
 
-    Every rank calls this. It leaves `exit.json` in the run folder, whatever happens.
+    Every rank calls this. It locks the run folder and leaves `exit.json` there, whatever happens.
 
     Raises:
-        ConfigError: settings do not fit together, or not with the checkpoint to resume; no record was overwritten.
+        ConfigError: settings do not fit together, or not with the checkpoint to resume, and no record was overwritten;
+            or another process is writing to the run folder, and nothing was written.
         DataError: data are missing, unreadable or lost beyond the budget.
         NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
         CheckpointError: no valid checkpoint where one is required, or the disk is full.
@@ -91,12 +93,18 @@ def pretrain(
     """
     settings = dict(locals())
     rank = int(os.environ.get("RANK", "0"))
-    with ExitRecord(training.run_dir, rank=rank) as record, PreemptionFlag() as preemption:
-        dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
-        check_profile_steps(logging.profile_steps)
-        check_pictures(sampling, objective)
-        stacks = Path(training.run_dir) / "stacks" / f"rank_{rank}.txt"
-        with StackWatchdog(stacks, STACK_DUMP_AFTER_S) as watchdog:
+    with (
+        PreemptionFlag() as preemption,
+        RunLock(training.run_dir, rank) as lock,
+        ExitRecord(training.run_dir, rank, lock.is_ours) as record,
+    ):
+        with preemption.leaves_at_once():
+            process_groups.connect()
+            lock.agree()
+            dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
+            check_profile_steps(logging.profile_steps)
+            check_pictures(sampling, objective)
+        with StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog:
             with preemption.leaves_at_once():
                 groups = process_groups.initialize(parallel)
                 run = Run(settings, dims, spec, groups)
@@ -104,6 +112,7 @@ def pretrain(
                 dist.barrier()  # from here on every rank finishes its step
             try:
                 record.preempted = run.train(record, preemption, watchdog.beat)
+                run.summarize()
             finally:
                 run.close()
             process_groups.destroy()
@@ -138,7 +147,6 @@ def check_settings(
     resolve_attention(local_device(), DTYPES[training.precision], training.attention)
     resolve_linears(training.linears)
     check_training(optimizer, schedule, training)
-    _check_writable(Path(training.run_dir))
     spec = BatchSpec(
         patch_temporal=model.patch_temporal,
         patch_spatial=model.patch_spatial,
@@ -167,14 +175,6 @@ def check_training(optimizer: OptimizerConfig, schedule: ScheduleConfig, trainin
         raise ConfigError(f"training.log_interval={training.log_interval} must be at least 1")
 
 
-def _check_writable(folder: Path) -> None:
-    """Check that a folder is one, or can be made, and that files can be put into it."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        why = "may not be written to" if existing.is_dir() else "is no folder"
-        raise ConfigError(f"training.run_dir={folder} cannot be used: {existing} {why}; choose another folder")
-
-
 class Run:
     """One process's part of a run: what is built once, and the loop over it.
 
@@ -193,6 +193,7 @@ class Run:
         quiet: bool = False,
     ) -> None:
         self.settings, self.dims, self.spec, self.groups = settings, dims, spec, groups
+        self.began = time.monotonic()
         self.model: ModelConfig = settings["model"]
         self.objective: Objective = settings["objective"]
         self.training: TrainingConfig = settings["training"]
@@ -260,7 +261,9 @@ class Run:
         logging: LoggingConfig = self.settings["logging"]
         run_dir.mkdir(parents=True, exist_ok=True)
         write_record(run_dir / CONFIG_FILE, yaml.safe_dump(self.record, sort_keys=False))
-        write_record(run_dir / "env.json", json.dumps(environment_record(self.groups), indent=1))
+        attention, _ = resolve_attention(self.device, DTYPES[self.training.precision], self.training.attention)
+        linear, _ = resolve_linears(self.training.linears)
+        append_attempt(run_dir / ENV_FILE, environment_record(self.groups.world_size, attention, linear.__name__))
         mirrors: dict[str, Any] = {}
         if logging.tensorboard:
             step = self.state.step if resumed else None
@@ -269,7 +272,7 @@ class Run:
             mirrors["wandb"] = lambda: WandbSink(
                 run_dir, logging.wandb_project, self.record, artifacts=logging.wandb_artifacts
             )
-        self.sinks = FanOut(JsonlSink(run_dir / "metrics.jsonl"), mirrors)
+        self.sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), mirrors)
         self.progress = ConsoleProgress(
             headline(self.settings, self.dims, self.state, resumed=resumed), self.training.num_steps
         )
@@ -353,7 +356,8 @@ class Run:
             step_sums += torch.stack([output["loss_sum"], output["tokens"]])
         if not math.isfinite(grad_norm):
             # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
-            check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, self.batches.consumed.keys[seen:])
+            suspects = find_suspects(step_sums[0].item(), self.batches.consumed.keys[seen:])
+            check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, suspects)
         apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
         loss_sums += step_sums
         state.step += 1
@@ -430,9 +434,10 @@ class Run:
             # Every rank generates all samples: those that share a model must, the others would only wait.
             network = over_whole_packs(self.network, self.groups.cp, self.settings["parallel"].context_split)
             frames = self.pictures.draw(network, self._latent_size(), self.batches.fps, self.device)
-        if self.sinks is not None:
+        if self.sinks is not None and self.progress is not None:
             path = self.pictures.save(frames, folder / ("ema.png" if self.state.ema else "raw.png"), self.batches.fps)
             self.sinks.image("samples", self.state.step, path, "one sample per class or prompt")
+            self.progress.message(f"step {self.state.step}: samples {path}")
 
     def _latent_size(self) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent the run has trained on."""
@@ -459,6 +464,19 @@ class Run:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
+    def summarize(self) -> None:
+        """End the output with two lines: how the run went, and the command that draws from it."""
+        if self.progress is None:
+            return
+        self.progress.close()  # the live line comes before them
+        run_dir = self.training.run_dir
+        seconds = time.monotonic() - self.began
+        went = how_it_went(Path(run_dir) / METRICS_FILE, self.state.step, self.training.num_steps, seconds)
+        self.progress.message(went)
+        frames = 1 if self.batches.largest_grid is None else self._latent_size()[0]
+        prompts = self.settings["sampling"].prompts
+        self.progress.message(f"draw from it: {drawing_command(run_dir, frames, self.text_encoder, prompts)}")
+
     def close(self) -> None:
         """Stop loaders and flush logs."""
         self.state.stream.close()
@@ -470,17 +488,3 @@ class Run:
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def environment_record(groups: ProcessGroups) -> dict[str, Any]:
-    """Return what a reader needs to know of where a run ran."""
-    import megatron.core
-
-    return {
-        "command": sys.argv,
-        "world_size": groups.world_size,
-        "device": describe(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron_core": megatron.core.__version__,
-    }

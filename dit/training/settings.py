@@ -93,7 +93,9 @@ class CheckpointConfig:
         keep_last: newest checkpoints kept, at least 1.
         keep_every: also keep every checkpoint whose step is a multiple of this; 0 for none.
         keep_best: also keep this many with the lowest held-out loss.
-        resume: continue from the newest valid checkpoint if there is one, never, or fail without one.
+        resume: `auto` continues from the newest valid checkpoint; it starts anew where there is none at all and stops
+            where all are damaged. `must` stops where none is valid. `never` starts anew, also where all are damaged,
+            and stops where one is valid.
         start_from: a new run starts from the weights of this run folder or checkpoint, averaged ones where it has them;
             step, optimizer and data start afresh. A run that has checkpoints of its own resumes from those.
         accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from those of

@@ -19,10 +19,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from dit.errors import CheckpointError
-from dit.training.durable_files import strict_json, write_all, write_atomic
+from dit.training.durable_files import read_regular, strict_json, write_all, write_atomic
 
 logger = logging.getLogger(__name__)
 
+METRICS_FILE = "metrics.jsonl"
 LOSS = "loss"
 RECORD_FIELDS = ("kind", "step", "consumed_samples", "time", "attempt", "loss_hex")
 TAIL_BYTES = 1 << 16
@@ -72,7 +73,8 @@ class JsonlSink(Sink):
         path: by convention `run_dir/metrics.jsonl`.
 
     Raises:
-        CheckpointError: the file cannot be written (exit code 5, as for every disk that is full).
+        CheckpointError: the file cannot be written (exit code 5, as for every disk that is full), or it is no longer
+            at its place.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -121,6 +123,18 @@ class JsonlSink(Sink):
             write_all(self._descriptor, line.encode() + b"\n")
         except OSError as error:
             raise self._failed(error) from error
+        if not self._is_at_its_place():
+            # The kernel takes what is written to a deleted file, and nobody ever reads it.
+            raise CheckpointError(
+                f"{self.path} was deleted, moved or replaced while the run wrote to it; put the run folder back where "
+                "it was, then resume, or start anew in another training.run_dir"
+            )
+
+    def _is_at_its_place(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
 
     def _failed(self, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -286,7 +300,7 @@ class FanOut(Sink):
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
     """Read all records of a `metrics.jsonl`, a torn last line left out."""
-    lines = Path(path).read_bytes().split(b"\n")
+    lines = read_regular(Path(path)).split(b"\n")
     return [json.loads(line) for line in lines[:-1]]
 
 
@@ -332,7 +346,7 @@ def _pixels(picture: Picture) -> np.ndarray:
 def _wandb_id(path: Path) -> str:
     """Return the id of this run's page, made at the first call."""
     if path.exists():
-        return path.read_text().strip()
+        return read_regular(path).decode().strip()
     run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
     write_atomic(path, run_id + "\n")
     return run_id

@@ -1,11 +1,13 @@
 """One micro-batch: drop conditions, corrupt, predict, compare. The forward step of Megatron-Core's schedules."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -59,3 +61,15 @@ def training_forward_step(objective: Objective, model: ModelConfig, seed: int, s
         return prediction_TC, partial(loss_function, prepared, batch)
 
     return forward_step
+
+
+def find_suspects(own_loss: float, sample_keys: Sequence[str]) -> dict[int, list[str]]:
+    """Tell every rank which ranks' own loss is not finite, and on which samples; every rank calls this.
+
+    Args:
+        own_loss: sum of this rank's losses in the step, before any reduction.
+        sample_keys: names of the samples this rank trained on in the step.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, None if math.isfinite(own_loss) else list(sample_keys))
+    return {rank: keys for rank, keys in enumerate(found) if keys is not None}

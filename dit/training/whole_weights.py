@@ -27,6 +27,9 @@ def read_whole_weights(folder: Path, slot: str) -> dict[str, Tensor]:
 
     Args:
         slot: `ema` or `weight`.
+
+    Raises:
+        CheckpointError: they cannot be read.
     """
     reader, prefix = StateReader(folder), f"{slot}."
     return {name.removeprefix(prefix): reader.read_full(name) for name in reader.shapes if name.startswith(prefix)}

@@ -40,11 +40,19 @@ class ShardWriter:
         self.shards: dict[str, dict[str, int]] = {}
         self._tar: tarfile.TarFile | None = None
         self._name, self._count = "", 0
+        self._keys: set[str] = set()
 
     def add(self, key: str, metadata: dict[str, Any], parts: dict[str, bytes]) -> None:
-        """Append a sample; the metadata is sealed with the checksums of its parts."""
+        """Append a sample; the metadata is sealed with the checksums of its parts.
+
+        Raises:
+            DataError: the key is no name, or another sample of the split has it.
+        """
         if "." in key or not key:
             raise DataError(f"a sample name must not be empty or hold a dot, got {key!r}")
+        if key in self._keys:
+            raise DataError(f"two samples of split {self.split!r} are called {key!r}; give each a name of its own")
+        self._keys.add(key)
         if self._tar is None:
             name = f"{self.split}-{len(self.shards):06d}.tar"
             self._name = name
@@ -73,19 +81,27 @@ def write_energon_metadata(folder: Path, shards: Iterable[str], splits: Iterable
     """Index the shards and write `.nv-meta` for a `CrudeWebdataset`, without any prompt.
 
     Raises:
-        DataError: Energon did not write what it must.
+        DataError: two samples have one key, or Energon did not write what it must.
     """
     from megatron.energon.flavors import BaseWebdatasetFactory
 
     names = sorted(shards)
-    with contextlib.redirect_stdout(io.StringIO()):
-        BaseWebdatasetFactory.prepare_dataset(
-            folder,
-            names,
-            split_parts_patterns=[(split, f"{split}-[0-9]*[.]tar") for split in splits],
-            shuffle_seed=None,
-            workers=min(2, len(names)),
-        )
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            BaseWebdatasetFactory.prepare_dataset(
+                folder,
+                names,
+                split_parts_patterns=[(split, f"{split}-[0-9]*[.]tar") for split in splits],
+                shuffle_seed=None,
+                workers=min(2, len(names)),
+            )
+    except SystemExit as leave:  # it prints why, and leaves
+        reason = " ".join(said.getvalue().split())
+        raise DataError(
+            f"the shards in {folder} cannot be indexed: {reason or 'Energon did not say why'}; no two samples may have "
+            "one name, in all splits together"
+        ) from leave
     meta = folder / ".nv-meta"
     (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
     needed = [meta / ".info.json", meta / "split.yaml", meta / "index.sqlite"]

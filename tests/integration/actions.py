@@ -8,7 +8,9 @@ import json
 import os
 import pkgutil
 import resource
+import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +22,12 @@ import torch
 from torch import Tensor
 
 from dit.errors import exit_code
-from dit.training import sharded_state
+from dit.training import run_lock, sharded_state
 from dit.training.checkpoint import Checkpointer
 from dit.training.checkpoint_store import CheckpointStore
+from dit.training.manifest import MANIFEST, Manifest, hash_tree
 from dit.training.pretrain import Run, check_settings
+from dit.training.run_lock import RunLock
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -165,20 +169,6 @@ def index_refused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def terminated(step: int) -> Iterator[None]:
-    """Send SIGTERM to this process inside a step."""
-    original = Run.step
-
-    def signalled(self: Run, loss_sums: Tensor) -> float:
-        if self.state.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, loss_sums)
-
-    with mock.patch.object(Run, "step", signalled):
-        yield
-
-
-@contextlib.contextmanager
 def terminated_inside(method: str, call: int = 1) -> Iterator[None]:
     """Send SIGTERM to this process at the start of the given call of a method, named `package.module.Class.method`."""
     original, calls = pkgutil.resolve_name(method), itertools.count(1)
@@ -267,7 +257,7 @@ class _NaN:
 
 @contextlib.contextmanager
 def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
-    """Make the loss NaN on one rank in one step, and write down the master weights that the run ends with."""
+    """Make the loss NaN on one rank in one step; write down the weights at the end, and each rank's last samples."""
     from dit.training import pretrain
 
     forward_step, close = pretrain.training_forward_step, Run.close
@@ -281,11 +271,74 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
         whole = {f"weight.{s.name}": s.gather(s.main) for s in shards}
         if self.groups.rank == 0:
             torch.save(whole, weights)
+        weights.with_suffix(f".rank{self.groups.rank}.json").write_text(json.dumps(self.batches.consumed.keys))
         close(self)
 
     poison = mock.patch.object(pretrain, "training_forward_step", poisoned)
     with poison, mock.patch.object(Run, "close", close_and_tell):
         yield
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Let the process of rank 0 be at work in the run folder already, and not be waited for."""
+    with mock.patch.object(run_lock, "WAIT_S", 0.0), RunLock(run_dir, int(os.environ.get("RANK", "0"))):
+        yield
+
+
+@contextlib.contextmanager
+def port_taken() -> Iterator[None]:
+    """Start as a launcher's only rank, at a port that somebody else listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}):
+            yield
+
+
+@contextlib.contextmanager
+def before_step(step: int, happens: Callable[..., Any], *arguments: Any) -> Iterator[None]:
+    """Let something happen before a step."""
+    original = Run.step
+
+    def disturbed(self: Run, loss_sums: Tensor) -> float:
+        if self.state.step + 1 == step:
+            happens(*arguments)
+        return original(self, loss_sums)
+
+    with mock.patch.object(Run, "step", disturbed):
+        yield
+
+
+def deleted(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Delete the run folder before the third step."""
+    return before_step(3, shutil.rmtree, run_dir)
+
+
+def interrupted(step: int) -> contextlib.AbstractContextManager[None]:
+    """Press Ctrl-C before a step."""
+    return before_step(step, signal.raise_signal, signal.SIGINT)
+
+
+def terminated(step: int) -> contextlib.AbstractContextManager[None]:
+    """Send SIGTERM to this process before a step."""
+    return before_step(step, signal.raise_signal, signal.SIGTERM)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file under a folder by relative name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def cut_off(folder: Path, *, sealed: bool) -> None:
+    """Halve the files of tensors in all checkpoints of a run, and seal them anew so that their hashes agree."""
+    for checkpoint in (folder / "checkpoints").glob("iter_*"):
+        for path in checkpoint.glob("*.safetensors"):
+            os.truncate(path, path.stat().st_size // 2)
+        if sealed:
+            old = Manifest.from_text((checkpoint / MANIFEST).read_text())
+            (checkpoint / MANIFEST).write_text(replace(old, files=hash_tree(checkpoint, {})).to_text())
 
 
 @contextlib.contextmanager

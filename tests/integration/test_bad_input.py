@@ -176,11 +176,11 @@ def test_a_mistake_is_told_with_its_code_and_cure(
 
 
 def test_a_run_folder_that_cannot_be_made_is_told_at_once(ended: dict[str, Any], folder: Path) -> None:
-    """The exit record has no place to be, so it goes to the error output."""
+    """In one line: the exit record has no place to be, and is not made up for by another one."""
     assert ended["no folder"].code == 2
-    record, _, rest = ended["no folder"].err.partition("error: ")
-    assert json.loads(record)["code"] == 2
-    assert rest.startswith(f"training.run_dir={folder / 'file' / 'run'} cannot be used: {folder / 'file'} is no folder")
+    told = ended["no folder"].err
+    assert told.startswith(f"error: training.run_dir={folder / 'file' / 'run'} cannot be used: {folder / 'file'}")
+    assert told.count("\n") == 1
 
 
 def test_nothing_in_a_shard_is_executed(ended: dict[str, Any], folder: Path) -> None:
@@ -225,6 +225,17 @@ def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged
     assert f"rank {1 - record['rank']}: unexpected error" not in log.read_text()
 
 
+def accusation(message: str) -> tuple[str, list[str]]:
+    """Return the rank and the samples that a message about a loss names."""
+    who, _, names = message.partition("The loss of ")[2].partition(" is not finite, on the samples ")
+    return who, names.partition("; look at these")[0].split(", ")
+
+
+def own_records(run_dir: Path) -> list[dict[str, Any]]:
+    """Return what each failed rank wrote."""
+    return [json.loads(path.read_text()) for path in sorted(run_dir.glob("exit.rank*.json"))]
+
+
 @pytest.mark.parametrize(("name", "step", "file"), [("nan", 4, "nan.pt"), ("nan on one rank", 3, "nan_2.pt")])
 def test_nan_stops_every_rank_before_the_update(
     ended: dict[str, Any], folder: Path, name: str, step: int, file: str
@@ -242,11 +253,21 @@ def test_nan_stops_every_rank_before_the_update(
 
 
 def test_nan_names_the_samples_of_that_step(ended: dict[str, Any]) -> None:
-    """Eight samples were in the step, and eight are named, all of this rank's and no older ones."""
-    message = ended["nan"].err
-    named = message.partition("Samples of this rank: ")[2].partition(". Look")[0].split(", ")
-    assert len(named) == 8
+    """Eight samples were in the step, and eight are named, no older ones."""
+    accused, named = accusation(ended["nan"].err)
+    assert (accused, len(named)) == ("rank 0", 8)
     assert all(name.startswith("train_") for name in named)
+
+
+def test_nan_on_one_rank_accuses_that_rank_and_its_samples_alone(ended: dict[str, Any], folder: Path) -> None:
+    """Whichever rank writes the record, it says the same; rank 0 prints it, once."""
+    read = [json.loads((folder / f"nan_2.rank{rank}.json").read_text()) for rank in range(2)]
+    assert not set(read[0]) & set(read[1])
+    for record in [outcome(folder / "nan on one rank"), *own_records(folder / "nan on one rank")]:
+        accused, named = accusation(record["error"])
+        assert accused == "rank 1"
+        assert sorted(named) == sorted(read[1])
+    assert [run.err.count("error: step 3: loss=nan") for run in ended["nan on one rank"]] == [1, 0]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it(ended: dict[str, Any], folder: Path) -> None:

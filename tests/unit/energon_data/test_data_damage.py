@@ -16,7 +16,7 @@ from dit.errors import DataError, exit_code
 from energon_data.dataset import EnergonData
 from energon_data.decoder import decode_sample, read_npy
 from energon_data.ledger import GiveUp, Ledger, Skip
-from energon_data.prepare.shards import ShardWriter
+from energon_data.prepare.shards import ShardWriter, write_energon_metadata
 from energon_data.samples import SampleError, checksum, seal, unseal
 
 Copy = Callable[[Path], Path]
@@ -450,3 +450,17 @@ def test_writer_refuses_names_it_could_not_read_back(tmp_path: Path) -> None:
     for key in ("", "a.b"):
         with pytest.raises(DataError, match="must not be empty or hold a dot"):
             writer.add(key, {}, {})
+
+
+def test_two_samples_of_one_name_are_refused(tmp_path: Path) -> None:
+    """At once within a split; between splits by the indexer, which says so on its way out of the process."""
+    writer = ShardWriter(tmp_path, "train", 4)
+    writer.add("same", {}, {})
+    with pytest.raises(DataError, match=r"two samples of split 'train' are called 'same'; give each a name"):
+        writer.add("same", {}, {})
+    writer.close()
+    other = ShardWriter(tmp_path, "val", 4)
+    other.add("same", {}, {})
+    other.close()
+    with pytest.raises(DataError, match=r"duplicate key.*\"same\".*no two samples may have one name"):
+        write_energon_metadata(tmp_path, {**writer.shards, **other.shards}, ["train", "val"])

@@ -237,7 +237,8 @@ def test_stream_counts_that_do_not_fit_name_the_numbers(streams: int, dp: int, p
 
 def test_states_that_do_not_fit_are_refused(mixed_folder: Path) -> None:
     def data(**changes: Any) -> EnergonData:
-        return EnergonData(**({"path": str(mixed_folder), "num_streams": 4, "shuffle_buffer": 10} | changes))
+        usual = {"num_streams": 4, "shuffle_buffer": 10, "max_samples_per_sequence": 6}
+        return EnergonData(**({"path": str(mixed_folder)} | usual | changes))
 
     stream = build(data(), 0, 2)
     next(stream)
@@ -248,9 +249,11 @@ def test_states_that_do_not_fit_are_refused(mixed_folder: Path) -> None:
         build(data(), 1, 2).load_state_dict(state)
     with pytest.raises(DataError, match="saved inside a step on 2"):
         build(data(), 0, 4).load_state_dict(state)
-    with pytest.raises(DataError, match="shuffle_buffer was 10 and is 11"):
+    with pytest.raises(ConfigError, match="shuffle_buffer was 10 and is 11"):
         build(data(shuffle_buffer=11), 0, 2).load_state_dict(state)
-    with pytest.raises(DataError, match="micro_batch_size was 4 and is 2"):
+    with pytest.raises(ConfigError, match=r"max_samples_per_sequence was 6 and is 3.*set them back.*start_from"):
+        build(data(max_samples_per_sequence=3), 0, 2).load_state_dict(state)
+    with pytest.raises(ConfigError, match="micro_batch_size was 4 and is 2"):
         build(data(), 0, 2, mbs=2).load_state_dict(state)
     with pytest.raises(DataError, match="no data state"):
         build(data()).load_state_dict({})

@@ -3,6 +3,7 @@
 import os
 
 import nemo_run as run
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dit import errors
 from dit.models.base import ModelConfig
@@ -18,6 +19,7 @@ OUTCOMES = {
     "not_finite": errors.NotFiniteError("the loss is not finite"),
     "checkpoint": errors.CheckpointError("no valid checkpoint"),
     "unexpected": RuntimeError("boom"),
+    "no exception": CheckpointException("boom", {}),  # torch derives it from BaseException
     "preempted": SystemExit(errors.EXIT_PREEMPTED),
     "interrupted": KeyboardInterrupt(),
 }

@@ -20,6 +20,7 @@ HEAVY = ("torch", "nemo_run", "megatron", "numpy", "yaml")
         ("not_finite", 4),
         ("checkpoint", 5),
         ("unexpected", 70),
+        ("no exception", 70),
         ("preempted", 75),
         ("interrupted", 130),
     ],
@@ -29,7 +30,7 @@ def test_the_exit_code_is_that_of_the_training(outcome, code, capsys):
     assert train.main(["--factory", OWN, "--yes", f"training.run_dir={outcome}"]) == code
     out, err = capsys.readouterr()
     assert ("trained" in out) == (code == 0)
-    assert ("Traceback" in err) == (outcome == "unexpected")
+    assert ("Traceback" in err) == (code == 70)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,8 @@ def test_only_rank_0_prints(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train.main(["--factory", OWN, "--print-config"]) == 0
     assert train.main(["--factory", OWN, "--yes", "lr=3"]) == 2
+    assert capsys.readouterr() == ("", "")
+    assert train.main(["--factory", OWN, "--yes", "training.run_dir=not_finite"]) == 4  # equal on all ranks
     assert capsys.readouterr() == ("", "")
     assert train.main(["--factory", OWN, "--yes", "training.run_dir=data"]) == 3
     assert "rank 1: error: shard 7 is gone" in capsys.readouterr().err

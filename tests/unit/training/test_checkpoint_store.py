@@ -89,6 +89,11 @@ def link_folder(folder):
     (folder / "loader").symlink_to(folder.parent.parent / "loader", target_is_directory=True)
 
 
+def manifest_is_a_pipe(folder):
+    (folder / MANIFEST).unlink()
+    os.mkfifo(folder / MANIFEST)
+
+
 def link_checkpoint(folder):
     folder.rename(folder.parent.parent / folder.name)
     folder.symlink_to(folder.parent.parent / folder.name, target_is_directory=True)
@@ -114,6 +119,7 @@ DAMAGE = {
     "file is a link": lambda folder, rng: link_file(folder),
     "folder is a link": lambda folder, rng: link_folder(folder),
     "checkpoint is a link": lambda folder, rng: link_checkpoint(folder),
+    "manifest is a pipe": lambda folder, rng: manifest_is_a_pipe(folder),
     "pipe": lambda folder, rng: os.mkfifo(folder / "pipe"),
 }
 

@@ -41,7 +41,7 @@ def end_with(run_dir, error, rank=0, step=7):
         (CheckpointError("full"), 5, "checkpoint"),
         (KeyError("bug"), 70, "unexpected"),
         (RuntimeError(GLOO_CLOSED), 70, "peer_lost"),
-        (KeyboardInterrupt(), 70, "interrupted"),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(75), 75, "preempted"),
         (SystemExit(0), 0, "completed"),
         (SystemExit(9), 9, "unexpected"),
@@ -90,6 +90,22 @@ def test_first_cause_wins_in_any_order_of_writing(tmp_path, seed):
     for outcome in outcomes:
         write_outcome(tmp_path, outcome)
     assert read_outcome(tmp_path) == Outcome(code=3, reason="data", step=5, rank=2, time=3.0)
+
+
+def test_another_runs_records_are_left_alone(tmp_path):
+    """An attempt that does not own the folder removes nothing and writes nothing, whatever its rank."""
+    write_outcome(tmp_path, Outcome(code=3, reason="data", step=5, rank=2, time=3.0))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for rank in (0, 1):
+        with pytest.raises(ConfigError), ExitRecord(tmp_path, rank, lambda: False):
+            raise ConfigError("in use")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_pipe_among_the_records_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "exit.rank7.json")
+    assert end_with(tmp_path, DataError("shard")) == 3
+    assert read_outcome(tmp_path).reason == "data"
 
 
 def _fail_together(run_dir, rank, barrier):

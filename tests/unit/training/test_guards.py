@@ -83,8 +83,8 @@ def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted():
 
 
 def test_finite_values_pass():
-    check_finite(1e30, 0.0, 1, [])
-    check_finite(-1.0, None, 1, ["a"])
+    check_finite(1e30, 0.0, 1, {})
+    check_finite(-1.0, None, 1, {0: ["a"]})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -93,12 +93,24 @@ def test_non_finite_value_names_step_values_and_samples(bad, where):
     values = {"loss": 0.5, "grad_norm": 2.0, where: bad}
     keys = [f"clip-{i}" for i in range(20)]
     with pytest.raises(NotFiniteError) as raised:
-        check_finite(**values, step=417, sample_keys=keys)
+        check_finite(**values, step=417, suspects={3: keys, 5: keys})  # two ranks that share a model
     message = str(raised.value)
-    for part in ("step 417", f"loss={values['loss']}", f"grad_norm={values['grad_norm']}", "clip-0", "and 12 more"):
+    for part in (
+        "step 417",
+        f"loss={values['loss']}",
+        f"grad_norm={values['grad_norm']}",
+        "rank 3, 5 is",
+        "and 12 more",
+    ):
         assert part in message
+    assert [message.count(key) for key in ("clip-0,", "clip-7 ", "clip-8")] == [1, 1, 0]
     assert "lower" in message
     assert raised.value.exit_code == 4
+
+
+def test_an_overflow_in_the_backward_pass_accuses_no_sample():
+    with pytest.raises(NotFiniteError, match="Each rank's own loss is finite, so it is the gradient that overflowed"):
+        check_finite(0.5, math.inf, step=1, suspects={})
 
 
 def test_watchdog_writes_the_stacks_of_a_hang_only(tmp_path):

@@ -200,6 +200,19 @@ def test_failing_record_is_an_error(tmp_path, monkeypatch):
 # --- mirrors --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
+def test_a_record_that_is_no_longer_at_its_place_is_an_error(tmp_path, how):
+    """The kernel goes on taking lines that nobody will ever read."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.scalars(1, {"loss": 1.0}, 8)
+    path.rename(tmp_path / "elsewhere") if how == "moved" else path.unlink()
+    if how == "replaced":
+        path.write_text("")
+    with pytest.raises(CheckpointError, match=r"run/metrics\.jsonl was deleted, moved or replaced.*put .* back"):
+        sink.scalars(2, {"loss": 1.0}, 16)
+
+
 def test_tensorboard_shows_the_resumed_history(tmp_path, picture):
     """Scalars and pictures read back; what a dead process wrote beyond its checkpoint is hidden after the resume."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -1,0 +1,149 @@
+"""A run folder has one owner, says where and how the run went, and says so when something is wrong with it."""
+
+import json
+import os
+import shlex
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dit.training.sinks import read_records, scalars_by_step
+from tests.integration import actions
+from tests.integration.runs import Job, checkpoints, losses, mock, outcome, run_jobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run_folder")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> dict[str, Any]:
+    """Runs of synthetic data, one after the other, in one start of two ranks."""
+    jobs: dict[str, Job] = {}
+
+    def add(name: str, at: Any = None, ranks: int = 1, fault: Any = None, **settings: Any) -> None:
+        usual = {"training__num_steps": 4, "training__log_interval": 1, "checkpoint__interval": 2}
+        usual["schedule__warmup_steps"] = 0
+        arguments = mock(folder / (at or name), **{**usual, **settings})
+        jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
+
+    reports = {"training__validation_interval": 2, "sampling__num_steps": 1, "checkpoint__keep_last": 1}
+    add("first", at="run", training__sample_interval=4, **reports)
+    jobs["before"] = Job(actions.contents, {"folder": folder / "run"})
+    add("second process", at="run", ranks=2, fault=partial(actions.locked, folder / "run"), training__num_steps=9)
+    add("second process, other mistakes", at="run", fault=partial(actions.locked, folder / "run"), model__num_layers=0)
+    jobs["after"] = Job(actions.contents, {"folder": folder / "run"})
+    add("resumed", at="run", training__stop_at_step=5, training__num_steps=6, **reports)
+    add("no such place", at=Path("/proc/nope"))
+    add("port", fault=actions.port_taken)
+    add("deleted", fault=partial(actions.deleted, folder / "deleted"), checkpoint__interval=0)
+    add("interrupted", fault=partial(actions.interrupted, 3))
+    jobs["interrupted run"] = Job(actions.contents, {"folder": folder / "interrupted"})
+    jobs["sealed"] = Job(actions.cut_off, {"folder": folder / "interrupted", "sealed": True})
+    add("does not load", at="interrupted")
+    add("start from", checkpoint__start_from=folder / "interrupted")
+    drawing = ["--checkpoint", str(folder / "interrupted"), "--out", str(folder / "none.png")]
+    jobs["draw what does not load"] = Job(actions.draw, {"arguments": drawing})
+    jobs["damaged"] = Job(actions.cut_off, {"folder": folder / "interrupted", "sealed": False})
+    add("all damaged", at="interrupted")
+    add("anew", at="interrupted", checkpoint__resume="never")
+    return run_jobs(folder / "world", jobs)
+
+
+def test_a_second_process_is_refused_and_touches_nothing(done: dict[str, Any]) -> None:
+    """Every rank learns who is there and ends with a usage code; its own settings do not matter."""
+    runs = [*done["second process"], done["second process, other mistakes"]]
+    assert [run.code for run in runs] == [2, 2, 2]
+    who = (
+        f"is in use by process {json.loads(done['after'].pop('run.lock'))['pid']} on {socket.gethostname()}, started 2"
+    )
+    assert [who in run.err for run in runs] == [True, False, True]  # rank 0 says it
+    done["before"].pop("run.lock")
+    assert done["after"] == done["before"]
+
+
+def test_a_run_ends_with_how_it_went_and_how_to_draw(done: dict[str, Any], folder: Path) -> None:
+    """Times differ; the losses are those of the record, and the command is one that draws."""
+    records = scalars_by_step(read_records(folder / "run" / "metrics.jsonl"))
+    held_out = {step: values["held_out/loss"] for step, values in records.items() if "held_out/loss" in values}
+    assert sorted(held_out) == [2, 4]
+    best = min(held_out, key=lambda step: held_out[step])
+    for name, start, step, end in (
+        ("first", "finished step 4 of 4 after ", 4, ""),
+        ("resumed", "stopped at step 5 of 6 after ", 5, ", the same command goes on"),
+    ):
+        went, command = done[name].out.splitlines()[-2:]
+        assert went.startswith(start)
+        losses = f", loss {records[step]['loss']:.4f}, best held-out loss {held_out[best]:.4f} at step {best}"
+        assert went.endswith(losses + end)
+        words = shlex.split(command.removeprefix("draw from it: "))
+        assert words == ["python", "-m", "launch.sample", "--checkpoint", str(folder / "run")]
+
+
+def test_pictures_are_announced_and_deleted_checkpoints_are_not(done: dict[str, Any], folder: Path) -> None:
+    (picture,) = (folder / "run" / "samples").rglob("*.png")
+    assert f"step 4: samples {picture}\n" in done["first"].out
+    assert checkpoints(folder / "run") == ["iter_0000005"]
+    assert "deleted checkpoints" not in done["first"].out + (folder / "world" / "rank_0.log").read_text()
+
+
+def test_every_attempt_has_its_environment(done: dict[str, Any], folder: Path) -> None:
+    attempts = json.loads((folder / "run" / "env.json").read_text())
+    assert len(attempts) == 2
+    for attempt in attempts:
+        assert attempt["packages"]["torch"] == torch.__version__
+        assert (attempt["host"], attempt["world_size"]) == (socket.gethostname(), 1)
+        assert (attempt["attention"], attempt["linears"]) == ("segment_sdpa", "ColumnLinear")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("no such place", 2, ["training.run_dir=/proc/nope cannot be used", "choose another folder"]),
+        ("port", 2, ["port ", "is in use", "torchrun --standalone"]),
+        ("deleted", 5, ["metrics.jsonl was deleted, moved or replaced", "another training.run_dir"]),
+        ("does not load", 5, ["rank_00000.safetensors cannot be read", "delete or restore the folder"]),
+        ("start from", 5, ["rank_00000.safetensors cannot be read", "delete or restore the folder"]),
+        ("draw what does not load", 5, ["rank_00000.safetensors cannot be read", "delete or restore the folder"]),
+        ("all damaged", 5, ["none of the checkpoints", "(steps [2]) is valid", "checkpoint.resume=never"]),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_code_and_cure(
+    done: dict[str, Any], folder: Path, name: str, code: int, words: list[str]
+) -> None:
+    run = done[name]
+    assert run.code == code
+    assert run.err.startswith("error: ")
+    assert run.err.count("\n") == 1
+    for word in words:
+        assert word in run.err
+    if name in ("port", "deleted", "start from"):  # the other folders cannot be, or went on to be used
+        assert outcome(folder / name)["code"] == code
+        assert words[0] in outcome(folder / name)["error"]
+
+
+def test_a_deleted_run_is_not_made_to_look_like_one(done: dict[str, Any], folder: Path) -> None:
+    assert os.listdir(folder / "deleted").count("checkpoints") == 0
+    assert outcome(folder / "deleted")["step"] == 3
+
+
+def test_ctrl_c_is_130_everywhere(done: dict[str, Any], folder: Path) -> None:
+    """For the shell and in the record."""
+    assert done["interrupted"].code == 130
+    assert done["interrupted"].err == "interrupted\n"
+    record = json.loads(done["interrupted run"]["exit.json"])
+    assert (record["code"], record["reason"], record["step"]) == (130, "interrupted", 2)
+
+
+def test_damaged_checkpoints_stop_a_run_unless_it_is_asked_to_start_anew(done: dict[str, Any], folder: Path) -> None:
+    """Each loss of the second start is that of the first: it begins at step 0."""
+    assert done["anew"].code == 0
+    assert {step: len(values) for step, values in losses(folder / "interrupted").items()} == dict.fromkeys(
+        range(1, 5), 1
+    )
+    assert outcome(folder / "interrupted")["code"] == 0
