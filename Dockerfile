@@ -21,5 +21,4 @@ RUN pip install --no-cache-dir "setuptools>=77" wheel ninja packaging pybind11 "
 ENV OMP_NUM_THREADS=1 \
     TQDM_DISABLE=1
 
-ENTRYPOINT ["torchrun"]
-CMD ["--nproc-per-node", "gpu", "-m", "launch.train", "--yes", "--list"]
+CMD ["megatron-dit", "train", "--list"]

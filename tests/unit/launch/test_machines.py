@@ -1,9 +1,12 @@
 """The Docker image and benchmarks/on_gpu.sh: what they set and refuse, on a machine without a GPU."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,17 @@ def test_a_layout_gets_the_same_variables_in_the_image_as_outside(settings: dict
     assert outside.items() <= inside.items()
     read_by_cuda = re.compile("CUDA|NCCL|PYTORCH")
     assert {n for n in inside if read_by_cuda.search(n)} == {n for n in outside if read_by_cuda.search(n)}
+
+
+def test_the_image_alone_lists_the_recipes(capsys: pytest.CaptureFixture):
+    """Its default command is the installed one and asks for no GPU."""
+    assert "ENTRYPOINT" not in IMAGE
+    [words] = re.findall(r"^CMD (.*)$", IMAGE, re.MULTILINE)
+    program, *arguments = json.loads(words)
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts[program].partition(":")
+    assert getattr(import_module(module), function)(arguments) == 0
+    assert "dit_xl2_imagenet" in capsys.readouterr().out
 
 
 def test_on_gpu_is_refused_at_once_without_a_gpu(tmp_path: Path):
