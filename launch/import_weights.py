@@ -173,6 +173,7 @@ def read_original(source: Path, args: argparse.Namespace) -> Found:
         trained.model.validate()
     else:
         trained = read_json_record(record, DiTConfig)
+        assert isinstance(trained.model, DiTConfig)
         heads = trained.model.num_attention_heads
         if args.num_attention_heads not in (None, heads):
             raise ConfigError(

@@ -97,12 +97,12 @@ def objective_of(record: Any) -> Objective:
     Raises:
         ConfigError: there is no such objective, or a setting does not fit it.
     """
-    if not isinstance(record, Mapping) or record.get("name") not in OBJECTIVES:
-        name = record.get("name") if isinstance(record, Mapping) else record
-        raise ConfigError(f"objective {name!r} is unknown; use one of {', '.join(OBJECTIVES)}")
-    module, _, attribute = OBJECTIVES[record["name"]].partition(":")
+    name = record.get("name") if isinstance(record, Mapping) else record
+    if not isinstance(record, Mapping) or not isinstance(name, str) or name not in OBJECTIVES:
+        raise ConfigError(f"objective {name!r:.200} is unknown; use one of {', '.join(OBJECTIVES)}")
+    module, _, attribute = OBJECTIVES[name].partition(":")
     found: type[Objective] = getattr(importlib.import_module(module), attribute)
-    return build(found, {key: value for key, value in record.items() if key != "name"}, f"objective {record['name']}")
+    return build(found, {key: value for key, value in record.items() if key != "name"}, f"objective {name}")
 
 
 def build(settings_class: type[Settings], values: Any, what: str) -> Settings:
