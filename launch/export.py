@@ -9,10 +9,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import CheckpointError, ConfigError, told_in_one_line
 from launch import environment
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dit.convert.diffusers_format import TrainedModel
 
 FORMATS = ("diffusers", "dit")
 DESCRIPTION = "Write a run's averaged weights as a folder of diffusers, or as a state dict of facebookresearch/DiT."
@@ -80,8 +85,8 @@ def run(args: argparse.Namespace) -> list[str]:
     return write_diffusers_folder(trained, lambda: read_whole_weights(found, slot), out, pipeline=args.pipeline)
 
 
-def trained_model(config: dict[str, Any], facts: dict[str, Any]) -> Any:
-    """Return what travels with the weights of a run: a `TrainedModel` of its settings and metadata."""
+def trained_model(config: dict[str, Any], facts: dict[str, Any]) -> "TrainedModel":
+    """Return what travels with the weights of a run, from its settings and the metadata of its checkpoint."""
     from dit.convert.diffusers_format import TrainedModel
 
     frames, height, width = facts["latent_size"]
@@ -90,13 +95,14 @@ def trained_model(config: dict[str, Any], facts: dict[str, Any]) -> Any:
         objective=config["objective"],
         latent_size=(frames, height, width),
         sampling=asdict(config["sampling"]),
-        class_names=facts["class_names"],
+        # Of a data set with classes, whether the model takes them or not.
+        class_names=None if config["model"].num_classes is None else facts["class_names"],
         text_encoder=facts.get("text_encoder"),
         fps=facts.get("fps"),
     )
 
 
-def write_original(trained: Any, weights: Callable[[], dict[str, Any]], out: Path) -> list[str]:
+def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path) -> list[str]:
     """Write a state dict of facebookresearch/DiT; return the notes.
 
     Raises:
@@ -121,7 +127,7 @@ def write_original(trained: Any, weights: Callable[[], dict[str, Any]], out: Pat
 
 
 def write_diffusers_folder(
-    trained: Any, weights: Callable[[], dict[str, Any]], out: Path, *, pipeline: bool
+    trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path, *, pipeline: bool
 ) -> list[str]:
     """Write a folder in the diffusers layout, scheduler and page included; return the notes.
 

@@ -10,12 +10,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError, told_in_one_line
 from launch import environment
 from launch.export import FORMATS, original_rules
 from launch.sample import at_least_one
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dit.convert.diffusers_format import TrainedModel
+    from dit.convert.rules import RuleBook
+    from dit.objectives.base import Objective
 
 DESCRIPTION = "Make a run folder of weights from facebookresearch/DiT or diffusers, to sample from or to start from."
 EXAMPLES = """\
@@ -102,19 +109,19 @@ class Found:
     """What the files hold.
 
     Attributes:
-        trained: the `TrainedModel`, with what its authors published where the files do not say.
-        rules: the `RuleBook` between the weights.
+        trained: the model, with what its authors published where the files do not say.
+        rules: between the weights.
         tensors: theirs, by name.
         recorded: the files carry the record of `launch.export`, so nothing had to be assumed.
     """
 
-    trained: Any
-    rules: Any
-    tensors: Any
+    trained: "TrainedModel"
+    rules: "RuleBook"
+    tensors: dict[str, "Tensor"]
     recorded: bool
 
 
-def settle(found: Found, objective: Optional[Any]) -> tuple[Any, list[str]]:
+def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
     """Return the model with the objective that counts, and notes on where it and the rest come from.
 
     Args:
@@ -139,7 +146,7 @@ def settle(found: Found, objective: Optional[Any]) -> tuple[Any, list[str]]:
     return trained, notes
 
 
-def read_objective(text: str) -> Any:
+def read_objective(text: str) -> "Objective":
     """Build the objective of `--objective`: a name, or a name with settings in parentheses.
 
     Raises:

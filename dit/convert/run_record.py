@@ -7,7 +7,6 @@ its own way. The values may be a stranger's: they only fill the fields of known 
 
 import importlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,6 +19,8 @@ from dit.objectives.base import Objective
 
 METADATA_KEY = "megatron_dit"
 CONFIG_KEY = f"_{METADATA_KEY}"  # diffusers passes over keys that start so
+
+MAX_NUMBER = 1e300  # what is larger, a whole number included, is no setting; nor is NaN
 
 Settings = TypeVar("Settings")
 
@@ -55,8 +56,10 @@ def from_record(record: Any, model_class: type[ModelConfig]) -> TrainedModel:
     size, names, fps = record["latent_size"], record["class_names"], record["fps"]
     if not (_fits(size, list[int]) and len(size) == 3 and min(size) > 0):
         raise ConfigError(f"the record's latent_size={size!r} must be three whole numbers of at least 1, (T, H, W)")
-    if not _fits(names, Optional[list[str]]) or (names is not None and len(names) != model.num_classes):
-        raise ConfigError(f"the record's class_names must name each of {model.num_classes} classes; got {names!r:.200}")
+    if not _fits(names, Optional[list[str]]) or len(names or ()) > (model.num_classes or 0):
+        raise ConfigError(
+            f"the record's class_names must be at most {model.num_classes or 0} names; got {names!r:.200}"
+        )
     if not _fits(fps, Optional[float]) or (fps is not None and not fps > 0):
         raise ConfigError(f"the record's fps={fps!r} must be a positive number")
     if not _fits(record["text_encoder"], Optional[str]) or not isinstance(record["sampling"], Mapping):
@@ -135,5 +138,5 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is list:
         return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
     return isinstance(value, hint) and isinstance(value, bool) == (hint is bool)

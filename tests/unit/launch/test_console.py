@@ -19,17 +19,33 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 
 
-def python(*words: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Run Python in a folder, where this project is installed and nothing else is said about it."""
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+EDITABLE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [{repository!r}]) if path is None else None
+
+sys.path[:] = [entry for entry in sys.path if entry]  # the script's folder comes first, not the current one
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Finder)
+from {module} import {function} as main
+sys.exit(main())
+"""
+"""What the installed script does, with an editable install: this project is found behind all of sys.path."""
+
+
+def python(*words: str, cwd: Path, path: str = str(REPOSITORY)) -> subprocess.CompletedProcess:
+    """Run Python in a folder, with `path` behind the current one."""
+    environ = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60)
 
 
 def console_script(*words: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Do as the installed script does, whose folder is the first that Python looks into."""
-    name, _, function = PROJECT["project"]["scripts"]["megatron-dit"].partition(":")
-    start = f"import sys; sys.path[:] = [p for p in sys.path if p]; from {name} import {function} as main; "
-    return python("-c", f"{start}sys.exit(main())", *words, cwd=cwd)
+    """Run the installed command in a folder."""
+    module, _, function = PROJECT["project"]["scripts"]["megatron-dit"].partition(":")
+    program = EDITABLE.format(repository=str(REPOSITORY), module=module, function=function)
+    return python("-c", program, *words, cwd=cwd, path="")
 
 
 def test_every_command_is_one_that_python_m_starts():
@@ -56,8 +72,8 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path: Path):
         (["xyz"], EXIT_CONFIG, "use one of train, plan, sample, "),
         ([], EXIT_CONFIG, "no command given"),
         (["--version"], EXIT_OK, f"megatron-dit {__version__}"),
-        (["plan", "--factory", "tiny_dti"], EXIT_CONFIG, "did you mean tiny_dit?"),
-        (["train", "--factory", "tiny_dit", "--dryrnu"], EXIT_CONFIG, "did you mean --dryrun?"),
+        (["plan", "--factory", "tiny_dti"], EXIT_CONFIG, "did you mean tiny_dit, "),
+        (["train", "--factory", "tiny_dit", "--dryrnu"], EXIT_CONFIG, "did you mean --dryrun "),
     ],
 )
 def test_a_mistake_is_a_line_and_a_code(capsys: pytest.CaptureFixture, words: list[str], code: int, told: str):
@@ -105,12 +121,16 @@ def test_a_package_found_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, t
     check_packages()
 
 
-def test_an_own_recipe_in_the_current_folder_is_found(tmp_path: Path):
+def test_an_own_recipe_in_the_current_folder_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     """As with `python -m`: the folder counts, behind all packages."""
     (tmp_path / "mine.py").write_text("def small():\n    return 5\n")
-    ended = console_script("train", "--factory", "mine.small", "--dryrun", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (EXIT_CONFIG, "")
-    assert "mine.small returns a int" in ended.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert console.main(["train", "--factory", "mine.small", "--dryrun"]) == EXIT_CONFIG
+    assert sys.path[-1] == str(tmp_path)
+    assert "mine.small returns a int" in capsys.readouterr().err
 
 
 def test_messages_name_pages_that_an_installed_copy_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
