@@ -17,8 +17,8 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from benchmarks.forks import ROOT, free_port, run_ranks
 from dit.training.sinks import read_records
-from tests.forks import ROOT, free_port, run_ranks
 from tests.integration.worker import main
 
 TINY = {
