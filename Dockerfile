@@ -17,10 +17,8 @@ RUN pip install --no-cache-dir "setuptools>=77" wheel ninja packaging pybind11 "
  && pip install --no-cache-dir . \
  && MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation ".[gpu,encoders]"
 
+# Nothing that CUDA or torch reads: each run sets that itself, by its layout (launch/environment.py).
 ENV OMP_NUM_THREADS=1 \
-    TQDM_DISABLE=1 \
-    CUDA_DEVICE_MAX_CONNECTIONS=1 \
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+    TQDM_DISABLE=1
 
-ENTRYPOINT ["torchrun"]
-CMD ["--nproc-per-node", "gpu", "-m", "launch.train", "--yes", "--list"]
+CMD ["megatron-dit", "train", "--list"]

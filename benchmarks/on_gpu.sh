@@ -5,9 +5,17 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python}
 out=${OUT:-benchmarks/results}
-mkdir -p "$out"
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 unset DIT_DEVICE
+
+# On a CPU the layers below would take hours.
+device=$($python -c 'from dit.backends.device import describe, use_cuda; print(describe() if use_cuda() else "")') || exit 2
+if [[ -z $device ]]; then
+  echo "error: $python sees no GPU, and nothing else is timed here; for a CPU: $python -m benchmarks.step --factory tiny_dit" >&2
+  exit 2
+fi
+mkdir -p "$out"
+echo "== device: $device"
 
 echo "== values: attention on every path against the fp32 reference"
 $python -m pytest tests/gpu -p no:cacheprovider -q 2>&1 | tee "$out/gpu_tests.log" | tail -n 25

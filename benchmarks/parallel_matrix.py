@@ -19,14 +19,15 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from benchmarks.forks import ROOT
+from benchmarks.parallel_world import run_world
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
-from tests.forks import ROOT
-from tests.parallel.world import run_world
 
 GRADIENT_RTOL = 1e-5
 """Largest relative gradient error of a parameter in fp32; sums are taken in another order."""
 
 STEPS = 3
+README = ROOT / "README.md"
 START, END = "<!-- parallel matrix: start -->", "<!-- parallel matrix: end -->"
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 TP4SP = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
@@ -166,7 +167,7 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
         return [{"parallel": parallel, "packed": packed, "steps": STEPS, **task} for packed in (False, True)]
 
     def moving(way: str, parallel: dict[str, Any], task: dict[str, Any], path: str) -> dict[str, Any]:
-        return {"task": f"tests.parallel.expert_tasks:{way}", "parallel": parallel, "folder": path, **task}
+        return {"task": f"benchmarks.parallel_checkpoints:{way}", "parallel": parallel, "folder": path, **task}
 
     first = [
         case
@@ -223,7 +224,7 @@ def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
     return "\n".join(lines)
 
 
-def write_readme(text: str, path: Path = ROOT / "README.md") -> None:
+def write_readme(text: str, path: Path = README) -> None:
     """Put the table between its marks in the README."""
     readme = path.read_text()
     before, _, rest = readme.partition(START)
@@ -240,6 +241,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--write-readme", action="store_true", help="put the table into README.md")
     parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
     args = parser.parse_args(argv)
+    if args.write_readme and not README.exists():
+        parser.error(f"--write-readme: {README} does not exist; it is part of the repository, not of an installed copy")
     rows = [row for row in (*SMALL, *MISSION) if not args.only or args.only in row.name]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

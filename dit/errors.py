@@ -6,6 +6,7 @@ Codes 16 and 17 stay reserved for Megatron-Core's rerun state machine.
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec
 
 Arguments = ParamSpec("Arguments")
@@ -52,6 +53,16 @@ class CheckpointError(UserError):
     """No valid checkpoint where one is required, or one cannot be written."""
 
     exit_code = EXIT_CHECKPOINT
+
+
+def page_of(package: str) -> str:
+    """Return where the page of one of this project's packages is on this machine, for messages.
+
+    Returns:
+        The path of its README.md, which an installed copy holds too; relative where it is below the current folder.
+    """
+    page, here = Path(__file__).resolve().parents[1] / package / "README.md", Path.cwd()
+    return str(page.relative_to(here) if page.is_relative_to(here) else page)
 
 
 def exit_code(error: BaseException) -> int:

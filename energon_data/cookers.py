@@ -14,6 +14,7 @@ from megatron.energon import Cooker, stateless
 from torch import Tensor
 
 from dit.data_api import sample_id
+from dit.errors import page_of
 from energon_data.samples import LATENT, META_PART, POOLED, TEXT, Clip, SampleError
 
 
@@ -62,7 +63,7 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         raise SampleError(
             "missing_part",
             "the sample has no latent.npy or latent.safetensors; pictures and videos must be encoded beforehand "
-            "(energon_data/README.md)",
+            f"({page_of('energon_data')})",
         )
     if latent.dim() == 3:
         latent = latent[:, None]

@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from dit.errors import ConfigError, DataError
+from dit.errors import ConfigError, DataError, page_of
 
 _META = ".nv-meta"
 _DATASET_KEYS = {"__module__", "__class__", "subflavors"}
 _METADATASETS = {"Metadataset", "MetadatasetV2"}
 _ADVICE = (
-    "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or make it anew (energon_data/README.md)"
+    "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or make it anew (energon_data.prepare)"
 )
 
 
@@ -187,6 +187,6 @@ def check_dataset(path: str, split: str) -> list[SplitInfo]:
     if file.exists():
         raise DataError(f"{path} is neither a data set folder nor a metadataset .yaml file")
     raise DataError(
-        f"{path} does not exist; energon_data/README.md says what each recipe's data folder must hold and how to write "
-        f"one; for letters_dit, `python -m energon_data.prepare letters --out {path}` does"
+        f"{path} does not exist; {page_of('energon_data')} says what each recipe's data folder must hold and how to "
+        f"write one; for letters_dit, `python -m energon_data.prepare letters --out {path}` does"
     )

@@ -12,16 +12,12 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from dit.errors import DataError
+from dit.errors import DataError, page_of
 
 META_PART = "json"
 LATENT, TEXT, POOLED = "latent", "text", "pooled"
 _SELF = re.compile(rb'"json": "([0-9a-f]{8})"')
 _BLANK = b'"json": "00000000"'
-_NO_CHECKSUM_CURE = (
-    "set data.require_checksums=False to read such samples as they are, or write them with "
-    "energon_data.prepare.shards.ShardWriter, which adds the checksums (energon_data/README.md)"
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +63,14 @@ class SampleError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
+
+
+def _no_checksum(what: str) -> SampleError:
+    return SampleError(
+        "no_checksum",
+        f"{what}; set data.require_checksums=False to read such samples as they are, or write them with "
+        f"energon_data.prepare.shards.ShardWriter, which adds the checksums ({page_of('energon_data')})",
+    )
 
 
 def checksum(data: bytes) -> str:
@@ -122,14 +126,14 @@ def verify_parts(metadata: dict[str, Any], parts: dict[str, bytes], *, required:
     sums = metadata.get("crc32")
     if not isinstance(sums, dict):
         if required:
-            raise SampleError("no_checksum", f"the metadata names no checksums; {_NO_CHECKSUM_CURE}")
+            raise _no_checksum("the metadata names no checksums")
         return
     if required and META_PART not in sums:
-        raise SampleError("no_checksum", f"the metadata has no checksum of its own; {_NO_CHECKSUM_CURE}")
+        raise _no_checksum("the metadata has no checksum of its own")
     for name, data in parts.items():
         if name not in sums:
             if required:
-                raise SampleError("no_checksum", f"part {name!r} has no checksum; {_NO_CHECKSUM_CURE}")
+                raise _no_checksum(f"part {name!r} has no checksum")
         elif checksum(data) != sums[name]:
             raise SampleError("checksum", f"part {name!r} has CRC32 {checksum(data)}, written as {sums[name]}")
     for name in sums:

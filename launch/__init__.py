@@ -1,0 +1,31 @@
+"""The commands: train, sample, evaluate, export and import of weights.
+
+`python -m` puts the current folder before all installed packages, so a folder `recipes/` of the user's own would be
+taken for this project's. That is found out here, where every command passes, before it ends in names that are missing.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def check_packages(names: tuple[str, ...] = ("dit", "recipes", "energon_data")) -> None:
+    """Check that the packages beside this one are this project's own.
+
+    Raises:
+        ImportError: Python finds one of them elsewhere first.
+    """
+    home = Path(__file__).resolve().parents[1]
+    for name in names:
+        spec = find_spec(name)
+        # A folder without `__init__.py` has no origin, and hides the packages of an editable install, too.
+        places = [] if spec is None else list(spec.submodule_search_locations or [str(spec.origin)])
+        found = [Path(place).resolve() for place in places[:1]]
+        if found and found[0].parent != home:
+            raise ImportError(
+                f"{found[0]} hides the package {name!r} of megatron-dit in {home}; start `megatron-dit COMMAND`, which "
+                "does not look into the current folder first, or another folder, or rename yours",
+                name=__name__,
+            )
+
+
+check_packages()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Optional
 
-from dit.errors import ConfigError
+from dit.errors import ConfigError, page_of
 from recipes import registry
 
 HELP = """\
@@ -91,7 +91,7 @@ _NUMBERS = {"world_size", "text_tokens"}
 _ELSEWHERE = {
     "--load": "load a saved configuration with --yaml FILE",
     "--repl": "inspect a recipe with --print-config or --dryrun",
-    "--detach": "launch/README.md shows how to launch with nemo-run, and under Slurm",
+    "--detach": "{page} shows how to launch with nemo-run, and under Slurm",
     "--direct": "training always runs in this process",
     "--tail-logs": "logs already go to this console",
     "--to-json": "write YAML with --to-yaml FILE",
@@ -172,6 +172,6 @@ def _stray(word: str) -> str:
 
 def _unknown_flag(flag: str) -> str:
     if flag in _ELSEWHERE:
-        return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag]}"
+        return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag].format(page=page_of('launch'))}"
     hint = registry.did_you_mean(flag, [*_FLAGS, *(s for s in _ALIASES if s.startswith("--"))])
     return f"unknown flag {flag}{hint or '; --help shows all flags'}"

@@ -4,20 +4,31 @@
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import CheckpointError, ConfigError, told_in_one_line
 from launch import environment
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dit.convert.diffusers_format import TrainedModel
 
 FORMATS = ("diffusers", "dit")
 DESCRIPTION = "Write a run's averaged weights as a folder of diffusers, or as a state dict of facebookresearch/DiT."
 EXAMPLES = """\
 examples
   python -m launch.export --checkpoint runs/dit_xl2_imagenet --format diffusers --out DiT-XL-2/transformer
+  python -m launch.export --checkpoint runs/dit_xl2_imagenet --format diffusers --pipeline --out DiT-XL-2
   python -m launch.export --checkpoint runs/dit_xl2_imagenet --format dit --out DiT-XL-2.safetensors
+
+Objective, class names, latent size and sampling defaults travel with the weights (in config.json, or in the header of
+the .safetensors file) and come back with launch.import_weights. A README.md beside diffusers' files says how to sample.
 """
 
 
@@ -34,6 +45,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--format", required=True, choices=FORMATS, help="whose layout to write")
     parser.add_argument(
         "--out", required=True, metavar="PATH", help="new folder (diffusers), or new .safetensors or .pt file (dit)"
+    )
+    parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="a folder for diffusers' DiTPipeline: model_index.json, scheduler/, transformer/ (you add the VAE)",
     )
     return parser
 
@@ -53,31 +69,92 @@ def run(args: argparse.Namespace) -> list[str]:
         raise CheckpointError(f"--checkpoint {folder} is no folder; give a run folder, or one checkpoint folder in it")
     if out.exists():
         raise ConfigError(f"--out {out} exists already and is left alone; choose another or remove it")
+    if args.pipeline and args.format != "diffusers":
+        raise ConfigError(f"--pipeline is for --format diffusers, not {args.format}; leave it out")
     environment.prepare()
     environment.quiet_libraries()
-    from dit.convert.state_files import write_diffusers, write_tensors
     from dit.training.generator import find_checkpoint, read_settings, slot_of
     from dit.training.whole_weights import read_whole_weights
 
     found, _ = find_checkpoint(folder)
     config, facts = read_settings(found)
-    model, latent_size = config["model"], tuple(facts["latent_size"])
+    trained = trained_model(config, facts)
     slot = slot_of(found, config, "raw" if args.raw_weights else "ema")
     if args.format == "dit":
-        from dit.convert.class_dit import trained_objective
+        return write_original(trained, lambda: read_whole_weights(found, slot), out)
+    return write_diffusers_folder(trained, lambda: read_whole_weights(found, slot), out, pipeline=args.pipeline)
 
-        rules = original_rules(model, latent_size)
-        write_tensors(rules.to_theirs(read_whole_weights(found, slot)), out)
-        return note_objective(config["objective"], trained_objective())
+
+def trained_model(config: dict[str, Any], facts: dict[str, Any]) -> "TrainedModel":
+    """Return what travels with the weights of a run, from its settings and the metadata of its checkpoint."""
+    from dit.convert.diffusers_format import TrainedModel
+
+    frames, height, width = facts["latent_size"]
+    return TrainedModel(
+        model=config["model"],
+        objective=config["objective"],
+        latent_size=(frames, height, width),
+        sampling=asdict(config["sampling"]),
+        # Of a data set with classes, whether the model takes them or not.
+        class_names=None if config["model"].num_classes is None else facts["class_names"],
+        text_encoder=facts.get("text_encoder"),
+        fps=facts.get("fps"),
+    )
+
+
+def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path) -> list[str]:
+    """Write a state dict of facebookresearch/DiT; return the notes.
+
+    Raises:
+        ConfigError: their code cannot hold the model, or the file cannot be written.
+    """
+    from dit.convert.class_dit import trained_objective
+    from dit.convert.diffusers_sampling import how_to_sample
+    from dit.convert.run_record import METADATA_KEY, to_record
+    from dit.convert.state_files import write_tensors
+
+    rules = original_rules(trained.model, trained.latent_size)
+    write_tensors(rules.to_theirs(weights()), out, {METADATA_KEY: json.dumps(to_record(trained))})
+    notes = note_objective(trained.objective, trained_objective())
+    if notes:
+        notes += how_to_sample(trained)
+    if out.suffix == ".pt":
+        notes.append(
+            "a .pt file has no room for objective, class names and sampling defaults: give its importer --objective, "
+            "or write a .safetensors"
+        )
+    return notes
+
+
+def write_diffusers_folder(
+    trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path, *, pipeline: bool
+) -> list[str]:
+    """Write a folder in the diffusers layout, scheduler and page included; return the notes.
+
+    Raises:
+        ConfigError: diffusers cannot hold the model, its pipeline cannot run it, or the folder cannot be written.
+    """
     from dit.convert.diffusers_format import format_of_model
+    from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config
+    from dit.convert.run_record import CONFIG_KEY, to_record
+    from dit.convert.state_files import to_json, write_diffusers
     from dit.parallel.parallelize import parameter_shapes
 
-    form = format_of_model(model)
-    settings, notes = form.write_settings(model, latent_size)
-    rules = form.rules(model, parameter_shapes(model), latent_size)
-    write_diffusers(settings, rules.to_theirs(read_whole_weights(found, slot)), out)
+    form = format_of_model(trained.model)
+    settings, notes = form.write_settings(trained.model, trained.latent_size)
+    rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
+    notes += rules.left_behind()
+    folder = "transformer" if pipeline else "."
+    texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes, folder=folder)}
+    if pipeline:
+        texts["model_index.json"] = to_json(form.pipeline_index(trained))
+    scheduler = scheduler_config(trained.objective)
+    if scheduler is not None:
+        texts[f"{'scheduler' if pipeline else '.'}/{SCHEDULER_CONFIG}"] = to_json(scheduler)
+    record = {CONFIG_KEY: to_record(trained)}
+    write_diffusers({**settings, **record}, rules.to_theirs(weights()), out, subfolder=folder, texts=texts)
     published = form.read_settings(settings).objective
-    return [*notes, *rules.left_behind(), *note_objective(config["objective"], published)]
+    return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to sample with diffusers"]
 
 
 def note_objective(own: Any, published: Any) -> list[str]:

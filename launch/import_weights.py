@@ -4,15 +4,25 @@
 """
 
 import argparse
+import ast
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError, told_in_one_line
 from launch import environment
 from launch.export import FORMATS, original_rules
 from launch.sample import at_least_one
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dit.convert.diffusers_format import TrainedModel
+    from dit.convert.rules import RuleBook
+    from dit.objectives.base import Objective
 
 DESCRIPTION = "Make a run folder of weights from facebookresearch/DiT or diffusers, to sample from or to start from."
 EXAMPLES = """\
@@ -21,6 +31,9 @@ examples
   python -m launch.sample --checkpoint runs/dit_xl2 --label 207
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart
+
+Objective, class names, latent size and sampling defaults are read from the files where launch.export wrote them; what
+is assumed instead is printed.
 
 Nothing in the files is executed; pickles that hold more than tensors are refused.
 """
@@ -45,6 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
     )
+    parser.add_argument(
+        "--objective",
+        metavar="NAME",
+        help="what the weights were trained for, where the files do not say: ddpm, edm or flow_matching, with settings "
+        "as in \"ddpm(prediction='v')\"",
+    )
     return parser
 
 
@@ -64,13 +83,16 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError("--num-attention-heads is for --format dit; a config.json says it itself")
     environment.prepare()
     environment.quiet_libraries()
+    from dit.convert.run_record import build
     from dit.convert.variance import drop_variance
     from dit.training.run_lock import RunLock
     from dit.training.settings import SamplingConfig
     from dit.training.whole_weights import write_imported
 
-    imported, rules, theirs = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
-    model, weights = imported.model, rules.to_ours(theirs)
+    objective = None if args.objective is None else read_objective(args.objective)
+    found = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
+    trained, notes = settle(found, objective)
+    model, weights = trained.model, found.rules.to_ours(found.tensors)
     if args.drop_variance:
         model, weights = drop_variance(model, weights)
     with RunLock(args.out, setting="--out") as lock:
@@ -78,37 +100,127 @@ def run(args: argparse.Namespace) -> list[str]:
         write_imported(
             Path(args.out),
             weights,
-            model,
-            imported.objective,
-            SamplingConfig(**imported.sampling),
-            imported.latent_size,
+            replace(trained, model=model),
+            build(SamplingConfig, trained.sampling, "the record's sampling"),
             f"{args.format}: {source.resolve()}",
         )
-    return imported.notes
+    return [*trained.notes, *notes]
 
 
-def read_original(source: Path, args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Return the model, the rules and the tensors of a state dict of facebookresearch/DiT."""
+@dataclass(frozen=True)
+class Found:
+    """What the files hold.
+
+    Attributes:
+        trained: the model, with what its authors published where the files do not say.
+        rules: between the weights.
+        tensors: theirs, by name.
+        recorded: the files carry the record of `launch.export`, so nothing had to be assumed.
+    """
+
+    trained: "TrainedModel"
+    rules: "RuleBook"
+    tensors: dict[str, "Tensor"]
+    recorded: bool
+
+
+def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
+    """Return the model with the objective that counts, and notes on where it and the rest come from.
+
+    Args:
+        objective: the user's own, which wins; None for none given.
+    """
+    trained = found.trained
+    whose = "recorded at export" if found.recorded else "that of the published weights of this class"
+    notes = []
+    if objective is None:
+        verb = "read" if found.recorded else "assumed"
+        notes.append(f"{verb} objective: {trained.objective} ({whose})")
+        if not found.recorded:
+            notes[-1] += "; give --objective if these were trained by another"
+    elif objective != trained.objective:
+        notes.append(f"--objective: {objective} is taken, not {trained.objective} ({whose})")
+        trained = replace(trained, objective=objective, sampling={})
+    if trained.class_names is None and trained.model.num_classes is not None:
+        notes.append(f"the files name no classes; they are 0 to {trained.model.num_classes - 1}")
+    elif trained.class_names is not None:
+        notes.append(f"read {len(trained.class_names)} class names")
+    notes.append(f"latents of {' x '.join(map(str, trained.latent_size))} (frames x height x width)")
+    return trained, notes
+
+
+def read_objective(text: str) -> "Objective":
+    """Build the objective of `--objective`: a name, or a name with settings in parentheses.
+
+    Raises:
+        ConfigError: it cannot be read, there is no such objective, or a setting does not fit it.
+    """
+    from dit.convert.run_record import objective_of
+
+    wrong = f"--objective {text!r} cannot be read; write a name, or \"ddpm(prediction='v')\""
+    try:
+        node = ast.parse(text, mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if not isinstance(call.func, ast.Name) or call.args or any(word.arg is None for word in call.keywords):
+            raise ConfigError(wrong)
+        settings = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(wrong) from error
+    return objective_of({"name": call.func.id, **settings})
+
+
+def read_original(source: Path, args: argparse.Namespace) -> Found:
+    """Read a state dict of facebookresearch/DiT."""
     from dit.convert.original_dit import read_sizes
-    from dit.convert.state_files import read_tensors
+    from dit.convert.run_record import METADATA_KEY, read_json_record
+    from dit.convert.state_files import read_metadata, read_tensors
+    from dit.models.dit.config import DiTConfig
 
     theirs = read_tensors(source)
-    imported = read_sizes(theirs, args.num_attention_heads)
-    imported.model.validate()
-    return imported, original_rules(imported.model, imported.latent_size), theirs
+    record = read_metadata(source).get(METADATA_KEY)
+    if record is None:
+        trained = read_sizes(theirs, args.num_attention_heads)
+        trained.model.validate()
+    else:
+        trained = read_json_record(record, DiTConfig)
+        assert isinstance(trained.model, DiTConfig)
+        heads = trained.model.num_attention_heads
+        if args.num_attention_heads not in (None, heads):
+            raise ConfigError(
+                f"--num-attention-heads {args.num_attention_heads}: {source} says {heads}; leave the flag out"
+            )
+    return Found(trained, original_rules(trained.model, trained.latent_size), theirs, record is not None)
 
 
-def read_diffusers_folder(source: Path) -> tuple[Any, Any, Any]:
-    """Return the model, the rules and the tensors of a folder in the diffusers layout."""
+def read_diffusers_folder(source: Path) -> Found:
+    """Read a folder in the diffusers layout.
+
+    Raises:
+        ConfigError: also where the record of the export and the settings beside it describe different models.
+    """
     from dit.convert.diffusers_format import format_of_settings
+    from dit.convert.run_record import CONFIG_KEY, from_record
     from dit.convert.state_files import read_diffusers
     from dit.parallel.parallelize import parameter_shapes
 
     settings, theirs = read_diffusers(source)
     form = format_of_settings(settings)
-    imported = form.read_settings(settings)
-    imported.model.validate()
-    return imported, form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size), theirs
+    trained = form.read_settings(settings)
+    if CONFIG_KEY in settings:
+        recorded = from_record(settings[CONFIG_KEY], form.config_class)
+        written, _ = form.write_settings(recorded.model, recorded.latent_size)
+        plain = json.loads(json.dumps({**form.defaults, **settings}))
+        changed = [n for n in form.defaults if plain[n] != json.loads(json.dumps(written[n]))]
+        if changed:
+            told = ", ".join(f"{n}={plain[n]!r} (recorded: {written[n]!r})" for n in changed)
+            raise ConfigError(
+                f"{source}/config.json was changed after its export: {told}; remove {CONFIG_KEY} from it and give "
+                "--objective"
+            )
+        trained = recorded
+    trained.model.validate()
+    rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
+    return Found(trained, rules, theirs, CONFIG_KEY in settings)
 
 
 @told_in_one_line

@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from benchmarks.forks import FORKS
 from dit.backends.process_groups import ProcessGroups
 from dit.models.base import Backbone, ModelConfig
+
+FORKS.set_forkserver_preload(["tests.preload"])
 
 BuildModel = Callable[..., Backbone]
 

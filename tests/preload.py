@@ -15,9 +15,9 @@ for name in (
     "recipes.registry",
     "tests.integration.actions",
     "tests.parallel.context_worker",
-    "tests.parallel.expert_tasks",
+    "benchmarks.parallel_checkpoints",
     "tests.parallel.fsdp_worker",
     "tests.parallel.pipeline_cases",
-    "tests.parallel.worker",
+    "benchmarks.parallel_training",
 ):
     import_module(name)

@@ -134,6 +134,19 @@ def test_imports_go_one_way():
     report(found)
 
 
+def test_no_package_needs_the_tests():
+    """An installed copy has none; names in texts, such as tasks of worker processes, count as well."""
+    report(
+        [
+            f"{path}:{node.lineno}: {ast.unparse(node)}"
+            for path in FILES
+            for node in ast.walk(tree(path))
+            if (isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"tests\.\w", node.value))
+            or (isinstance(node, ast.Import | ast.ImportFrom) and "tests." in ast.unparse(node))
+        ]
+    )
+
+
 def test_only_preparation_encodes():
     """Reading data needs no VAE and no text model; `energon_data/prepare` alone may load them."""
     report(

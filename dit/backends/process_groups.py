@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dit.backends import megatron_cpu
 from dit.backends.device import local_device, use_cuda
-from dit.errors import ConfigError
+from dit.errors import ConfigError, page_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def world_size_from_environment() -> int:
         raise ConfigError(
             f"srun started {tasks} tasks but no ranks (RANK is not set): {tasks} separate runs would write one run "
             "folder; start one task per node that starts the ranks, srun --ntasks-per-node=1 torchrun ..., as in "
-            "launch/README.md"
+            f"{page_of('launch')}"
         )
     return int(os.environ.get("WORLD_SIZE", "1"))
 

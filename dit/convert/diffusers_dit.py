@@ -17,10 +17,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
-from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
+from dit.convert.diffusers_format import VERSION, DiffusersFormat, LatentSize, TrainedModel
 from dit.convert.rules import Axes, ByHead, Copies, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
+from dit.objectives.ddpm import DDPM
+from dit.objectives.noise_levels import REFERENCE_STEPS
+
+PIPELINE_CLASSES = 1000
+"""`DiTPipeline` takes this number for the class of no class, whatever the network has."""
 
 
 class DiffusersDiT(DiffusersFormat):
@@ -53,8 +58,9 @@ class DiffusersDiT(DiffusersFormat):
         "norm_type": "ada_norm_zero",
         "norm_elementwise_affine": False,
     }
+    samples_by_class = True
 
-    def read(self, settings: Mapping[str, Any]) -> ImportedModel:
+    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
         out_channels = settings["out_channels"]
         model = DiTConfig(
             hidden_size=settings["num_attention_heads"] * settings["attention_head_dim"],
@@ -73,7 +79,7 @@ class DiffusersDiT(DiffusersFormat):
                 f"{model.layernorm_epsilon:g} everywhere, as the paper's code"
             )
         size = (1, settings["sample_size"], settings["sample_size"])
-        return ImportedModel(model, trained_objective(), size, SAMPLING, notes)
+        return TrainedModel(model, trained_objective(), size, SAMPLING, notes=notes)
 
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         check_expressible(model, self.class_name, ffn_size=4 * model.hidden_size)
@@ -99,6 +105,26 @@ class DiffusersDiT(DiffusersFormat):
                 "train with model.time_frequency_shift=1 for equal ones"
             )
         return settings, notes
+
+    def pipeline_index(self, trained: TrainedModel) -> dict[str, Any]:
+        objective, classes = trained.objective, trained.model.num_classes
+        steps = objective.discrete_steps if isinstance(objective, DDPM) else None
+        # DiTPipeline tells the network the scheduler's own steps, and writes 1000 for no class.
+        if steps != REFERENCE_STEPS or classes != PIPELINE_CLASSES:
+            raise ConfigError(
+                f"--pipeline: DiTPipeline runs DDPM of {REFERENCE_STEPS} steps with {PIPELINE_CLASSES} classes, this "
+                f"model was trained by {objective} with {classes}; leave the flag out and sample as the README.md "
+                "beside the weights shows"
+            )
+        names = trained.class_names or [str(i) for i in range(PIPELINE_CLASSES)]
+        return {
+            "_class_name": "DiTPipeline",
+            "_diffusers_version": VERSION,
+            "id2label": {str(i): name for i, name in enumerate(names)},
+            "scheduler": ["diffusers", "DDIMScheduler"],
+            "transformer": ["diffusers", self.class_name],
+            "vae": ["diffusers", "AutoencoderKL"],
+        }
 
     def rules(self, model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}

@@ -19,7 +19,7 @@ Source: diffusers 0.38, `models/transformers/transformer_flux.py`, names and set
 from collections.abc import Mapping
 from typing import Any
 
-from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
 from dit.convert.rules import (
     TRAIN_THAT_WAY,
     TURNED_HEAD,
@@ -71,7 +71,7 @@ class DiffusersFlux(DiffusersFormat):
     }
     fixed: Mapping[str, Any] = {"patch_size": 1}
 
-    def read(self, settings: Mapping[str, Any]) -> ImportedModel:
+    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
         channels, out_channels = settings["in_channels"], settings["out_channels"]
         width = settings["num_attention_heads"] * settings["attention_head_dim"]
         if channels % PATCH**2 or (out_channels or 0) % PATCH**2:
@@ -96,7 +96,7 @@ class DiffusersFlux(DiffusersFormat):
         if settings["guidance_embeds"]:
             notes.append(f"the network is told a guidance scale of {DEV_GUIDANCE:g} (model.guidance)")
         sampling = {"solver": "euler", "num_steps": 28, "guidance_scale": 1.0}
-        return ImportedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes)
+        return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
 
     def write(self, model: FluxConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         shown = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_hidden_size")}

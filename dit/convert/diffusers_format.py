@@ -4,7 +4,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Optional
 
 from dit.convert import DIFFUSERS
 from dit.convert.rules import RuleBook, Shape
@@ -19,14 +19,17 @@ LatentSize = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class ImportedModel:
-    """Another code base's model in our words.
+class TrainedModel:
+    """A trained model in our words: another code base's, or a run's own.
 
     Attributes:
         model: its sizes.
-        objective: what it was trained for, as published.
+        objective: what it was trained for; as published, where the files do not say.
         latent_size: (T, H, W) of the latents it was trained on.
         sampling: how its authors sample, by the names of `SamplingConfig`.
+        class_names: name of each class; None where the files do not say.
+        text_encoder: name of the encoder of its texts; None for no text, or where the files do not say.
+        fps: frames per second of its training data; None where the files do not say.
         notes: what our network does otherwise, in a sentence each.
     """
 
@@ -34,6 +37,9 @@ class ImportedModel:
     objective: Objective
     latent_size: LatentSize
     sampling: Mapping[str, Any]
+    class_names: Optional[list[str]] = None
+    text_encoder: Optional[str] = None
+    fps: Optional[float] = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -46,6 +52,7 @@ class DiffusersFormat(ABC):
         config_class: our backbone's.
         defaults: every argument of their constructor with its default.
         fixed: those whose other values our backbone cannot follow.
+        samples_by_class: the model takes noise, time and class alone.
     """
 
     class_name: str
@@ -53,9 +60,10 @@ class DiffusersFormat(ABC):
     config_class: type[ModelConfig]
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
+    samples_by_class: bool = False
 
     @abstractmethod
-    def read(self, settings: Mapping[str, Any]) -> ImportedModel:
+    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
         """Turn their complete, checked settings into ours; raise `ConfigError` for what ours cannot follow."""
 
     @abstractmethod
@@ -70,6 +78,17 @@ class DiffusersFormat(ABC):
             shapes: of our parameters, by global name.
         """
 
+    def pipeline_index(self, trained: TrainedModel) -> dict[str, Any]:
+        """Return the `model_index.json` of the pipeline that samples from `transformer/` and `scheduler/`.
+
+        Raises:
+            ConfigError: diffusers' pipeline cannot run the model as it was trained.
+        """
+        raise ConfigError(
+            f"--pipeline: diffusers' pipeline of {self.class_name} also holds text encoders, which a run does not; "
+            "leave the flag out and build the pipeline of the exported transformer and scheduler"
+        )
+
     def reads(self, settings: Mapping[str, Any]) -> bool:
         """Tell whether a `config.json` is of this class."""
         name = settings.get("_class_name")
@@ -77,7 +96,7 @@ class DiffusersFormat(ABC):
             name in self.aliases and settings.get("norm_type") == self.fixed.get("norm_type")
         )
 
-    def read_settings(self, settings: Mapping[str, Any]) -> ImportedModel:
+    def read_settings(self, settings: Mapping[str, Any]) -> TrainedModel:
         """Read a `config.json`.
 
         Raises:

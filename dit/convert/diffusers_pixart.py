@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
 from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
@@ -78,7 +78,7 @@ class DiffusersPixArt(DiffusersFormat):
         "attention_type": "default",
     }
 
-    def read(self, settings: Mapping[str, Any]) -> ImportedModel:
+    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
         size, width = settings["sample_size"], settings["num_attention_heads"] * settings["attention_head_dim"]
         extra = settings["use_additional_conditions"]
         shown = {
@@ -108,7 +108,7 @@ class DiffusersPixArt(DiffusersFormat):
         )
         objective = DDPM(schedule="linear", discrete_steps=1000, prediction="noise")
         sampling = {"solver": "dpmpp_2m", "num_steps": 20, "guidance_scale": 4.5}
-        return ImportedModel(model, objective, (1, size, size), sampling)
+        return TrainedModel(model, objective, (1, size, size), sampling)
 
     def write(self, model: STDiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         size, heads = model.hidden_size, model.num_attention_heads

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dit.convert.diffusers_format import DiffusersFormat, ImportedModel, LatentSize
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
 from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
 from dit.errors import ConfigError
 from dit.models.wan.config import WanConfig
@@ -71,7 +71,7 @@ class DiffusersWan(DiffusersFormat):
         "pos_embed_seq_len": None,
     }
 
-    def read(self, settings: Mapping[str, Any]) -> ImportedModel:
+    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
         patch_temporal, *patch = settings["patch_size"]
         if len(patch) != 2 or patch[0] != patch[1]:
             raise ConfigError(
@@ -92,7 +92,7 @@ class DiffusersWan(DiffusersFormat):
         )
         notes = [f"config.json names no latent size; {' x '.join(map(str, LATENT_SIZE))} is taken"]
         sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 5.0}
-        return ImportedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes)
+        return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
 
     def write(self, model: WanConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         shown = {name: getattr(model, name) for name in ONLY_THESE}

@@ -16,7 +16,7 @@ from typing import Optional
 from torch import Tensor
 
 from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
-from dit.convert.diffusers_format import ImportedModel, LatentSize
+from dit.convert.diffusers_format import LatentSize, TrainedModel
 from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
@@ -27,7 +27,7 @@ HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
 _NEEDED = ("x_embedder.proj.weight", "y_embedder.embedding_table.weight", "final_layer.linear.weight", "pos_embed")
 
 
-def read_sizes(theirs: Mapping[str, Tensor], num_attention_heads: Optional[int] = None) -> ImportedModel:
+def read_sizes(theirs: Mapping[str, Tensor], num_attention_heads: Optional[int] = None) -> TrainedModel:
     """Read a model's sizes off its tensors.
 
     Args:
@@ -64,7 +64,7 @@ def read_sizes(theirs: Mapping[str, Tensor], num_attention_heads: Optional[int] 
         patch_spatial=patch,
         num_classes=theirs["y_embedder.embedding_table.weight"].shape[0] - 1,
     )
-    return ImportedModel(model, trained_objective(), (1, grid * patch, grid * patch), SAMPLING)
+    return TrainedModel(model, trained_objective(), (1, grid * patch, grid * patch), SAMPLING)
 
 
 def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:

@@ -11,10 +11,11 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -51,6 +52,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return loaded
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file; of other files, which have none, an empty dictionary."""
+    if path.suffix != ".safetensors":
+        return {}
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
 def _read_pickle(path: Path) -> Any:
     # The published training script keeps its command line beside the weights: a Namespace, which only holds values.
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -77,7 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a folder in the diffusers layout") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not settings by name")
@@ -148,7 +157,7 @@ def whole(out: Path) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+    for entry in sorted(path.rglob("*")) if path.is_dir() else ():
         _flush_one(entry)
     _flush_one(path)
 
@@ -161,8 +170,11 @@ def _flush_one(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_tensors(tensors: Mapping[str, Tensor], out: Path) -> None:
+def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
     """Write tensors to one file, of the kind that its name says.
+
+    Args:
+        metadata: for the header of a safetensors file; a `.pt` has none.
 
     Raises:
         ConfigError: the name says none, the file exists, or the disk refused.
@@ -173,30 +185,48 @@ def write_tensors(tensors: Mapping[str, Tensor], out: Path) -> None:
         if out.suffix == ".pt":
             torch.save(dict(tensors), part)
         else:
-            save_file(dict(tensors), part, metadata={"format": "pt"})
+            save_file(dict(tensors), part, metadata={"format": "pt", **metadata})
 
 
 def write_diffusers(
-    settings: Mapping[str, Any], tensors: Mapping[str, Tensor], out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    out: Path,
+    *,
+    subfolder: str = ".",
+    texts: Mapping[str, str] = MappingProxyType({}),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a folder in the diffusers layout; beyond `max_shard_bytes` in shards with an index.
+
+    Args:
+        settings: the `config.json`.
+        subfolder: of `out` that holds settings and tensors; a pipeline has one per part.
+        texts: further text files, by their paths in `out`.
 
     Raises:
         ConfigError: `out` exists, or the disk refused.
     """
     with whole(out) as part:
-        part.mkdir()
-        (part / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        for name, text in {**texts, f"{subfolder}/{CONFIG}": to_json(settings)}.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_text(text, encoding="utf-8")
+        folder = part / subfolder
         shards = _shards(tensors, max_shard_bytes)
         weight_map: dict[str, str] = {}
         for i, shard in enumerate(shards, 1):
             name = f"{STEM}-{i:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{STEM}.safetensors"
-            save_file(shard, part / name, metadata={"format": "pt"})
+            save_file(shard, folder / name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(shard, name)
         if len(shards) > 1:
             total = sum(x.nbytes for x in tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (folder / INDEX).write_text(to_json(index), encoding="utf-8")
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file."""
+    return json.dumps(value, indent=2) + "\n"
 
 
 def _shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:

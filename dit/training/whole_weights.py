@@ -7,14 +7,14 @@ it, for it has no optimizer and no data position.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 from torch import Tensor
 
+from dit.convert.diffusers_format import TrainedModel
 from dit.errors import ConfigError
-from dit.models.base import ModelConfig
-from dit.objectives.base import Objective
 from dit.training.checkpoint import CONFIG_FILE, FACTS_FILE
 from dit.training.checkpoint_store import CheckpointStore, model_fingerprint
 from dit.training.config_record import to_record
@@ -38,16 +38,16 @@ def read_whole_weights(folder: Path, slot: str) -> dict[str, Tensor]:
 def write_imported(
     run_dir: Path,
     weights: Mapping[str, Tensor],
-    model: ModelConfig,
-    objective: Objective,
+    trained: TrainedModel,
     sampling: SamplingConfig,
-    latent_size: tuple[int, int, int],
     source: str,
 ) -> Path:
     """Make a run folder of whole weights, which `launch.sample` and `checkpoint.start_from` accept on any layout.
 
     Args:
-        weights: every parameter of `model`, by global name.
+        weights: every parameter of `trained.model`, by global name.
+        trained: the model, its objective, and what sampling must know beside them.
+        sampling: defaults of the sample command.
         source: where they came from, for the record.
 
     Returns:
@@ -63,18 +63,25 @@ def write_imported(
             f"{run_dir} holds checkpoints of steps {store.steps()} already and is left alone; choose another --out"
         )
     settings = {
-        "model": model,
+        "model": trained.model,
         "data": None,
-        "objective": objective,
+        "objective": trained.objective,
         "training": TrainingConfig(run_dir=str(run_dir), precision="fp32", ema_decay=None),
         "sampling": sampling,
     }
+    facts: dict[str, Any] = {
+        "class_names": trained.class_names,
+        "latent_size": list(trained.latent_size),
+        "text_encoder": trained.text_encoder,
+    }
+    if trained.fps is not None:
+        facts["fps"] = trained.fps
     folder = store.begin(0)
     with store.writing(0):
         shapes = {f"weight.{name}": tensor.shape for name, tensor in weights.items()}
         records = write_full_state(folder, shapes, (x.float().contiguous() for x in weights.values()), {})
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(to_record(settings), sort_keys=False))
-        (folder / FACTS_FILE).write_text(json.dumps({"class_names": None, "latent_size": list(latent_size)}, indent=1))
+        (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
     meta = {
         "imported_from": source,
         "consumed_samples": 0,

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from dit.errors import exit_code
+from dit.models.base import ModelConfig
+from dit.objectives.base import Objective
 from dit.training import run_lock, sharded_state
 from dit.training.checkpoint import Checkpointer
 from dit.training.checkpoint_store import CheckpointStore
@@ -77,6 +79,19 @@ def export(arguments: Sequence[str]) -> Ended:
     from launch.export import main
 
     return command(main, arguments)
+
+
+def make_run(run_dir: Path, model: ModelConfig, objective: Objective, class_names: Sequence[str]) -> None:
+    """Make a run folder of random weights, which were never trained."""
+    from dit.convert.diffusers_format import TrainedModel
+    from dit.parallel.parallelize import parameter_shapes
+    from dit.training.settings import SamplingConfig
+    from dit.training.whole_weights import write_imported
+    from tests.parity.convert_cases import random_weights
+
+    trained = TrainedModel(model, objective, (1, 8, 8), {}, class_names=list(class_names))
+    sampling = SamplingConfig(solver="heun", num_steps=3, guidance_scale=1.5, seed=11)
+    write_imported(run_dir, random_weights(parameter_shapes(model)), trained, sampling, "random")
 
 
 def benchmark(arguments: Sequence[str]) -> Ended:

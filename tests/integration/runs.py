@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.forks import ROOT, free_port, run_ranks
 from dit.training.sinks import read_records
-from tests.forks import ROOT, free_port, run_ranks
 from tests.integration.worker import main
 
 TINY = {

@@ -1,5 +1,6 @@
 """Weights come in, train under tensor parallelism, and go out again; every step keeps every bit that it should."""
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dit.models.dit.config import DiTConfig
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
 from tests.integration import actions
 from tests.integration.runs import Job, checkpoint, mock, read_tensors, run_jobs
 from tests.parity.public_dit import random_state
@@ -24,6 +29,13 @@ TINY = {
     "schedule__warmup_steps": 0,
     "schedule__min_lr": 0.0,
 }
+CLASS_DIT = DiTConfig(hidden_size=48, num_layers=2, num_attention_heads=4, in_channels=4, num_classes=5)
+RUNS = [
+    ("flow", CLASS_DIT, FlowMatching(prediction="x0", time_shift=2.0)),
+    ("edm", CLASS_DIT, EDM(sigma_data=0.7, sigma_max=20.0)),
+    ("ddpm", CLASS_DIT, DDPM(schedule="cosine", prediction="v", discrete_steps=50)),
+]
+NAMES = ["alpha", "beta", "gamma", "delta", "epsilon"]
 TINY_STEP = 1e-7  # one step of Adam moves a weight by at most the learning rate, 1e-9
 
 
@@ -92,6 +104,22 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
         ),
         "no average": put_out("plain", "diffusers", "none"),
     }
+    for name, model, objective in RUNS:
+        run = f"made/{name}"
+        jobs[run] = Job(
+            actions.make_run, {"run_dir": folder / run, "model": model, "objective": objective, "class_names": NAMES}
+        )
+        for kind, file in (("diffusers", f"{name}_folder"), ("dit", f"{name}.safetensors")):
+            back = folder / f"{run}_{kind}"
+            jobs[f"{name} to {kind}"] = put_out(run, kind, file)
+            words = ("--from", folder / file, "--format", kind, "--out", back)
+            jobs[f"{name} from {kind}"] = command(actions.import_weights, *words)
+    sampled = [folder / f"made/{name}{end}" for name, *_ in RUNS for end in ("", "_diffusers", "_dit")]
+    for run in (*sampled, folder / "run", folder / "reimported"):
+        jobs[f"latents of {run}"] = Job(actions.sample, {"run_dir": run, "requests": [{"labels": [0, 4]}]})
+    jobs["by name"] = command(
+        actions.draw, *("--checkpoint", sampled[1], "--labels", "delta", "--out", folder / "delta.png")
+    )
     plain = mock(folder / "plain", **TINY, training__num_steps=1, training__ema_decay="None")
     return run_jobs(folder / "jobs", {"plain": command(actions.train, *plain), **jobs})
 
@@ -138,6 +166,40 @@ def test_a_run_survives_the_way_through_diffusers(done: dict, folder: Path):
     assert again.keys() == average.keys()
     for name, tensor in average.items():
         assert torch.equal(again[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["diffusers", "dit"])
+@pytest.mark.parametrize("name", [name for name, *_ in RUNS])
+def test_what_comes_back_is_sampled_as_the_run_itself(done: dict, folder: Path, name: str, kind: str):
+    """Objective, sampling defaults, latent size, names and the frequencies of time: samples have the same bits."""
+    run, back = folder / f"made/{name}", folder / f"made/{name}_{kind}"
+    assert done[f"{name} to {kind}"].code == done[f"{name} from {kind}"].code == 0
+    (_, [expected]), (_, [found]) = done[f"latents of {run}"], done[f"latents of {back}"]
+    assert expected.shape == (2, 4, 1, 8, 8)
+    assert torch.equal(found, expected)
+    assert (expected[0] - expected[1]).abs().max() > 0.01  # classes differ
+    records = [checkpoint(one, 0) / "facts.json" for one in (run, back)]
+    assert len({path.read_text() for path in records}) == 1
+    [(_, _, objective)] = [one for one in RUNS if one[0] == name]
+    assert f"read objective: {objective} (recorded at export)" in done[f"{name} from {kind}"].err
+
+
+def test_the_objectives_draw_different_samples(done: dict, folder: Path):
+    """Else equal samples would prove nothing about the objective."""
+    latents = [done[f"latents of {folder / 'made' / name}"][1][0] for name, *_ in RUNS]
+    assert all((a - b).abs().max() > 0.01 for a, b in combinations(latents, 2))
+
+
+def test_a_trained_run_is_sampled_as_before_after_the_way_through_diffusers(done: dict, folder: Path):
+    (_, [expected]), (_, [found]) = (done[f"latents of {folder / run}"] for run in ("run", "reimported"))
+    assert expected.abs().max() > 0.01
+    assert torch.equal(found, expected)
+
+
+def test_classes_keep_their_names(done: dict, folder: Path):
+    assert done["by name"].code == 0
+    assert (folder / "delta.png").is_file()
+    assert "read 5 class names" in done["flow from dit"].err
 
 
 def test_imported_weights_are_not_resumed(done: dict):

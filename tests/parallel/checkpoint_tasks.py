@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.parallel_checkpoints import load, save
+from benchmarks.parallel_training import build, named_parameters
 from dit.backends import process_groups
 from tests.live_bytes import LiveBytes
-from tests.parallel.expert_tasks import load, save
-from tests.parallel.worker import build, named_parameters
 
 
 def cost(case: dict) -> dict:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.parallel_training import SEED, micro_batch, tiny_model
 from dit.backends import process_groups
 from dit.backends.attention import Attention
 from dit.backends.context_rows import ContextSplit, context_rows
@@ -25,7 +26,6 @@ from dit.parallel.parallelize import attention_path, build_model
 from dit.sampling.generate import empty_pack, generate
 from dit.training.validate import held_out_loss
 from tests.parallel.traffic import bytes_sent
-from tests.parallel.worker import SEED, micro_batch, tiny_model
 from tests.unit.backends.attention_cases import AttentionCase, exact, run
 
 LAYERS = 2

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from benchmarks.parallel_training import whole
 from dit.backends import process_groups
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
@@ -21,7 +22,6 @@ from dit.training.settings import (
     TrainingConfig,
 )
 from energon_data.mock import MockData
-from tests.parallel.worker import whole
 
 
 def start(case: dict) -> Run:

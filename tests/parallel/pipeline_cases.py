@@ -8,10 +8,10 @@ from unittest import mock
 
 import torch
 
+from benchmarks.parallel_training import build, micro_batch, of_all_stages, tiny_model, train, whole
 from dit.data_api import BatchSpec
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
-from tests.parallel.worker import build, micro_batch, of_all_stages, tiny_model, train, whole
 
 
 def forget_conditioners(chunks: list) -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.parallel_training import SEED, tiny_model
 from dit.backends import process_groups
 from dit.batch import PackedBatch, SequenceLayout
 from dit.parallel.context import shard
@@ -13,7 +14,6 @@ from dit.parallel.parallelize import build_model
 from dit.patchify import grid_positions
 from tests.parallel.context_worker import start
 from tests.parallel.traffic import bytes_sent
-from tests.parallel.worker import SEED, tiny_model
 
 
 def pack_of(grids: tuple, multiple_of: int) -> PackedBatch:

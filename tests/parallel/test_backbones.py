@@ -6,7 +6,7 @@ ranks shows in that parameter alone.
 
 import pytest
 
-from tests.parallel.world import run_world
+from benchmarks.parallel_world import run_world
 
 GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
 MODELS = {

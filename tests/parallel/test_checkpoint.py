@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.parallel_world import run_world
 from dit.training.state_files import checkpoint_bytes
-from tests.parallel.world import run_world
 
 DDP = {"data_parallel": "ddp"}
 FSDP = {"data_parallel": "fsdp"}

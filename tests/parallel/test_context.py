@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.parallel_world import run_world
 from tests.parallel.test_layouts import GRADIENT_RTOL
-from tests.parallel.world import run_world
 from tests.unit.backends.attention_cases import AttentionCase
 
 ATTENTION_RTOL = 2e-6  # fp32 sums of up to 33 terms in another order

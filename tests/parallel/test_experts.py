@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parallel.world import run_world
+from benchmarks.parallel_world import run_world
 
 GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
 EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
@@ -43,7 +43,7 @@ def case(parallel: dict, router: str, packed: bool, **more) -> dict:
 
 
 def checkpoint(task: str, parallel: dict, folder) -> dict:
-    return case(parallel, "expert_choice", True, task=f"tests.parallel.expert_tasks:{task}", folder=str(folder))
+    return case(parallel, "expert_choice", True, task=f"benchmarks.parallel_checkpoints:{task}", folder=str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.parallel_world import run_world
 from tests.parallel.test_layouts import assert_equal_training
-from tests.parallel.world import run_world
 
 FSDP = {"data_parallel": "fsdp"}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -48,7 +48,7 @@ def results(tmp_path_factory):
         return run(name, parallel, steps=1, look_before=True)
 
     def experts(task, parallel):
-        task = f"tests.parallel.expert_tasks:{task}"
+        task = f"benchmarks.parallel_checkpoints:{task}"
         return {"task": task, "parallel": parallel, "packed": True, "model": EXPERTS, "folder": folder / "experts"}
 
     def awkward(parallel):

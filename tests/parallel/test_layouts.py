@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.world import run_world
+from benchmarks.parallel_world import run_world
 
 GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.parallel_world import run_world
 from tests.parallel import pipeline_cases
 from tests.parallel.test_layouts import GRADIENT_RTOL, TP2SP, assert_equal_training
-from tests.parallel.world import run_world
 
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.parallel_world import run_world
 from tests.parallel.rows import rows, selected
 from tests.parallel.test_layouts import assert_equal_training
-from tests.parallel.world import run_world
 
 MODELS = {
     "alternating": {"backbone": "stdit", "num_classes": 5, "position_span": 4.0},

@@ -6,9 +6,9 @@ queries and keys runs over the heads of all tensor-parallel ranks.
 
 import pytest
 
+from benchmarks.parallel_world import run_world
 from tests.parallel.rows import rows, selected
 from tests.parallel.stream_cases import forget_text_rows, norm_own_heads_alone
-from tests.parallel.world import run_world
 
 GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
 MODELS = {

@@ -1,16 +1,28 @@
 """Importing and exporting from the command line: wrong inputs are named, nothing in them runs, nothing stays behind."""
 
+import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dit.convert.diffusers_dit import DiffusersDiT
+from dit.convert.diffusers_format import TrainedModel, formats
+from dit.convert.run_record import CONFIG_KEY, METADATA_KEY, build, from_record, name_of, objective_of, to_record
 from dit.convert.state_files import INDEX, read_diffusers, read_tensors, write_diffusers, write_tensors
 from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
+from dit.objectives import OBJECTIVES
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.training.settings import SamplingConfig
 from launch import export, import_weights
+from recipes import registry
 from tests.parity.public_dit import random_state
 
 SIZES = {"size": 48, "depth": 1, "inner": 192, "channels": 4, "out_channels": 4, "patch": 2, "classes": 3, "grid": 2}
@@ -74,8 +86,6 @@ def test_what_is_no_state_dict_is_refused(tmp_path, capsys, held, message):
 
 def test_a_training_checkpoint_of_the_published_script_is_read(tmp_path):
     """It holds its command line as a Namespace beside the weights; the average is taken."""
-    import argparse
-
     state = random_state(**SIZES)
     held = {"model": {"x": torch.zeros(1)}, "ema": state, "opt": {"state": {}}, "args": argparse.Namespace(lr=1)}
     torch.save(held, tmp_path / "0050000.pt")
@@ -154,6 +164,138 @@ def test_a_pipeline_is_told_from_its_transformer(tmp_path, capsys):
     folder_of(tmp_path / "pipe" / "transformer", {}, {"x": torch.zeros(1)})
     assert "give its part" in refuse(capsys, tmp_path / "run", tmp_path / "pipe", kind="diffusers")
     assert "does not exist" in refuse(capsys, tmp_path / "run", tmp_path / "nowhere", kind="diffusers")
+
+
+MODEL = {"hidden_size": 48, "num_layers": 1, "num_attention_heads": 4, "num_classes": 3}
+
+
+def a_record(**changes: Any) -> dict[str, Any]:
+    """Return the record of a run whose weights have `SIZES`, with parts changed or (None of `...`) left out."""
+    trained = TrainedModel(DiTConfig(**MODEL), FlowMatching(), (1, 4, 4), {"solver": "heun"}, class_names=list("abc"))
+    return {name: value for name, value in {**to_record(trained), **changes}.items() if value is not ...}
+
+
+def with_record(path: Path, text: str) -> Path:
+    save_file(random_state(**SIZES), path, metadata={METADATA_KEY: text})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fps": ...}, "must hold class_names, fps,"),
+        ({"extra": 1}, "must hold class_names, fps,"),
+        ({"model": {**MODEL, "hidden_size": "48"}}, "cannot have hidden_size='48'"),
+        ({"model": {**MODEL, "add_bias": 1}}, "cannot have add_bias=1"),
+        ({"model": {**MODEL, "num_layers": True}}, "cannot have num_layers=True"),
+        ({"model": {**MODEL, "_target_": "os.system"}}, "has no setting _target_"),
+        ({"model": {**MODEL, "num_attention_heads": 5}}, "hidden_size=48 is not a multiple"),
+        ({"model": ["os.system"]}, "must be settings by name"),
+        ({"model": {**MODEL, "num_layers": 2}}, "missing: blocks.1"),
+        ({"objective": {"name": "os.system"}}, "objective 'os.system' is unknown; use one of ddpm, edm, flow_matching"),
+        ({"objective": "edm"}, "objective 'edm' is unknown"),
+        ({"objective": {"name": ["ddpm"]}}, "is unknown"),
+        ({"objective": {"name": "edm", "p_mean": "x"}}, "cannot have p_mean='x'"),
+        ({"objective": {"name": "edm", "sigma_max": float("nan")}}, "cannot have sigma_max=nan"),
+        ({"objective": {"name": "ddpm", "prediction": "eps"}}, "cannot have prediction='eps'"),
+        ({"objective": {"name": "flow_matching", "time_shift": -1.0}}, "time_shift=-1.0 must be positive"),
+        ({"objective": {"name": "edm", "sigma_max": 10**400}}, "cannot have sigma_max=1000"),
+        ({"sampling": {"num_steps": "many"}}, "cannot have num_steps='many'"),
+        ({"sampling": 3}, "sampling settings by name"),
+        ({"latent_size": [1, 4]}, "three whole numbers"),
+        ({"latent_size": [1, 4, -4]}, "three whole numbers"),
+        ({"latent_size": [1, 6, 6]}, "needs [1, 9, 48]"),
+        ({"class_names": ["a", "b", "c", "d"]}, "must be at most 3 names"),
+        ({"class_names": [1, 2, 3]}, "must be at most 3 names"),
+        ({"fps": 0}, "fps=0"),
+        ({"text_encoder": {}}, "text_encoder must be a name"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_record_that_a_stranger_wrote_is_checked(tmp_path, capsys, change, message):
+    """It fills fields of known classes, by their types; whatever else it holds is one line."""
+    source = with_record(tmp_path / "x.safetensors", json.dumps(a_record(**change)))
+    assert message in refuse(capsys, tmp_path / "run", source)
+
+
+@pytest.mark.parametrize("form", formats(), ids=lambda form: form.class_name)
+def test_a_record_survives_json_for_each_format(form):
+    """The data's class names travel with a model that takes classes, and with no other."""
+    model = form.config_class(**({"num_classes": 3} if form.samples_by_class else {}))
+    config = {"model": model, "objective": EDM(sigma_data=0.7), "sampling": SamplingConfig(prompts=["a", "b"])}
+    facts = {"class_names": ["x", "y", "z"], "latent_size": [2, 8, 6], "fps": 12.5, "text_encoder": "some"}
+    trained = export.trained_model(config, facts)
+    assert trained.class_names == (["x", "y", "z"] if form.samples_by_class else None)
+    again = from_record(json.loads(json.dumps(to_record(trained))), form.config_class)
+    assert again == trained
+    assert build(SamplingConfig, again.sampling, "sampling") == config["sampling"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", "[]"])
+def test_a_record_that_is_none_is_refused(tmp_path, capsys, text):
+    assert "export the run again" in refuse(capsys, tmp_path / "run", with_record(tmp_path / "x.safetensors", text))
+
+
+def test_a_config_that_was_changed_after_its_export_is_refused(tmp_path, capsys):
+    settings, _ = DiffusersDiT().write_settings(DiTConfig(**MODEL), (1, 4, 4))
+    changed = {**settings, CONFIG_KEY: a_record(), "patch_size": 4}
+    source = folder_of(tmp_path / "in", changed, {"x": torch.zeros(1)})
+    told = refuse(capsys, tmp_path / "run", source, kind="diffusers")
+    assert "patch_size=4 (recorded: 2)" in told
+    assert "--objective" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("flow", "objective 'flow' is unknown; use one of"),
+        ("ddpm(prediction='eps')", "cannot have prediction='eps'"),
+        ("ddpm(p_mean=1)", "has no setting p_mean; its settings are schedule, "),
+        ("ddpm('v')", "cannot be read"),
+        ("ddpm(prediction=v)", "cannot be read"),
+        ("ddpm(**{})", "cannot be read"),
+        ("__import__('os')", "cannot be read"),
+        ("", "cannot be read"),
+    ],
+)
+def test_an_objective_that_cannot_be_is_refused(tmp_path, capsys, text, message):
+    save_file(random_state(**SIZES), tmp_path / "x.safetensors")
+    words = ("--num-attention-heads", "4", "--objective", text)
+    assert message in refuse(capsys, tmp_path / "run", tmp_path / "x.safetensors", *words)
+
+
+def test_what_counts_is_the_flag_then_the_record_then_the_publication(tmp_path):
+    """And each is said: what was assumed, with the flag that changes it."""
+    plain, recorded = tmp_path / "plain.safetensors", tmp_path / "recorded.safetensors"
+    save_file(random_state(**SIZES), plain)
+    with_record(recorded, json.dumps(a_record()))
+    args = argparse.Namespace(num_attention_heads=4)
+    own = import_weights.read_objective("edm(sigma_data=1.0)")
+    found = {}
+    for source, given in ((plain, None), (recorded, None), (plain, own), (recorded, own), (recorded, FlowMatching())):
+        trained, notes = import_weights.settle(import_weights.read_original(source, args), given)
+        found[source.stem, given is own, given is None] = trained.objective, dict(trained.sampling), notes[0]
+    published = DDPM(schedule="linear", discrete_steps=1000)
+    assert found["plain", False, True][:2] == (
+        published,
+        {"solver": "ancestral", "num_steps": 250, "guidance_scale": 4.0},
+    )
+    assert found["plain", False, True][2].startswith(f"assumed objective: {published}")
+    assert "--objective" in found["plain", False, True][2]
+    assert found["recorded", False, True][:2] == (FlowMatching(), {"solver": "heun"})
+    assert found["recorded", False, False][:2] == (FlowMatching(), {"solver": "heun"})
+    for name in ("plain", "recorded"):
+        assert found[name, True, False][:2] == (EDM(sigma_data=1.0), {})
+        assert found[name, True, False][2].startswith(f"--objective: {EDM(sigma_data=1.0)} is taken, not")
+    args.num_attention_heads = 6
+    with pytest.raises(ConfigError, match="says 4; leave the flag out"):
+        import_weights.read_original(recorded, args)
+
+
+def test_the_names_of_objectives_are_those_of_recipes():
+    """What `objective=NAME` of training accepts, `--objective NAME` of an import does, too."""
+    assert OBJECTIVES.keys() <= {entry.name for entry in registry.components()}
+    assert [name_of(objective_of({"name": name})) for name in OBJECTIVES] == list(OBJECTIVES)
 
 
 def test_large_models_are_written_in_shards_and_read_again(tmp_path):

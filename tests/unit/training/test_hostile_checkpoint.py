@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dit.backends import process_groups
+from dit.convert.diffusers_format import TrainedModel
 from dit.errors import CheckpointError, UserError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
@@ -62,8 +63,8 @@ def run_dir(tmp_path, one_rank_world, monkeypatch) -> Path:
     from dit.parallel.parallelize import parameter_shapes
 
     weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(DiTConfig(**MODEL)).items()}
-    source = (DiTConfig(**MODEL), FlowMatching(), SamplingConfig(), (1, 4, 4), "a test")
-    folder = write_imported(tmp_path / "run", weights, *source)
+    trained = TrainedModel(DiTConfig(**MODEL), FlowMatching(), (1, 4, 4), {})
+    folder = write_imported(tmp_path / "run", weights, trained, SamplingConfig(), "a test")
     (folder / "loader").mkdir()
     torch.save({"streams": {}}, folder / "loader" / "dp_00000.pt")
     seal(folder)

@@ -1,16 +1,23 @@
-"""One rank of a test world: train a tiny model under each case's layout and report global tensors."""
+"""One rank of a world of gloo ranks: train a tiny model under each case's layout and report global tensors.
+
+The tests and `benchmarks.parallel_matrix` compare what two layouts report.
+"""
 
 import gc
 import pickle
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from dit.backends import process_groups
+from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch, SequenceLayout
 from dit.models import BACKBONES
 from dit.models.base import ModelConfig
@@ -23,7 +30,8 @@ SEED = 5
 GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4, 4), (1, 2, 2)]
 
 
-def tiny_model(backbone: str = "dit", **changes) -> ModelConfig:
+def tiny_model(backbone: str = "dit", **changes: Any) -> ModelConfig:
+    """Return a backbone of 2 or 4 layers of width 32, with some settings changed."""
     if backbone != "dit":
         module, name = BACKBONES[backbone].split(":")
         sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
@@ -64,25 +72,27 @@ def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
     )
 
 
-def named_parameters(chunks: list) -> list:
+def named_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return the named parameters of all chunks of this rank."""
     return [pair for chunk in chunks for pair in chunk.named_parameters()]
 
 
-def whole(tensor: torch.Tensor, parameter: torch.nn.Parameter, groups) -> torch.Tensor:
+def whole(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
     """Join a parameter-shaped tensor over the tensor-parallel ranks."""
     if groups.tp.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return tensor.detach().clone()
     parts = [torch.empty_like(tensor) for _ in range(groups.tp.size())]
     dist.all_gather(parts, tensor.contiguous(), group=groups.tp)
-    return torch.cat(parts, parameter.partition_dim)
+    return torch.cat(parts, parameter.partition_dim)  # type: ignore[attr-defined]
 
 
-def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
+def copies_differ(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Tell whether any two ranks that should hold the same values do not."""
     from dit.parallel.parallelize import is_expert
 
-    copied_over = [groups.collection.expt_dp if is_expert(parameter) else groups.dp_cp]
-    if not getattr(parameter, "tensor_model_parallel", False) and not is_expert(parameter):
+    expert = is_expert(parameter)  # type: ignore[arg-type]
+    copied_over = [groups.collection.expt_dp if expert else groups.dp_cp]
+    if not getattr(parameter, "tensor_model_parallel", False) and not expert:
         copied_over.append(groups.tp)
     if getattr(parameter, "pipeline_parallel", False):
         copied_over.append(groups.pp)
@@ -94,17 +104,17 @@ def copies_differ(parameter: torch.nn.Parameter, groups) -> bool:
     return False
 
 
-def of_all_stages(named: list, groups) -> tuple[dict, list]:
+def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
     """Join (name, tensor) pairs over the stages and experts; also list the names whose copies differ."""
-    parts: list = [None] * groups.different_parameters.size()
+    parts: list[Any] = [None] * groups.different_parameters.size()
     dist.all_gather_object(parts, named, group=groups.different_parameters)
-    found: dict = {}
+    found: dict[str, Tensor] = {}
     pairs = [pair for part in parts for pair in part]
     drifted = [name for name, tensor in pairs if not torch.equal(found.setdefault(name, tensor), tensor)]
     return found, drifted
 
 
-def build(case: dict) -> SimpleNamespace:
+def build(case: dict[str, Any]) -> SimpleNamespace:
     """Build what a case trains: groups, model chunks, optimizer, all on this rank."""
     from dit.parallel.parallelize import build_model, build_optimizer, wrap
     from dit.training import optim
@@ -117,7 +127,7 @@ def build(case: dict) -> SimpleNamespace:
         parallel,
         world_size=dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment(),
         num_attention_heads=4,
-        num_layers=model.num_layers,
+        num_layers=model.megatron_sizes()["num_layers"],
         micro_batch_size=1,
         global_batch_size=num_micro,
         num_experts=model.megatron_sizes().get("num_moe_experts"),
@@ -127,13 +137,14 @@ def build(case: dict) -> SimpleNamespace:
     chunks = build_model(model, parallel, precision, groups, SEED, **case.get("recompute", {}))
     with torch.no_grad():  # a zero-initialised network would hide most gradients
         for name, parameter in named_parameters(chunks):
-            if parameter.init.kind == "constant":
+            if parameter.init.kind == "constant":  # type: ignore[attr-defined]
                 shape = list(parameter.shape)
                 if getattr(parameter, "tensor_model_parallel", False):
-                    shape[parameter.partition_dim] *= groups.tp.size()
+                    shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
                 values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) * 0.1
                 if shape != list(parameter.shape):
-                    values = values.chunk(groups.tp.size(), parameter.partition_dim)[groups.tp.rank()]
+                    dim = parameter.partition_dim  # type: ignore[attr-defined]
+                    values = values.chunk(groups.tp.size(), dim)[groups.tp.rank()]
                 parameter.add_(values)
     case.get("break", lambda chunks: None)(chunks)
     wrapped = wrap(chunks, parallel, groups)
@@ -143,7 +154,8 @@ def build(case: dict) -> SimpleNamespace:
     return SimpleNamespace(**locals())
 
 
-def train(case: dict) -> dict:
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    """Train a case's steps; return losses, gradient norms, global gradients and parameters, and copies that differ."""
     from dit.parallel.context import shard
     from dit.parallel.schedule import forward_backward
     from dit.training import optim
@@ -152,7 +164,7 @@ def train(case: dict) -> dict:
 
     it = build(case)
     groups, optimizer, shards = it.groups, it.optimizer, it.shards
-    result: dict = {"losses": [], "grad_norms": []}
+    result: dict[str, Any] = {"losses": [], "grad_norms": []}
     for step in range(case.get("steps", 2)):
         for chunk in it.wrapped:
             chunk.zero_grad_buffer()
@@ -189,7 +201,7 @@ def main(folder: Path) -> None:
     """Run the cases of a folder on this rank; rank 0 leaves the results there."""
     torch.set_num_threads(1)
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
-    tasks = [case.get("task", "tests.parallel.worker:train").split(":") for case in cases]
+    tasks = [case.get("task", "benchmarks.parallel_training:train").split(":") for case in cases]
     functions = [getattr(import_module(module), name) for module, name in tasks]
     gc.freeze()  # what is imported needs no visit by the collector, which Megatron-FSDP calls for every model
     results = []

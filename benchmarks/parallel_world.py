@@ -4,19 +4,22 @@ import os
 import pickle
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tests.forks import free_port, run_ranks
+from benchmarks.forks import free_port, run_ranks
 
 
 def _rank(world_size: int, port: int, folder: Path, rank: int) -> None:
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in launched.items()}
-    from tests.parallel.worker import main
+    from benchmarks.parallel_training import main
 
     main(folder)
 
 
-def run_world(world_size: int, cases: list[dict], folder: Path, *, timeout_s: float = 900.0) -> list[dict]:
+def run_world(
+    world_size: int, cases: list[dict[str, Any]], folder: Path, *, timeout_s: float = 900.0
+) -> list[dict[str, Any]]:
     """Run every case on `world_size` ranks, in one start, and return rank 0's result of each.
 
     Raises:

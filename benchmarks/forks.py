@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.preload"])
+FORKS.set_forkserver_preload(["benchmarks.parallel_checkpoints"])  # the tests have a longer list
 
 
 def free_port() -> int:

@@ -1,14 +1,17 @@
-"""Tasks for the ranks of a test world: write and read checkpoints of a model with experts."""
+"""Further tasks for the ranks of `benchmarks.parallel_world`: write and read checkpoints of a model with experts."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from benchmarks.parallel_training import build, named_parameters, of_all_stages, whole
 from dit.backends import process_groups
-from tests.parallel.worker import build, of_all_stages, whole
+from dit.training.ema import EMA
 
 
-def state_of(it, ema) -> dict:
+def state_of(it: SimpleNamespace, ema: EMA) -> dict[str, Any]:
     """Return every global tensor of the training state by name, and the fingerprint of the model."""
     from dit.training.checkpoint import global_shapes
     from dit.training.checkpoint_store import model_fingerprint
@@ -23,9 +26,8 @@ def state_of(it, ema) -> dict:
     return {**tensors, "drifted": drifted, "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}
 
 
-def save(case: dict) -> dict:
+def save(case: dict[str, Any]) -> dict[str, Any]:
     """Write the state of an untrained model; all slots differ and follow from the weights, element by element."""
-    from dit.training.ema import EMA
     from dit.training.optim import set_step_count
     from dit.training.sharded_state import save_state
 
@@ -46,11 +48,9 @@ def save(case: dict) -> dict:
     return state
 
 
-def load(case: dict) -> dict:
+def load(case: dict[str, Any]) -> dict[str, Any]:
     """Read a state into a model of zeros; the model's own weights are returned too."""
-    from dit.training.ema import EMA
     from dit.training.sharded_state import load_state
-    from tests.parallel.worker import named_parameters
 
     it = build(case)
     for shard in it.shards:

@@ -1,0 +1,155 @@
+"""How to sample exported weights with diffusers: its scheduler where it has one, and a page that says the rest.
+
+Their schedulers know neither the direction of time nor what class stands for none, so the page states both, and for
+class-conditional models holds a loop that draws what our sampler draws (the tests run it).
+"""
+
+from typing import Any, Optional
+
+from dit.convert.diffusers_format import VERSION, TrainedModel
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.noise_levels import LINEAR_BETA, REFERENCE_STEPS, SCALED_LINEAR_BETA
+
+SCHEDULER_CONFIG = "scheduler_config.json"
+PAGE = "README.md"
+PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
+BETA_SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
+
+
+def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
+    """Return the `scheduler_config.json` that walks an objective's own path; None where diffusers has no such one.
+
+    Source: diffusers 0.38, `schedulers/`; trailing steps that end at the clean latent, Lin et al. 2023,
+    arXiv:2305.08891.
+    """
+    if isinstance(objective, FlowMatching):
+        own: dict[str, Any] = {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "num_train_timesteps": REFERENCE_STEPS,
+            "shift": objective.time_shift,
+        }
+    elif isinstance(objective, EDM):
+        names = ("sigma_min", "sigma_max", "sigma_data", "rho")
+        own = {"_class_name": "EDMEulerScheduler", **{name: getattr(objective, name) for name in names}}
+    elif isinstance(objective, DDPM) and objective.discrete_steps is not None:
+        first, last = SCALED_LINEAR_BETA if objective.schedule == "scaled_linear" else LINEAR_BETA
+        own = {
+            "_class_name": "DDIMScheduler",
+            "num_train_timesteps": objective.discrete_steps,
+            "beta_schedule": BETA_SCHEDULES[objective.schedule],
+            "beta_start": first * REFERENCE_STEPS / objective.discrete_steps,
+            "beta_end": last * REFERENCE_STEPS / objective.discrete_steps,
+            "prediction_type": PREDICTIONS[objective.prediction],
+            "timestep_spacing": "trailing",
+            "set_alpha_to_one": True,
+            "clip_sample": False,
+        }
+    else:
+        return None
+    return {"_diffusers_version": VERSION, **own}
+
+
+def how_to_sample(trained: TrainedModel) -> list[str]:
+    """Say what the network is given and what it returns: noising path, time, sign, class of no class; a line each."""
+    objective, model = trained.objective, trained.model
+    lines = [f"trained by {objective}"]
+    if isinstance(objective, FlowMatching):
+        predicts = "the clean latent x0" if objective.prediction == "x0" else "the velocity noise - x0"
+        lines += [
+            "x_t = (1 - t) x0 + t noise: t = 0 is data, t = 1 is noise; sampling goes from 1 to 0",
+            f"the network is given 1000 t as its timestep and predicts {predicts}",
+            f"times are evenly spaced, then shifted by {objective.time_shift:g}: t s / (1 + (s - 1) t)",
+        ]
+    elif isinstance(objective, EDM):
+        lines += [
+            "x = x0 + sigma noise; sampling goes from sigma_max to sigma_min, then to 0",
+            "the network is given c_in x and the timestep 1000 log(sigma) / 4, and predicts (x0 - c_skip x) / c_out",
+        ]
+    elif isinstance(objective, DDPM):
+        what = {"noise": "the noise", "x0": "the clean latent x0", "v": "v = alpha noise - sigma x0"}
+        steps = objective.discrete_steps
+        told = (
+            "1000 t, t from 0 (data) to 1 (noise)" if steps is None else f"1000 k / {steps} for step k, 0 the cleanest"
+        )
+        lines += [
+            f"x_t = alpha x0 + sigma noise, alpha**2 + sigma**2 = 1, {objective.schedule} schedule",
+            f"the network is given {told}, as its timestep and predicts {what[objective.prediction]}",
+        ]
+        if steps is None:
+            lines.append(
+                "time is continuous, for which diffusers has no scheduler; dit/objectives/noise_levels.py has it"
+            )
+    out, channels = getattr(model, "out_channels", None), model.in_channels
+    if out not in (None, channels):
+        lines.append(f"only the first {channels} of the {out} predicted channels are the mean")
+    if model.num_classes is not None:
+        lines.append(
+            f"classes are 0 to {model.num_classes - 1}; {model.num_classes} is the class of no class, for guidance"
+        )
+    lines.append(
+        f"latents of {' x '.join(map(str, trained.latent_size))} (frames x height x width), {channels} channels"
+    )
+    return lines
+
+
+def page(trained: TrainedModel, class_name: str, *, has_loop: bool, notes: list[str], folder: str = ".") -> str:
+    """Return the page beside exported weights, in Markdown.
+
+    Args:
+        class_name: of the diffusers model.
+        has_loop: the model takes a class and nothing else, so a loop of a few lines samples from it.
+        notes: what differs in effect.
+        folder: of the transformer, seen from the page.
+    """
+    scheduler = scheduler_config(trained.objective)
+    lines = [f"# {class_name}, exported by megatron-dit", "", *(f"* {line}" for line in how_to_sample(trained))]
+    lines += [f"* {note}" for note in notes]
+    if trained.class_names is not None:
+        lines += ["", "Classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(trained.class_names))]
+    if has_loop and scheduler is not None:
+        lines += ["", "To sample with diffusers:", "", "```python", loop(trained, scheduler["_class_name"]), "```", ""]
+    where = f"`{folder}/config.json` (`_megatron_dit`)" if folder != "." else "`config.json` (`_megatron_dit`)"
+    lines += ["", f"`megatron-dit import` takes these weights back with all of the above, which it reads from {where}."]
+    return "\n".join(lines) + "\n"
+
+
+def loop(trained: TrainedModel, scheduler_class: str) -> str:
+    """Return a Python function that samples a class-conditional transformer with diffusers' scheduler."""
+    objective = trained.objective
+    start, steps, inputs, time, velocity = "noise", "num_steps", "x", "t", []
+    if isinstance(objective, FlowMatching):
+        steps = "sigmas=[1 - i / num_steps for i in range(num_steps)]"
+        if objective.prediction == "x0":
+            velocity = ["out = (x - out) / (t / 1000)  # x0 to velocity"]
+    elif isinstance(objective, EDM):
+        start, inputs, time = f"{objective.sigma_max!r} * noise", "scheduler.scale_model_input(x, t)", "1000 * t"
+    elif isinstance(objective, DDPM) and objective.discrete_steps != REFERENCE_STEPS:
+        time = f"t * {REFERENCE_STEPS} / {objective.discrete_steps}"
+    body = "\n".join(f"        {line}" for line in velocity)
+    return f"""\
+import torch
+from diffusers import DiTTransformer2DModel, {scheduler_class}
+
+
+@torch.no_grad()
+def sample(transformer_folder, scheduler_folder, labels, num_steps, guidance_scale, noise=None):
+    transformer = DiTTransformer2DModel.from_pretrained(transformer_folder).eval()
+    scheduler = {scheduler_class}.from_pretrained(scheduler_folder)
+    scheduler.set_timesteps({steps})
+    channels, size = transformer.config.in_channels, transformer.config.sample_size
+    if noise is None:
+        noise = torch.randn(len(labels), channels, size, size)
+    labels = torch.tensor(labels)
+    labels = torch.cat([labels, torch.full_like(labels, {trained.model.num_classes})])  # the class of no class
+    x = {start}
+    for t in scheduler.timesteps:
+        both = torch.cat([{inputs}] * 2)
+        time = ({time}).expand(len(both))
+        out = transformer(both, timestep=time, class_labels=labels).sample[:, :channels]
+        with_class, without = out.chunk(2)
+        out = without + guidance_scale * (with_class - without)
+{body + chr(10) if body else ""}        x = scheduler.step(out, t, x).prev_sample
+    return x"""

@@ -1,0 +1,142 @@
+"""What a run knows of its weights and other code bases' files have no field for, as plain JSON beside the weights.
+
+Written at export (`_megatron_dit` in a `config.json`, `megatron_dit` in the metadata of a safetensors file) and read at
+import: objective, class names, latent size, sampling defaults, and settings of the model that the other side computes
+its own way. The values may be a stranger's: they only fill the fields of known classes, each checked by its type.
+"""
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dit.convert.diffusers_format import TrainedModel
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.objectives import OBJECTIVES
+from dit.objectives.base import Objective
+
+METADATA_KEY = "megatron_dit"
+CONFIG_KEY = f"_{METADATA_KEY}"  # diffusers passes over keys that start so
+
+MAX_NUMBER = 1e300  # what is larger, a whole number included, is no setting; nor is NaN
+
+Settings = TypeVar("Settings")
+
+
+def to_record(trained: TrainedModel) -> dict[str, Any]:
+    """Return a model's record, values of JSON only."""
+    return {
+        "model": asdict(trained.model),  # type: ignore[call-overload]
+        "objective": {"name": name_of(trained.objective), **asdict(trained.objective)},  # type: ignore[call-overload]
+        "latent_size": list(trained.latent_size),
+        "sampling": dict(trained.sampling),
+        "class_names": trained.class_names,
+        "text_encoder": trained.text_encoder,
+        "fps": trained.fps,
+    }
+
+
+def from_record(record: Any, model_class: type[ModelConfig]) -> TrainedModel:
+    """Rebuild what `to_record` wrote.
+
+    Args:
+        record: values that may have been written by anybody.
+        model_class: the backbone that the format stands for.
+
+    Raises:
+        ConfigError: the record lacks a part, or a value is of another kind than its field.
+    """
+    known = {f.name for f in fields(TrainedModel)} - {"notes"}
+    if not isinstance(record, Mapping) or record.keys() != known:
+        raise ConfigError(f"the export's record must hold {', '.join(sorted(known))}; export the run again")
+    model = build(model_class, record["model"], "the record's model")
+    model.validate()
+    size, names, fps = record["latent_size"], record["class_names"], record["fps"]
+    if not (_fits(size, list[int]) and len(size) == 3 and min(size) > 0):
+        raise ConfigError(f"the record's latent_size={size!r} must be three whole numbers of at least 1, (T, H, W)")
+    if not _fits(names, Optional[list[str]]) or len(names or ()) > (model.num_classes or 0):
+        raise ConfigError(
+            f"the record's class_names must be at most {model.num_classes or 0} names; got {names!r:.200}"
+        )
+    if not _fits(fps, Optional[float]) or (fps is not None and not fps > 0):
+        raise ConfigError(f"the record's fps={fps!r} must be a positive number")
+    if not _fits(record["text_encoder"], Optional[str]) or not isinstance(record["sampling"], Mapping):
+        raise ConfigError("the record's text_encoder must be a name and its sampling settings by name")
+    return TrainedModel(
+        model=model,
+        objective=objective_of(record["objective"]),
+        latent_size=(size[0], size[1], size[2]),
+        sampling=record["sampling"],
+        class_names=names,
+        text_encoder=record["text_encoder"],
+        fps=fps,
+    )
+
+
+def read_json_record(text: str, model_class: type[ModelConfig]) -> TrainedModel:
+    """Read the record in a file's metadata.
+
+    Raises:
+        ConfigError: it is not JSON, or as in `from_record`.
+    """
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the record in the file's metadata is not JSON: {error}; export the run again") from error
+    return from_record(record, model_class)
+
+
+def name_of(objective: Objective) -> str:
+    """Return the name that recipes and records have for an objective."""
+    own = f"{type(objective).__module__}:{type(objective).__qualname__}"
+    return next(name for name, path in OBJECTIVES.items() if path == own)
+
+
+def objective_of(record: Any) -> Objective:
+    """Build an objective from its name and settings, `{"name": "ddpm", "prediction": "v"}`; the rest are defaults.
+
+    Raises:
+        ConfigError: there is no such objective, or a setting does not fit it.
+    """
+    name = record.get("name") if isinstance(record, Mapping) else record
+    if not isinstance(record, Mapping) or not isinstance(name, str) or name not in OBJECTIVES:
+        raise ConfigError(f"objective {name!r:.200} is unknown; use one of {', '.join(OBJECTIVES)}")
+    module, _, attribute = OBJECTIVES[name].partition(":")
+    found: type[Objective] = getattr(importlib.import_module(module), attribute)
+    return build(found, {key: value for key, value in record.items() if key != "name"}, f"objective {name}")
+
+
+def build(settings_class: type[Settings], values: Any, what: str) -> Settings:
+    """Build a settings class of this project from plain values; fields that are left out keep their defaults.
+
+    Raises:
+        ConfigError: a name is no field, a value is of another type than its field, or the class refuses it.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{what} must be settings by name, got {values!r:.200}")
+    hints = {f.name: get_type_hints(settings_class)[f.name] for f in fields(settings_class) if f.init}  # type: ignore[arg-type]
+    unknown = [str(name) for name in values if name not in hints]
+    wrong = [
+        f"{name}={value!r:.80}" for name, value in values.items() if name in hints and not _fits(value, hints[name])
+    ]
+    if unknown or wrong:
+        parts = [("has no setting", unknown), ("cannot have", wrong)]
+        told = "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
+        raise ConfigError(f"{what} {told}; its settings are {', '.join(hints)}")
+    return settings_class(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Tell whether a value of JSON is of a field's type; numbers must be finite."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return value in inner
+    if kind is Union:
+        return any(_fits(value, one) for one in inner)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+    return isinstance(value, hint) and isinstance(value, bool) == (hint is bool)

@@ -1,0 +1,100 @@
+"""The command `megatron-dit COMMAND ...`: each is one of the modules that `python -m` starts, under a short name.
+
+Only the module of the chosen command is imported, by name, so that help and mistakes are answered at once.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+from dit import __version__
+from dit.errors import EXIT_CONFIG, EXIT_OK
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        module: whose `main(argv)` runs it and returns the exit code.
+        line: what it does.
+        words: arguments that always come first.
+    """
+
+    module: str
+    line: str
+    words: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": Command("launch.train", "train a recipe, or resume its run; --list shows all recipes"),
+    "plan": Command(
+        "launch.train", "a recipe's parameters, memory per rank and FLOPs, without training", ("--dryrun",)
+    ),
+    "sample": Command("launch.sample", "draw samples from a run's checkpoint"),
+    "evaluate": Command("launch.evaluate", "share of generated letters that are read correctly"),
+    "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
+    "import": Command("launch.import_weights", "make a run folder of such weights"),
+    "prepare": Command("energon_data.prepare.__main__", "make a data set"),
+    "bench": Command("benchmarks.step", "time the optimizer steps of a recipe"),
+}
+
+
+PACKAGES = ("dit", "recipes", "energon_data", "launch", "benchmarks")
+
+
+def help_page() -> str:
+    """Return the page of `--help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Train diffusion transformers on Megatron-Core.",
+            "",
+            "usage: megatron-dit COMMAND ...",
+            "       torchrun --standalone --nproc-per-node N --no-python megatron-dit train --yes --factory RECIPE ...",
+            "",
+            *lines,
+            "",
+            "megatron-dit COMMAND --help shows a command's flags; megatron-dit --version the version.",
+            "",
+        ]
+    )
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run a command and return its exit code."""
+    name, *words = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("-h", "--help", "help"):
+        print(help_page(), end="")
+        return EXIT_OK
+    if name == "--version":
+        print(f"megatron-dit {__version__}")
+        return EXIT_OK
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"error: {_unknown(name)}", file=sys.stderr)
+        return EXIT_CONFIG
+    # A user's own recipes are found in the current folder, but no folder there is taken for a package of this project.
+    for package in PACKAGES:
+        importlib.import_module(package)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
+    return run([*command.words, *words])
+
+
+def _unknown(name: str) -> str:
+    if not name:
+        return f"no command given; use one of {', '.join(COMMANDS)}, or --help"
+    from recipes.registry import did_you_mean
+
+    hint = did_you_mean(name, COMMANDS) or f"; use one of {', '.join(COMMANDS)}"
+    return f"{name!r} is not a command{hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""What an export says about sampling is true: diffusers' schedulers and its pipeline draw what our sampler draws."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from torch import Tensor, nn
+
+from dit.convert.diffusers_format import TrainedModel
+from dit.convert.run_record import objective_of
+from dit.data_api import BatchSpec
+from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.parallelize import parameter_shapes
+from dit.patchify import unpatchify
+from dit.sampling.generate import empty_pack, generate
+from launch.export import write_diffusers_folder
+from tests.conftest import BuildModel
+from tests.parity.convert_cases import load, random_weights, relative_error
+
+RTOL = 2e-5  # float32 coefficients there, float64 here
+SEED, LABELS = 5, [2, 0]
+OBJECTIVES = [
+    ("euler", 5, FlowMatching()),
+    ("euler", 5, FlowMatching(prediction="x0", time_shift=3.0)),
+    ("ddim", 5, DDPM(discrete_steps=1000)),
+    ("ddim", 10, DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v")),
+    ("ddim", 5, DDPM(discrete_steps=100, schedule="cosine", prediction="x0")),
+    ("euler", 5, EDM(sigma_max=20.0, sigma_data=0.8)),
+]
+
+
+def tiny(num_classes: int = 7, out_channels: int | None = None) -> DiTConfig:
+    return DiTConfig(
+        hidden_size=48,
+        num_layers=2,
+        num_attention_heads=4,
+        in_channels=4,
+        out_channels=out_channels,
+        num_classes=num_classes,
+        time_frequency_shift=1,
+    )
+
+
+def exported(folder: Path, model: DiTConfig, objective: Objective, **options: Any) -> tuple[TrainedModel, dict]:
+    """Export random weights; return what was said about them, and the weights under our names."""
+    names = [f"class {i}" for i in range(model.num_classes or 0)]
+    trained = TrainedModel(model, objective, (1, 8, 8), {}, class_names=names)
+    weights = random_weights(parameter_shapes(model))
+    write_diffusers_folder(trained, lambda: weights, folder, **{"pipeline": False, **options})
+    return trained, weights
+
+
+def ours(build_model: BuildModel, trained: TrainedModel, weights: dict, solver: str, steps: int, scale: float) -> tuple:
+    """Return the noise, standard deviation 1 but for DDPM's own at its noisiest step, and what we make of it."""
+    model, objective = trained.model, trained.objective
+    spec = BatchSpec(
+        patch_temporal=1,
+        patch_spatial=2,
+        latent_channels=4,
+        num_classes=model.num_classes,
+        context_size=None,
+        micro_batch_size=1,
+    )
+    batch = empty_pack(spec, trained.latent_size, len(LABELS), torch.device("cpu"), labels=LABELS)
+    network = load(build_model(model), weights)
+    settings = {"solver": solver, "num_steps": steps, "guidance_scale": scale, "seed": SEED}
+    latents = generate(network, objective, batch, spec, **settings)[:, :, 0]
+    noise_TC = AddressedNoise(SEED, 0, batch.sample_ids_S, batch.layout).normal_TC("start", 16)
+    noise = torch.stack([unpatchify(part, (1, 4, 4), 1, 2)[:, 0] for part in noise_TC.split(16)])
+    _, sigma = objective.path.alpha_sigma(objective.sampling_grid(steps)[0])
+    return noise * float(sigma) if isinstance(objective, DDPM) else noise, latents
+
+
+@pytest.mark.parametrize(("solver", "steps", "objective"), OBJECTIVES, ids=lambda value: str(value)[:48])
+@pytest.mark.parametrize("out_channels", [None, 8], ids=["plain", "variance"])
+def test_the_loop_on_the_page_draws_what_our_sampler_draws(
+    build_model: BuildModel, tmp_path: Path, solver: str, steps: int, objective: Objective, out_channels: int | None
+):
+    """Guided, from the same noise; the code is taken from the page, the coefficients from diffusers' scheduler."""
+    folder = tmp_path / "out"
+    trained, weights = exported(folder, tiny(out_channels=out_channels), objective)
+    noise, expected = ours(build_model, trained, weights, solver, steps, 2.5)
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    found = namespace["sample"](str(folder), str(folder), LABELS, steps, 2.5, noise)
+    assert relative_error(found, expected) <= RTOL
+    assert relative_error(found, noise) > 0.1
+
+
+class NoVAE(nn.Module):
+    """Latents are the picture."""
+
+    config = SimpleNamespace(scaling_factor=1.0)
+
+    def decode(self, latents: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(sample=latents)
+
+
+def test_dit_pipeline_runs_an_exported_folder(build_model: BuildModel, tmp_path: Path, monkeypatch: Any):
+    """DDPM of 1000 steps and classes, the numbers that DiTPipeline holds: guidance, variance and names included."""
+    folder = tmp_path / "pipe"
+    trained, weights = exported(folder, tiny(1000, 8), DDPM(discrete_steps=1000), pipeline=True)
+    noise, expected = ours(build_model, trained, weights, "ddim", 4, 4.0)
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["_class_name"] == "DiTPipeline"
+    parts = {
+        "transformer": DiTTransformer2DModel.from_pretrained(folder / "transformer"),
+        "scheduler": DDIMScheduler.from_pretrained(folder / "scheduler"),
+    }
+    pipe = DiTPipeline(**parts, vae=NoVAE(), id2label={int(i): name for i, name in index["id2label"].items()})
+    pipe.set_progress_bar_config(disable=True)
+    monkeypatch.setattr("diffusers.pipelines.dit.pipeline_dit.randn_tensor", lambda **_: noise)
+    labels = pipe.get_label_ids([f"class {i}" for i in LABELS])
+    found = pipe(labels, guidance_scale=4.0, num_inference_steps=4, output_type="np").images
+    pixels = (expected / 2 + 0.5).clamp(0, 1).movedim(1, -1)
+    assert pixels.std() > 0.1
+    assert relative_error(torch.from_numpy(found), pixels) <= RTOL
+
+
+@pytest.mark.parametrize(
+    ("classes", "objective"), [(7, DDPM(discrete_steps=1000)), (1000, FlowMatching()), (1000, DDPM())]
+)
+def test_a_pipeline_that_could_not_run_is_refused(tmp_path: Path, classes: int, objective: Objective):
+    with pytest.raises(ConfigError, match="--pipeline: DiTPipeline runs DDPM of 1000 steps with 1000 classes"):
+        exported(tmp_path / "out", tiny(classes), objective, pipeline=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_diffusers_takes_the_folder_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The record in config.json is none of its arguments; it passes over it, and keeps it when it saves."""
+    from diffusers.utils import logging
+
+    exported(tmp_path / "out", tiny(), FlowMatching(time_shift=2.0))
+    logging.enable_propagation()
+    transformer = DiTTransformer2DModel.from_pretrained(tmp_path / "out")
+    assert not [record for record in caplog.records if "not expected" in record.message]
+    transformer.save_pretrained(tmp_path / "again")
+    record = json.loads((tmp_path / "again" / "config.json").read_text())["_megatron_dit"]
+    assert objective_of(record["objective"]) == FlowMatching(time_shift=2.0)

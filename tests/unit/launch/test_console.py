@@ -1,0 +1,156 @@
+"""`megatron-dit`: quick, the same code as `python -m`, and not misled by folders of the user's own."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from dit import __version__
+from dit.errors import EXIT_CONFIG, EXIT_OK, page_of
+from launch import check_packages, console
+
+REPOSITORY = Path(__file__).parents[3]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+
+
+EDITABLE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [{repository!r}]) if path is None else None
+
+sys.path[:] = [entry for entry in sys.path if entry]  # the script's folder comes first, not the current one
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Finder)
+from {module} import {function} as main
+sys.exit(main())
+"""
+"""What the installed script does, with an editable install: this project is found behind all of sys.path."""
+
+
+def python(*words: str, cwd: Path, path: str = str(REPOSITORY)) -> subprocess.CompletedProcess:
+    """Run Python in a folder, with `path` behind the current one."""
+    environ = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def console_script(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Run the installed command in a folder."""
+    module, _, function = PROJECT["project"]["scripts"]["megatron-dit"].partition(":")
+    program = EDITABLE.format(repository=str(REPOSITORY), module=module, function=function)
+    return python("-c", program, *words, cwd=cwd, path="")
+
+
+def test_every_command_is_one_that_python_m_starts():
+    for command in console.COMMANDS.values():
+        assert callable(import_module(command.module).main), command
+    assert " ".join(sorted(console.COMMANDS)) == "bench evaluate export import plan prepare sample train"
+    assert [f"{name}*" for name in sorted(console.PACKAGES)] == sorted(SETUPTOOLS["packages"]["find"]["include"])
+
+
+def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path: Path):
+    program = (
+        "import sys; from launch.console import main; code = main(['--help']); "
+        "print(sorted({'torch', 'numpy', 'megatron', 'nemo_run'} & set(sys.modules)), code)"
+    )
+    out = python("-c", program, cwd=tmp_path).stdout
+    assert out.endswith("\n[] 0\n")
+    assert [line.split()[0] for line in out.splitlines() if line[:2] == "  " != line[2:4]] == list(console.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["trian"], EXIT_CONFIG, "'trian' is not a command; did you mean train?"),
+        (["xyz"], EXIT_CONFIG, "use one of train, plan, sample, "),
+        ([], EXIT_CONFIG, "no command given"),
+        (["--version"], EXIT_OK, f"megatron-dit {__version__}"),
+        (["plan", "--factory", "tiny_dti"], EXIT_CONFIG, "did you mean tiny_dit, "),
+        (["train", "--factory", "tiny_dit", "--dryrnu"], EXIT_CONFIG, "did you mean --dryrun "),
+    ],
+)
+def test_a_mistake_is_a_line_and_a_code(capsys: pytest.CaptureFixture, words: list[str], code: int, told: str):
+    assert console.main(words) == code
+    out, err = capsys.readouterr()
+    [line] = (out + err).splitlines()
+    assert told in line
+
+
+def test_plan_is_training_without_a_step(monkeypatch: pytest.MonkeyPatch):
+    found = []
+    monkeypatch.setattr("launch.train.main", lambda argv: found.append(argv) or 7)
+    assert console.main(["plan", "--factory", "tiny_dit"]) == console.main(["train", "-l"]) == 7
+    assert found == [["--dryrun", "--factory", "tiny_dit"], ["-l"]]
+
+
+@pytest.mark.parametrize("foreign", ["recipes", "benchmarks", "energon_data"])
+def test_a_folder_with_a_package_name_does_not_hide_the_package_from_the_command(tmp_path: Path, foreign: str):
+    (tmp_path / foreign).mkdir()
+    (tmp_path / foreign / "__init__.py").write_text("raise RuntimeError('the user's own')\n")
+    ended = console_script("train", "--list", cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (EXIT_OK, "")
+    assert "letters_dit" in ended.stdout
+
+
+def test_python_m_says_which_folder_hides_a_package(tmp_path: Path):
+    """In one line, with the way out."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").touch()
+    ended = python("-m", "launch.train", "--list", cwd=tmp_path)
+    assert ended.returncode != EXIT_OK
+    [line] = ended.stderr.splitlines()
+    assert f"{tmp_path}/recipes hides the package 'recipes' of megatron-dit in {REPOSITORY}" in line
+    assert "start `megatron-dit COMMAND`" in line
+
+
+@pytest.mark.parametrize("file", ["not_ours/__init__.py", "not_ours/data.txt", "not_ours.py"])
+def test_a_package_found_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str):
+    """A package, a plain folder, a module."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=rf"{tmp_path}/not_ours(\.py)? hides the package 'not_ours'"):
+        check_packages(("dit", "not_ours"))
+    check_packages()
+
+
+def test_an_own_recipe_in_the_current_folder_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """As with `python -m`: the folder counts, behind all packages."""
+    (tmp_path / "mine.py").write_text("def small():\n    return 5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert console.main(["train", "--factory", "mine.small", "--dryrun"]) == EXIT_CONFIG
+    assert sys.path[-1] == str(tmp_path)
+    assert "mine.small returns a int" in capsys.readouterr().err
+
+
+def test_messages_name_pages_that_an_installed_copy_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """No text of the program spells a page's path itself; each page is package data, and named by where it is."""
+    assert "README.md" in SETUPTOOLS["package-data"]["*"]
+    spelt, named = [], set()
+    for path in (file for package in console.PACKAGES for file in (REPOSITORY / package).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "page_of":
+                named.add(ast.literal_eval(node.args[0]))
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if "/README.md" in text and id(node) not in documentation:
+                spelt.append(f"{path}:{node.lineno}: {text}")
+    # The generated list of recipes links the pages beside it.
+    assert [line for line in spelt if "recipes/registry.py" not in line] == []
+    assert named == {"launch", "energon_data"}
+    for package in named:
+        monkeypatch.chdir(tmp_path)
+        assert Path(page_of(package)).is_file()
+        monkeypatch.chdir(REPOSITORY)
+        assert page_of(package) == f"{package}/README.md"

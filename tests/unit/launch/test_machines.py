@@ -1,0 +1,64 @@
+"""The Docker image and benchmarks/on_gpu.sh: what they set and refuse, on a machine without a GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from dit.errors import EXIT_CONFIG
+from dit.parallel.dims import ParallelConfig
+from launch import environment
+
+REPOSITORY = Path(__file__).parents[3]
+IMAGE = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ")
+IMAGE_ENVIRONMENT = {
+    name: value
+    for line in re.findall(r"^ENV (.*)$", IMAGE, re.MULTILINE)
+    for name, value in re.findall(r"(\w+)=(\S+)", line)
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "data_parallel": "fsdp"}],
+    ids=["data parallel", "tensor parallel", "tensor parallel x FSDP"],
+)
+def test_a_layout_gets_the_same_variables_in_the_image_as_outside(settings: dict):
+    """`launch.environment` only sets defaults: what the image set would hold for every layout."""
+    outside: dict[str, str] = {}
+    inside = dict(IMAGE_ENVIRONMENT)
+    for environ in (outside, inside):
+        environment.prepare(environ)
+        environment.prepare_layout(ParallelConfig(**settings), environ)
+    assert outside.items() <= inside.items()
+    read_by_cuda = re.compile("CUDA|NCCL|PYTORCH")
+    assert {n for n in inside if read_by_cuda.search(n)} == {n for n in outside if read_by_cuda.search(n)}
+
+
+def test_the_image_alone_lists_the_recipes(capsys: pytest.CaptureFixture):
+    """Its default command is the installed one and asks for no GPU."""
+    assert "ENTRYPOINT" not in IMAGE
+    [words] = re.findall(r"^CMD (.*)$", IMAGE, re.MULTILINE)
+    program, *arguments = json.loads(words)
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts[program].partition(":")
+    assert getattr(import_module(module), function)(arguments) == 0
+    assert "dit_xl2_imagenet" in capsys.readouterr().out
+
+
+def test_on_gpu_is_refused_at_once_without_a_gpu(tmp_path: Path):
+    """Nothing is timed and no result is written: one line, and the code of a usage error."""
+    without = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path / "out")}
+    command = ["bash", str(REPOSITORY / "benchmarks" / "on_gpu.sh"), sys.executable]
+    ended = subprocess.run(command, env=without, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (EXIT_CONFIG, "")
+    [line] = ended.stderr.splitlines()
+    assert "no GPU" in line
+    assert "benchmarks.step" in line
+    assert not (tmp_path / "out").exists()
