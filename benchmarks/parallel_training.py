@@ -27,6 +27,7 @@ from dit.parallel.dims import ParallelConfig, check_parallel
 from dit.patchify import grid_positions
 
 SEED = 5
+ONE_TOKEN = (1, 1, 1)
 GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4, 4), (1, 2, 2)]
 
 
@@ -44,10 +45,12 @@ def tiny_model(backbone: str = "dit", **changes: Any) -> ModelConfig:
     return DiTConfig(**{**sizes, **options, **changes})
 
 
-def micro_batch(index: int, *, packed: bool, multiple_of: int) -> PackedBatch:
+def micro_batch(
+    index: int, *, packed: bool, multiple_of: int, grids: tuple[tuple[int, int, int], ...] = ()
+) -> PackedBatch:
     """Two samples that differ in everything; ragged with padding when packed, else a dense batch."""
     generator = torch.Generator().manual_seed(100 + index)
-    grids = tuple(GRIDS[(2 * index + i) % len(GRIDS)] if packed else (1, 4, 4) for i in range(2))
+    grids = grids or tuple(GRIDS[(2 * index + i) % len(GRIDS)] if packed else (1, 4, 4) for i in range(2))
     lengths = [t * h * w for t, h, w in grids]
     layout = SequenceLayout.from_lengths(
         lengths, multiple_of=multiple_of if packed else 1, total_tokens=40 if packed else 32
@@ -171,7 +174,16 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         mine = range(groups.dp_rank, it.num_micro, groups.dp_size)
         multiple_of = max(4, it.dims.token_multiple)
-        packs = (micro_batch(it.num_micro * step + i, packed=case["packed"], multiple_of=multiple_of) for i in mine)
+        packs = (
+            micro_batch(
+                it.num_micro * step + i,
+                packed=case["packed"],
+                multiple_of=multiple_of,
+                # Under context parallelism all ranks but the first then hold nothing but padding.
+                grids=(ONE_TOKEN,) * 2 if i >= it.num_micro - case.get("one_token_packs", 0) else (),
+            )
+            for i in mine
+        )
         batches = (shard(pack, groups.cp.rank(), groups.cp.size(), it.parallel.context_split) for pack in packs)
         forward_step = training_forward_step(FlowMatching(), it.model, SEED, step)
         out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)

@@ -9,6 +9,18 @@ from dit.errors import BatchError
 Grid = tuple[int, int, int]
 
 
+def frames_to_patch(frames: int, patch_temporal: int) -> int:
+    """Return the frames that a latent is given before it is cut into patches: a still is repeated to fill one patch.
+
+    Where `patch_temporal` is 2 or more, images thus train beside clips, as clips of one patch in which nothing moves.
+    Other lengths stay as they are: no frame can stand for one that is missing.
+
+    Args:
+        frames: of the latent; 1 is a still.
+    """
+    return patch_temporal if frames == 1 else frames
+
+
 def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[Tensor, Grid]:
     """Cut a latent into patches, one token each, time slowest and width fastest.
 

@@ -5,7 +5,6 @@ or `text.safetensors` (text embeddings `[K, context_size]`), `pooled.npy` or `po
 `[pooled_size]`). Metadata that is used: `label`, `fps` (or `framerate`), `loss_weight`, `aesthetic_score`.
 """
 
-import math
 from typing import Any, Optional
 
 import numpy as np
@@ -15,39 +14,67 @@ from torch import Tensor
 
 from dit.data_api import sample_id
 from dit.errors import page_of
-from energon_data.samples import LATENT, META_PART, POOLED, TEXT, Clip, SampleError
+from energon_data.samples import LATENT, META_PART, POOLED, TEXT, Clip, SampleError, finite_number
+
+FPS_RANGE = (1e-3, 1e6)
+"""Frame rates that a sample may state, per second: wide, but far from where float32 becomes 0 or infinite."""
+LOSS_WEIGHT_RANGE = (0.0, 1e3)
+"""Weights that a sample may state: none turns its loss around, none outweighs all others."""
 
 
 def _tensor(sample: dict[str, Any], stem: str) -> Optional[Tensor]:
-    """Return the tensor of a part, from either of its formats."""
+    """Return the floating-point tensor of a part, from either of its formats."""
     value = sample.get(f"{stem}.npy")
-    if value is not None:
-        return _from_numpy(value, stem)
     tensors = sample.get(f"{stem}.safetensors")
-    if tensors is None:
+    if value is not None:
+        tensor = _from_numpy(value, stem)
+    elif tensors is None:
         return None
-    if stem in tensors:
-        return tensors[stem]
-    if len(tensors) == 1:
-        return next(iter(tensors.values()))
-    raise SampleError("wrong_part", f"{stem}.safetensors holds {sorted(tensors)}, none is called {stem!r}")
+    elif stem in tensors:
+        tensor = tensors[stem]
+    elif len(tensors) == 1:
+        tensor = next(iter(tensors.values()))
+    else:
+        raise SampleError("wrong_part", f"{stem}.safetensors holds {sorted(tensors)}, none is called {stem!r}")
+    if not tensor.is_floating_point():
+        raise SampleError("wrong_part", f"the {stem} holds {tensor.dtype}; store a real floating-point type")
+    return tensor
 
 
 def _from_numpy(value: np.ndarray, stem: str) -> Tensor:
     try:
         return torch.from_numpy(value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: another byte order than this machine's
         raise SampleError("wrong_part", f"{stem}.npy holds {value.dtype}, which is no number type of torch") from error
 
 
-def _number(metadata: dict[str, Any], *names: str) -> Optional[float]:
+def _number(metadata: dict[str, Any], names: tuple[str, ...], limits: tuple[float, float]) -> Optional[float]:
+    """Return the first of some entries that is there.
+
+    Raises:
+        SampleError: it is no number between the limits.
+    """
     for name in names:
-        value = metadata.get(name)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise SampleError("bad_json", f"{name} is {value!r}, not a number")
-            return float(value)
+        if metadata.get(name) is not None:
+            value = finite_number(metadata, name)
+            if not limits[0] <= value <= limits[1]:
+                raise SampleError("metadata", f"{name} is {value:g}, sound are {limits[0]:g} to {limits[1]:g}")
+            return value
     return None
+
+
+def _label(metadata: dict[str, Any]) -> Optional[int]:
+    """Return the class; what range the model knows is checked with the model.
+
+    Raises:
+        SampleError: it is no whole number.
+    """
+    if metadata.get("label") is None:
+        return None
+    value = finite_number(metadata, "label")
+    if not value.is_integer():
+        raise SampleError("metadata", f"label is {value:g}, not a whole number; classes count from 0")
+    return int(value)
 
 
 @stateless
@@ -55,7 +82,7 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
     """Take latent, text and metadata out of the decoded parts.
 
     Raises:
-        SampleError: there is no latent, or a part has the wrong rank or type.
+        SampleError: there is no latent, a part has the wrong rank or type, or metadata are out of range.
     """
     metadata = sample[META_PART]
     latent = _tensor(sample, LATENT)
@@ -75,11 +102,7 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
     pooled = _tensor(sample, POOLED)
     if pooled is not None and (pooled.dim() != 1 or 0 in pooled.shape):
         raise SampleError("wrong_shape", f"the pooled text has shape {list(pooled.shape)}, wanted [width]")
-    label = _number(metadata, "label")
-    weight = _number(metadata, "loss_weight")
-    fps = _number(metadata, "fps", "framerate")
-    if fps is not None and not 0 < fps < math.inf:
-        raise SampleError("bad_json", f"fps is {fps:g}, not a number greater than 0")
+    weight = _number(metadata, ("loss_weight",), LOSS_WEIGHT_RANGE)
     key = sample["__key__"]
     return Clip(
         __key__=key,
@@ -91,8 +114,8 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         pooled=None if pooled is None else pooled.float(),
         shard=sample["__shard__"],
         id=sample_id(key),
-        label=None if label is None else int(label),
-        fps=fps,
+        label=_label(metadata),
+        fps=_number(metadata, ("fps", "framerate"), FPS_RANGE),
         loss_weight=1.0 if weight is None else weight,
     )
 

@@ -95,7 +95,9 @@ class EnergonData(DataConfig):
                     f"{info.path} holds text embeddings of width {width}, model.context_size is {spec.context_size}; "
                     f"set it to {width}"
                 )
-        names = self.class_names()
+        if spec.context_size is not None:
+            self.text_encoder()
+        names = None if spec.num_classes is None else self.class_names()
         if names is not None and spec.num_classes is not None and len(names) > spec.num_classes:
             raise ConfigError(
                 f"{self.path} has {len(names)} classes, model.num_classes is {spec.num_classes}; "

@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from energon_data.samples import Clip, SampleError
+from energon_data.samples import Clip, SampleError, finite_number
 
 
 class FilteredOutError(Exception):
@@ -54,10 +54,13 @@ class Filters:
 
         Raises:
             FilteredOutError: the sample is outside.
+            SampleError: it has a score that is no number.
         """
         if self.min_aesthetic_score is not None:
-            score = clip.metadata.get("aesthetic_score")
-            if not isinstance(score, (int, float)) or not score >= self.min_aesthetic_score:
-                raise FilteredOutError("aesthetic_score", f"score {score}, asked for {self.min_aesthetic_score:g}")
+            if clip.metadata.get("aesthetic_score") is None:
+                raise FilteredOutError("aesthetic_score", f"no score, asked for {self.min_aesthetic_score:g}")
+            score = finite_number(clip.metadata, "aesthetic_score")
+            if score < self.min_aesthetic_score:
+                raise FilteredOutError("aesthetic_score", f"score {score:g}, asked for {self.min_aesthetic_score:g}")
         if self.max_tokens is not None and padded_tokens > self.max_tokens:
             raise FilteredOutError("too_long", f"{padded_tokens} tokens with padding, at most {self.max_tokens} fit")

@@ -6,6 +6,8 @@ metadata names the CRC32 of every part, its own included, so a flipped bit never
 
 import json
 import re
+import reprlib
+import sys
 import zlib
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -111,6 +113,19 @@ def unseal(raw: bytes) -> dict[str, Any]:
         if match is None or checksum(raw[: match.start()] + _BLANK + raw[match.end() :]) != match[1].decode():
             raise SampleError("checksum", "the metadata differs from what was written (CRC32)")
     return metadata
+
+
+def finite_number(metadata: dict[str, Any], name: str) -> float:
+    """Return a number of the metadata.
+
+    Raises:
+        SampleError: the entry is no number (true and false are none), NaN, infinite, or too large for a float.
+    """
+    value = metadata.get(name)
+    # A NaN fails the comparison; an integer of any size is compared exactly.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise SampleError("metadata", f"{name} is {reprlib.repr(value)}, not a finite number")
+    return float(value)
 
 
 def verify_parts(metadata: dict[str, Any], parts: dict[str, bytes], *, required: bool) -> None:

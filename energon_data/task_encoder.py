@@ -19,6 +19,7 @@ from megatron.energon.errors import reraise_exception
 
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec
+from dit.patchify import frames_to_patch
 from energon_data.cookers import COOKERS
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
@@ -117,11 +118,14 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     def encode_sample(self, clip: Clip) -> Clip:
         """Check a clip against the model, filter it, cut its text, and measure it in tokens.
 
+        A still fills one patch in time by repetition (`frames_to_patch`).
+
         Raises:
             SampleError: the clip does not fit the model.
             FilteredOutError: the settings do not want the clip.
         """
         spec = self.spec
+        clip.latent = clip.latent.expand(-1, frames_to_patch(clip.latent.shape[1], spec.patch_temporal), -1, -1)
         channels, frames, height, width = clip.latent.shape
         if channels != spec.latent_channels:
             raise SampleError("wrong_shape", f"the latent has {channels} channels, the model {spec.latent_channels}")

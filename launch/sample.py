@@ -68,6 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--pooled-embedding", nargs="+", metavar="FILE", help="one more .npy per text, for FLUX: its pooled embedding"
     )
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
+    parser.add_argument(
+        "--frames", type=at_least_one, metavar="N", help="of each sample, 1 for a still (default: the longest clip's)"
+    )
     parser.add_argument("--columns", type=at_least_one, metavar="N", help="pictures per row")
     parser.add_argument("--out", default="samples.png", metavar="FILE", help=".png, .gif or .mp4 (%(default)s)")
     return parser
@@ -245,6 +248,8 @@ def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
         Samples `[N, C, T, H, W]` and a caption for each.
     """
     settings, model = sampling_settings(args), generator.config["model"]
+    if args.frames is not None:
+        settings["frames"] = args.frames
     chosen = args.labels if args.label is None else args.label
     prompts = args.prompt
     if chosen is None and not (prompts or args.text_embedding) and generator.text_encoder:

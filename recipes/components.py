@@ -85,7 +85,11 @@ def dit_cross_28b() -> run.Config[DiTCrossConfig]:
 
 @run.cli.factory(target=ModelConfig)
 def moviegen_1b() -> run.Config[MovieGenConfig]:
-    """MovieGen-1B (1.54 B): 16 layers of width 2048, 32 heads in 8 groups; 16 latent channels, text of 1024."""
+    """MovieGen-1B (1.54 B): 16 layers of width 2048, 32 heads in 8 groups; 16 latent channels, text of 1024.
+
+    Deviation of all sizes: queries and keys are normalised (`qk_layernorm=True`), which neither the paper's nor NeMo's
+    Movie Gen does.
+    """
     return run.Config(MovieGenConfig, hidden_size=2048, num_layers=16, num_attention_heads=32, ffn_hidden_size=8192)
 
 
@@ -155,6 +159,18 @@ def stdit_s() -> run.Config[STDiTConfig]:
 def stdit_xl() -> run.Config[STDiTConfig]:
     """ST-DiT-XL (1.20 B): 28 pairs of width 1152, 16 heads; otherwise as stdit_s."""
     return run.Config(STDiTConfig, hidden_size=1152, num_layers=56, num_attention_heads=16, position_span=32.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_xl_full() -> run.Config[STDiTConfig]:
+    """ST-DiT-XL with full attention (915 M): 28 layers, each spatial, full and temporal; otherwise as stdit_xl.
+
+    The layer of NeMo's ST-DiT (release 2.1.0). Deviations: there cross-attention stands between full and temporal
+    attention, and all sub-layers share one shift, scale and gate; here it follows the three, and each has its own.
+    """
+    model = stdit_xl()
+    model.num_layers, model.layer_pattern = 28, ["spatial+full+temporal"]
+    return model
 
 
 @run.cli.factory(target=ModelConfig)

@@ -42,8 +42,10 @@ def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
     """Return the published training setting of class-conditional DiT at patch 2 for one model size.
 
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
-    EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. One deviation: the network
-    predicts the noise only; the original also learns the variance.
+    EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations: the network
+    predicts the noise only, the original also learns the variance; and nothing flips pictures at random, for the latent
+    of a mirrored picture is not the mirrored latent. For the original's flips (probability 0.5) the data hold every
+    picture twice, encoded as it is and mirrored (energon_data/README.md).
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, Section 4; facebookresearch/DiT for the constants.
     """
@@ -77,7 +79,9 @@ def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
 def dit_s2_imagenet() -> run.Partial:
     """DiT-S/2 (33 M) on ImageNet 256 px latents: one GPU or more.
 
-    The smallest published size; the paper reports FID 68.4 after 400 k steps without guidance.
+    Deviations of all four sizes: noise prediction without the learned variance, and random flips only if the data hold
+    every picture twice, encoded as it is and mirrored. The smallest published size; the paper reports FID 68.4 after
+    400 k steps without guidance.
     """
     return _imagenet("dit_s2_imagenet", dit_s())
 
@@ -86,7 +90,7 @@ def dit_s2_imagenet() -> run.Partial:
 def dit_b2_imagenet() -> run.Partial:
     """DiT-B/2 (130 M) on ImageNet 256 px latents: one GPU or more.
 
-    The paper reports FID 43.5 after 400 k steps without guidance.
+    The paper reports FID 43.5 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
     """
     return _imagenet("dit_b2_imagenet", dit_b())
 
@@ -95,7 +99,7 @@ def dit_b2_imagenet() -> run.Partial:
 def dit_l2_imagenet() -> run.Partial:
     """DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs; --dryrun estimates 11 GiB on each.
 
-    The paper reports FID 23.3 after 400 k steps without guidance.
+    The paper reports FID 23.3 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
     """
     return _imagenet("dit_l2_imagenet", dit_l())
 
@@ -105,6 +109,7 @@ def dit_xl2_imagenet() -> run.Partial:
     """DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs; --dryrun estimates 15 GiB on each.
 
     The paper reports FID 19.5 after 400 k steps without guidance, 2.27 after 7 M steps with guidance 1.5.
+    Deviations: see dit_s2_imagenet.
     """
     return _imagenet("dit_xl2_imagenet", dit_xl())
 
@@ -114,7 +119,7 @@ def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
     NeMo halves latents of unit variance, draws log sigma from N(0, 1) and samples from 80 down to 0.002; on the latents
     as they are, the same process has every sigma doubled. Its guidance of 7 is 8 on the classic scale. Texts are left
-    out for one sample in five. Deviation: an average of the weights (0.9999) is kept and sampled from.
+    out for one sample in five, as there. Deviation: an average of the weights (0.9999) is kept and sampled from.
 
     Source: NeMo diffusion collection v2.1.0, recipe `pretrain`; its other recipes change this one.
     """

@@ -71,8 +71,9 @@ def _images(name: str, model: run.Config, micro_batch_size: int, global_batch_si
 def pretrain_ditllama1b() -> run.Partial:
     """MovieGen-1B (1.54 B) on images of 256 tokens (256 px), 1536 to a step: 16 x 80 GB.
 
-    A micro-batch of 96 on each of 16 GPUs is the whole step. Images below an aesthetic score of 4 are left out;
-    checkpoint and held-out loss every 3000 steps.
+    Deviation of all Movie Gen recipes: queries and keys are normalised; the paper and NeMo do not
+    (`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is the whole step. Images below an aesthetic
+    score of 4 are left out; checkpoint and held-out loss every 3000 steps.
     """
     recipe = _images("pretrain_ditllama1b", moviegen_1b(), 96, 1536)
     recipe.data.min_aesthetic_score = 4.0

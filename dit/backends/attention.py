@@ -41,6 +41,22 @@ def reference_attention(
     return torch.einsum("ntk,knh->tnh", weights, v_KNH.float()).to(q_TNH.dtype)
 
 
+def nothing_attends(layout_q: SequenceLayout, layout_k: SequenceLayout) -> bool:
+    """Say whether no segment has both queries and keys: a context-parallel rank may have nothing but padding."""
+    return not any(map(min, layout_q.lengths, layout_k.lengths))
+
+
+def zeros_of(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor) -> Tensor:
+    """Return the attention of queries that no key is for: zeros, whatever the values, with a graph to q, k and v.
+
+    Without it the projections would get no gradient on this rank, where data parallelism with overlapped reductions
+    (and FSDP) waits for the gradient of every parameter on every rank.
+    """
+    everywhere = torch.ones((), dtype=torch.bool, device=q_TNH.device)
+    zero_q, zero_k, zero_v = (x.masked_fill(everywhere, 0.0) for x in (q_TNH, k_KNH, v_KNH))
+    return zero_q + zero_k.sum() + zero_v.sum()
+
+
 def segment_sdpa(
     q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
 ) -> Tensor:
@@ -51,6 +67,8 @@ def segment_sdpa(
     layout_q, layout_k = layout_q.gathered, layout_k.gathered
     if layout_q.uniform_length and layout_k.uniform_length:
         return _dense(q_TNH, k_KNH, v_KNH, layout_q.num_samples).flatten(0, 1)
+    if nothing_attends(layout_q, layout_k):
+        return zeros_of(q_TNH, k_KNH, v_KNH)
     out = torch.zeros_like(q_TNH)
     for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
         attended = _dense(q_TNH[rows_q], k_KNH[rows_k], v_KNH[rows_k], count)
@@ -115,6 +133,8 @@ def _side_by_side(
     """Call a kernel that wants segments side by side: take padding rows out before, put them back as zeros."""
     if layout_q.uniform_length and layout_k.uniform_length:
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
+    if nothing_attends(layout_q, layout_k):  # kernels need not take zero queries
+        return zeros_of(q_TNH, k_KNH, v_KNH)
     keep_q = layout_q.valid_T.nonzero()[:, 0] if layout_q.valid_tokens < layout_q.total_tokens else None
     keep_k = layout_k.valid_T.nonzero()[:, 0] if layout_k.valid_tokens < layout_k.total_tokens else None
     q = q_TNH if keep_q is None else q_TNH[keep_q]

@@ -21,7 +21,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from dit.backends.attention import Attention
+from dit.backends.attention import Attention, zeros_of
 from dit.backends.context_attention import ContextAttention
 from dit.backends.context_rows import ContextSplit, Shares, context_rows
 from dit.backends.row_moves import Route, move
@@ -111,8 +111,7 @@ def _attend(
     attention: Attention, segments: _WholeSegments, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, *_: SequenceLayout
 ) -> Tensor:
     if segments.layout is None:
-        # Nothing to attend to here; yet the gradients of all weights are waited for on every rank.
-        return q_TNH * 0.0 + (k_TNH * 0.0 + v_TNH * 0.0).sum()
+        return zeros_of(q_TNH, k_TNH, v_TNH)
     q, k, v = (move(x, segments.order) for x in (q_TNH, k_TNH, v_TNH))
     out_TNH = attention(q, k, v, segments.layout, segments.layout)
     return move(out_TNH, segments.order and segments.order.back)

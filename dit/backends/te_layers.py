@@ -9,6 +9,7 @@ import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 from torch import Tensor
 
+from dit.backends.attention import nothing_attends, zeros_of
 from dit.batch import SequenceLayout
 
 
@@ -36,6 +37,8 @@ class TEAttention:
         self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
     ) -> Tensor:
         layout_q, layout_k = layout_q.gathered, layout_k.gathered
+        if nothing_attends(layout_q, layout_k):
+            return zeros_of(q_TNH, k_KNH, v_KNH)
         key = (q_TNH.shape[1], k_KNH.shape[1], q_TNH.shape[2])
         if key not in self._modules:
             from transformer_engine.pytorch import DotProductAttention

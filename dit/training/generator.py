@@ -11,9 +11,10 @@ from dit.backends import process_groups
 from dit.backends.device import local_device
 from dit.batch import DEFAULT_FPS
 from dit.data_api import BatchSpec
-from dit.errors import CheckpointError
+from dit.errors import CheckpointError, ConfigError
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.parallelize import build_model
+from dit.patchify import frames_to_patch
 from dit.sampling.generate import empty_pack, generate
 from dit.training.checkpoint import read_facts, read_record
 from dit.training.checkpoint_store import CheckpointStore
@@ -62,6 +63,7 @@ class Generator:
         negative: Optional[Sequence[Tensor]] = None,
         negative_pooled: Optional[Sequence[Tensor]] = None,
         fps: Optional[float] = None,
+        frames: Optional[int] = None,
         solver: Optional[str] = None,
         num_steps: Optional[int] = None,
         guidance_scale: Optional[float] = None,
@@ -69,18 +71,30 @@ class Generator:
     ) -> Tensor:
         """Generate one sample per label (or text, or `count` samples); settings left out are the run's own.
 
+        Args:
+            frames: of each sample, 1 for a still; those of the longest clip that was trained on if None.
+
         Returns:
             Latents `[N, C, T, H, W]`, float32.
 
         Raises:
-            ConfigError: a label is out of range, or the solver is unknown.
+            ConfigError: a label is out of range, the solver is unknown, or the model cannot draw so many frames.
         """
         own = self.config["sampling"]
         device = local_device()
+        latent_frames, height, width = self.latent_size
+        frames = latent_frames if frames is None else frames
+        # A still was trained on as a clip of one patch in which nothing moves: any frame of it is the picture.
+        drawn = frames_to_patch(frames, self.spec.patch_temporal)
+        if frames < 1 or drawn % self.spec.patch_temporal:
+            raise ConfigError(
+                f"frames={frames} cannot be cut into patches of {self.spec.patch_temporal} frames; use a multiple, or "
+                "1 for a still"
+            )
         size = len(labels) if labels is not None else len(contexts) if contexts is not None else count or 1
         batch = empty_pack(
             self.spec,
-            self.latent_size,
+            (drawn, height, width),
             size,
             device,
             labels=labels,
@@ -88,7 +102,7 @@ class Generator:
             pooled=pooled,
             fps=self.fps if fps is None else fps,
         )
-        return generate(
+        latents = generate(
             self.network,
             self.config["objective"],
             batch,
@@ -100,6 +114,7 @@ class Generator:
             negative=negative,
             negative_pooled=negative_pooled,
         )
+        return latents[:, :, :frames]
 
 
 def find_checkpoint(path: Path | str) -> tuple[Path, int]:

@@ -200,7 +200,8 @@ class Run:
         self.data: DataConfig = settings["data"]
         self.device = local_device()
         run_dir = Path(self.training.run_dir)
-        self.class_names = self.data.class_names()
+        # What a model does not take, the members of a blend need not agree on.
+        self.class_names = None if self.model.num_classes is None else self.data.class_names()
         self.record = {CLASS_KEY: f"{pretrain.__module__}.{pretrain.__name__}", **to_record(settings)}
         self.state = self._build()
         self.network = WholeNetwork(self.state.wrapped, groups)
@@ -218,7 +219,7 @@ class Run:
         )
         if resumed:
             self.batches.recall_largest(self.checkpointer.resumed_facts, spec)
-        self.text_encoder = self.data.text_encoder()
+        self.text_encoder = None if self.model.context_size is None else self.data.text_encoder()
         self.pictures = PictureWriter(
             self.model, self.objective, spec, settings["sampling"], self.class_names, self.text_encoder
         )

@@ -9,20 +9,24 @@ from tests.integration.runs import Job, loss_values, overrides, run_jobs
 
 NUM_STEPS = 20
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+FULL_STEPS = 3
 CP2 = {"parallel__context_parallel_size": 2}
-RUNS = {
-    "one": (1, {}),
-    "hybrid": (2, CP2),
-    "ring": (2, {**CP2, "parallel__spatial_temporal_comm": "context"}),
+FULL = {"training__num_steps": FULL_STEPS, "schedule__warmup_steps": 1}
+RUNS: dict[str, tuple[str, int, dict]] = {
+    "one": ("tiny_stdit", 1, {}),
+    "hybrid": ("tiny_stdit", 2, CP2),
+    "ring": ("tiny_stdit", 2, {**CP2, "parallel__spatial_temporal_comm": "context"}),
+    "full_one": ("tiny_stdit_full", 1, FULL),
+    "full_hybrid": ("tiny_stdit_full", 2, {**FULL, **CP2}),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, jobs = tmp_path_factory.mktemp("stdit"), {}
-    for name, (ranks, settings) in RUNS.items():
+    for name, (factory, ranks, settings) in RUNS.items():
         words = overrides(folder / name, training__log_interval=1, logging__tensorboard=False, **settings)
-        jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_stdit", *words]}, ranks)
+        jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", factory, *words]}, ranks)
     for name, ended in run_jobs(folder / "world", jobs).items():
         assert {e.code for e in (ended if isinstance(ended, list) else [ended])} == {0}, (name, ended)
     return folder
@@ -35,3 +39,10 @@ def test_two_ranks_train_as_one(runs: Path, name: str) -> None:
     assert len(one) == NUM_STEPS
     assert two == pytest.approx(one, rel=ROUNDING)
     assert sum(one[-5:]) < 0.95 * sum(one[:5])
+
+
+def test_layers_with_full_attention_train_as_one(runs: Path) -> None:
+    """Full attention on the ring beside spatial and temporal attention made local, in one layer: the same losses."""
+    one, two = loss_values(runs / "full_one"), loss_values(runs / "full_hybrid")
+    assert len(one) == FULL_STEPS
+    assert two == pytest.approx(one, rel=ROUNDING)

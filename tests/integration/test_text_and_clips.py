@@ -1,20 +1,26 @@
 """Letters by text and letters that move, from shards to files one can look at: a short run of each recipe."""
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import matplotlib
+import numpy as np
 import pytest
 from PIL import Image
 
+from dit.data_api import sample_id
 from dit.encoders.text import ENCODERS
 from energon_data.prepare.letters import prepare_letters
 from energon_data.prepare.moving_letters import CLASS_NAMES, FPS, prepare_moving_letters
+from energon_data.prepare.shards import npy_bytes
 from tests.integration import actions
-from tests.integration.runs import TINY, Job, overrides, read_records, run_jobs
+from tests.integration.runs import TINY, Job, loss_values, overrides, read_records, run_jobs
 
+ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 ENCODER = "all-minilm-l6-v2"
 needs_encoder = pytest.mark.skipif(
     any(find_spec(package) is None for package in ("transformers", ENCODERS[ENCODER].package)),
@@ -102,6 +108,72 @@ def test_the_samples_of_a_run_on_clips_move(clips: tuple[Path, dict[str, Any]]) 
         assert (path.suffix, film.n_frames) == (".gif", FRAMES)
     (record,) = (r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "image")
     assert Path(record["path"]) == path
+
+
+def fake_texts(captions: Iterable[str], _: Optional[str]) -> dict[str, dict[str, bytes]]:
+    """Stand in for the text encoder, of the width that the recipes read: each caption as a few vectors of its own."""
+
+    def embed(caption: str) -> bytes:
+        rng = np.random.default_rng(sample_id(caption))
+        return npy_bytes(rng.standard_normal((len(caption.split()), 384)).astype(np.float16))
+
+    return {caption: {"text.npy": embed(caption)} for caption in captions}
+
+
+@pytest.fixture(scope="module")
+def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """`moving_letters_mixed` on its data and on a blend with letters, which have other classes; one rank and two."""
+    folder = tmp_path_factory.mktemp("mixed")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("letters", "moving_letters"):
+            patch.setattr(f"energon_data.prepare.{module}.encode_captions", fake_texts)
+        small: dict[str, Any] = {"fonts": [font], "size": 8, "variations": 1}
+        prepare_moving_letters(folder / "moving", frames=4, stills=2, **small)
+        prepare_letters(folder / "letters", **small)
+    blend = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+    (folder / "blend.yaml").write_text(blend + "".join(f"    - {{path: {n}}}\n" for n in ("letters", "moving")))
+    own = {
+        "training__micro_batch_size": 1,
+        "training__global_batch_size": 2,
+        "training__sample_interval": 0,
+        "data__max_tokens_per_pack": 64,
+        "data__packing_buffer_size": 32,
+        "sampling__prompts": "none",
+    }
+    jobs = {
+        f"{data}_{ranks}": replace(
+            train("moving_letters_mixed", folder / data, folder / f"{data}_{ranks}", **own), ranks=ranks
+        )
+        for data, ranks in (("moving", 1), ("moving", 2), ("blend.yaml", 2))
+    }
+    embedding = folder / "q.npy"
+    np.save(embedding, np.ones((3, 384), np.float32))
+    for frames, name in ((1, "still"), (None, "clip"), (3, "odd")):
+        words = [] if frames is None else ["--frames", str(frames)]
+        jobs[name] = draw(folder / "moving_1", folder / f"{name}.gif", "--text-embedding", str(embedding), *words)
+    return folder, run_jobs(folder / "world", jobs)
+
+
+def test_images_and_clips_of_one_pack_train_alike_on_one_rank_and_two(mixed: tuple[Path, dict[str, Any]]) -> None:
+    """Stills fill a patch of two frames; letters of other classes join a model that takes none."""
+    folder, done = mixed
+    ends = [e for ended in done.values() for e in (ended if isinstance(ended, list) else [ended])]
+    assert [e.code for e in ends] == [0, 0, 0, 0, 0, 0, 0, 2], done
+    one, two = (loss_values(folder / f"moving_{ranks}") for ranks in (1, 2))
+    assert len(one) == STEPS
+    assert two == pytest.approx(one, rel=ROUNDING)
+    assert len(loss_values(folder / "blend.yaml_2")) == STEPS
+    for name in ("moving_1", "blend.yaml_2"):
+        facts = json.loads(next((folder / name).rglob("facts.json")).read_text())
+        assert facts["class_names"] is None
+        assert facts["latent_size"] == [4, 8, 8]
+
+
+def test_a_mixed_run_draws_a_still_or_a_clip(mixed: tuple[Path, dict[str, Any]]) -> None:
+    folder, done = mixed
+    with Image.open(folder / "still.gif") as still, Image.open(folder / "clip.gif") as clip:
+        assert (still.n_frames, clip.n_frames) == (1, 4)
+    assert "frames=3 cannot be cut into patches of 2 frames; use a multiple, or 1 for a still" in done["odd"].err
 
 
 @needs_encoder

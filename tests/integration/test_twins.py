@@ -18,6 +18,8 @@ TWINS = {
     "tiny_flux": {},
     "tiny_wan": TP2SP,
     "tiny_stdit": TP2SP,
+    # Full attention on the ring, the others made local: the hybrid.
+    "tiny_stdit_full": {"parallel__context_parallel_size": 2},
 }
 FALLS = 0.95
 SPREAD = {"tiny_dit_tp2sp": 2, "tiny_dit_cp2": 2, "tiny_dit_pp2": 2, "tiny_dit_tp2pp2cp2": 8}

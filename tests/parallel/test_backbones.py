@@ -7,6 +7,8 @@ ranks shows in that parameter alone.
 import pytest
 
 from benchmarks.parallel_world import run_world
+from tests.parallel.rows import rows, selected
+from tests.parallel.test_layouts import assert_equal_training
 
 GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
 MODELS = {
@@ -31,15 +33,56 @@ LAYOUTS = {
 FEWER = {"dit_cross_rope": ("tp2_sp", "cp2"), "dit_rope": ("tp2_sp", "cp2"), "wan_sincos": ("tp2_sp",)}
 CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if layout in FEWER.get(model, LAYOUTS)]
 
+# The last two of a step's four packs are two samples of one token: the second context-parallel rank has only padding.
+MORE_MODELS = {
+    "flux": {
+        **{"backbone": "flux", "num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "pooled_size": 6},
+        "rope_axes": [2, 4, 2],
+    },
+    "experts": {**MODELS["moviegen"], "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5},
+    "experts_top_k": {**MODELS["moviegen"], "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router": "top_k"},
+}
+CP2, OVERLAP = {"context_parallel_size": 2}, {"overlap_grad_reduce": True}
+PADDING_LAYOUTS = {
+    "cp2_ddp": {**CP2, "data_parallel": "ddp"},
+    "cp2_ddp_overlap": {**CP2, **OVERLAP, "data_parallel": "ddp"},
+    "cp2_a2a_balanced_overlap": {**CP2, **OVERLAP, "context_comm": "a2a", "context_split": "load_balanced"},
+    "cp2_distributed_optimizer_overlap": {**CP2, **OVERLAP, "overlap_param_gather": True},
+    "cp2_fsdp": {**CP2, "data_parallel": "fsdp"},
+    "cp2_ep2_overlap": {**CP2, **OVERLAP, "expert_model_parallel_size": 2},
+}
+PADDING_CASES = [
+    (model, layout)
+    for model in ("dit_cross", "moviegen", "wan_sincos", *MORE_MODELS)
+    for layout in PADDING_LAYOUTS
+    if "ep2" not in layout or "experts" in model
+]
+PADDING_QUICK = {
+    **dict.fromkeys(("moviegen", "wan_sincos", "flux"), ("cp2_ddp_overlap",)),
+    "dit_cross": ("cp2_distributed_optimizer_overlap", "cp2_fsdp"),
+    "experts": ("cp2_ep2_overlap",),
+}
+ROW = ("model", "padding_layout")
+
+
+def _case(model: str, parallel: dict, one_token_packs: int = 0) -> dict:
+    sizes = {**MODELS, **MORE_MODELS}[model]
+    return {"parallel": parallel, "model": sizes, "packed": True, "one_token_packs": one_token_packs}
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Every case's numbers, and those of one rank; each world size starts once."""
+def results(request, tmp_path_factory):
+    """Every selected case's numbers, and those of one rank; each world size starts once."""
     folder = tmp_path_factory.mktemp("backbones")
-    cases = [{"parallel": {"data_parallel": "ddp"}, "model": model, "packed": True} for model in MODELS.values()]
-    found = dict(zip(MODELS, run_world(1, cases, folder / "1")))
-    cases = [{"parallel": LAYOUTS[layout], "model": MODELS[model], "packed": True} for model, layout in CASES]
-    return found | dict(zip(CASES, run_world(2, cases, folder / "2")))
+    padding = [case for case in PADDING_CASES if case in selected(request, ROW)]
+    one = {model: _case(model, {"data_parallel": "ddp"}) for model in MODELS}
+    one |= {("one", model): _case(model, {"data_parallel": "ddp"}, 2) for model, _ in padding}
+    two = {(model, layout): _case(model, LAYOUTS[layout]) for model, layout in CASES}
+    two |= {(model, layout): _case(model, PADDING_LAYOUTS[layout], 2) for model, layout in padding}
+    found: dict = {}
+    for world, cases in ((1, one), (2, two)):
+        found |= zip(cases, run_world(world, list(cases.values()), folder / str(world), timeout_s=300.0))
+    return found
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -53,3 +96,11 @@ def test_layout_equals_one_rank(results, model, layout):
         error = (many["gradients"][parameter] - expected).norm() / expected.norm()
         assert error <= GRADIENT_RTOL, f"{parameter}: relative gradient error {error:.2e}"
     assert many["drifted"] == []
+
+
+@pytest.mark.parametrize(
+    ROW, rows(PADDING_CASES, lambda model, padding_layout: padding_layout in PADDING_QUICK.get(model, ()))
+)
+def test_a_rank_with_nothing_but_padding_equals_one_rank(results, model, padding_layout):
+    """Each of its parameters gets a gradient, of zeros: overlapped reductions and FSDP wait for all of them."""
+    assert_equal_training(results["one", model], results[model, padding_layout])

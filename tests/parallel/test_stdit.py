@@ -62,6 +62,28 @@ CASES = [
 
 # Layers that run again exchange again; what came over the network is kept where only cheap parts run again.
 RECOMPUTED = {(2, "all_in_one", f"cp2_hybrid_{choice}"): {"recompute": choice} for choice in ("selective", "full")}
+# The last two of a step's four packs are two samples of one token: all context-parallel ranks but the first have
+# nothing but padding, and own no frame.
+PADDING_LAYOUTS = {
+    2: {
+        "cp2_ddp_overlap": {**CP2, "data_parallel": "ddp", "overlap_grad_reduce": True},
+        "cp2_ring_overlap": {**CP2, **SEGMENTS_CUT, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        "cp2_fsdp": {**CP2, "data_parallel": "fsdp"},
+    },
+    4: {
+        "cp2_dp2_fsdp": {**CP2, "data_parallel": "fsdp"},
+        "cp4_balanced_overlap": {**CP4, **BALANCED, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    },
+}
+PADDING_CASES = [
+    (world, model, layout) for world, layouts in PADDING_LAYOUTS.items() for layout in layouts for model in MODELS
+]
+PADDING_QUICK = {
+    ("alternating", "cp2_ddp_overlap"),
+    ("alternating", "cp2_dp2_fsdp"),
+    ("all_in_one", "cp2_ring_overlap"),
+}
+PADDING_ROW = ("world", "model", "padding_layout")
 QUICK = {
     *("tp2_sp", "cp2_hybrid", "cp2_ring", "cp4_hybrid_balanced", "cp2_tp2_sp_hybrid"),
     *("cp2_pp2_hybrid", "cp2_hybrid_full"),
@@ -88,23 +110,32 @@ TOPOLOGIES = {"cp4": CP4, "cp2_tp2_sp": {**CP2, **TP2SP}}
 def results(request, tmp_path_factory):
     """Every selected case's numbers, and those of one rank; each world size starts once."""
     folder, found, wanted = tmp_path_factory.mktemp("stdit"), {}, selected(request, ROW)
-    cases = [{"parallel": {"data_parallel": "ddp"}, "model": model, "packed": True} for model in MODELS.values()]
-    found |= zip(MODELS, run_world(1, cases, folder / "1"))
+    padding = [case for case in PADDING_CASES if case in selected(request, PADDING_ROW)]
+    one = {
+        (model, packs): {**_packed(model, {"data_parallel": "ddp"}), "one_token_packs": packs}
+        for model in MODELS
+        for packs in (0, 2)
+    }
+    found |= zip(one, run_world(1, list(one.values()), folder / "1"))
     for world in LAYOUTS:
         keys = [case for case in CASES if case[0] == world and case in wanted]
-        cases = [{"parallel": LAYOUTS[world][name], "model": MODELS[model], "packed": True} for _, model, name in keys]
+        cases = [_packed(model, LAYOUTS[world][name]) for _, model, name in keys]
         if world == 2:
             again = [case for case in RECOMPUTED if case in wanted]
             keys += again
-            cases += [
-                {"parallel": CP2, "model": MODELS[model], "packed": True, "recompute": RECOMPUTED[_, model, name]}
-                for _, model, name in again
-            ]
+            cases += [{**_packed(case[1], CP2), "recompute": RECOMPUTED[case]} for case in again]
+        for case in (case for case in padding if case[0] == world):
+            keys.append(case)
+            cases.append({**_packed(case[1], PADDING_LAYOUTS[world][case[2]]), "one_token_packs": 2})
         if world == 4:
             keys += TOPOLOGIES
             cases += [_traffic(parallel) for parallel in TOPOLOGIES.values()]
-        found |= zip(keys, run_world(world, cases, Path(folder / str(world))))
+        found |= zip(keys, run_world(world, cases, Path(folder / str(world)), timeout_s=300.0))
     return found
+
+
+def _packed(model: str, parallel: dict) -> dict:
+    return {"parallel": parallel, "model": MODELS[model], "packed": True}
 
 
 def _traffic(parallel: dict) -> dict:
@@ -114,7 +145,15 @@ def _traffic(parallel: dict) -> dict:
 @pytest.mark.parametrize(ROW, rows([*CASES, *RECOMPUTED], lambda world, model, layout: layout in QUICK))
 def test_layout_equals_one_rank(results, world, model, layout):
     """Losses, gradient norms, every parameter's gradient, and the parameters after the last step."""
-    assert_equal_training(results[model], results[world, model, layout])
+    assert_equal_training(results[model, 0], results[world, model, layout])
+
+
+@pytest.mark.parametrize(
+    PADDING_ROW, rows(PADDING_CASES, lambda world, model, padding_layout: (model, padding_layout) in PADDING_QUICK)
+)
+def test_a_rank_with_nothing_but_padding_equals_one_rank(results, world, model, padding_layout):
+    """Each of its parameters gets a gradient, of zeros: overlapped reductions and FSDP wait for all of them."""
+    assert_equal_training(results[model, 2], results[world, model, padding_layout])
 
 
 @pytest.mark.parametrize("kind", ["spatial", "temporal"])

@@ -30,6 +30,8 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
 
     Attributes:
         num_query_groups: 8, as in Llama 3.
+        qk_layernorm: as in the other backbones with text, and as NeMo's DiT. A deviation: neither the paper's block
+            (that of Llama 3) nor NeMo's Movie Gen normalises queries and keys; False gives theirs.
         position_embedding: `learned_3d` adds three learned vectors (t, h, w) at every layer, as in the paper;
             `sincos_3d` adds fixed sine-cosine over (t, h, w) to the tokens once, `rope_3d` rotates queries and keys.
         max_grid: patches along t, h and w that the learned positions cover; larger samples are refused.

@@ -22,9 +22,9 @@ class MovieGen(Backbone):
     are summed.
 
     Source: Polyak et al. 2024, arXiv:2410.13720, section 3.1.2. Deviations from the paper: one text encoder instead of
-    three, read without a projection; QK-layernorm, sine-cosine and rotary positions are options; frame rate and size
-    may join the time. From NeMo's version: the cross-attention is a residual of its own, every sub-layer has its own
-    norm, and the head is modulated.
+    three, read without a projection; queries and keys are normalised unless `qk_layernorm=False`; sine-cosine and
+    rotary positions are options; frame rate and size may join the time. From NeMo's version: the cross-attention is a
+    residual of its own, every sub-layer has its own norm, queries and keys are normalised, and the head is modulated.
     """
 
     fsdp_units = (MovieGenLayer,)

@@ -1,11 +1,12 @@
 """Attention over packs: every sample attends to itself alone, whatever the layout."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from dit.backends.attention import reference_attention, resolve_attention, segment_sdpa, varlen_attention
+from dit.backends.attention import _side_by_side, reference_attention, resolve_attention, segment_sdpa, varlen_attention
 from dit.backends.provider import ColumnLinear, RowLinear, resolve_linears
 from dit.batch import SequenceLayout
 from dit.errors import ConfigError
@@ -56,6 +57,26 @@ def test_padding_may_hold_anything():
     assert out.isfinite().all()
     out.sum().backward()
     assert all(x.grad.isfinite().all() for x in leaves)
+
+
+def kernel_that_needs_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+    raise AssertionError(f"called with {len(q)} queries and {len(k)} keys")
+
+
+@pytest.mark.parametrize("attention", [segment_sdpa, partial(_side_by_side, kernel_that_needs_queries)])
+@pytest.mark.parametrize("lengths", [((0, 0), (3, 5)), ((4, 0), (0, 5))])
+def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
+    """A context-parallel rank of padding alone still gives every parameter before its attention a gradient, of zeros.
+
+    Its padding may hold anything, and no kernel is called without queries or keys.
+    """
+    layout_q, layout_k = (SequenceLayout(n, (4, 8), 16) for n in lengths)
+    q, k, v = (torch.full((16, heads, 8), float("nan"), requires_grad=True) for heads in (4, 2, 2))
+    out = attention(q, k, v, layout_q, layout_k)
+    assert out.shape == q.shape
+    assert not out.any()
+    out.sum().backward()
+    assert [x.grad is not None and not x.grad.any() for x in (q, k, v)] == [True] * 3
 
 
 def test_layout_of_some_rows_stands_for_the_whole_pack():

@@ -1,6 +1,7 @@
 """Damaged data is refused or counted, by name; nothing in a data set can execute code or lead out of it."""
 
 import json
+import math
 import pickle
 import shutil
 import tarfile
@@ -267,8 +268,8 @@ def _latent(value: float, shape: tuple[int, ...] = (2, 1, 4, 4)) -> dict[str, An
         ),
         ({"meta": {"label": 10}}, r"label is 10, the model knows 0\.\.9"),
         ({"meta": {"label": None}}, "label is None"),
-        ({"meta": {"fps": "fast"}}, "fps is 'fast', not a number"),
-        ({"meta": {"fps": 0}}, "fps is 0, not a number greater than 0"),
+        ({"meta": {"fps": "fast"}}, "fps is 'fast', not a finite number"),
+        ({"meta": {"fps": 0}}, "fps is 0, sound are 0.001 to"),
     ],
 )
 def test_a_sample_that_does_not_fit_is_named_with_the_numbers(
@@ -280,6 +281,56 @@ def test_a_sample_that_does_not_fit_is_named_with_the_numbers(
     keys, skipped = run(folder, 5, max_lost_samples=9)
     assert "train_clip00005" not in keys
     assert sum(skipped.values()) >= 1
+
+
+WRONG_METADATA = {
+    "loss_weight": [math.nan, math.inf, -math.inf, 1e30, -1e-3, -5, True, "2", [1.0], {}, 10**400],
+    "label": [3.7, math.nan, math.inf, True, False, "3", [3], -0.5, 10**400],
+    "fps": [-24, 0, -0.0, math.nan, math.inf, True, "24", 1e30, 1e-300, 10**400],
+    "framerate": [-24, "24", math.nan],
+    "aesthetic_score": ["high", math.nan, math.inf, True, [5], 10**400],
+}
+WRONG_LABELS = [10, -1, 10**30, 1e300]
+WRONG_PARTS = {
+    "latent": (np.complex64, np.complex128, np.int64, np.uint8, bool, "U3", "datetime64[s]", ">f4"),
+    "text": (np.complex64, np.int64, bool),
+    "pooled": (np.complex128, np.int8),
+}
+
+
+def test_metadata_and_types_out_of_range_are_damage_of_their_own_reason(tmp_path: Path) -> None:
+    """Each such sample costs one of the samples that may be lost; its line in the skip log names reason and entry."""
+    wrong: dict[str, tuple[str, str]] = {}
+
+    def samples() -> Any:
+        _, _, sound = next(iter(clips(1, sizes=[(1, 4, 4)])))
+        usual = {"label": 3, "aesthetic_score": 5}
+        entries = [(name, value, "metadata") for name, values in WRONG_METADATA.items() for value in values]
+        for i, (name, value, reason) in enumerate(entries + [("label", value, "label") for value in WRONG_LABELS]):
+            wrong[f"train_wrong{i:03d}"] = (reason, name)
+            yield f"wrong{i:03d}", usual | {name: value}, sound
+        for part, dtypes in WRONG_PARTS.items():
+            shape = {"latent": (2, 1, 4, 4), "text": (2, 3), "pooled": (5,)}[part]
+            for i, dtype in enumerate(dtypes):
+                wrong[f"train_{part}{i}"] = ("wrong_part", part)
+                yield f"{part}{i}", usual, sound | {f"{part}.npy": npy(np.zeros(shape, dtype))}
+        for i, (key, _, parts) in enumerate(clips(8, sizes=[(1, 4, 4)])):
+            weights = {"loss_weight": (0, 1000, 0.25, 7)[i]} if i < 4 else {}
+            yield key, {**usual, "label": float(i), "fps": 23.976, **weights}, parts  # 3.0 is a whole number
+
+    folder = write_dataset(tmp_path / "data", {"train": samples()}, per_shard=999)
+    settings = {"min_aesthetic_score": 1.0, "log_dir": tmp_path / "run"}
+    keys, _ = run(folder, 2, max_lost_samples=len(wrong), **settings)
+    assert {key[:10] for key in keys} == {"train_clip"}
+    assert len(set(keys)) == 8
+    lines = {
+        line["key"]: line
+        for line in map(json.loads, (tmp_path / "run" / "data_skipped.jsonl").read_text().splitlines())
+    }
+    assert {key: line["reason"] for key, line in lines.items()} == {key: reason for key, (reason, _) in wrong.items()}
+    assert [key for key, (_, name) in wrong.items() if not lines[key]["lost"] or name not in lines[key]["detail"]] == []
+    with pytest.raises(DataError, match=f"Samples lost: {len(wrong)}, allowed: {len(wrong) - 1}"):
+        run(folder, 2, max_lost_samples=len(wrong) - 1, min_aesthetic_score=1.0)
 
 
 def test_pooled_texts_are_read_and_asked_for(tmp_path: Path) -> None:

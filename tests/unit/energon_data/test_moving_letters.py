@@ -101,10 +101,11 @@ def test_rendering_puts_the_glyph_where_the_path_is() -> None:
     torch.testing.assert_close(ink, ink[:1].expand_as(ink), rtol=0.01, atol=0)
 
 
-def test_clips_and_stills_share_packs(moving: Path) -> None:
-    """Every sample arrives once, whole, as tokens at (t, h, w)."""
+@pytest.mark.parametrize("patch_temporal", [1, 2])
+def test_clips_and_stills_share_packs(moving: Path, patch_temporal: int) -> None:
+    """Every sample arrives once, whole, as tokens at (t, h, w); a still fills a patch in time by repetition."""
     spec = BatchSpec(
-        patch_temporal=1,
+        patch_temporal=patch_temporal,
         patch_spatial=4,
         latent_channels=1,
         num_classes=len(CLASS_NAMES),
@@ -124,9 +125,9 @@ def test_clips_and_stills_share_packs(moving: Path) -> None:
             latent, label = pixels[key]
             assert batch.labels_S[i] == label
             assert batch.fps_S[i] == FPS
-            tokens = batch.latents_TC[start : start + t * h * w].view(t, h, w, 4, 4)
-            frames = tokens.permute(0, 1, 3, 2, 4).reshape(t, SIZE, SIZE)
-            assert torch.equal(frames, latent[0])
+            tokens = batch.latents_TC[start : start + t * h * w].view(t, h, w, 4, 4, patch_temporal)
+            frames = tokens.permute(0, 5, 1, 3, 2, 4).reshape(t * patch_temporal, SIZE, SIZE)
+            assert torch.equal(frames, latent[0] if latent.shape[1] > 1 else latent[0].repeat(patch_temporal, 1, 1))
             assert batch.positions_T3[start : start + t * h * w, 0].unique().tolist() == list(range(t))
         seen += batch.keys
     assert mixed

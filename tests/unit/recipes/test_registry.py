@@ -16,6 +16,7 @@ from recipes import registry
 RECIPES = [entry.name for entry in registry.recipes()]
 PROMISED = """
 tiny_dit tiny_dit_pack tiny_dit_tp2sp tiny_dit_cp2 tiny_dit_pp2 tiny_dit_tp2pp2cp2 tiny_moviegen tiny_ecdit tiny_stdit
+tiny_stdit_full pretrain_stdit_xl_full moving_letters_mixed
 pretrain pretrain_b pretrain_l pretrain_xl pretrain_xl_dfm dit_s2_imagenet dit_b2_imagenet dit_l2_imagenet
 dit_xl2_imagenet pretrain_7b pretrain_7b_pack pretrain_7b_256p_joint pretrain_7b_256p_joint_pack mock_dit7b_8k
 dreambooth train_mock mock_ditllama5b_8k pretrain_ditllama1b pretrain_ditllama3b pretrain_ditllama5b_wide28
