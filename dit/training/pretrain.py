@@ -20,18 +20,19 @@ from dit.backends.attention import resolve_attention
 from dit.backends.device import describe, local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
 from dit.backends.provider import resolve_linears
-from dit.backends.recompute import check_recompute
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
-from dit.errors import EXIT_PREEMPTED, ConfigError
+from dit.errors import EXIT_PREEMPTED
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
 from dit.parallel.context import over_whole_packs, shard
-from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.schedule import WholeNetwork, forward_backward
+from dit.ranges import check_path
 from dit.training.checkpoint import CONFIG_FILE, Checkpointer, TrainState
 from dit.training.checkpoint_store import CheckpointStore
+from dit.training.checks import adapted, check_run, check_writable
 from dit.training.config_record import CLASS_KEY, to_record
 from dit.training.ema import EMA
 from dit.training.exit_record import ExitRecord
@@ -41,9 +42,9 @@ from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
 from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
 from dit.training.pictures import PictureWriter
 from dit.training.prefetch import DeviceBatches
-from dit.training.profile import StepProfile, check_profile_steps
+from dit.training.profile import StepProfile
 from dit.training.progress import ConsoleProgress
-from dit.training.schedules import check_schedule, learning_rate
+from dit.training.schedules import learning_rate
 from dit.training.settings import (
     CheckpointConfig,
     LoggingConfig,
@@ -86,9 +87,12 @@ def pretrain(
         SystemExit: with code 75 when stopped early, after a checkpoint.
     """
     settings = dict(locals())
+    check_path("training.run_dir", training.run_dir)  # or there is no place for the record
     with ExitRecord(training.run_dir, rank=int(os.environ.get("RANK", "0"))) as record:
-        dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
-        check_profile_steps(logging.profile_steps)
+        others = (checkpoint, logging, sampling)
+        dims, spec = check_settings(model, data, optimizer, schedule, parallel, training, *others)
+        for line in adapted(schedule, training, dims) if record.rank == 0 else ():
+            logger.info(line)
         groups = process_groups.initialize(parallel)
         run = Run(settings, dims, spec, groups)
         record.step = run.state.step
@@ -108,61 +112,20 @@ def check_settings(
     schedule: ScheduleConfig,
     parallel: ParallelConfig,
     training: TrainingConfig,
+    *others: CheckpointConfig | LoggingConfig | SamplingConfig,
 ) -> tuple[ParallelDims, BatchSpec]:
-    """Check all settings against each other before anything is built or written.
+    """Check all settings against each other, this machine and the data before anything is built or written.
 
     Raises:
         ConfigError, DataError: with the numbers and the cure.
     """
-    model.validate()
-    dims = check_parallel(
-        parallel,
-        world_size=world_size_from_environment(),
-        num_attention_heads=model.megatron_sizes()["num_attention_heads"],
-        num_layers=model.megatron_sizes()["num_layers"],
-        micro_batch_size=training.micro_batch_size,
-        global_batch_size=training.global_batch_size,
-        num_experts=model.megatron_sizes().get("num_moe_experts"),
-        num_query_groups=model.megatron_sizes().get("num_query_groups"),
-    )
+    world_size = world_size_from_environment()
+    dims, spec = check_run(model, data, optimizer, schedule, parallel, training, *others, world_size=world_size)
     resolve_attention(local_device(), DTYPES[training.precision], training.attention)
     resolve_linears(training.linears)
-    check_training(optimizer, schedule, training)
-    _check_writable(Path(training.run_dir))
-    spec = BatchSpec(
-        patch_temporal=model.patch_temporal,
-        patch_spatial=model.patch_spatial,
-        latent_channels=model.in_channels,
-        num_classes=model.num_classes,
-        context_size=model.context_size,
-        pooled_size=model.pooled_size,
-        micro_batch_size=training.micro_batch_size,
-        multiple_of=dims.token_multiple,
-    )
+    check_writable(Path(training.run_dir))
     data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
     return dims, spec
-
-
-def check_training(optimizer: OptimizerConfig, schedule: ScheduleConfig, training: TrainingConfig) -> None:
-    """Check what can be checked of these on any machine.
-
-    Raises:
-        ConfigError: with the numbers and the cure.
-    """
-    check_recompute(training.recompute, training.recompute_layers)
-    check_schedule(training.num_steps, optimizer.lr, schedule)
-    if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
-        raise ConfigError(f"training.ema_decay={training.ema_decay} must lie in [0, 1); use None for no average")
-    if training.log_interval < 1:
-        raise ConfigError(f"training.log_interval={training.log_interval} must be at least 1")
-
-
-def _check_writable(folder: Path) -> None:
-    """Check that a folder is one, or can be made, and that files can be put into it."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        why = "may not be written to" if existing.is_dir() else "is no folder"
-        raise ConfigError(f"training.run_dir={folder} cannot be used: {existing} {why}; choose another folder")
 
 
 class Run:
@@ -248,7 +211,8 @@ class Run:
         logging: LoggingConfig = self.settings["logging"]
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(self.record, sort_keys=False))
-        (run_dir / "env.json").write_text(json.dumps(environment_record(self.groups), indent=1))
+        ran = {**environment_record(self.groups), "micro_batch_size": self.dims.micro_batch_size}
+        (run_dir / "env.json").write_text(json.dumps(ran, indent=1))
         mirrors: dict[str, Any] = {}
         if logging.tensorboard:
             step = self.state.step if resumed else None
