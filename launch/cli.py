@@ -4,24 +4,33 @@ nemo-run (0.11) ignores flags it does not know and answers every failure with ex
 only the factory and the overrides go on to it.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Optional
 
 from dit.errors import ConfigError
+from dit.training.settings import (
+    CheckpointConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from recipes import registry
 
 HELP = """\
 Train a diffusion backbone.
 
 usage: python -m launch.train --factory RECIPE [flags] [key.path=value ...]
-       torchrun --nproc-per-node N -m launch.train --yes --factory RECIPE [flags] [key.path=value ...]
+       torchrun --standalone --nproc-per-node N -m launch.train --yes --factory RECIPE [flags] [key.path=value ...]
 
 first steps
   python -m launch.train --list                                  what can be trained
   python -m launch.train --factory tiny_dit --yes                a run of seconds on made-up data, any machine
   python -m launch.train --factory letters_dit --dryrun          look at a recipe: settings, parameters, memory
-  torchrun --nproc-per-node 2 -m launch.train --yes --factory letters_dit
+  torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_dit
   python -m launch.sample --checkpoint runs/letters_dit          draw what it learned
 
 change any setting
@@ -33,7 +42,7 @@ change any setting
 
 flags
   -f, --factory RECIPE     recipe to run (a name from --list, or package.module.function of your own)
-      --yaml FILE          start from a saved configuration (or RUN_DIR/config.yaml) instead of a recipe
+      --yaml FILE|RUN_DIR  start from a saved configuration, or a run folder's, instead of a recipe
       --yes                do not ask before starting (required under torchrun and in scripts)
       --dryrun             settings, parameter count, memory per rank, FLOPs; needs no GPU and no data
       --world-size N       ranks to plan for with --dryrun (default: as launched, or the smallest that fits)
@@ -99,6 +108,17 @@ _ELSEWHERE = {
     "-y": "write --yes or --yaml FILE in full",
 }
 
+PLAIN_PARTS: dict[str, type] = {
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "training": TrainingConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+    "sampling": SamplingConfig,
+}
+"""Parts of which every recipe has the same kind."""
+PLAIN_KEYS = [f"{part}.{f.name}" for part, kind in PLAIN_PARTS.items() for f in fields(kind)]
+
 
 def parse(argv: Sequence[str]) -> Options:
     """Read the flags and collect the overrides.
@@ -146,6 +166,24 @@ def check_factory(name: str) -> None:
         raise ConfigError(f"--factory {base}: no such recipe{hint} --list shows all {len(known)}")
 
 
+def check_keys(overrides: Sequence[str]) -> None:
+    """Check the names of settings that every recipe has, before anything heavy is imported.
+
+    Settings of model, data and objective depend on the recipe and on other overrides, so they are checked later.
+
+    Raises:
+        ConfigError: there is no such setting.
+    """
+    for text in overrides:
+        key = re.split(r"[-+*/|]?=", text, maxsplit=1)[0]
+        part, _, name = key.partition(".")
+        if part in PLAIN_PARTS:
+            known = [f.name for f in fields(PLAIN_PARTS[part])]
+            setting = re.split(r"[.\[]", name)[0]
+            if name and setting not in known:
+                raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, known))
+
+
 def _number(flag: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"{flag} must be a whole number of at least 1, got {value!r}")
@@ -174,4 +212,7 @@ def _unknown_flag(flag: str) -> str:
     if flag in _ELSEWHERE:
         return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag]}"
     hint = registry.did_you_mean(flag, [*_FLAGS, *(s for s in _ALIASES if s.startswith("--"))])
+    keys = [key for key in PLAIN_KEYS if key.rpartition(".")[2] == flag[2:].replace("-", "_")]
+    if keys:
+        hint = f"; settings are written without dashes, {' or '.join(f'{key}=VALUE' for key in keys)}"
     return f"unknown flag {flag}{hint or '; --help shows all flags'}"

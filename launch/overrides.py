@@ -138,10 +138,7 @@ def annotation_of(node: Any, name: str, path: str) -> Any:
     name = name.partition("[")[0]
     if name in known:
         return known[name]
-    owner = node.__fn_or_cls__.__name__
-    near = [_join(path, k) for k in registry.closest(name, known)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
-    raise ConfigError(f"{_join(path, name)}: {owner} has no setting {name!r}; {hint}")
+    raise ConfigError(registry.no_such_setting(node.__fn_or_cls__, path, name, known))
 
 
 def all_keys(node: Any, path: str = "") -> list[str]:
