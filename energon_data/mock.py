@@ -59,7 +59,7 @@ class MockData(DataConfig):
         sizes = []
         for text in self.shapes:
             numbers = text.lower().split("x")
-            if len(numbers) != 3 or not all(n.isdigit() and int(n) > 0 for n in numbers):
+            if len(numbers) != 3 or not all(n.isdecimal() and len(n) < 10 and int(n) > 0 for n in numbers):
                 raise ConfigError(f"data.shapes must hold texts like '8x16x16' (frames x height x width), got {text!r}")
             sizes.append((int(numbers[0]), int(numbers[1]), int(numbers[2])))
         if not sizes:

@@ -4,12 +4,14 @@ nemo-run (0.11) ignores flags it does not know and answers every failure with ex
 only the factory and the overrides go on to it.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Optional
 
 from dit.errors import ConfigError
+from dit.ranges import COUNT, RANKS
 from dit.training.settings import (
     CheckpointConfig,
     LoggingConfig,
@@ -167,12 +169,12 @@ def check_factory(name: str) -> None:
 
 
 def check_keys(overrides: Sequence[str]) -> None:
-    """Check the names of settings that every recipe has, before anything heavy is imported.
+    """Refuse a misspelt name of a setting that every recipe has, before anything heavy is imported.
 
-    Settings of model, data and objective depend on the recipe and on other overrides, so they are checked later.
+    What may belong to another part, or to one that depends on the recipe, is left to `launch.overrides`.
 
     Raises:
-        ConfigError: there is no such setting.
+        ConfigError: there is no such setting, and one of the same part looks like it.
     """
     for text in overrides:
         key = re.split(r"[-+*/|]?=", text, maxsplit=1)[0]
@@ -180,25 +182,32 @@ def check_keys(overrides: Sequence[str]) -> None:
         if part in PLAIN_PARTS:
             known = [f.name for f in fields(PLAIN_PARTS[part])]
             setting = re.split(r"[.\[]", name)[0]
-            if name and setting not in known:
+            elsewhere = any(other.rpartition(".")[2] == setting for other in PLAIN_KEYS)
+            if name and not elsewhere and registry.closest(setting, known):
                 raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, known))
 
 
 def _number(flag: str, value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"{flag} must be a whole number of at least 1, got {value!r}")
-    return int(value)
+    allowed = RANKS if flag == "--world-size" else COUNT
+    if _whole(value) not in allowed:
+        raise ConfigError(f"{flag} must be {allowed}, got {value!r}")
+    return _whole(value)
+
+
+def _whole(text: str) -> int:
+    """Read a whole number; 0 where the text is none, or has more digits than any count."""
+    return int(text) if text.isdecimal() and len(text) <= 20 else 0
 
 
 def _tokens(value: str) -> tuple[int, ...]:
     """Read `4096`, or `24x32x32` patches."""
-    parts = value.lower().split("x")
-    if len(parts) not in (1, 3) or not all(part.isdecimal() and int(part) > 0 for part in parts):
+    tokens = tuple(map(_whole, value.lower().split("x")))
+    if len(tokens) not in (1, 3) or math.prod(tokens) not in COUNT:
         raise ConfigError(
-            f"--tokens must be a whole number of at least 1, or three of them as TxHxW patches, got {value!r}; "
+            f"--tokens must be {COUNT}, or three numbers with such a product as TxHxW patches, got {value!r}; "
             "write --tokens 4096 or --tokens 24x32x32"
         )
-    return tuple(int(part) for part in parts)
+    return tokens
 
 
 def _stray(word: str) -> str:

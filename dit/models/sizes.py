@@ -146,6 +146,11 @@ def check_numbers(config: ModelConfig) -> None:
     """
     named = {field.name for field in fields(config)}
     check_ranges("model", config, {name: allowed for name, allowed in RANGES.items() if name in named})
+    if config.token_channels not in WIDTH:
+        raise ConfigError(
+            f"model.in_channels={config.in_channels} x patch_temporal={config.patch_temporal} x patch_spatial="
+            f"{config.patch_spatial} squared are {config.token_channels:,} features of a token, which must be {WIDTH}"
+        )
 
 
 def check_heads(hidden_size: int, num_attention_heads: int, num_query_groups: Optional[int] = None) -> None:
