@@ -28,7 +28,8 @@ class Range:
     open_high: bool = False
 
     def __contains__(self, value: Any) -> bool:
-        if not isinstance(value, int if self.whole else int | float):
+        kinds = (int,) if self.whole else (int, float)
+        if not isinstance(value, kinds):
             return False
         above = self.low < value if self.open_low else self.low <= value
         return above and (value < self.high if self.open_high else value <= self.high)

@@ -83,7 +83,7 @@ class MockData(DataConfig):
         for t, h, w in self.sizes():
             if t * h * w not in COUNT:
                 raise ConfigError(
-                    f"a mock latent of {t} x {h} x {w} (T x H x W) has {t * h * w} positions, not {COUNT}"
+                    f"a mock latent of {t} x {h} x {w} (T x H x W) has {t * h * w:,} positions, which must be {COUNT}"
                 )
             if t % spec.patch_temporal or h % spec.patch_spatial or w % spec.patch_spatial:
                 raise ConfigError(

@@ -110,7 +110,15 @@ _ELSEWHERE = {
     "-y": "write --yes or --yaml FILE in full",
 }
 
-PLAIN_PARTS: dict[str, type] = {
+PlainPart = (
+    type[OptimizerConfig]
+    | type[ScheduleConfig]
+    | type[TrainingConfig]
+    | type[CheckpointConfig]
+    | type[LoggingConfig]
+    | type[SamplingConfig]
+)
+PLAIN_PARTS: dict[str, PlainPart] = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "training": TrainingConfig,

@@ -124,7 +124,7 @@ class TrainingConfig:
             {
                 "num_steps": COUNT,
                 "micro_batch_size": whole(1, 2**20),
-                "global_batch_size": COUNT,
+                "global_batch_size": whole(1, 2**24),
                 "recompute_layers": COUNT,
                 "seed": SEED,
                 "ema_decay": SHARE_BELOW_1,
