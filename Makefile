@@ -29,7 +29,7 @@ data/letters/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare letters --out data/letters
 
 demo: $(VENV)/.installed data/letters/dataset.json ## train letters on two ranks, draw samples.png, read them
-	$(VENV)/bin/torchrun --nproc-per-node 2 -m launch.train --yes --factory letters_dit \
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_dit \
 	  training.run_dir=$(DEMO) training.num_steps=$(STEPS)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO) --out samples.png
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum 0.9
@@ -42,7 +42,8 @@ data/letters_text/dataset.json: | $(VENV)/.text
 	$(VENV)/bin/python -m energon_data.prepare letters --text-encoder all-minilm-l6-v2 --out data/letters_text
 
 demo-text: $(VENV)/.text data/letters_text/dataset.json ## train letters by description, draw text.png, read them
-	$(VENV)/bin/torchrun --nproc-per-node 2 -m launch.train --yes --factory letters_text training.run_dir=$(DEMO_TEXT)
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_text \
+	  training.run_dir=$(DEMO_TEXT)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_TEXT) --count 8 --out text.png \
 	  --prompt "the letter Q in a bold serif font" "the letter Q in a light sans font"
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_TEXT) --minimum 0.85 --minimum-style 0.85
@@ -51,7 +52,7 @@ data/moving_letters/dataset.json: | $(VENV)/.text
 	$(VENV)/bin/python -m energon_data.prepare moving_letters --text-encoder all-minilm-l6-v2 --out data/moving_letters
 
 demo-video: $(VENV)/.text data/moving_letters/dataset.json ## train letters that move, draw moving.gif, read them
-	$(VENV)/bin/torchrun --nproc-per-node 2 -m launch.train --yes --factory moving_letters_dit \
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory moving_letters_dit \
 	  training.run_dir=$(DEMO_VIDEO)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_VIDEO) --out moving.gif
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_VIDEO) --minimum 0.8 --minimum-motion 0.8

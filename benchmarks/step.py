@@ -145,7 +145,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
         "recompute": training.recompute,
         "attention": resolve_attention(run.device, DTYPES[training.precision], training.attention)[0],
         "parameters": model.num_parameters(),
-        "micro_batch_size": training.micro_batch_size,
+        "micro_batch_size": dims.micro_batch_size,
         "global_batch_size": training.global_batch_size,
         "tokens_per_step": valid,
         "steps": steps,

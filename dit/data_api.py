@@ -55,8 +55,12 @@ class DataConfig(ABC):
     """A data source. `validate` and the builders raise `DataError` or `ConfigError` with the cure."""
 
     @abstractmethod
+    def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
+        """Check what needs no look at the data, as a dry run does; the arguments are those of `validate`."""
+
+    @abstractmethod
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check folder, sizes and stream count before anything is built.
+        """Check settings, folder, sizes and stream count before anything is built.
 
         Args:
             micro_batches_per_step: micro-batches of one optimizer step over all data-parallel ranks.

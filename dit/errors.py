@@ -4,8 +4,12 @@ Codes 16 and 17 stay reserved for Megatron-Core's rerun state machine.
 """
 
 import functools
+import json
+import os
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec
 
@@ -86,6 +90,22 @@ def told_in_one_line(command: Callable[Arguments, int]) -> Callable[Arguments, i
             return command(*args, **kwargs)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
+            name_root_cause(f"error: {error}")
             return exit_code(error)
 
     return run
+
+
+def name_root_cause(line: str) -> None:
+    """Let torchrun end its report of a failed rank with this line, where it did start this process.
+
+    The file is that of `torch.distributed.elastic.multiprocessing.errors.record`, which would put a traceback there,
+    and would have to be imported, with torch, before the command line is read.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    # The earliest second is the root cause. Ranks that torchrun stops because of this one must not tie with it.
+    cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}
+    with suppress(OSError):  # the line is on the error output already
+        Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import ConfigError, DataError
+from dit.ranges import COUNT, COUNT_OR_NONE, FINITE, POSITIVE, RANKS, check_ranges
 from energon_data.folder import check_dataset
 from energon_data.ledger import SkipLog
 from energon_data.packing import padded_length
@@ -74,8 +75,8 @@ class EnergonData(DataConfig):
             ConfigError: settings do not fit each other, the model, or the layout.
             DataError: the data set is missing, incomplete, or could execute code.
         """
-        num_streams = check_streams(self.num_streams, dp_size, micro_batches_per_step)
-        self._check_settings(spec)
+        self.check_settings(spec, dp_size, micro_batches_per_step)
+        num_streams = self.num_streams or dp_size
         infos = check_dataset(self.path, self.train_split)
         for info in infos:
             if info.samples < num_streams:
@@ -86,8 +87,8 @@ class EnergonData(DataConfig):
             shape = info.description.get("latent_shape")
             if shape and shape[0] != spec.latent_channels:
                 raise ConfigError(
-                    f"{info.path} holds latents of {shape[0]} channels, the model takes {spec.latent_channels}; "
-                    "set the model's channels"
+                    f"{info.path} holds latents of {shape[0]} channels, model.in_channels is {spec.latent_channels}; "
+                    f"set model.in_channels={shape[0]}"
                 )
             width = info.description.get("context_size")
             if width and spec.context_size and width != spec.context_size:
@@ -104,16 +105,25 @@ class EnergonData(DataConfig):
                 f"raise it to {len(names)}"
             )
 
-    def _check_settings(self, spec: BatchSpec) -> None:
-        """Check what needs no look at the data."""
-        for name in ("shuffle_buffer", "max_lost_samples"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"data.{name} must not be negative, got {getattr(self, name)}")
-        names = ("max_samples_per_sequence", "max_tokens_per_pack", "packing_buffer_size", "max_text_tokens")
-        for name in (*names, "max_tokens_per_sample", "validation_micro_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"data.{name} must be at least 1, got {value}")
+    def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
+        """Check what needs no look at the data.
+
+        Raises:
+            ConfigError: settings lie outside their ranges, or do not fit each other or the layout.
+        """
+        counts = ("max_samples_per_sequence", "max_tokens_per_pack", "packing_buffer_size", "max_text_tokens")
+        check_ranges(
+            "data",
+            self,
+            {
+                **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_NONE),
+                **dict.fromkeys((*counts, "max_tokens_per_sample", "validation_micro_batches"), COUNT),
+                "num_streams": RANKS,
+                "max_abs_latent": POSITIVE,
+                "min_aesthetic_score": FINITE,
+            },
+        )
+        check_streams(self.num_streams, dp_size, micro_batches_per_step)
         if self.max_tokens_per_pack is None:
             if self.pad_packs:
                 raise ConfigError("data.pad_packs needs data.max_tokens_per_pack")

@@ -16,6 +16,12 @@ _METADATASETS = {"Metadataset", "MetadatasetV2"}
 _ADVICE = (
     "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or make it anew (energon_data.prepare)"
 )
+_RENDERED = {
+    "letters": "letters",
+    "letters_text": "letters --text-encoder all-minilm-l6-v2",
+    "moving_letters": "moving_letters --text-encoder all-minilm-l6-v2",
+}
+"""What renders the folders of this name that recipes read; no command makes any other."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,9 @@ def check_dataset(path: str, split: str) -> list[SplitInfo]:
         return _check_blend(file, split)
     if file.exists():
         raise DataError(f"{path} is neither a data set folder nor a metadataset .yaml file")
+    renders = _RENDERED.get(file.name)
+    command = f"; `python -m energon_data.prepare {renders} --out {path}` renders it" if renders else ""
     raise DataError(
         f"{path} does not exist; {page_of('energon_data')} says what each recipe's data folder must hold and how to "
-        f"write one; for letters_dit, `python -m energon_data.prepare letters --out {path}` does"
+        f"write one{command}"
     )

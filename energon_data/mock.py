@@ -1,6 +1,5 @@
 """Synthetic data with the stream rules of real data: every sample is a function of the seed and its number."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -11,6 +10,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig, sample_id
 from dit.errors import ConfigError, DataError
+from dit.ranges import COUNT, PATCHES, POSITIVE, RANKS, check_ranges
 from energon_data.dataset import share_validation
 from energon_data.ledger import SkipLog
 from energon_data.packing import collate, padded_length
@@ -59,7 +59,7 @@ class MockData(DataConfig):
         sizes = []
         for text in self.shapes:
             numbers = text.lower().split("x")
-            if len(numbers) != 3 or not all(n.isdigit() and int(n) > 0 for n in numbers):
+            if len(numbers) != 3 or not all(n.isdecimal() and len(n) < 10 and int(n) > 0 for n in numbers):
                 raise ConfigError(f"data.shapes must hold texts like '8x16x16' (frames x height x width), got {text!r}")
             sizes.append((int(numbers[0]), int(numbers[1]), int(numbers[2])))
         if not sizes:
@@ -67,25 +67,24 @@ class MockData(DataConfig):
         return sizes
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check streams, shapes and pack length.
+        """Check the settings: there is nothing else."""
+        self.check_settings(spec, dp_size, micro_batches_per_step)
+
+    def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
+        """Check ranges, streams, shapes and pack length.
 
         Raises:
             ConfigError: something does not fit.
         """
+        counts = ("text_tokens", "dataset_size", "max_tokens_per_pack", "validation_micro_batches")
+        sides = dict.fromkeys(("frames", "height", "width"), PATCHES)
+        check_ranges("data", self, sides | dict.fromkeys(counts, COUNT) | {"fps": POSITIVE, "num_streams": RANKS})
         check_streams(self.num_streams, dp_size, micro_batches_per_step)
-        counts = (
-            self.text_tokens,
-            self.validation_micro_batches,
-            1 if self.dataset_size is None else self.dataset_size,
-        )
-        if min(counts) < 1:
-            raise ConfigError(
-                f"data.text_tokens={self.text_tokens}, data.validation_micro_batches={self.validation_micro_batches} "
-                f"and data.dataset_size={self.dataset_size} must be at least 1"
-            )
-        if not 0 < self.fps < math.inf:
-            raise ConfigError(f"data.fps={self.fps:g} must be a number greater than 0")
         for t, h, w in self.sizes():
+            if t * h * w not in COUNT:
+                raise ConfigError(
+                    f"a mock latent of {t} x {h} x {w} (T x H x W) has {t * h * w:,} positions, which must be {COUNT}"
+                )
             if t % spec.patch_temporal or h % spec.patch_spatial or w % spec.patch_spatial:
                 raise ConfigError(
                     f"a mock latent of {t} x {h} x {w} (T x H x W) cannot be cut into patches of "

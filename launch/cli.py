@@ -4,24 +4,35 @@ nemo-run (0.11) ignores flags it does not know and answers every failure with ex
 only the factory and the overrides go on to it.
 """
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Optional
 
 from dit.errors import ConfigError, page_of
+from dit.ranges import COUNT, RANKS
+from dit.training.settings import (
+    CheckpointConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from recipes import registry
 
 HELP = """\
 Train a diffusion backbone.
 
 usage: python -m launch.train --factory RECIPE [flags] [key.path=value ...]
-       torchrun --nproc-per-node N -m launch.train --yes --factory RECIPE [flags] [key.path=value ...]
+       torchrun --standalone --nproc-per-node N -m launch.train --yes --factory RECIPE [flags] [key.path=value ...]
 
 first steps
   python -m launch.train --list                                  what can be trained
   python -m launch.train --factory tiny_dit --yes                a run of seconds on made-up data, any machine
   python -m launch.train --factory letters_dit --dryrun          look at a recipe: settings, parameters, memory
-  torchrun --nproc-per-node 2 -m launch.train --yes --factory letters_dit
+  torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_dit
   python -m launch.sample --checkpoint runs/letters_dit          draw what it learned
 
 change any setting
@@ -33,7 +44,7 @@ change any setting
 
 flags
   -f, --factory RECIPE     recipe to run (a name from --list, or package.module.function of your own)
-      --yaml FILE          start from a saved configuration (or RUN_DIR/config.yaml) instead of a recipe
+      --yaml FILE|RUN_DIR  start from a saved configuration, or a run folder's, instead of a recipe
       --yes                do not ask before starting (required under torchrun and in scripts)
       --dryrun             settings, parameter count, memory per rank, FLOPs; needs no GPU and no data
       --world-size N       ranks to plan for with --dryrun (default: as launched, or the smallest that fits)
@@ -99,6 +110,25 @@ _ELSEWHERE = {
     "-y": "write --yes or --yaml FILE in full",
 }
 
+PlainPart = (
+    type[OptimizerConfig]
+    | type[ScheduleConfig]
+    | type[TrainingConfig]
+    | type[CheckpointConfig]
+    | type[LoggingConfig]
+    | type[SamplingConfig]
+)
+PLAIN_PARTS: dict[str, PlainPart] = {
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "training": TrainingConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+    "sampling": SamplingConfig,
+}
+"""Parts of which every recipe has the same kind."""
+PLAIN_KEYS = [f"{part}.{f.name}" for part, kind in PLAIN_PARTS.items() for f in fields(kind)]
+
 
 def parse(argv: Sequence[str]) -> Options:
     """Read the flags and collect the overrides.
@@ -146,21 +176,46 @@ def check_factory(name: str) -> None:
         raise ConfigError(f"--factory {base}: no such recipe{hint} --list shows all {len(known)}")
 
 
+def check_keys(overrides: Sequence[str]) -> None:
+    """Refuse a misspelt name of a setting that every recipe has, before anything heavy is imported.
+
+    What may belong to another part, or to one that depends on the recipe, is left to `launch.overrides`.
+
+    Raises:
+        ConfigError: there is no such setting, and one of the same part looks like it.
+    """
+    for text in overrides:
+        key = re.split(r"[-+*/|]?=", text, maxsplit=1)[0]
+        part, _, name = key.partition(".")
+        if part in PLAIN_PARTS:
+            known = [f.name for f in fields(PLAIN_PARTS[part])]
+            setting = re.split(r"[.\[]", name)[0]
+            elsewhere = any(other.rpartition(".")[2] == setting for other in PLAIN_KEYS)
+            if name and not elsewhere and registry.closest(setting, known):
+                raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, known))
+
+
 def _number(flag: str, value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"{flag} must be a whole number of at least 1, got {value!r}")
-    return int(value)
+    allowed = RANKS if flag == "--world-size" else COUNT
+    if _whole(value) not in allowed:
+        raise ConfigError(f"{flag} must be {allowed}, got {value!r}")
+    return _whole(value)
+
+
+def _whole(text: str) -> int:
+    """Read a whole number; 0 where the text is none, or has more digits than any count."""
+    return int(text) if text.isdecimal() and len(text) <= 20 else 0
 
 
 def _tokens(value: str) -> tuple[int, ...]:
     """Read `4096`, or `24x32x32` patches."""
-    parts = value.lower().split("x")
-    if len(parts) not in (1, 3) or not all(part.isdecimal() and int(part) > 0 for part in parts):
+    tokens = tuple(map(_whole, value.lower().split("x")))
+    if len(tokens) not in (1, 3) or math.prod(tokens) not in COUNT:
         raise ConfigError(
-            f"--tokens must be a whole number of at least 1, or three of them as TxHxW patches, got {value!r}; "
+            f"--tokens must be {COUNT}, or three numbers with such a product as TxHxW patches, got {value!r}; "
             "write --tokens 4096 or --tokens 24x32x32"
         )
-    return tuple(int(part) for part in parts)
+    return tokens
 
 
 def _stray(word: str) -> str:
@@ -174,4 +229,7 @@ def _unknown_flag(flag: str) -> str:
     if flag in _ELSEWHERE:
         return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag].format(page=page_of('launch'))}"
     hint = registry.did_you_mean(flag, [*_FLAGS, *(s for s in _ALIASES if s.startswith("--"))])
+    keys = [key for key in PLAIN_KEYS if key.rpartition(".")[2] == flag[2:].replace("-", "_")]
+    if keys:
+        hint = f"; settings are written without dashes, {' or '.join(f'{key}=VALUE' for key in keys)}"
     return f"unknown flag {flag}{hint or '; --help shows all flags'}"

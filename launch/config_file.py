@@ -18,8 +18,9 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.errors import ConfigError
+from dit.training.checkpoint import CONFIG_FILE
 from dit.training.config_record import CLASS_KEY
-from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value
+from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
 from recipes.registry import TRAINING_FUNCTION
 
 TRUSTED_PACKAGES = ("dit", "energon_data", "recipes")
@@ -34,9 +35,8 @@ def complete(node: Config | Partial) -> dict[str, Any]:
     if isinstance(node, Partial):
         values["_partial_"] = True
     for name, parameter in inspect.signature(fn).parameters.items():
-        value = getattr(node, name, parameter.default)
-        if value is not inspect.Parameter.empty:
-            values[name] = _plain(value)
+        if name in node.__arguments__ or parameter.default is not inspect.Parameter.empty:
+            values[name] = _plain(value_of(node, name))
     return values
 
 
@@ -95,16 +95,22 @@ def load(path: str | Path, function: Callable, load_component: Callable[[str], N
     """Read a configuration of `function` from a YAML file.
 
     Args:
+        path: the file, or a run folder, of which `config.yaml` is read.
         function: the training function; its signature says what each part must be.
 
     Raises:
         ConfigError: the file is missing, is no YAML, or a setting in it does not exist or has the wrong type.
     """
+    path = Path(path)
+    if path.is_dir():
+        path /= CONFIG_FILE
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read --yaml {path}: {error.strerror}; --to-yaml FILE writes one") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply for settings; --to-yaml FILE writes such a file") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}; --to-yaml FILE writes one") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}, not settings; --to-yaml FILE writes such a file")

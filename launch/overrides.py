@@ -5,6 +5,7 @@ exist, takes any word for a factory before it takes it for a string (a run folde
 module would call it), and does not know `X | None`.
 """
 
+import dataclasses
 import inspect
 import math
 import re
@@ -57,6 +58,9 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
     for depth, parent in enumerate(parents):
         node = _child(node, parent, ".".join(parents[:depth]))
     path = ".".join(parents)
+    if "[" in name:
+        whole = _join(path, name.partition("[")[0])
+        raise ConfigError(f"{text}: entries are not assigned one by one; write the list in full, {whole}=[...]")
     try:
         annotation = annotation_of(node, name, path)
     except ConfigError as error:
@@ -68,17 +72,28 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
         setattr(node, name, parse_value(value, annotation, key, load))
         return
     try:
-        old = getattr(node, name)
-        setattr(node, name, PythonicParser().apply_operation(op, old, parse_value(value, annotation, key, load)))
-    except (AttributeError, CLIException) as error:
+        operand = parse_value(value, annotation, key, load)
+        result = PythonicParser().apply_operation(op, value_of(node, name), operand)
+    except CLIException as error:
         raise ConfigError(f"{text}: {key} has no value that {op.value} could change; write {key}=VALUE") from error
+    setattr(node, name, _checked(result, annotation, text, key))
+
+
+def _checked(result: Any, annotation: Any, text: str, key: str) -> Any:
+    """Return the result of an operation as the type of its setting: 100 steps `/=2` are 50, not 50.0."""
+    accepted = (annotation, *get_args(normalise(annotation)))
+    if int in accepted and isinstance(result, float):
+        if not result.is_integer():
+            raise ConfigError(f"{text}: {key} would be {result:g}, which is not a whole number; write {key}=VALUE")
+        return int(result)
+    return result
 
 
 def _child(node: Any, part: str, path: str) -> Any:
     """Follow one step of a path, `name` or `name[3]`."""
     name, *indices = re.findall(r"[^\[\]]+", part)
     annotation_of(node, name, path)
-    child = getattr(node, name, None)
+    child = value_of(node, name)
     for index in indices:
         if not isinstance(child, list) or not index.isdecimal() or int(index) >= len(child):
             size = f"has {len(child)} entries" if isinstance(child, list) else "is not a list"
@@ -97,6 +112,22 @@ def parameters(target: Any) -> dict[str, Any]:
     return {name: hints.get(name, Any) for name in inspect.signature(fn).parameters}
 
 
+def value_of(node: Any, name: str) -> Any:
+    """Return the value of a setting, its default where nothing is assigned, or None where it has neither.
+
+    fiddle's own `getattr` raises where the default is made by a factory.
+    """
+    fn = node.__fn_or_cls__
+    if name in node.__arguments__:
+        return node.__arguments__[name]
+    if dataclasses.is_dataclass(fn):
+        made = {f.name: f.default_factory for f in dataclasses.fields(fn)}.get(name, dataclasses.MISSING)
+        if made is not dataclasses.MISSING:
+            return made()
+    default = inspect.signature(fn).parameters[name].default
+    return None if default is inspect.Parameter.empty else default
+
+
 def annotation_of(node: Any, name: str, path: str) -> Any:
     """Return the annotation of a setting.
 
@@ -107,10 +138,7 @@ def annotation_of(node: Any, name: str, path: str) -> Any:
     name = name.partition("[")[0]
     if name in known:
         return known[name]
-    owner = node.__fn_or_cls__.__name__
-    near = [_join(path, k) for k in registry.closest(name, known)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
-    raise ConfigError(f"{_join(path, name)}: {owner} has no setting {name!r}; {hint}")
+    raise ConfigError(registry.no_such_setting(node.__fn_or_cls__, path, name, known))
 
 
 def all_keys(node: Any, path: str = "") -> list[str]:
@@ -118,7 +146,7 @@ def all_keys(node: Any, path: str = "") -> list[str]:
     keys = []
     for name in parameters(node):
         keys.append(_join(path, name))
-        child = getattr(node, name, None)
+        child = value_of(node, name)
         if isinstance(child, Config | Partial):
             keys += all_keys(child, _join(path, name))
     return keys

@@ -7,7 +7,7 @@ layers, as each backbone counts it (`ModelConfig.saved_activations`); its formul
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Optional
 
 import fiddle
@@ -16,7 +16,7 @@ from torch import nn
 from dit.errors import ConfigError
 from dit.models.activations import BatchForm, Kept
 from dit.models.base import ModelConfig
-from dit.parallel.dims import ParallelConfig, check_parallel
+from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.training.settings import TrainingConfig
 from energon_data.mock import MockData
 
@@ -262,6 +262,24 @@ def _formula(model: ModelConfig, training: TrainingConfig, form: BatchForm) -> s
     return FORMULA.format(numbers=numbers) + RECOMPUTE_FORMULAS[training.recompute].format(left=left)
 
 
+def checked(task: "run.Partial", world_size: Optional[int]) -> tuple[dict[str, Any], ParallelDims]:
+    """Build the parts of a run and make the checks of training that need neither device nor data.
+
+    Args:
+        world_size: ranks to plan for; None for the smallest world that fits the layout.
+
+    Raises:
+        ConfigError: a setting is out of its range, or settings do not fit together.
+    """
+    from dit.training.checks import CHECKED, check_run
+    from dit.training.pictures import check_pictures
+
+    parts: dict[str, Any] = fiddle.build(task).keywords
+    dims, _ = check_run(*(parts[name] for name in CHECKED), world_size=world_size)
+    check_pictures(parts["sampling"], parts["objective"])
+    return parts, dims
+
+
 def report(
     task: "run.Partial",
     world_size: Optional[int],
@@ -279,32 +297,15 @@ def report(
         ConfigError: the settings do not fit together.
     """
     from dit.parallel.parallelize import count_parameters
+    from dit.training.checks import adapted
     from dit.training.flops import flops_per_token
-    from dit.training.pictures import check_pictures
-    from dit.training.pretrain import check_training
-    from dit.training.profile import check_profile_steps
     from dit.training.state_files import STAGING_BYTES, checkpoint_bytes
     from launch.config_file import summary
 
-    names = ("model", "training", "parallel", "optimizer", "schedule", "objective", "logging", "sampling")
-    parts: dict[str, Any] = {name: fiddle.build(getattr(task, name)) for name in names}
+    parts, dims = checked(task, world_size)
     model, training, parallel = parts["model"], parts["training"], parts["parallel"]
-    model.validate()
-    check_training(parts["optimizer"], parts["schedule"], training)
-    check_profile_steps(parts["logging"].profile_steps)
-    check_pictures(parts["sampling"], parts["objective"])
-    per_stage = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    smallest = math.lcm(per_stage, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
-    dims = check_parallel(
-        parallel,
-        world_size=world_size or smallest,
-        num_attention_heads=model.megatron_sizes()["num_attention_heads"],
-        num_layers=model.megatron_sizes()["num_layers"],
-        micro_batch_size=training.micro_batch_size,
-        global_batch_size=training.global_batch_size,
-        num_experts=model.megatron_sizes().get("num_moe_experts"),
-        num_query_groups=model.megatron_sizes().get("num_query_groups"),
-    )
+    changes = adapted(parts["schedule"], training, dims)
+    training = replace(training, micro_batch_size=dims.micro_batch_size)
     sample = planned_sample(task, model, tokens, text_tokens)
     need = estimate_memory(model, training, parallel, dims.data_parallel_size, sample)
     flops = flops_per_token(model, sample.tokens, sample.text_tokens, grid=sample.grid)
@@ -316,7 +317,7 @@ def report(
     sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
     if parallel.expert_model_parallel_size > 1:
         sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
-    batch = f"{dims.micro_batches} micro-batches x {training.micro_batch_size} x {dims.data_parallel_size} replicas"
+    batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
     count = count_parameters(model)
     state = checkpoint_bytes(count, averaged=training.ema_decay is not None)
     lines = [
@@ -330,6 +331,7 @@ def report(
         f"{step / 1e12:,.4g} TFLOP per step",
         f"checkpoint  {state / GIB:,.3f} GiB on disk, {state / GIB / dims.world_size:,.3f} GiB from each rank through "
         f"{STAGING_BYTES >> 20} MiB of host memory; no device memory",
+        *(f"{'adapted' if line == changes[0] else '':<12}{line}" for line in changes),
         "",
         f"memory per rank{' (the fullest of the pipeline)' if pp > 1 else ''}, {training.precision}",
         *(f"  {name:<12}{value / GIB:10.3f} GiB" for name, value in asdict(need).items()),

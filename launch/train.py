@@ -11,7 +11,18 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_OK, EXIT_UNEXPECTED, ConfigError, UserError, exit_code
+from dit.errors import (
+    EXIT_CONFIG,
+    EXIT_NOT_FINITE,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    EXIT_UNEXPECTED,
+    ConfigError,
+    UserError,
+    exit_code,
+    name_root_cause,
+)
+from dit.ranges import check_path
 from launch import cli, environment
 from recipes import registry
 
@@ -32,6 +43,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         _report(error, verbose)
         return exit_code(error)
     except SystemExit as leave:
+        if leave.code == EXIT_PREEMPTED:
+            name_root_cause("stopped early, after a checkpoint: the same command goes on")
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
         return exit_code(leave)
@@ -46,6 +59,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             return EXIT_UNEXPECTED
         print(f"rank {environment.rank()}: unexpected error", file=sys.stderr)
         traceback.print_exc()
+        name_root_cause(f"unexpected error {type(error).__name__}: {error}")
         return EXIT_UNEXPECTED
 
 
@@ -77,12 +91,14 @@ def _execute(options: cli.Options) -> int:
         print(plan.report(task, world_size, options.tokens, options.text_tokens))
     if not options.starts_training:
         return EXIT_OK
+    environment.prepare_layout(task.parallel)
+    import nemo_run as run
+
     if shows:
+        _check_run(task)
         print(config_file.summary(task), flush=True)
     if not options.yes:
         _ask(options)
-    environment.prepare_layout(task.parallel)
-    import nemo_run as run
 
     _configure_logging(options.verbose)
     run.run(task, direct=True)
@@ -101,8 +117,33 @@ def _check(options: cli.Options) -> None:
         )
     if options.factory:
         cli.check_factory(options.factory)
+        if "." not in options.factory.partition("(")[0]:  # a recipe of one's own may have parts of its own
+            cli.check_keys(options.overrides)
     if options.starts_training and not options.yes and not environment.can_ask():
         raise ConfigError("nobody can be asked here (no terminal, or several ranks); add --yes to start training")
+
+
+def _check_run(task: "run.Partial") -> None:
+    """Make the checks of training before its settings are shown; a refusal leaves the record of a failed run."""
+    import fiddle
+
+    from dit.training.checks import CHECKED
+    from dit.training.exit_record import ExitRecord
+    from dit.training.pretrain import check_settings, pretrain
+    from dit.training.run_lock import RunLock
+
+    if fiddle.get_callable(task) is not pretrain:
+        return
+    parts = fiddle.build(task).keywords
+    run_dir = parts["training"].run_dir
+    check_path("training.run_dir", run_dir)  # an error of this or of the lock would have no place for its record
+    with RunLock(run_dir, environment.rank()) as lock:
+        lock.check()
+        try:
+            check_settings(*(parts[name] for name in CHECKED))
+        except UserError:
+            with ExitRecord(run_dir, environment.rank(), lock.is_ours):
+                raise
 
 
 def resolve(options: cli.Options) -> "run.Partial":
@@ -182,6 +223,7 @@ def _ask(options: cli.Options) -> None:
 def _report(error: UserError, verbose: bool) -> None:
     # fiddle appends where it was building; the message itself already names the setting.
     message = str(error).partition("\n\nFiddle context:")[0]
+    name_root_cause(f"error: {message}")
     several = environment.world_size() > 1
     # What all ranks find alike is told once; other errors may be one rank's own.
     if not several or environment.rank() == 0 or exit_code(error) not in SAME_ON_ALL_RANKS:

@@ -1,8 +1,8 @@
 """Runs to measure and to compare: the rows of NeMo's published table, of its parallel matrix, and of its stages.
 
-All feed made-up latents. Time one with `torchrun --nproc-per-node N -m benchmarks.step --factory NAME`, which reports
-TFLOPS in three labelled conventions, tokens/s per GPU and peak memory. NeMo's figures were published for 32 nodes of 8
-H100 and never with a batch size; a batch of 256 is assumed where a layout needs one.
+All feed made-up latents. Time one with `torchrun --standalone --nproc-per-node N -m benchmarks.step --factory NAME`,
+which reports TFLOPS in three labelled conventions, tokens/s per GPU and peak memory. NeMo's figures were published for
+32 nodes of 8 H100 and never with a batch size; a batch of 256 is assumed where a layout needs one.
 """
 
 import nemo_run as run
@@ -52,10 +52,10 @@ def bench_dit7b_8k_tp2sp() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def bench_dit7b_74k_tp2sp_cp4() -> run.Partial:
-    """DiT-7B (7.19 B) at 73,728 tokens, TP 2 + SP, CP 4: 16 x 80 GB or more.
+    """DiT-7B (7.19 B) at 73,728 tokens, TP 2 + SP, CP 4: 16 x 141 GB or more, 84 GiB each.
 
     Published: 3409 tokens/s per GPU, 439 TFLOPS in NeMo's convention, 385 of work. 80 GB need
-    `training.recompute=selective`: --dryrun estimates 67 GiB on each of 16 GPUs with it, without it 84, and 77 on 256.
+    `training.recompute=selective`: --dryrun estimates 67 GiB on each of 16 GPUs with it, and without it 77 on 256.
     """
     recipe = on_tensor_parallel(_measured("bench_dit7b_74k_tp2sp_cp4", dit_cross_7b(), CLIP_74K), 2)
     recipe.parallel.context_parallel_size = 4
@@ -171,7 +171,7 @@ def _matrix(name: str, *, pipeline: bool = False, experts: bool = False, fsdp: b
 
 @run.cli.factory(target=pretrain)
 def matrix_fsdp() -> run.Partial:
-    """A small DiT on clips of 1024 tokens under FSDP alone: any number of ranks up to 8.
+    """A small DiT on clips of 1024 tokens under FSDP alone: 1, 2, 4 or 8 ranks.
 
     Twenty steps, to see a layout train before a long run is given to it; `python -m benchmarks.parallel_matrix`
     compares every parameter's gradient with one rank.

@@ -222,7 +222,7 @@ def pretrain_xl() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_xl_dfm() -> run.Partial:
-    """DiT-XL with text and low-rank adaLN (675 M), packs of 8000 tokens: one 80 GB GPU or more.
+    """DiT-XL with text and low-rank adaLN (675 M), packs of 8000 tokens, two to a step: one or two 80 GB GPUs.
 
     The modulation goes through 256 features, which takes 252 M parameters off DiT-XL and no work off its tokens.
     Cosine schedule over 10,000 steps, warm-up 2000.
@@ -282,9 +282,9 @@ def pretrain_7b_256p_joint() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b_256p_joint_pack() -> run.Partial:
-    """DiT-7B with text (7.19 B) on packs of 10,240 tokens of 256 px images and clips, TP 2 + SP: 16 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on packs of 10,240 tokens, 256 px, TP 2 + SP: 16 x 80 GB or more, 70 GiB each.
 
-    As pretrain_7b_256p_joint, but images fill the room that clips leave. 128 packs to a step.
+    As pretrain_7b_256p_joint, images and clips, but images fill the room that clips leave. 128 packs to a step.
     """
     recipe = pretrain_7b_256p_joint()
     recipe.training.run_dir = "runs/pretrain_7b_256p_joint_pack"

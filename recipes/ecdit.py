@@ -51,7 +51,7 @@ def pretrain_ecditllama1b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ecditllama1b_ep8() -> run.Partial:
-    """EC-DiT-1B (7.18 B, 1.54 B per token), otherwise as pretrain_ecditllama1b, experts shared by 8: 32 x 80 GB.
+    """EC-DiT-1B (7.18 B, 1.54 B per token), as pretrain_ecditllama1b, experts shared by 8: 32 x 80 GB, 72 GiB each.
 
     Tokens travel to the 8 experts of a layer that each GPU holds, instead of the experts to the tokens; the distributed
     optimizer in place of FSDP.

@@ -84,10 +84,10 @@ def pretrain_ditllama1b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama3b() -> run.Partial:
-    """MovieGen-3B (5.02 B, whatever its name) on images of 256 tokens, 1536 to a step: 32 x 80 GB.
+    """MovieGen-3B (5.02 B, whatever its name) on images of 256 tokens, 1536 to a step: 32 x 80 GB, 68 GiB each.
 
     28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
-    on each of 32 GPUs is the whole step; --dryrun estimates 68 GiB on each, 92 with no layer recomputed.
+    on each of 32 GPUs is the whole step; --dryrun estimates 92 GiB with no layer recomputed.
     """
     recipe = _images("pretrain_ditllama3b", moviegen_3b(), 48, 1536)
     recipe.training.recompute, recipe.training.recompute_layers = "full", 12
@@ -132,10 +132,10 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_stage3() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens of 768 px, TP 2 + SP, CP 4: 8 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 80 GB or more, 71 GiB each.
 
     Every GPU holds 9216 tokens of a pack; 256 packs to a step at lr 6e-5. Cheap activations are recomputed; --dryrun
-    estimates 71 GiB on each of 8 GPUs, 64 on 16.
+    estimates 64 GiB on each of 16 GPUs.
     """
     recipe = pretrain_ditllama5b_stage2()
     recipe.training.run_dir = "runs/pretrain_ditllama5b_stage3"

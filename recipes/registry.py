@@ -10,7 +10,7 @@ import argparse
 import ast
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -108,6 +108,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0] if len(near) == 1 else ', '.join(near[:-1]) + ' or ' + near[-1]}?"
 
 
+def no_such_setting(owner: Callable, path: str, name: str, known: Iterable[str]) -> str:
+    """Say that a part of a run has no setting of this name, and which one it has instead.
+
+    Args:
+        owner: function or class of the part.
+        path: dotted path of the part; empty for the run itself.
+    """
+    at, known = f"{path}." if path else "", list(known)
+    near = [at + key for key in closest(name, known)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+    return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"
+
+
 def listing() -> str:
     """Return every recipe with its line, as plain text for the console."""
     found = recipes()
@@ -133,7 +146,7 @@ def page() -> str:
         "",
         "```",
         "python -m launch.train --yes --factory NAME key.path=value ...",
-        "torchrun --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
+        "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
         "and look at it first with `--dryrun` (no GPU, no data needed). `--list` prints this table.",

@@ -40,7 +40,7 @@ def _stdit(name: str, model: run.Config) -> run.Partial:
 def tiny_stdit() -> run.Partial:
     """Made-up images and clips with texts, an ST-DiT of one pair of width 64: trains in seconds on any machine.
 
-    On two ranks with context parallelism: torchrun --nproc-per-node 2 ... parallel.context_parallel_size=2.
+    With context parallelism: torchrun --standalone --nproc-per-node 2 ... parallel.context_parallel_size=2.
     """
     return as_tiny(_stdit("tiny_stdit", stdit_s()))
 
@@ -49,7 +49,7 @@ def tiny_stdit() -> run.Partial:
 def tiny_stdit_full() -> run.Partial:
     """As tiny_stdit, two layers with spatial, full and temporal attention in each: trains in seconds on any machine.
 
-    On two ranks with context parallelism (torchrun --nproc-per-node 2 ... parallel.context_parallel_size=2) full
+    On two ranks with context parallelism (torchrun --standalone --nproc-per-node 2 ... parallel.context_parallel_size=2) full
     attention runs on the ring, spatial and temporal attention become local by one all-to-all each way.
     """
     return as_tiny(_stdit("tiny_stdit_full", stdit_xl_full()))
@@ -77,10 +77,10 @@ def _on_packs(name: str, model: run.Config) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_stdit_xl() -> run.Partial:
-    """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 80 GB or more.
+    """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 80 GB or more, 71 GiB each.
 
     A clip of 24 x 32 x 32 patches fills a pack; images fill the room that shorter clips leave. 64 packs to a step at lr
-    1e-4; cheap activations are recomputed. --dryrun --tokens 24x32x32 --world-size 8 estimates 71 GiB on each.
+    1e-4; cheap activations are recomputed. Operations are counted by --dryrun --tokens 24x32x32.
     """
     return _on_packs("pretrain_stdit_xl", stdit_xl())
 
@@ -100,9 +100,9 @@ def pretrain_stdit_xl_full() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def mock_stdit_xl() -> run.Partial:
-    """ST-DiT-XL (1.20 B) on made-up clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more.
+    """ST-DiT-XL (1.20 B) on made-up clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more, 69 GiB of it.
 
-    24 of its 56 layers are recomputed; --dryrun estimates 69 GiB.
+    24 of its 56 layers are recomputed; the memory is what --dryrun estimates.
     """
     recipe = as_mock(_stdit("mock_stdit_xl", stdit_xl()), CLIP_25K)
     recipe.training.recompute, recipe.training.recompute_layers = "full", 24

@@ -63,9 +63,9 @@ def wan_1_3b_mock() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def wan_14b_mock() -> run.Partial:
-    """Wan 2.1 14B (14.3 B) on made-up clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP, 15 steps: 32 x 80 GB or more.
+    """Wan 2.1 14B (14.3 B) on made-up clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP: 32 x 80 GB or more, 71 GiB each.
 
-    `--dryrun` estimates 72 GiB on each of 32 GPUs, 64 of them activations; on 16 GPUs they need
+    15 steps. Of the memory that `--dryrun` estimates, 64 GiB are activations; 16 GPUs need
     `training.recompute=selective` (67 GiB). DFM publishes 325.8 TFLOP/s
     for each of 128 H100 with this model, clip and layout: 1974 tokens/s.
     """

@@ -39,9 +39,6 @@ class ExpertOptions:
             names = [field.name for field in fields(ExpertOptions)]
             check_unused(self, names, "without experts", "set model.num_experts too")
             return
-        for name, size in (("num_experts", experts), ("moe_ffn_hidden_size", self.moe_ffn_hidden_size)):
-            if size is not None and size < 1:
-                raise ConfigError(f"model.{name}={size} must be at least 1, or None")
         if self.moe_router not in get_args(Router):
             raise ConfigError(f"model.moe_router={self.moe_router!r} is unknown; use 'expert_choice' or 'top_k'")
         if self.moe_router == "expert_choice":
@@ -60,8 +57,6 @@ class ExpertOptions:
                 f"model.moe_top_k={self.moe_top_k} is how many of model.num_experts={experts} experts every token "
                 f"meets; use a value from 1 to {experts}"
             )
-        if self.moe_aux_loss_coeff < 0:
-            raise ConfigError(f"model.moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative; 0 is off")
 
     def expert_size(self, dense_size: int) -> int:
         """Return the inner width of one expert.

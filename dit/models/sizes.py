@@ -6,10 +6,42 @@ from typing import Any, Literal, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
+from dit.ranges import (
+    COUNT,
+    EXPERTS,
+    LAYERS,
+    NOT_NEGATIVE,
+    PATCHES,
+    POSITIVE,
+    SHARE,
+    WIDTH,
+    Range,
+    check_ranges,
+    whole,
+)
 
 CONDITION_FEATURES = 256
 """Width of the sinusoid of the time and of every other number a network is conditioned on."""
 
+
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
+    **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "adaln_lora_rank"), WIDTH),
+    **dict.fromkeys(("num_layers", "num_joint_layers", "num_single_layers"), LAYERS),
+    **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "rope_axes"), PATCHES),
+    **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
+    **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k"), WIDTH),
+    "rope_theta": Range(1, 10**12, open_low=True),
+    "rope_factors": Range(0, 10**6, open_low=True),
+    "num_classes": COUNT,
+    "num_experts": EXPERTS,
+    "moe_capacity_factor": POSITIVE,
+    "moe_aux_loss_coeff": NOT_NEGATIVE,
+    "time_frequency_shift": whole(0, 1),
+    "guidance": NOT_NEGATIVE,
+}
+"""What the numbers of any backbone may be, by the names that backbones share."""
 
 Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
 """Positions of the backbones that take any that are computed from the indices."""
@@ -106,16 +138,19 @@ def check_unused(config: Any, names: Sequence[str], where: str, cure: str) -> No
         raise ConfigError(f"{', '.join(given)} has no effect {where}; {cure}, or leave {', '.join(usual)}")
 
 
-def check_positive(config: ModelConfig, *names: str) -> None:
-    """Check that the named sizes are at least 1, or None where they are optional.
+def check_numbers(config: ModelConfig) -> None:
+    """Check every number of a backbone's settings by itself.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: one lies outside its range.
     """
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"model.{name}={value} must be at least 1")
+    named = {field.name for field in fields(config)}
+    check_ranges("model", config, {name: allowed for name, allowed in RANGES.items() if name in named})
+    if config.token_channels not in WIDTH:
+        raise ConfigError(
+            f"model.in_channels={config.in_channels} x patch_temporal={config.patch_temporal} x patch_spatial="
+            f"{config.patch_spatial} squared are {config.token_channels:,} features of a token, which must be {WIDTH}"
+        )
 
 
 def check_heads(hidden_size: int, num_attention_heads: int, num_query_groups: Optional[int] = None) -> None:
@@ -136,17 +171,6 @@ def check_heads(hidden_size: int, num_attention_heads: int, num_query_groups: Op
             f"model.num_attention_heads={num_attention_heads} is not a multiple of "
             f"model.num_query_groups={num_query_groups}; use one of {fits} groups, or None for one per head"
         )
-
-
-def check_shares(config: ModelConfig) -> None:
-    """Check that the dropped shares of conditions are shares.
-
-    Raises:
-        ConfigError: one is not.
-    """
-    for name in ("class_dropout", "context_dropout"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise ConfigError(f"model.{name}={getattr(config, name)} is a share; use a value from 0 to 1")
 
 
 @dataclass(kw_only=True)
@@ -205,11 +229,8 @@ class CrossAttentionModelConfig(ModelConfig, RotarySettings):
         Raises:
             ConfigError: sizes do not fit each other.
         """
-        check_positive(self, "hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
-        check_positive(self, "in_channels", "out_channels", "patch_spatial", "patch_temporal")
-        check_positive(self, "num_classes", "context_size")
+        check_numbers(self)
         check_heads(self.hidden_size, self.num_attention_heads, self.num_query_groups)
-        check_shares(self)
         if self.context_size is None:
             raise ConfigError(
                 "model.context_size=None: every layer of this backbone reads text; give the width of the text "

@@ -21,6 +21,7 @@ from dit.objectives.base import (
     shared_time,
 )
 from dit.objectives.noise_levels import ScheduleName, make_schedule
+from dit.ranges import check_ranges, whole
 
 Prediction = Literal["noise", "x0", "v"]
 
@@ -68,6 +69,7 @@ class DDPM(Objective):
         self.path = AnglePath()
         check_choice("prediction", self.prediction, Prediction)
         check_choice("loss_kind", self.loss_kind, LossKind)
+        check_ranges("objective", self, {"discrete_steps": whole(1, 1_000_000)})
         self.noise_schedule = make_schedule(self.schedule, self.discrete_steps)
 
     def level(self, quantile_S: Tensor) -> Tensor:

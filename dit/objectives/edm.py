@@ -1,5 +1,6 @@
 """EDM: the network behind a preconditioner that keeps its input and its target at unit variance."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from dit.objectives.base import (
     shared_time,
 )
 from dit.objectives.noise_levels import log_normal
+from dit.ranges import FINITE, check_ranges
 
 _PAPER = {"sigma_data": 0.5, "p_std": 1.2, "rho": 7.0}
 
@@ -70,9 +72,10 @@ class EDM(Objective):
         self.path = VarianceExplodingPath()
         check_choice("loss_kind", self.loss_kind, LossKind)
         for name in ("sigma_data", "p_std", "rho"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"EDM {name}={getattr(self, name)} must be positive; the paper's is {_PAPER[name]}")
-        if not 0 < self.sigma_min < self.sigma_max:
+        check_ranges("objective", self, {"p_mean": FINITE})
+        if not 0 < self.sigma_min < self.sigma_max < math.inf:
             raise ConfigError(
                 f"EDM needs 0 < sigma_min < sigma_max, got sigma_min={self.sigma_min} and sigma_max={self.sigma_max}; "
                 "the paper's are 0.002 and 80"

@@ -1,5 +1,6 @@
 """Flow matching on the straight path from data to noise (rectified flow)."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from dit.objectives.base import (
     shared_time,
 )
 from dit.objectives.noise_levels import logit_normal, shift_time
+from dit.ranges import FINITE, check_ranges
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
@@ -72,8 +74,9 @@ class FlowMatching(Objective):
         check_choice("prediction", self.prediction, Prediction)
         check_choice("time_distribution", self.time_distribution, TimeDistribution)
         check_choice("loss_kind", self.loss_kind, LossKind)
+        check_ranges("objective", self, {"logit_mean": FINITE})
         for name in ("logit_std", "time_shift"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
 
     def level(self, quantile_S: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """Parallel sizes: what a recipe asks for, checked before any memory is touched."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Optional, get_args
 
 from dit.errors import ConfigError
 from dit.parallel.pipeline import split_layers
+from dit.ranges import LAYERS, RANKS, check_ranges
 
 FSDPSharding = Literal["optim", "optim_grads", "optim_grads_params"]
 
@@ -55,6 +57,19 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
 
+    def validate(self) -> None:
+        """Check every size by itself; `check_parallel` checks them against each other, the model and the job.
+
+        Raises:
+            ConfigError: one lies outside its range.
+        """
+        sizes = (
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+            *("context_parallel_size", "context_a2a_size"),
+            *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        )
+        check_ranges("parallel", self, dict.fromkeys(sizes, RANKS) | {"pipeline_layers": LAYERS})
+
 
 @dataclass(frozen=True)
 class ParallelDims:
@@ -63,18 +78,31 @@ class ParallelDims:
     Attributes:
         world_size: ranks of the job.
         data_parallel_size: replicas that read different samples.
+        micro_batch_size: samples (or packs) per forward pass of one replica.
         micro_batches: micro-batches per optimizer step on one replica.
         token_multiple: every sample is padded to a multiple of this many tokens.
     """
 
     world_size: int
     data_parallel_size: int
+    micro_batch_size: int
     micro_batches: int
     token_multiple: int
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def fewest_ranks(parallel: ParallelConfig) -> int:
+    """Return the smallest world that a layout fits."""
+    per_stage = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return math.lcm(per_stage, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
+
+
+def fitting_micro_batch(at_most: int, share: int) -> int:
+    """Return the largest micro-batch of up to `at_most` samples that divides a replica's share of the global batch."""
+    return next(size for size in range(min(at_most, share), 0, -1) if share % size == 0)
 
 
 def _check_fsdp(parallel: ParallelConfig) -> None:
@@ -153,25 +181,18 @@ def check_parallel(
     """Check a layout against the job and the model.
 
     Args:
+        micro_batch_size: the most samples of a forward pass; see `TrainingConfig`.
         num_query_groups: heads of keys and values where they are fewer than those of queries.
 
     Raises:
         ConfigError: the sizes do not fit; the message names the numbers and the nearest legal choice.
     """
+    parallel.validate()
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
     )
-    for name, value in (
-        ("tensor_model_parallel_size", tp),
-        ("pipeline_model_parallel_size", pp),
-        ("context_parallel_size", cp),
-        ("expert_model_parallel_size", parallel.expert_model_parallel_size),
-        ("expert_tensor_parallel_size", parallel.expert_tensor_parallel_size),
-    ):
-        if value < 1:
-            raise ConfigError(f"parallel.{name}={value} must be at least 1")
     if num_attention_heads % tp:
         raise ConfigError(
             f"num_attention_heads={num_attention_heads} cannot be split over tensor_model_parallel_size={tp}; "
@@ -221,31 +242,35 @@ def check_parallel(
             "gradients twice; use a smaller expert_model_parallel_size, fsdp_sharding='optim' or "
             "data_parallel=distributed_optimizer"
         )
-    if micro_batch_size < 1 or global_batch_size < 1:
-        raise ConfigError(
-            f"training.micro_batch_size={micro_batch_size} and training.global_batch_size={global_batch_size} "
-            "must be at least 1"
-        )
-    if global_batch_size % (micro_batch_size * dp):
-        nearest = max(1, round(global_batch_size / (micro_batch_size * dp))) * micro_batch_size * dp
-        raise ConfigError(
-            f"training.global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size} "
-            f"x data-parallel size {dp} = {micro_batch_size * dp}; use {nearest} or another micro-batch size"
-        )
-    micro_batches = global_batch_size // (micro_batch_size * dp)
-    if parallel.virtual_pipeline_model_parallel_size is not None and micro_batches % pp:
-        nearest = max(1, round(micro_batches / pp)) * pp * micro_batch_size * dp
-        raise ConfigError(
-            f"{micro_batches} micro-batches per step (training.global_batch_size={global_batch_size} over "
-            f"micro_batch_size={micro_batch_size} x data-parallel size {dp}) are not a multiple of "
-            f"pipeline_model_parallel_size={pp}, as the interleaved schedule needs; use "
-            f"training.global_batch_size={nearest} or virtual_pipeline_model_parallel_size=None"
-        )
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    parts = dp * pp if interleaved else dp  # the interleaved schedule takes micro-batches by the number of its stages
+    if global_batch_size % parts:
+        raise ConfigError(_does_not_share(global_batch_size, dp, pp, interleaved))
+    micro_batch_size = fitting_micro_batch(micro_batch_size, global_batch_size // parts)
     return ParallelDims(
         world_size=world_size,
         data_parallel_size=dp,
-        micro_batches=micro_batches,
+        micro_batch_size=micro_batch_size,
+        micro_batches=global_batch_size // (micro_batch_size * dp),
         token_multiple=_token_multiple(parallel),
+    )
+
+
+def _does_not_share(global_batch_size: int, dp: int, pp: int, interleaved: bool) -> str:
+    """Say why a global batch cannot be shared out, and what could."""
+    parts = dp * pp if interleaved else dp
+    below = global_batch_size // parts * parts
+    sizes = f"use {f'{below} or ' if below else ''}{below + parts}"
+    if interleaved:
+        return (
+            f"training.global_batch_size={global_batch_size} gives no multiple of pipeline_model_parallel_size={pp} "
+            f"micro-batches to each of {dp} data-parallel replicas, as the interleaved schedule needs; {sizes}, or "
+            "virtual_pipeline_model_parallel_size=None"
+        )
+    fits = max(n for n in range(1, dp) if global_batch_size % n == 0)
+    return (
+        f"training.global_batch_size={global_batch_size} is not a multiple of the data-parallel size {dp}; {sizes}, or "
+        f"fewer ranks, such as for {fits} replica{'s' if fits > 1 else ''}"
     )
 
 

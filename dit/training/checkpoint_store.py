@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
-from dit.errors import CheckpointError, ConfigError, UserError
+from dit.errors import CheckpointError, UserError
 from dit.training.durable_files import fsync_dir, write_atomic
 from dit.training.manifest import (
     MANIFEST,
@@ -65,11 +65,7 @@ class CheckpointStore:
     """
 
     def __init__(self, root: Path | str, config: CheckpointConfig) -> None:
-        if config.keep_last < 1 or config.keep_every < 0 or config.keep_best < 0:
-            raise ConfigError(
-                f"checkpoint.keep_last={config.keep_last} must be at least 1, keep_every={config.keep_every} and "
-                f"keep_best={config.keep_best} at least 0"
-            )
+        config.validate()
         self.root = Path(root)
         self.config = config
 

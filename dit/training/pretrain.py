@@ -19,18 +19,19 @@ from dit.backends.attention import resolve_attention
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
 from dit.backends.provider import resolve_linears
-from dit.backends.recompute import check_recompute
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig
-from dit.errors import EXIT_PREEMPTED, ConfigError
+from dit.errors import EXIT_PREEMPTED
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
 from dit.parallel.context import over_whole_packs, shard
-from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.schedule import WholeNetwork, forward_backward
+from dit.ranges import check_path
 from dit.training.checkpoint import CONFIG_FILE, Checkpointer, TrainState, held_out_meta
 from dit.training.checkpoint_store import CheckpointStore
+from dit.training.checks import adapted, check_run
 from dit.training.config_record import CLASS_KEY, to_record
 from dit.training.durable_files import write_record
 from dit.training.ema import EMA
@@ -44,10 +45,10 @@ from dit.training.manifest import HeldOut
 from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
 from dit.training.pictures import PictureWriter, check_pictures
 from dit.training.prefetch import DeviceBatches
-from dit.training.profile import StepProfile, check_profile_steps
+from dit.training.profile import StepProfile
 from dit.training.progress import ConsoleProgress
 from dit.training.run_lock import RunLock
-from dit.training.schedules import check_schedule, learning_rate
+from dit.training.schedules import learning_rate
 from dit.training.settings import (
     CheckpointConfig,
     LoggingConfig,
@@ -93,6 +94,7 @@ def pretrain(
     """
     settings = dict(locals())
     rank = int(os.environ.get("RANK", "0"))
+    check_path("training.run_dir", training.run_dir)  # or there is no place for the lock and the record
     with (
         PreemptionFlag() as preemption,
         RunLock(training.run_dir, rank) as lock,
@@ -101,9 +103,11 @@ def pretrain(
         with preemption.leaves_at_once():
             process_groups.connect()
             lock.agree()
-            dims, spec = check_settings(model, data, optimizer, schedule, parallel, training)
-            check_profile_steps(logging.profile_steps)
+            others = (checkpoint, logging, sampling)
+            dims, spec = check_settings(model, data, optimizer, schedule, parallel, training, *others)
             check_pictures(sampling, objective)
+            for line in adapted(schedule, training, dims) if rank == 0 else ():
+                logger.info(line)
         with StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog:
             with preemption.leaves_at_once():
                 groups = process_groups.initialize(parallel)
@@ -127,52 +131,19 @@ def check_settings(
     schedule: ScheduleConfig,
     parallel: ParallelConfig,
     training: TrainingConfig,
+    *others: CheckpointConfig | LoggingConfig | SamplingConfig,
 ) -> tuple[ParallelDims, BatchSpec]:
-    """Check all settings against each other before anything is built or written.
+    """Check all settings against each other, this machine and the data before anything is built or written.
 
     Raises:
         ConfigError, DataError: with the numbers and the cure.
     """
-    model.validate()
-    dims = check_parallel(
-        parallel,
-        world_size=world_size_from_environment(),
-        num_attention_heads=model.megatron_sizes()["num_attention_heads"],
-        num_layers=model.megatron_sizes()["num_layers"],
-        micro_batch_size=training.micro_batch_size,
-        global_batch_size=training.global_batch_size,
-        num_experts=model.megatron_sizes().get("num_moe_experts"),
-        num_query_groups=model.megatron_sizes().get("num_query_groups"),
-    )
+    world_size = world_size_from_environment()
+    dims, spec = check_run(model, data, optimizer, schedule, parallel, training, *others, world_size=world_size)
     resolve_attention(local_device(), DTYPES[training.precision], training.attention)
     resolve_linears(training.linears)
-    check_training(optimizer, schedule, training)
-    spec = BatchSpec(
-        patch_temporal=model.patch_temporal,
-        patch_spatial=model.patch_spatial,
-        latent_channels=model.in_channels,
-        num_classes=model.num_classes,
-        context_size=model.context_size,
-        pooled_size=model.pooled_size,
-        micro_batch_size=training.micro_batch_size,
-        multiple_of=dims.token_multiple,
-    )
     data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
     return dims, spec
-
-
-def check_training(optimizer: OptimizerConfig, schedule: ScheduleConfig, training: TrainingConfig) -> None:
-    """Check what can be checked of these on any machine.
-
-    Raises:
-        ConfigError: with the numbers and the cure.
-    """
-    check_recompute(training.recompute, training.recompute_layers)
-    check_schedule(training.num_steps, optimizer.lr, schedule)
-    if training.ema_decay is not None and not 0 <= training.ema_decay < 1:
-        raise ConfigError(f"training.ema_decay={training.ema_decay} must lie in [0, 1); use None for no average")
-    if training.log_interval < 1:
-        raise ConfigError(f"training.log_interval={training.log_interval} must be at least 1")
 
 
 class Run:
@@ -264,7 +235,8 @@ class Run:
         write_record(run_dir / CONFIG_FILE, yaml.safe_dump(self.record, sort_keys=False))
         attention, _ = resolve_attention(self.device, DTYPES[self.training.precision], self.training.attention)
         linear, _ = resolve_linears(self.training.linears)
-        append_attempt(run_dir / ENV_FILE, environment_record(self.groups.world_size, attention, linear.__name__))
+        ran = environment_record(self.groups.world_size, attention, linear.__name__)
+        append_attempt(run_dir / ENV_FILE, {**ran, "micro_batch_size": self.dims.micro_batch_size})
         mirrors: dict[str, Any] = {}
         if logging.tensorboard:
             step = self.state.step if resumed else None

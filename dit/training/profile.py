@@ -7,21 +7,7 @@ from typing import Optional, Self
 
 from torch.profiler import profile
 
-from dit.errors import ConfigError
-
 logger = logging.getLogger(__name__)
-
-
-def check_profile_steps(steps: Optional[list[int]]) -> None:
-    """Check the first and the last step to trace.
-
-    Raises:
-        ConfigError: they are not two steps in order.
-    """
-    if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
-        raise ConfigError(
-            f"logging.profile_steps={steps} must be the first and the last step to trace, such as [10, 11], or None"
-        )
 
 
 class StepProfile:

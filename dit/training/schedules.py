@@ -10,17 +10,13 @@ def check_schedule(num_steps: int, peak_lr: float, config: ScheduleConfig) -> No
     """Check that a schedule is possible before anything is built.
 
     Raises:
-        ConfigError: the warm-up does not fit into the run, a rate is negative, or `one_cycle` has no rise.
+        ConfigError: a number lies outside its range, the lowest rate is above the peak, or `one_cycle` has no rise.
     """
     if config.kind not in ("constant", "cosine", "one_cycle"):
         raise ConfigError(f"schedule.kind={config.kind!r} is unknown; use constant, cosine or one_cycle")
     if num_steps < 1:
         raise ConfigError(f"training.num_steps={num_steps} leaves nothing to do; use at least 1")
-    if not 0 <= config.warmup_steps <= num_steps:
-        raise ConfigError(
-            f"schedule.warmup_steps={config.warmup_steps} does not fit into training.num_steps={num_steps}; "
-            f"use 0..{num_steps} or train longer"
-        )
+    config.validate()
     if not (math.isfinite(peak_lr) and 0 <= config.min_lr <= peak_lr):
         raise ConfigError(
             f"schedule.min_lr={config.min_lr} must lie between 0 and the peak, optimizer.lr={peak_lr}; change one"
@@ -35,7 +31,8 @@ def check_schedule(num_steps: int, peak_lr: float, config: ScheduleConfig) -> No
 def learning_rate(step: int, num_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
     """Return the learning rate of one optimizer update.
 
-    With n = step + 1 the number of the update, W the warm-up and N the run:
+    With n = step + 1 the number of the update, N the run and W = min(warmup_steps, N) the warm-up, so that a run
+    shorter than `warmup_steps` rises all the way:
 
     * rise, n <= W: `peak_lr * n / W`, or `peak_lr * (1 - cos(pi * n / W)) / 2` for `one_cycle`. Update W has the peak;
       the first update already moves the weights.
@@ -54,7 +51,7 @@ def learning_rate(step: int, num_steps: int, peak_lr: float, config: ScheduleCon
     check_schedule(num_steps, peak_lr, config)
     if step < 0:
         raise ConfigError(f"step={step}: the first update is step 0")
-    update, warmup = step + 1, config.warmup_steps
+    update, warmup = step + 1, min(config.warmup_steps, num_steps)
     if update < warmup:
         part = update / warmup
         return peak_lr * (1 - math.cos(math.pi * part)) / 2 if config.kind == "one_cycle" else peak_lr * part

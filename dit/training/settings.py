@@ -1,10 +1,21 @@
-"""Settings of a training run, as recipes write them."""
+"""Settings of a training run, as recipes write them; `validate` raises `ConfigError` with the number and its range."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, Optional, get_args, get_type_hints
 
 from dit.errors import ConfigError
+from dit.ranges import (
+    COUNT,
+    COUNT_OR_NONE,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    SHARE_BELOW_1,
+    check_path,
+    check_ranges,
+    whole,
+)
 
 
 @dataclass(kw_only=True)
@@ -25,6 +36,22 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
 
+    def validate(self) -> None:
+        """Check every field by itself."""
+        check_ranges(
+            "optimizer",
+            self,
+            {
+                "lr": NOT_NEGATIVE,
+                "beta1": SHARE_BELOW_1,
+                "beta2": SHARE_BELOW_1,
+                # At 0 a weight without a gradient, as behind a zero-initialised gate, would be moved by 0 / 0.
+                "eps": POSITIVE,
+                "weight_decay": NOT_NEGATIVE,
+                "clip_grad": NOT_NEGATIVE,
+            },
+        )
+
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
@@ -33,13 +60,17 @@ class ScheduleConfig:
     Attributes:
         kind: after the linear warm-up, hold the peak, or fall as a cosine to `min_lr` at the last step; `one_cycle`
             rises and falls as a cosine (Smith and Topin 2017), `warmup_steps` being the length of the rise.
-        warmup_steps: optimizer steps until the peak.
+        warmup_steps: optimizer steps until the peak; a shorter run rises through all of its steps.
         min_lr: lowest learning rate after the peak.
     """
 
     kind: Literal["constant", "cosine", "one_cycle"] = "constant"
     warmup_steps: int = 0
     min_lr: float = 0.0
+
+    def validate(self) -> None:
+        """Check every field by itself; `check_schedule` checks them against each other."""
+        check_ranges("schedule", self, {"warmup_steps": COUNT_OR_NONE, "min_lr": NOT_NEGATIVE})
 
 
 @dataclass(kw_only=True)
@@ -49,7 +80,8 @@ class TrainingConfig:
     Attributes:
         run_dir: folder of everything the run writes.
         num_steps: optimizer steps of the whole run, resumed parts included.
-        micro_batch_size: samples (or packs) per forward pass of one data-parallel rank.
+        micro_batch_size: samples (or packs) per forward pass of one data-parallel rank, at most: where the global batch
+            cannot be shared out so, the largest smaller number is taken with which it can. No result depends on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` keeps fp32 master weights; `fp32` everywhere.
         attention: attention path; `auto` takes the best one installed (see `dit.backends.attention`).
@@ -83,6 +115,27 @@ class TrainingConfig:
     sample_interval: int = 0
     stop_at_step: Optional[int] = None
 
+    def validate(self) -> None:
+        """Check every field by itself."""
+        check_path("training.run_dir", self.run_dir)
+        check_ranges(
+            "training",
+            self,
+            {
+                "num_steps": COUNT,
+                "micro_batch_size": whole(1, 2**20),
+                "global_batch_size": whole(1, 2**24),
+                "recompute_layers": COUNT,
+                "seed": SEED,
+                "ema_decay": SHARE_BELOW_1,
+                "ema_start_step": COUNT_OR_NONE,
+                "log_interval": COUNT,
+                "validation_interval": COUNT_OR_NONE,
+                "sample_interval": COUNT_OR_NONE,
+                "stop_at_step": COUNT,
+            },
+        )
+
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
@@ -111,6 +164,13 @@ class CheckpointConfig:
     start_from: Optional[str] = None
     accept_changes: Optional[list[str]] = None
 
+    def validate(self) -> None:
+        """Check every field by itself."""
+        if self.start_from is not None:
+            check_path("checkpoint.start_from", self.start_from)
+        names = ("interval", "keep_every", "keep_best")
+        check_ranges("checkpoint", self, {"keep_last": COUNT} | dict.fromkeys(names, COUNT_OR_NONE))
+
 
 @dataclass(kw_only=True)
 class LoggingConfig:
@@ -129,6 +189,15 @@ class LoggingConfig:
     wandb_project: str = "megatron-dit"
     wandb_artifacts: bool = False
     profile_steps: Optional[list[int]] = None
+
+    def validate(self) -> None:
+        """Check the steps to trace."""
+        check_ranges("logging", self, {"profile_steps": COUNT})
+        steps = self.profile_steps
+        if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
+            raise ConfigError(
+                f"logging.profile_steps={steps} must be the first and the last step to trace, such as [10, 11], or None"
+            )
 
 
 @dataclass(kw_only=True)
@@ -152,16 +221,12 @@ class SamplingConfig:
     seed: int = 7
 
     def validate(self) -> None:
-        """Check what can be checked of these on any machine.
-
-        Raises:
-            ConfigError: with the numbers and the cure.
-        """
+        """Check every field by itself."""
+        check_ranges(
+            "sampling",
+            self,
+            {"num_steps": whole(1, 10_000), "guidance_scale": FINITE, "samples_per_class": COUNT, "seed": SEED},
+        )
         solvers = get_args(get_type_hints(SamplingConfig)["solver"])
         if self.solver not in solvers:
             raise ConfigError(f"sampling.solver={self.solver!r} is unknown; use one of {', '.join(solvers)}")
-        for name in ("num_steps", "samples_per_class"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"sampling.{name}={getattr(self, name)} must be at least 1")
-        if not math.isfinite(self.guidance_scale):
-            raise ConfigError(f"sampling.guidance_scale={self.guidance_scale} must be finite; 1 is for no guidance")

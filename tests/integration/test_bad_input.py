@@ -116,7 +116,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     add("no folder", at="file/run")
     add("missing", folder / "nowhere")
     add("empty", folder)
-    add("impossible", training__global_batch_size=10)
+    add("impossible", parallel__tensor_model_parallel_size=2)
     add("fewer classes", model__num_classes=10)
     add("flipped", damaged[0])
     add("pickled", pickled)
@@ -146,9 +146,9 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
-        ("missing", 3, ["nowhere does not exist", "energon_data.prepare letters"]),
+        ("missing", 3, ["nowhere does not exist", "energon_data/README.md"]),
         ("empty", 3, ["no .nv-meta folder", "prepare"]),
-        ("impossible", 2, ["global_batch_size=10", "micro_batch_size=4", "use 8"]),
+        ("impossible", 2, ["world size 1", "TP 2", "start 2 ranks"]),
         ("fewer classes", 2, ["has 26 classes", "model.num_classes is 10", "raise it to 26"]),
         ("pickled", 3, ["'train_s08'", "train-000000.tar", "is a pickle, which can execute code"]),
         ("hidden", 3, ["'train_s08'", "train-000000.tar", "Python objects, which are pickles"]),
@@ -163,6 +163,8 @@ def test_a_mistake_is_told_with_its_code_and_cure(
 ) -> None:
     run = ended[name]
     assert run.code == code
+    # The settings are not shown before a mistake in them, or in the data folder.
+    assert (run.out == "") == (name in ("missing", "empty", "impossible", "fewer classes"))
     assert run.err.startswith("error: ")
     assert "Traceback" not in run.err
     for word in words:
@@ -176,8 +178,9 @@ def test_a_mistake_is_told_with_its_code_and_cure(
 
 
 def test_a_run_folder_that_cannot_be_made_is_told_at_once(ended: dict[str, Any], folder: Path) -> None:
-    """In one line: the exit record has no place to be, and is not made up for by another one."""
+    """In one line, before anything else is printed: the exit record has no place to be."""
     assert ended["no folder"].code == 2
+    assert ended["no folder"].out == ""
     told = ended["no folder"].err
     assert told.startswith(f"error: training.run_dir={folder / 'file' / 'run'} cannot be used: {folder / 'file'}")
     assert told.count("\n") == 1

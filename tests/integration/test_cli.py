@@ -21,6 +21,9 @@ def test_torchrun_fails_when_one_rank_fails(run_dir, succeeds):
     done = torchrun("--factory", OWN, f"training.run_dir={run_dir}")
     assert done.returncode == (0 if succeeds else 1)
     assert ("rank 1: error: shard 7 is gone" in done.stderr) == (not succeeds)
+    assert ("Root Cause" in done.stderr) == (not succeeds)
+    if not succeeds:  # the last thing torchrun says
+        assert "traceback : error: shard 7 is gone" in done.stderr.partition("Root Cause")[2]
 
 
 def test_a_recipe_trains_resumes_and_draws(tmp_path):

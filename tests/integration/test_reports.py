@@ -14,6 +14,7 @@ from dit.training.sinks import read_records, scalars_by_step
 from tests.integration import actions
 from tests.integration.runs import Job, letters, loss_values, run_jobs
 
+ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 FP32 = 1e-6  # relative; TensorBoard keeps single precision
 MIRRORS = {"logging__tensorboard": True, "logging__wandb": True}
 
@@ -35,6 +36,7 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     measure = ["--factory", "tiny_dit", "--steps", "4", "--warmup", "1", "--out", str(folder / "lines.jsonl")]
     jobs = {
         "plain": Job(actions.train, {"arguments": run("plain")}),
+        "bounded": Job(actions.train, {"arguments": run("bounded", training__micro_batch_size=3)}),
         "mirrored": Job(actions.train, {"arguments": run("mirrored", **MIRRORS, logging__wandb_artifacts=True)}),
         "broken": Job(actions.train, {"arguments": run("broken", **MIRRORS), "fault": actions.no_wandb}),
         "benchmark": Job(actions.benchmark, {"arguments": measure}),
@@ -45,6 +47,15 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     found = run_jobs(folder / "world", jobs)
     assert {ended.code for ended in found.values()} == {0}, found
     return found
+
+
+def test_the_micro_batch_that_fits_changes_no_loss(done: dict[str, Any], folder: Path) -> None:
+    """Of a global batch of 8, micro-batches of at most 3 are four of 2, not two of 4; the attempt says so."""
+    sizes = {
+        name: json.loads((folder / name / "env.json").read_text())["micro_batch_size"] for name in ("plain", "bounded")
+    }
+    assert sizes == {"plain": 4, "bounded": 2}
+    assert loss_values(folder / "bounded") == pytest.approx(loss_values(folder / "plain"), rel=ROUNDING)
 
 
 def test_tensorboard_holds_every_scalar_and_picture(done: dict[str, Any], folder: Path) -> None:

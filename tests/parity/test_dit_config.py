@@ -200,7 +200,7 @@ def test_count_follows_every_field(name: str):
         ({"num_experts": 4, "moe_router": "top_k", "moe_top_k": 5}, ["moe_top_k=5", "from 1 to 4"]),
         (
             {"num_experts": 4, "moe_router": "top_k", "moe_aux_loss_coeff": -1.0},
-            ["moe_aux_loss_coeff=-1.0", "negative"],
+            ["moe_aux_loss_coeff=-1.0", "at least 0"],
         ),
         (
             {"num_experts": 4, "moe_top_k": 1},

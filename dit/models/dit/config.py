@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import Any, Optional, get_args
 
 from dit.batch import SequenceLayout
-from dit.errors import ConfigError
 from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, self_attention
 from dit.models.base import ModelConfig, Stage
 from dit.models.experts import ExpertOptions
-from dit.models.sizes import Positions, RotarySettings
+from dit.models.sizes import Positions, RotarySettings, check_heads, check_numbers
 
 TIME_FEATURES = 256
 """Width of the time's sinusoid."""
@@ -57,37 +56,8 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
         return self.token_channels // self.in_channels * out
 
     def validate(self) -> None:
-        sizes = {
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "in_channels": self.in_channels,
-            "patch_spatial": self.patch_spatial,
-            "patch_temporal": self.patch_temporal,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise ConfigError(f"model.{name}={value} must be at least 1")
-        if self.hidden_size % self.num_attention_heads:
-            fits = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0 and n <= 64]
-            raise ConfigError(
-                f"model.hidden_size={self.hidden_size} is not a multiple of "
-                f"model.num_attention_heads={self.num_attention_heads}; use one of {fits} heads"
-            )
-        for name, share in (("class_dropout", self.class_dropout), ("context_dropout", self.context_dropout)):
-            if not 0 <= share <= 1:
-                raise ConfigError(f"model.{name}={share} is a share; use a value from 0 to 1")
-        optional = {
-            "num_classes": self.num_classes,
-            "context_size": self.context_size,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "out_channels": self.out_channels,
-        }
-        for name, size in optional.items():
-            if size is not None and size < 1:
-                raise ConfigError(f"model.{name}={size} must be at least 1, or None")
-        if self.time_frequency_shift not in (0, 1):
-            raise ConfigError(f"model.time_frequency_shift={self.time_frequency_shift} must be 0 or 1")
+        check_numbers(self)
+        check_heads(self.hidden_size, self.num_attention_heads)
         self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
         self.validate_experts()
 

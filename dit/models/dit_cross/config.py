@@ -15,7 +15,7 @@ from dit.models.activations import (
     text_keys,
 )
 from dit.models.base import Stage
-from dit.models.sizes import CrossAttentionModelConfig, Positions, check_positive
+from dit.models.sizes import CrossAttentionModelConfig, Positions
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,6 @@ class DiTCrossConfig(CrossAttentionModelConfig):
 
     def validate(self) -> None:
         self.check_sizes()
-        check_positive(self, "adaln_lora_rank")
         self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
 
     def megatron_sizes(self) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from dit.models.sizes import (
     CONDITION_FEATURES,
     RotarySettings,
     check_heads,
-    check_positive,
-    check_shares,
+    check_numbers,
     check_unused,
 )
 
@@ -69,11 +68,8 @@ class FluxConfig(ModelConfig, RotarySettings):
         return self.token_channels // self.in_channels * (self.out_channels or self.in_channels)
 
     def validate(self) -> None:
-        check_positive(self, "hidden_size", "num_attention_heads", "num_joint_layers", "num_single_layers")
-        check_positive(self, "ffn_hidden_size", "in_channels", "out_channels", "patch_spatial", "patch_temporal")
-        check_positive(self, "context_size", "pooled_size")
+        check_numbers(self)
         check_heads(self.hidden_size, self.num_attention_heads)
-        check_shares(self)
         if self.context_size is None:
             raise ConfigError("model.context_size=None: FLUX reads text; give the width of its embeddings (4096)")
         if self.num_classes is not None:

@@ -84,6 +84,18 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path, old, new, word):
         config_file.load(tmp_path / "config.yaml", pretrain, load_component)
 
 
+@pytest.mark.parametrize("text", ["[" * 3000, "a: 2024-13-99"], ids=["nested", "date"])
+def test_a_file_that_yaml_cannot_hold_is_refused(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="--to-yaml FILE writes"):
+        config_file.load(tmp_path / "config.yaml", pretrain, load_component)
+
+
+def test_a_run_folder_stands_for_its_configuration(tmp_path):
+    config_file.write(tiny_dit(), tmp_path / "config.yaml")
+    assert built(config_file.load(tmp_path, pretrain, load_component)) == built(tiny_dit())
+
+
 def test_a_file_without_a_part_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("training: {num_steps: 3}\n")
     with pytest.raises(ConfigError, match="lacks model, data"):

@@ -1,8 +1,10 @@
 """Overrides reach the setting they name, with the type the signature asks for."""
 
+import importlib
 from pathlib import Path
 from typing import Literal, Optional
 
+import fiddle
 import nemo_run as run
 import pytest
 
@@ -13,8 +15,9 @@ from dit.objectives.edm import EDM
 from dit.training.settings import OptimizerConfig, TrainingConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from launch.overrides import apply_overrides, parse_value, split_arguments
-from launch.train import load_component
+from launch.overrides import all_keys, apply_overrides, parse_value, split_arguments, value_of
+from launch.train import call_recipe, load_component
+from recipes import registry
 from tests.unit.launch.recipes_for_tests import ending
 
 
@@ -103,9 +106,52 @@ def test_operators_work_on_the_value_so_far_in_order():
     assert task.optimizer.lr == OptimizerConfig().lr / 2
 
 
-def test_an_operator_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match=r"training\.ema_decay"):
-        overridden("training.ema_decay=none", "training.ema_decay*=2")
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["training.ema_decay=none", "training.ema_decay*=2"], "training.ema_decay"),
+        (["training.num_steps=5", "training.num_steps/=2"], "2.5, which is not a whole number"),
+        (["training.num_steps/=0"], "training.num_steps"),
+    ],
+)
+def test_an_operator_that_does_not_fit_is_refused(texts, words):
+    with pytest.raises(ConfigError, match=words):
+        overridden(*texts)
+
+
+def test_a_whole_number_stays_one():
+    task = overridden("training.num_steps=6", "training.num_steps/=2", "training.stop_at_step=8", "training.seed/=1")
+    assert repr(task.training.num_steps) == "3"
+    assert isinstance(task.training.seed, int)
+
+
+@pytest.mark.parametrize("text", ["training.run_dir[0]=x", "training.num_steps[0]+=1"])
+def test_an_entry_is_not_assigned(text):
+    with pytest.raises(ConfigError, match=r"write the list in full"):
+        overridden(text)
+
+
+@pytest.mark.parametrize("recipe", ["dit_xl2_imagenet", "pretrain_ditllama5b", "mock_stdit_s", "flux_12b"])
+def test_a_misspelt_setting_is_answered_with_the_right_one(recipe):
+    """Also where a default is a list, which fiddle's `getattr` does not return."""
+    with pytest.raises(ConfigError, match=r"did you mean training\.num_steps\?"):
+        apply_overrides(call_recipe(recipe), ["training.num_stepz=3"], load_component)
+
+
+@pytest.mark.parametrize("part", registry.components(), ids=lambda part: part.name)
+def test_every_setting_of_every_part_has_its_value(part):
+    """What is printed and written is what is built, defaults included."""
+    config = getattr(importlib.import_module(part.module), part.function)()
+    made = fiddle.build(config)
+    for key in all_keys(config):
+        assert value_of(config, key) == getattr(made, key)
+
+
+def test_a_default_list_is_changed_like_any_other():
+    task = call_recipe("mock_stdit_s")
+    before = value_of(task.model, "layer_pattern")
+    apply_overrides(task, ["model.layer_pattern+=['full']"], load_component)
+    assert task.model.layer_pattern == [*before, "full"]
 
 
 def test_a_setting_below_a_plain_value_is_refused():

@@ -186,6 +186,47 @@ def test_the_report_says_what_was_asked_for():
         plan.report(task, world_size=3)
 
 
+def test_the_micro_batch_is_the_largest_that_fits():
+    """Both by arithmetic: the largest divisor of a replica's share of 256 that is at most 32, and its memory."""
+    task = call_recipe("dit_xl2_imagenet")
+    for ranks, size in ((1, 32), (8, 32), (16, 16), (32, 8), (256, 1)):
+        _, dims = plan.checked(task, ranks)
+        assert (dims.micro_batch_size, dims.micro_batches) == (size, 256 // ranks // size)
+    task.training.micro_batch_size = 48
+    assert plan.checked(task, 1)[1].micro_batch_size == 32
+    task.training.micro_batch_size = 32
+    text, asked = plan.report(task, 32), "micro-batches of 8, not training.micro_batch_size=32: a global batch of 256"
+    assert asked in text
+    task.training.micro_batch_size = 8
+    alone = plan.report(task, 32)
+    assert asked not in alone
+    assert text.partition("memory per rank")[2] == alone.partition("memory per rank")[2]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "interleaved", "words"),
+    [
+        (3, False, ["global_batch_size=64", "data-parallel size 3", "use 63 or 66", "such as for 2 replicas"]),
+        (128, False, ["global_batch_size=64", "use 128", "such as for 64 replicas"]),
+        (24, True, ["global_batch_size=64", "=2 micro-batches", "12 data-parallel replicas", "use 48 or 72"]),
+    ],
+)
+def test_a_global_batch_that_no_micro_batch_divides_is_refused(world_size, interleaved, words):
+    task = call_recipe("letters_dit")
+    task.model.num_layers, task.data.num_streams = 4, None
+    if interleaved:
+        task.parallel.pipeline_model_parallel_size = task.parallel.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError) as caught:
+        plan.report(task, world_size)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_short_run_says_how_its_warm_up_changes():
+    task = call_recipe("letters_dit")
+    task.training.num_steps = 50
+    assert "a warm-up of 50 steps, not schedule.warmup_steps=" in plan.report(task, None)
+
+
 def test_the_fewest_ranks_are_taken_when_none_are_given():
     task = call_recipe("tiny_dit")
     task.parallel.tensor_model_parallel_size = 4
@@ -194,7 +235,7 @@ def test_the_fewest_ranks_are_taken_when_none_are_given():
 
 
 @pytest.mark.parametrize(
-    "change", [{"training.num_steps": 50}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}], ids=str
+    "change", [{"schedule.min_lr": 1.0}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}], ids=str
 )
 def test_what_training_would_refuse_is_not_planned(change):
     task = call_recipe("letters_dit")

@@ -85,14 +85,14 @@ def test_pipeline_ranks_share_their_samples():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"pipeline_model_parallel_size": 0}, "pipeline_model_parallel_size=0 must be at least 1"),
+        ({"pipeline_model_parallel_size": 0}, "pipeline_model_parallel_size=0 must be a whole number of at least 1"),
         ({"pipeline_model_parallel_size": 8, "num_layers": 12}, r"num_layers=12 .*pipeline_layers=\[1, 2, 2, 2, 2"),
         ({"pipeline_model_parallel_size": 3, "num_layers": 9}, "world size 8 .* PP 3 .* = 3; start 9 ranks"),
         ({"virtual_pipeline_model_parallel_size": 2}, "at least 2, got 1; set it to None"),
         ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1}, "=1 needs at least 2 chunks"),
         (
             {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "global_batch_size": 12},
-            "6 micro-batches per step .* pipeline_model_parallel_size=4, .*global_batch_size=16",
+            "no multiple of pipeline_model_parallel_size=4 micro-batches to each of 2 .* use 8 or 16",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from typing import Optional
 
 import catalogue
 import fiddle
@@ -72,14 +73,40 @@ def test_what_the_source_says_is_what_nemo_run_registers(entry):
     assert getattr(module, entry.function).__doc__.strip().startswith(entry.line)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_builds_and_its_plan_fits_together(name):
-    """Each part can be constructed, and the layout divides the model and the batch on the fewest ranks."""
-    task = call_recipe(name)
+RANKS = re.compile(
+    r"(?P<ranks>\d+|one|two) (?:x (?P<each>\d+) GB|(?P<one>\d+) GB GPUs?|GPUs?(?: of (?P<of>\d+) GB)?|ranks)"
+    r"(?P<more> or more)?(?:, (?P<need>\d+) GiB)?"
+)
+NEARLY_FULL = 0.9
+"""Share of a GPU's memory, in units of 1e9 bytes, above which a recipe's line says how much it needs."""
+
+
+def stated_ranks(line: str) -> Optional[int]:
+    """Return the number of ranks at which a recipe's line says it runs."""
+    match = RANKS.search(line)
+    return match and ({"one": 1, "two": 2}.get(match["ranks"]) or int(match["ranks"]))
+
+
+@pytest.mark.parametrize("entry", registry.recipes(), ids=lambda entry: entry.name)
+def test_a_recipe_fits_the_gpus_that_its_line_names(entry):
+    """Each part can be constructed, the layout divides model and batch, and the estimate fits, or is said."""
+    task, match = call_recipe(entry.name), RANKS.search(entry.line)
     assert set(task.__arguments__) == set(fiddle.get_callable(task).__annotations__) - {"return"}
     for part in task.__arguments__:
         fiddle.build(getattr(task, part))
-    assert "parameters" in plan.report(task, world_size=None)
+    report = plan.report(task, stated_ranks(entry.line))
+    memory = match and (match["each"] or match["one"] or match["of"])
+    if memory:
+        need, room = float(re.search(r"total +([\d.]+) GiB", report)[1]), int(memory) * 1e9 / plan.GIB
+        assert need < room
+        assert match["need"] or need < NEARLY_FULL * room
+        assert int(match["need"] or round(need)) == round(need)
+
+
+@pytest.mark.parametrize("entry", [e for e in registry.recipes() if " or more" in e.line], ids=lambda entry: entry.name)
+def test_a_recipe_fits_more_gpus_where_its_line_says_so(entry):
+    for factor in (2, 4):
+        plan.checked(call_recipe(entry.name), factor * stated_ranks(entry.line))
 
 
 def test_recipes_are_fresh_each_time():

@@ -75,10 +75,17 @@ def test_shortest_runs_reach_the_peak(kind, num_steps, warmup):
     assert max(rates(num_steps=num_steps, kind=kind, warmup_steps=warmup)) == PEAK
 
 
+def test_a_run_shorter_than_its_warm_up_rises_all_the_way():
+    """Update n of N has n / N of the peak (one_cycle: the same part of half a cosine); the last one has the peak."""
+    for kind in KINDS:
+        assert rates(num_steps=10, kind=kind, warmup_steps=100, min_lr=LOW) == [
+            PEAK * ((1 - math.cos(math.pi * n / 10)) / 2 if kind == "one_cycle" else n / 10) for n in range(1, 10)
+        ] + [PEAK]
+
+
 @pytest.mark.parametrize(
     ("num_steps", "peak", "config", "names"),
     [
-        (10, PEAK, {"warmup_steps": 11}, ("warmup_steps=11", "num_steps=10")),
         (10, PEAK, {"warmup_steps": -1}, ("warmup_steps=-1",)),
         (0, PEAK, {}, ("num_steps=0",)),
         (10, PEAK, {"min_lr": 1.0}, ("min_lr=1.0", f"optimizer.lr={PEAK}")),

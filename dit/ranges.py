@@ -1,0 +1,92 @@
+"""Ranges of settings: which numbers a field may have, said next to the settings and checked before anything is built.
+
+The upper ends of whole numbers are far beyond use; they keep a slip of the finger from filling the memory or the
+afternoon while a run is only planned.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of numbers; NaN lies in none.
+
+    Attributes:
+        low, high: its ends, which belong to it unless they are open.
+        whole: it has whole numbers only.
+    """
+
+    low: float
+    high: float
+    whole: bool = False
+    open_low: bool = False
+    open_high: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        kinds = (int,) if self.whole else (int, float)
+        if not isinstance(value, kinds):
+            return False
+        above = self.low < value if self.open_low else self.low <= value
+        return above and (value < self.high if self.open_high else value <= self.high)
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a finite number"
+        words = []
+        if self.low > -math.inf:
+            words.append(f"above {self.low:,}" if self.open_low else f"of at least {self.low:,}")
+        if self.high < math.inf:
+            words.append(f"below {self.high:,}" if self.open_high else f"at most {self.high:,}")
+        return " ".join([kind, " and ".join(words)]) if words else kind
+
+
+def whole(low: int, high: int) -> Range:
+    """Return the whole numbers from `low` to `high`, both included."""
+    return Range(low, high, whole=True)
+
+
+COUNT = whole(1, 2**31 - 1)
+COUNT_OR_NONE = whole(0, 2**31 - 1)
+SEED = whole(0, 2**63 - 1)
+RANKS = whole(1, 2**20)
+LAYERS = whole(1, 1000)
+EXPERTS = whole(1, 4096)
+WIDTH = whole(1, 2**20)
+PATCHES = whole(1, 2**16)
+FINITE = Range(-math.inf, math.inf, open_low=True, open_high=True)
+POSITIVE = Range(0, math.inf, open_low=True, open_high=True)
+NOT_NEGATIVE = Range(0, math.inf, open_high=True)
+SHARE = Range(0, 1)
+SHARE_BELOW_1 = Range(0, 1, open_high=True)
+
+
+def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None:
+    """Check fields of a configuration; a field that is None is not set, and of a list every entry must lie inside.
+
+    Args:
+        part: what the configuration is called in overrides, such as `training`.
+        ranges: what each field may be.
+
+    Raises:
+        ConfigError: a field lies outside; the message has its value and its range.
+    """
+    for name, allowed in ranges.items():
+        value = getattr(config, name)
+        entries = value if isinstance(value, list) else [value]
+        if any(entry is not None and entry not in allowed for entry in entries):
+            kind = "of numbers, each " if isinstance(value, list) else ""
+            raise ConfigError(f"{part}.{name}={value} must be {kind}{allowed}")
+
+
+def check_path(key: str, path: str) -> None:
+    """Check that a text can name a file or folder.
+
+    Raises:
+        ConfigError: it is empty, or has a character that no file system takes.
+    """
+    if not path.strip() or "\0" in path:
+        raise ConfigError(f"{key}={path!r} names no folder; give a path such as runs/mine")

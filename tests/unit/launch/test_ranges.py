@@ -1,0 +1,144 @@
+"""Nonsense in any numeric setting of any configuration class is refused by name, or is in the table of what may be."""
+
+import copy
+import math
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any, Optional
+
+import fiddle
+import pytest
+
+from dit.data_api import DataConfig
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.objectives.base import Objective
+from dit.parallel.dims import ParallelConfig
+from dit.ranges import FINITE, SHARE_BELOW_1, Range, check_path, whole
+from dit.training.checks import CHECKED, check_run
+from launch import cli, plan
+from launch.overrides import apply_overrides
+from launch.train import call_recipe, load_component
+from recipes import registry
+
+HUGE = 10**30
+NONSENSE = {int: (-1, 0, 0.5, HUGE), float: (-1.0, 0.0, math.inf, -math.inf, math.nan, 1e30)}
+
+# Every configuration class once: recipe, overrides, and the parts that are tried.
+SETTINGS = ("optimizer", "schedule", "parallel", "training", "checkpoint", "logging", "sampling")
+BASES = {
+    ("tiny_dit",): ("model", "data", "objective", *SETTINGS),
+    ("tiny_dit", "objective=edm"): ("objective",),
+    ("tiny_dit", "objective=ddpm"): ("objective",),
+    ("tiny_ecdit",): ("model",),
+    ("tiny_dit_cross",): ("model",),
+    ("tiny_moviegen",): ("model",),
+    ("tiny_stdit",): ("model",),
+    ("tiny_flux",): ("model",),
+    ("tiny_wan",): ("model",),
+    ("letters_dit",): ("data",),
+}
+
+MAY_BE_ZERO = {
+    *("optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay", "optimizer.clip_grad"),
+    *("schedule.warmup_steps", "schedule.min_lr"),
+    *("training.seed", "training.ema_decay", "training.ema_start_step"),
+    *("training.validation_interval", "training.sample_interval"),
+    *("checkpoint.interval", "checkpoint.keep_every", "checkpoint.keep_best"),
+    *("sampling.guidance_scale", "sampling.seed"),
+    *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score"),
+    *("objective.logit_mean", "objective.p_mean"),
+    *("model.class_dropout", "model.context_dropout", "model.time_frequency_shift", "model.guidance"),
+}
+MAY_BE_NEGATIVE = {"sampling.guidance_scale", "objective.logit_mean", "objective.p_mean", "data.min_aesthetic_score"}
+MAY_BE_HUGE = {
+    *("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_grad", "sampling.guidance_scale"),
+    *("objective.logit_mean", "objective.logit_std", "objective.time_shift"),
+    *("objective.p_mean", "objective.p_std", "objective.sigma_data", "objective.sigma_max", "objective.rho"),
+    *("data.fps", "data.max_abs_latent", "data.min_aesthetic_score"),
+    *("model.layernorm_epsilon", "model.time_scale", "model.guidance", "model.position_span"),
+}
+
+
+@cache
+def base(recipe: str, *overrides: str) -> Any:
+    task = call_recipe(recipe)
+    apply_overrides(task, list(overrides), load_component)
+    return task
+
+
+def number(annotation: Any) -> Optional[tuple[type, bool]]:
+    """Return the kind of number that a field is, and whether it is a list of them; None for any other field."""
+    accepted = (annotation, *typing.get_args(annotation))
+    return next(((kind, list[kind] in accepted) for kind in NONSENSE if {kind, list[kind]} & {*accepted}), None)
+
+
+def cases() -> Iterator[tuple[tuple[str, ...], str, str, Any]]:
+    for words, parts in BASES.items():
+        for part in parts:
+            target = getattr(base(*words), part).__fn_or_cls__
+            for name, annotation in typing.get_type_hints(target).items():
+                if name in {field.name for field in fields(target)} and (found := number(annotation)):
+                    kind, several = found
+                    yield from ((words, part, name, [x] * 3 if several else x) for x in NONSENSE[kind])
+
+
+def may_be(key: str, value: Any) -> bool:
+    table = {-1: MAY_BE_NEGATIVE, 0: MAY_BE_ZERO, HUGE: MAY_BE_HUGE, 1e30: MAY_BE_HUGE}
+    return not isinstance(value, list) and key in table.get(value, ())
+
+
+def test_nonsense_is_refused_by_name_or_is_in_the_table():
+    """About a thousand cases; where a plan depends on what may be, it is made to the end."""
+    wrong = []
+    built = {words: fiddle.build(base(*words)).keywords for words in BASES}
+    for words, part, name, value in cases():
+        key, refused = f"{part}.{name}", ""
+        try:
+            parts = {**built[words], part: replace(built[words][part], **{name: value})}
+            check_run(*(parts[p] for p in CHECKED), world_size=None)
+        except ConfigError as error:
+            refused = str(error)
+        if bool(refused) == may_be(key, value) or (refused and name not in refused):
+            wrong.append(f"{words}: {key}={value}: {refused or 'accepted'}")
+        elif not refused and part in ("model", "data"):
+            task = copy.deepcopy(base(*words))
+            setattr(getattr(task, part), name, value)
+            plan.report(task, world_size=None)
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_every_configuration_class_is_tried():
+    """Those that recipes are made of, objectives and data included."""
+    tried = {getattr(base(*words), part).__fn_or_cls__ for words, parts in BASES.items() for part in parts}
+    for entry in registry.components():
+        load_component(entry.name)
+    kinds = [*ModelConfig.__subclasses__(), *Objective.__subclasses__(), *DataConfig.__subclasses__()]
+    kinds += [kind for middle in kinds for kind in middle.__subclasses__()]
+    ours = {
+        kind for kind in kinds if kind.__module__.startswith(("dit.", "energon_data.")) and not kind.__subclasses__()
+    }
+    assert tried >= ours | set(cli.PLAIN_PARTS.values()) | {ParallelConfig}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "inside", "outside", "words"),
+    [
+        (whole(1, 9), (1, 9), (0, 10, 1.0), "a whole number of at least 1 and at most 9"),
+        (SHARE_BELOW_1, (0, 0.0, 0.999), (1, 1.0, -0.1, math.nan), "a finite number of at least 0 and below 1"),
+        (FINITE, (-1e300, 0, 7), (math.inf, -math.inf, math.nan), "a finite number"),
+        (Range(0, math.inf, open_low=True), (1e-300, math.inf), (0, -1), "a finite number above 0"),
+    ],
+)
+def test_a_range_has_its_ends_unless_they_are_open(allowed, inside, outside, words):
+    assert all(value in allowed for value in inside)
+    assert not any(value in allowed for value in outside)
+    assert str(allowed) == words
+
+
+@pytest.mark.parametrize("path", ["", "  ", "a\0b"])
+def test_a_path_that_no_disk_takes_is_refused(path):
+    with pytest.raises(ConfigError, match=r"training\.run_dir=.*names no folder"):
+        check_path("training.run_dir", path)
