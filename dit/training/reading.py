@@ -31,7 +31,7 @@ def reading(folder: Path) -> Iterator[None]:
         reason = str(cause).partition("\n")[0]
         raise CheckpointError(
             f"{folder} is what was saved, by its hashes, but cannot be loaded ({type(cause).__name__}: {reason}); "
-            "restore it from a copy or remove that folder, an older checkpoint is then used"
+            "restore it from a copy, or remove that folder to use an older checkpoint"
         ) from error
 
 
