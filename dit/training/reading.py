@@ -27,7 +27,9 @@ def reading(folder: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:
         cause = _first_failure(error)
         if isinstance(cause, (UserError, torch.OutOfMemoryError)) or is_peer_lost(cause):
-            raise cause from (None if cause is error else error)
+            if cause is error:
+                raise
+            raise cause from error
         reason = str(cause).partition("\n")[0]
         raise CheckpointError(
             f"{folder} is what was saved, by its hashes, but cannot be loaded ({type(cause).__name__}: {reason}); "
