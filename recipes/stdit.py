@@ -49,7 +49,7 @@ def tiny_stdit() -> run.Partial:
 def tiny_stdit_full() -> run.Partial:
     """As tiny_stdit, two layers with spatial, full and temporal attention in each: trains in seconds on any machine.
 
-    On two ranks with context parallelism (torchrun --standalone --nproc-per-node 2 ... parallel.context_parallel_size=2) full
+    With context parallelism (torchrun --standalone --nproc-per-node 2 ... parallel.context_parallel_size=2) full
     attention runs on the ring, spatial and temporal attention become local by one all-to-all each way.
     """
     return as_tiny(_stdit("tiny_stdit_full", stdit_xl_full()))

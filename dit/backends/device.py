@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 
 def use_cuda() -> bool:
@@ -33,7 +34,7 @@ def accelerator_versions() -> dict[str, Any]:
         "driver": driver.read_text().strip() if driver.is_file() else None,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, nccl.version())),
     }
 
 

@@ -154,15 +154,15 @@ class Checkpointer:
         """
         steps, found = self._newest_valid(state.groups)
         if found is None:
+            if steps and mode != "never":
+                raise CheckpointError(
+                    f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons given "
+                    "above; restore one, or train again from step 0 with checkpoint.resume=never"
+                )
             if mode == "must":
                 raise CheckpointError(
                     f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
                     "use checkpoint.resume=auto to start anew"
-                )
-            if steps and mode == "auto":
-                raise CheckpointError(
-                    f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons given "
-                    "above; restore one, or train again from step 0 with checkpoint.resume=never"
                 )
             return False
         if mode == "never":

@@ -447,8 +447,9 @@ class Run:
         went = how_it_went(Path(run_dir) / METRICS_FILE, self.state.step, self.training.num_steps, seconds)
         self.progress.message(went)
         frames = 1 if self.batches.largest_grid is None else self._latent_size()[0]
+        encoder = None if self.model.context_size is None else self.text_encoder
         prompts = self.settings["sampling"].prompts
-        self.progress.message(f"draw from it: {drawing_command(run_dir, frames, self.text_encoder, prompts)}")
+        self.progress.message(f"draw from it: {drawing_command(run_dir, frames, encoder, prompts)}")
 
     def close(self) -> None:
         """Stop loaders and flush logs."""

@@ -23,8 +23,8 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str
     # A value that is not finite is written as a word; comparing with itself drops nan.
     held_out = {done: float(values[HELD_OUT]) for done, values in steps.items() if HELD_OUT in values}
     held_out = {done: value for done, value in held_out.items() if value == value}
-    parts = [f"{'finished' if step >= num_steps else 'stopped at'} step {step} of {num_steps} "]
-    parts[0] += f"after {format_duration(seconds)}"
+    ended = "finished" if step >= num_steps else "stopped at"
+    parts = [f"{ended} step {step} of {num_steps} after {format_duration(seconds)}"]
     if losses:
         parts.append(f"loss {float(losses[max(losses)]):.4f}")
     if held_out:

@@ -51,6 +51,7 @@ def done(folder: Path) -> dict[str, Any]:
     jobs["draw what does not load"] = Job(actions.draw, {"arguments": drawing})
     jobs["damaged"] = Job(actions.cut_off, {"folder": folder / "interrupted", "sealed": False})
     add("all damaged", at="interrupted")
+    add("all damaged, must", at="interrupted", checkpoint__resume="must")
     add("anew", at="interrupted", checkpoint__resume="never")
     return run_jobs(folder / "world", jobs)
 
@@ -111,6 +112,7 @@ def test_every_attempt_has_its_environment(done: dict[str, Any], folder: Path) -
         ("start from", 5, ["rank_00000.safetensors cannot be read", "delete or restore the folder"]),
         ("draw what does not load", 5, ["rank_00000.safetensors cannot be read", "delete or restore the folder"]),
         ("all damaged", 5, ["none of the checkpoints", "(steps [2]) is valid", "checkpoint.resume=never"]),
+        ("all damaged, must", 5, ["none of the checkpoints", "(steps [2]) is valid", "checkpoint.resume=never"]),
     ],
 )
 def test_a_mistake_is_one_line_with_its_code_and_cure(
