@@ -98,8 +98,8 @@ def ended(folder: Path) -> dict[str, Any]:
     return run_jobs(folder / "world", jobs)
 
 
-def told(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a checkpoint says about itself: its manifest's record and what sampling is told."""
+def described(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a checkpoint says about itself: its manifest's record and its facts for sampling."""
     return dict(read_manifest(checkpoint_folder).meta), json.loads((checkpoint_folder / "facts.json").read_text())
 
 
@@ -122,7 +122,7 @@ def test_a_stopped_run_keeps_its_held_out_loss_and_its_largest_sample(
     assert losses(folder / name) == losses(folder / "whole")
     assert held_out(folder / name) == held_out(folder / "whole")
     for saved in (3, 6, 9, 12):
-        assert told(checkpoint(folder / name, saved)) == told(checkpoint(folder / "whole", saved))
+        assert described(checkpoint(folder / name, saved)) == described(checkpoint(folder / "whole", saved))
 
 
 def test_a_checkpoint_says_when_its_held_out_loss_was_measured(ended: dict[str, Any], folder: Path) -> None:
