@@ -30,9 +30,7 @@ def check_pictures(sampling: SamplingConfig, objective: Objective) -> None:
         ConfigError: with the numbers and the cure.
     """
     sampling.validate()
-    objective.sampling_grid(
-        sampling.num_steps
-    )  # some objectives have a table of noise levels, with so many and no more
+    objective.sampling_grid(sampling.num_steps)  # a table of noise levels has no more than it was trained with
 
 
 class PictureWriter:
