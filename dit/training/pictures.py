@@ -29,7 +29,7 @@ def check_pictures(sampling: SamplingConfig, objective: Objective) -> None:
     Raises:
         ConfigError: with the numbers and the cure.
     """
-    objective.sampling_grid(sampling.num_steps)
+    objective.sampling_grid(sampling.num_steps)  # a table of noise levels has no more than it was trained with
 
 
 class PictureWriter:

@@ -90,7 +90,7 @@ def pretrain(
         DataError: data are missing, unreadable or lost beyond the budget.
         NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
         CheckpointError: no valid checkpoint where one is required, or the disk is full.
-        SystemExit: with code 75 when stopped early, after a checkpoint.
+        SystemExit: with code 75 when stopped early, after a checkpoint or before the first step.
     """
     settings = dict(locals())
     rank = int(os.environ.get("RANK", "0"))
@@ -256,8 +256,8 @@ class Run:
         A checkpoint comes before validation and pictures of its step, so that nothing that happens there loses steps.
 
         Args:
-            record: told of every step.
-            preemption: whether to stop.
+            record: gets the number of every step that is done.
+            preemption: says whether to stop.
             beat: called after every step.
 
         Returns:

@@ -15,6 +15,7 @@ from tests.integration import actions
 from tests.integration.runs import Job, checkpoint, checkpoints, losses, outcome, overrides, run_jobs, scalars
 
 LOOP = {
+    "schedule__warmup_steps": 2,
     "training__num_steps": 12,
     "training__validation_interval": 6,
     "checkpoint__interval": 3,
@@ -23,12 +24,12 @@ LOOP = {
 # Two of the settings are refused, the number of steps is not.
 OTHERS = {
     "objective": ("objective: FlowMatching -> EDM", {"objective": "edm"}),
-    "seed": ("training.seed: 1234 -> 7", {"training__seed": 7, "training__num_steps": 14}),
+    "seed": ("training.seed: 1234 -> 7", {"training__seed": 7, "training__num_steps": 5}),
     "model": ("model.time_scale: 1000.0 -> 5.0", {"model__time_scale": 5}),
     "data": ("data.dataset_size: None -> 64", {"data__dataset_size": 64}),
 }
 ACCEPTED = {
-    "training__num_steps": 13,
+    "training__num_steps": 4,
     "optimizer__beta1": 0.8,
     "data__dataset_size": 64,
     "checkpoint__accept_changes": '["optimizer.beta1","data"]',
@@ -84,18 +85,21 @@ def ended(folder: Path) -> dict[str, Any]:
     add("pictures fail", fault=partial(actions.out_of_memory, f"{loop}._sample"), training__sample_interval=3)
     add("no pictures", sampling__num_steps=0)
     # Before the first step: of a new run, and of one that would resume.
+    short = {"at": "finished", "training__num_steps": 3}
+    add("finished", **short)
     add("building", ranks=2, fault=inside(f"{loop}._build"))
-    add("hashing", at="whole", fault=inside(f"{store}.newest_valid"), training__num_steps=20)
-    add("loading", at="whole", fault=inside("dit.training.checkpoint.load_state"), training__num_steps=20)
+    add("hashing", at="finished", fault=inside(f"{store}.newest_valid"), training__num_steps=9)
+    add("loading", at="finished", fault=inside("dit.training.checkpoint.load_state"), training__num_steps=9)
     for name, (_, settings) in OTHERS.items():
-        add(name, at="whole", **settings)
-    add("no room", at="whole", fault=partial(actions.no_room_for_logs, 100), training__num_steps=13)
-    add("accepted", at="whole", **ACCEPTED)
+        add(name, **{**short, **settings})
+    add("no room", **short, fault=partial(actions.no_room_for_logs, 100))
+    jobs["refused"] = Job(Path.read_text, {"self": folder / "finished" / "config.yaml"})
+    add("accepted", **{**short, **ACCEPTED})
     return run_jobs(folder / "world", jobs)
 
 
-def told(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a checkpoint says about itself: its manifest's record and what sampling is told."""
+def described(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a checkpoint says about itself: its manifest's record and its facts for sampling."""
     return dict(read_manifest(checkpoint_folder).meta), json.loads((checkpoint_folder / "facts.json").read_text())
 
 
@@ -118,7 +122,7 @@ def test_a_stopped_run_keeps_its_held_out_loss_and_its_largest_sample(
     assert losses(folder / name) == losses(folder / "whole")
     assert held_out(folder / name) == held_out(folder / "whole")
     for saved in (3, 6, 9, 12):
-        assert told(checkpoint(folder / name, saved)) == told(checkpoint(folder / "whole", saved))
+        assert described(checkpoint(folder / name, saved)) == described(checkpoint(folder / "whole", saved))
 
 
 def test_a_checkpoint_says_when_its_held_out_loss_was_measured(ended: dict[str, Any], folder: Path) -> None:
@@ -154,7 +158,7 @@ def test_a_request_before_the_first_step_is_honoured_at_once(ended: dict[str, An
         assert "Traceback" not in ended[name].err
     assert [outcome(folder / "building")[key] for key in ("code", "reason", "step")] == [75, "preempted", None]
     assert sorted(path.name for path in (folder / "building").iterdir()) == ["exit.json", "stacks"]
-    assert max(scalars(folder / "whole", "loss")) == 13, "they were to go on to step 20"
+    assert max(scalars(folder / "finished", "loss")) == 4, "they were to go on to step 9"
 
 
 @pytest.mark.parametrize(("name", "step"), [("looks fail", 6), ("pictures fail", 3)])
@@ -184,36 +188,37 @@ def test_another_experiment_is_refused_also_by_a_finished_run(ended: dict[str, A
     """With both values and the cure; the run folder's own settings stay what they were."""
     assert ended[name].code == 2
     change, _ = OTHERS[name]
-    for words in (f"iter_0000012 was trained with other settings: {change}. ", "checkpoint.start_from", "run_dir"):
+    for words in (f"iter_0000003 was trained with other settings: {change}. ", "checkpoint.start_from", "run_dir"):
         assert words in ended[name].err
     assert f"'checkpoint.accept_changes=[\"{change.partition(':')[0]}\"]'" in ended[name].err
     assert "num_steps" not in ended[name].err
 
 
 def test_a_record_that_cannot_be_written_stays_the_former_one(ended: dict[str, Any], folder: Path) -> None:
-    """None of the refused attempts wrote it either, so it is that of the attempt that was accepted at last."""
+    """The settings of the run are those of its checkpoint, after all attempts that were refused and this one."""
     assert ended["no room"].code == 5
-    assert f"{folder / 'whole' / 'config.yaml'} cannot be written" in ended["no room"].err
+    assert f"{folder / 'finished' / 'config.yaml'} cannot be written" in ended["no room"].err
     assert "Traceback" not in ended["no room"].err
+    assert ended["refused"] == (checkpoint(folder / "finished", 3) / "config.yaml").read_text()
 
 
 def test_accepted_changes_are_listed_and_the_data_start_afresh(ended: dict[str, Any], folder: Path) -> None:
-    """Twelve steps lie behind the model, and one behind the data."""
+    """Four steps lie behind the model, and one behind the data."""
     assert ended["accepted"].code == 0, ended["accepted"].err
     log = (folder / "world" / "rank_0.log").read_text()
     for line in (
-        "changed since step 12: training.num_steps: 12 -> 13",
-        "changed since step 12: optimizer.beta1: 0.9 -> 0.8",
-        "changed since step 12: data.dataset_size: None -> 64",
-        "the data start afresh at step 12",
+        "changed since step 3: training.num_steps: 3 -> 4",
+        "changed since step 3: optimizer.beta1: 0.9 -> 0.8",
+        "changed since step 3: data.dataset_size: None -> 64",
+        "the data start afresh at step 3",
     ):
         assert log.count(f"{line}\n") >= 1, line
-    record = yaml.safe_load((folder / "whole" / "config.yaml").read_text())
+    record = yaml.safe_load((folder / "finished" / "config.yaml").read_text())
     assert (record["optimizer"]["beta1"], record["data"]["dataset_size"]) == (0.8, 64)
-    assert record == yaml.safe_load((checkpoint(folder / "whole", 13) / "config.yaml").read_text())
+    assert record == yaml.safe_load((checkpoint(folder / "finished", 4) / "config.yaml").read_text())
     taken = [
         {stream: state["position"]["taken"] for stream, state in read_loader_state(path)["streams"].items()}
-        for path in (checkpoint(folder / "whole", 12), checkpoint(folder / "whole", 13))
+        for path in (checkpoint(folder / "finished", 3), checkpoint(folder / "finished", 4))
     ]
-    assert all(12 * taken[1][stream] <= 2 * taken[0][stream] for stream in taken[0]), taken
-    assert max(scalars(folder / "whole", "consumed_samples")) == 13
+    assert all(2 * taken[1][stream] <= taken[0][stream] for stream in taken[0]), taken
+    assert max(scalars(folder / "finished", "consumed_samples")) == 4
