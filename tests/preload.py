@@ -17,6 +17,7 @@ for name in (
     "tests.parallel.context_worker",
     "tests.parallel.expert_tasks",
     "tests.parallel.fsdp_worker",
+    "tests.parallel.optimizer_worker",
     "tests.parallel.pipeline_cases",
     "tests.parallel.worker",
 ):
