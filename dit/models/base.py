@@ -36,7 +36,8 @@ class ModelConfig(ABC):
         num_classes: classes the model is conditioned on; None for none.
         class_dropout: share of samples trained without their class, for guidance.
         context_size: width of the text embeddings; None if the model takes no text.
-        context_dropout: share of samples trained without their text, for guidance.
+        context_dropout: share of samples trained without their text, for guidance. Of a model with classes and texts,
+            the smaller of the two shares is trained without both.
     """
 
     in_channels: int = 4
