@@ -61,7 +61,7 @@ def training_forward_step(objective: Objective, model: ModelConfig, seed: int, s
         stage = get_attr_wrapped_model(network, "stage")
         # The first stage embeds the noised tokens, the last compares with their target.
         kind = AddressedNoise if stage.first or stage.last else LevelsOnly
-        noise = kind(seed, step, batch.sample_ids_S, batch.layout)
+        noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S)
         batch = drop_conditions(batch, noise, model)
         prepared = objective.prepare(batch, noise)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
