@@ -23,7 +23,7 @@ RESUMED = ("ddp2", "distributed2", "fsdp2")
 NUM_STEPS, SAVED_AT = 5, 3
 
 SETTINGS = {
-    # Biases and norms are a good part of what decays wrongly; the epsilon is of the size of the gradients.
+    # The norms of queries and keys start as ones, so a decay of theirs shows; eps is of the size of the gradients.
     "model": {"qk_layernorm": True},
     "optimizer": {"lr": 2e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.5, "clip_grad": 0.5},
     "schedule": {"kind": "cosine", "warmup_steps": 2, "min_lr": 2e-3},
