@@ -184,7 +184,7 @@ class PackedBatch:
         latents_TC: clean latents, patchified, dimensionless after VAE scale and shift.
         positions_T3: (t, h, w) patch index of each token, int64.
         layout: where the samples lie in T.
-        sample_ids_S: 63-bit address of each sample, int64; noise is drawn from it.
+        sample_ids_S: 63-bit address of each sample, int64; a part of the address of its noise.
         grids: (t, h, w) in patches of each sample, on the host.
         keys: name of each sample, for messages.
         labels_S: class of each sample, int64.
@@ -194,6 +194,8 @@ class PackedBatch:
         pooled_SD: one more embedding of each text, as a single vector (CLIP's, for FLUX); dropped with the text.
         fps_S: frames per second, float32; None for `DEFAULT_FPS`.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
+        draws_S: number of each sample's draw from the training data, unique in the run, int64; copies of a sample are
+            told apart by it. None for data that are read once, such as held-out ones.
     """
 
     latents_TC: Tensor
@@ -209,6 +211,7 @@ class PackedBatch:
     pooled_SD: Optional[Tensor] = None
     fps_S: Optional[Tensor] = None
     loss_weight_S: Optional[Tensor] = None
+    draws_S: Optional[Tensor] = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """Move every tensor to `device`."""
@@ -235,7 +238,7 @@ class PackedBatch:
             "grids": (len(self.grids), S),
             "keys": (len(self.keys), S),
         }
-        for name in ("labels_S", "pooled_SD", "fps_S", "loss_weight_S"):
+        for name in ("labels_S", "pooled_SD", "fps_S", "loss_weight_S", "draws_S"):
             value = getattr(self, name)
             if value is not None:
                 sizes[name] = (len(value), S)

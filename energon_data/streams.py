@@ -3,11 +3,16 @@
 A run reads `num_streams` streams. Micro-batch `j` of the run comes from stream `j % num_streams`. Data-parallel rank
 `r` runs the micro-batches `r, r + dp_size, ...`, so it owns the streams `s` with `s % dp_size == r`, taken in turn.
 Changing `dp_size` to another divisor of `num_streams` only moves streams between ranks.
+
+Every draw of a sample has a number of its own: the k-th sample of stream `s` is draw `k * num_streams + s`. It tells
+copies of one sample apart, which a step has when it is larger than the data: each gets noise of its own.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional, Protocol
+
+import torch
 
 from dit.batch import PackedBatch
 from dit.errors import ConfigError, DataError
@@ -80,6 +85,7 @@ class StreamGroup:
         self._num_streams, self._dp_size = num_streams, dp_size
         self._log, self._origin = log, origin
         self._cursor = 0
+        self._drawn = dict.fromkeys(self._order, 0)  # samples by stream
 
     def __iter__(self) -> "StreamGroup":
         return self
@@ -96,7 +102,10 @@ class StreamGroup:
                 f"skipped so far: {self._log.counts() or 'nothing'}"
             )
         self._cursor = (self._cursor + 1) % len(self._order)
-        return delivery.batch
+        count = delivery.batch.layout.num_samples
+        draws_S = (torch.arange(count) + self._drawn[number]) * self._num_streams + number
+        self._drawn[number] += count
+        return replace(delivery.batch, draws_S=draws_S)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of every stream this rank reads, in plain containers."""
@@ -106,7 +115,8 @@ class StreamGroup:
             "dp_size": self._dp_size,
             "next": self._cursor * self._dp_size,
             "streams": {
-                s: {"position": source.state(), "skipped": self._log.state(s)} for s, source in self._sources.items()
+                s: {"position": source.state(), "skipped": self._log.state(s), "drawn": self._drawn[s]}
+                for s, source in self._sources.items()
             },
         }
 
@@ -137,6 +147,7 @@ class StreamGroup:
         for s, source in self._sources.items():
             source.load(streams[s]["position"])
             self._log.load(s, streams[s]["skipped"])
+            self._drawn[s] = streams[s].get("drawn", 0)  # older states do not count: noise needs another number only
         self._cursor = state["next"] // self._dp_size
 
     def skipped(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ for name in (
     "tests.parallel.context_worker",
     "benchmarks.parallel_checkpoints",
     "tests.parallel.fsdp_worker",
+    "tests.parallel.optimizer_worker",
     "tests.parallel.pipeline_cases",
     "benchmarks.parallel_training",
 ):

@@ -37,7 +37,7 @@ class ModelConfig(ABC):
         class_dropout: share of samples trained without their class, for guidance; 0.1 as in DiT (Peebles and Xie 2023).
         context_size: width of the text embeddings; None if the model takes no text.
         context_dropout: share of samples trained without their text, for guidance; 0.1 as in Open-Sora, where NeMo's
-            recipes have 0.2.
+            recipes have 0.2. Of a model with classes and texts, the smaller of the two shares is trained without both.
     """
 
     in_channels: int = 4

@@ -1,10 +1,12 @@
-"""Noise by address: every draw is a function of (seed, step, sample, purpose, element), never of a stream.
+"""Counter-based noise: a function of its address (seed, step, sample, draw of the sample, purpose, element).
 
 The same sample gets the same noise on every parallel layout, on every pipeline stage and after every resume, because
-nothing is carried from one draw to the next. Each rank draws only the rows it holds.
+nothing is carried from one random number to the next. Each rank makes those of its own rows. A sample that comes twice
+in one step gets two noises: the data stream numbers its draws (`PackedBatch.draws_S`).
 """
 
 import zlib
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -12,20 +14,33 @@ from torch import Tensor
 from dit.batch import SequenceLayout
 from dit.philox import MASK32, Words, philox, to_normal, to_uniform
 
+# Odd, so that two draws of one sample never share an address (modulo 2**64), and large, so that those of two samples,
+# whose ids are hashes, do no more often than the hashes.
+_DRAW_STRIDE = 0x5851F42D4C957F2D
+
 
 class AddressedNoise:
-    """The random draws of one micro-batch.
+    """The random numbers of one micro-batch.
 
     Args:
         seed: seed of the run.
         step: optimizer step, counted from 0.
         sample_ids_S: address of each sample, int64.
         layout: rows held by this rank.
+        draws_S: number of each sample's draw from the data, int64; None where a sample comes once: its noise is then
+            that of draw 0.
     """
 
-    def __init__(self, seed: int, step: int, sample_ids_S: Tensor, layout: SequenceLayout) -> None:
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        sample_ids_S: Tensor,
+        layout: SequenceLayout,
+        draws_S: Optional[Tensor] = None,
+    ) -> None:
         self.seed, self.step, self.layout = seed, step, layout
-        self.sample_ids_S = sample_ids_S
+        self.ids_S = sample_ids_S if draws_S is None else sample_ids_S + draws_S * _DRAW_STRIDE  # wraps modulo 2**64
 
     def _words(self, purpose: str, ids: Tensor, element: Tensor) -> Words:
         ids, element = torch.broadcast_tensors(ids, element)
@@ -38,15 +53,15 @@ class AddressedNoise:
 
     def uniform_S(self, purpose: str) -> Tensor:
         """Draw one number in (0, 1) per sample, float32 `[S]`."""
-        return to_uniform(self._words(purpose, self.sample_ids_S, torch.zeros_like(self.sample_ids_S))[0])
+        return to_uniform(self._words(purpose, self.ids_S, torch.zeros_like(self.ids_S))[0])
 
     def normal_S(self, purpose: str) -> Tensor:
         """Draw one standard normal number per sample, float32 `[S]`."""
-        return to_normal(self._words(purpose, self.sample_ids_S, torch.zeros_like(self.sample_ids_S)))[0]
+        return to_normal(self._words(purpose, self.ids_S, torch.zeros_like(self.ids_S)))[0]
 
     def normal_TC(self, purpose: str, channels: int) -> Tensor:
         """Draw standard normal noise for every row held here, float32 `[T, channels]`."""
         blocks = -(-channels // 4)
         element = self.layout.token_index_T[:, None] * blocks + torch.arange(blocks, device=self.layout.device)
-        ids = self.sample_ids_S[self.layout.segment_ids_T][:, None]
+        ids = self.ids_S[self.layout.segment_ids_T][:, None]
         return torch.stack(to_normal(self._words(purpose, ids, element)), -1).flatten(1)[:, :channels]

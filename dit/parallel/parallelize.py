@@ -226,6 +226,8 @@ def build_optimizer(
 ) -> Any:
     """Build Megatron-Core's AdamW over the wrapped chunks of the model.
 
+    Its weight decay is set here for good: neither `set_learning_rate` nor loading a checkpoint touches it.
+
     Args:
         settings: the recipe's `OptimizerConfig`.
     """
@@ -251,6 +253,8 @@ def build_optimizer(
             # copies of a dense parameter, but different experts.
             part.tp_group = groups.collection.expt_tp
     for group in optimizer.param_groups:
+        # Megatron-Core marks biases and one-dimensional parameters, and leaves it to its own scheduler to heed that.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         if "fused" in group:  # torch's AdamW, where Transformer Engine's is not at hand: one kernel instead of nine
             group["fused"], group["foreach"] = True, False
     return optimizer

@@ -20,13 +20,22 @@ ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, Callable]]
 
 
 def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfig) -> PackedBatch:
-    """Take class and text away from some samples, each drawn for itself (classifier-free guidance, Ho and Salimans)."""
+    """Take class and text away from some samples, for classifier-free guidance.
+
+    One uniform draw per sample decides about both: the class is dropped where it lies below `class_dropout`, the text,
+    its pooled embedding included, where it lies below `context_dropout`. The smaller of the two shares thus loses both,
+    and no other condition is left: this is the prediction that guidance leads away from. Two draws would leave only the
+    product of the shares to learn it. Different shares also train the class alone, or the text alone; leading away from
+    a negative text, without a class, wants a `class_dropout` above `context_dropout`.
+
+    Source: Ho and Salimans 2022, arXiv:2207.12598, Algorithm 1, for one condition.
+    """
+    draw_S = noise.uniform_S("drop conditions")
     changes: dict[str, Any] = {}
     if model.num_classes is not None and batch.labels_S is not None:
-        dropped = noise.uniform_S("drop class") < model.class_dropout
-        changes["labels_S"] = torch.where(dropped, model.num_classes, batch.labels_S)
+        changes["labels_S"] = torch.where(draw_S < model.class_dropout, model.num_classes, batch.labels_S)
     if batch.context_KD is not None:
-        changes["context_dropped_S"] = noise.uniform_S("drop text") < model.context_dropout
+        changes["context_dropped_S"] = draw_S < model.context_dropout
     return replace(batch, **changes)
 
 
@@ -54,7 +63,7 @@ def training_forward_step(objective: Objective, model: ModelConfig, seed: int, s
         stage = get_attr_wrapped_model(network, "stage")
         # The first stage embeds the noised tokens, the last compares with their target.
         kind = AddressedNoise if stage.first or stage.last else LevelsOnly
-        noise = kind(seed, step, batch.sample_ids_S, batch.layout)
+        noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S)
         batch = drop_conditions(batch, noise, model)
         prepared = objective.prepare(batch, noise)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)

@@ -1,14 +1,17 @@
 """What one rank of a Megatron-FSDP test world runs; cases name these functions."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from benchmarks.parallel_training import whole
+from benchmarks.parallel_training import of_all_stages, whole
 from dit.backends import process_groups
+from dit.data_api import BatchSpec
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.parallel.dims import ParallelConfig
+from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.parallelize import build_optimizer, megatron_config, wrap
 from dit.sampling.generate import empty_pack, generate
 from dit.training.optim import SLOTS, get_step_count, gradient_norm, master_shards
@@ -24,36 +27,55 @@ from dit.training.settings import (
 from energon_data.mock import MockData
 
 
-def start(case: dict) -> Run:
-    """Start or resume the run in `case["run_dir"]`, on synthetic ragged packs that every layout shares alike."""
-    settings = {
-        "model": DiTConfig(
-            hidden_size=32, num_layers=2, num_attention_heads=2, num_classes=3, position_embedding="sincos_3d"
-        ),
+def settings_of(case: dict) -> dict[str, Any]:
+    """Return the settings of a run on synthetic ragged packs that every layout shares alike.
+
+    `case` may change the fields of some parts, such as `{"model": {"num_experts": 4}}`.
+    """
+
+    def part(name: str, cls: type, **own: Any) -> Any:
+        return cls(**{**own, **case.get(name, {})})
+
+    run_dir, precision = str(case["run_dir"]), case.get("precision", "fp32")
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 2, "position_embedding": "sincos_3d"}
+    return {
+        "model": part("model", DiTConfig, **sizes, num_classes=3),
         "data": MockData(shapes=["1x8x8", "1x4x8"], num_streams=4, max_tokens_per_pack=40),
         "objective": FlowMatching(),
-        "optimizer": OptimizerConfig(lr=1e-2, weight_decay=0.1),
-        "schedule": ScheduleConfig(),
+        "optimizer": part("optimizer", OptimizerConfig, lr=1e-2, weight_decay=0.1),
+        "schedule": part("schedule", ScheduleConfig),
         "parallel": ParallelConfig(**case["parallel"]),
-        "training": TrainingConfig(
-            run_dir=str(case["run_dir"]), global_batch_size=4, precision=case.get("precision", "fp32"), ema_decay=0.5
+        "training": part(
+            "training", TrainingConfig, run_dir=run_dir, global_batch_size=4, precision=precision, ema_decay=0.5
         ),
         "checkpoint": CheckpointConfig(interval=0),
         "logging": LoggingConfig(tensorboard=False),
         "sampling": SamplingConfig(),
     }
-    checked = (settings[name] for name in ("model", "data", "optimizer", "schedule", "parallel", "training"))
-    dims, spec = check_settings(*checked)
+
+
+def checked(settings: dict[str, Any]) -> tuple[ParallelDims, BatchSpec]:
+    """Check the settings as a run does."""
+    named = ("model", "data", "optimizer", "schedule", "parallel", "training")
+    return check_settings(*(settings[name] for name in named))
+
+
+def start(case: dict) -> Run:
+    """Start or resume the run in `case["run_dir"]`."""
+    settings = settings_of(case)
+    dims, spec = checked(settings)
     return Run(settings, dims, spec, process_groups.initialize(settings["parallel"]), quiet=True)
 
 
 def state_of(run: Run) -> dict[str, torch.Tensor]:
     """Join every global tensor of a run's state on every rank: masters, average, Adam's moments and step count."""
-    state, found = run.state, {}
+    state, mine = run.state, []
     for i, shard in enumerate(state.shards):
         parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in SLOTS}}
         for slot, values in parts.items():
-            found[f"{slot}.{shard.name}"] = whole(shard.gather(values), shard.parameter, run.groups)
+            mine.append((f"{slot}.{shard.name}", whole(shard.gather(values), shard.parameter, run.groups)))
+    found, drifted = of_all_stages(mine, run.groups)
+    assert drifted == []
     return {**found, "step": torch.tensor(get_step_count(state.optimizer))}
 
 

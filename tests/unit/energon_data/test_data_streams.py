@@ -34,11 +34,12 @@ def take(stream: Iterator[PackedBatch], count: int) -> list[PackedBatch]:
     return [next(stream) for _ in range(count)]
 
 
-def same(a: list[PackedBatch], b: list[PackedBatch]) -> None:
-    assert [x.keys for x in a] == [y.keys for y in b]
-    for x, y in zip(a, b):
-        for name in ("latents_TC", "positions_T3", "sample_ids_S", "labels_S", "context_KD", "fps_S"):
-            assert torch.equal(getattr(x, name), getattr(y, name)), name
+def same(some: list[PackedBatch], others: list[PackedBatch]) -> None:
+    assert [x.keys for x in some] == [y.keys for y in others]
+    for x, y in zip(some, others):
+        for name in ("latents_TC", "positions_T3", "sample_ids_S", "labels_S", "context_KD", "fps_S", "draws_S"):
+            a, b = getattr(x, name), getattr(y, name)
+            assert a is b is None or torch.equal(a, b), name
         assert x.layout.lengths == y.layout.lengths
         assert x.context_layout.lengths == y.context_layout.lengths
 
@@ -71,6 +72,19 @@ def test_order_does_not_depend_on_data_parallel_size(case: tuple[DataConfig, int
         ranks = [build(data, rank, dp, mbs) for rank in range(dp)]
         dealt = [next(ranks[j % dp]) for j in range(24)]
         same(alone, dealt)
+
+
+def test_every_draw_of_a_run_has_its_own_number(case: tuple[DataConfig, int]) -> None:
+    """The k-th sample of stream s is draw k * 4 + s of four streams, in whatever micro-batch it comes."""
+    data, mbs = case
+    batches = take(build(data, mbs=mbs), 24)
+    seen = [0] * 4
+    for j, batch in enumerate(batches):
+        stream, count = j % 4, batch.layout.num_samples
+        assert batch.draws_S.tolist() == [(seen[stream] + i) * 4 + stream for i in range(count)]
+        seen[stream] += count
+    draws = [int(n) for batch in batches for n in batch.draws_S]
+    assert len(set(draws)) == len(draws)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 8])

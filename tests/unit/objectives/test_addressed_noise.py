@@ -9,6 +9,7 @@ from dit.batch import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise, philox
 
 IDS = torch.tensor([3, 2**62 + 5, 41], dtype=torch.int64)
+DRAWS = torch.tensor([9, 2**40, 9], dtype=torch.int64)
 
 
 def words(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
@@ -34,23 +35,26 @@ def test_philox_gives_the_published_known_answers(counter, key, expected):
     assert words(counter, key) == expected
 
 
-def test_rows_held_by_a_rank_get_the_noise_they_have_in_the_whole_pack():
+@pytest.mark.parametrize("draws", [None, DRAWS])
+def test_rows_held_by_a_rank_get_the_noise_they_have_in_the_whole_pack(draws):
     """Selecting rows and drawing noise commute, for any order of rows and for a selection of a selection."""
     layout = SequenceLayout.from_lengths([5, 3, 4], multiple_of=4, total_tokens=20)
-    whole = AddressedNoise(1, 7, IDS, layout).normal_TC("eps", 6)
+    whole = AddressedNoise(1, 7, IDS, layout, draws).normal_TC("eps", 6)
     rows = torch.tensor([17, 0, 9, 8, 3, 12])
     part = layout.select(rows)
-    assert torch.equal(AddressedNoise(1, 7, IDS, part).normal_TC("eps", 6), whole[rows])
+    assert torch.equal(AddressedNoise(1, 7, IDS, part, draws).normal_TC("eps", 6), whole[rows])
     again = torch.tensor([4, 1])
-    assert torch.equal(AddressedNoise(1, 7, IDS, part.select(again)).normal_TC("eps", 6), whole[rows[again]])
+    assert torch.equal(AddressedNoise(1, 7, IDS, part.select(again), draws).normal_TC("eps", 6), whole[rows[again]])
 
 
-def test_a_sample_gets_the_same_noise_in_every_pack():
+@pytest.mark.parametrize("draws", [None, DRAWS])
+def test_a_sample_gets_the_same_noise_in_every_pack(draws):
     """Neighbours, order and padding do not matter."""
     one = SequenceLayout.from_lengths([4])
     many = SequenceLayout.from_lengths([5, 4, 3], multiple_of=8)
-    alone = AddressedNoise(1, 7, IDS[2:], one)
-    packed = AddressedNoise(1, 7, torch.stack([IDS[0], IDS[2], IDS[1]]), many)
+    order = torch.tensor([0, 2, 1])
+    alone = AddressedNoise(1, 7, IDS[2:], one, None if draws is None else draws[2:])
+    packed = AddressedNoise(1, 7, IDS[order], many, None if draws is None else draws[order])
     start = many.starts[1]
     assert torch.equal(packed.normal_TC("eps", 5)[start : start + 4], alone.normal_TC("eps", 5))
     for draw in (lambda n: n.level_S(), lambda n: n.uniform_S("dropout"), lambda n: n.normal_S("x")):
@@ -58,7 +62,7 @@ def test_a_sample_gets_the_same_noise_in_every_pack():
 
 
 def test_every_part_of_the_address_matters():
-    """Another seed, step, purpose or sample gives independent noise: correlation 0 within its standard error."""
+    """Another seed, step, purpose, sample or draw gives independent noise: correlation 0 within its standard error."""
     layout = SequenceLayout.from_lengths([4096, 4096])
     ids = torch.tensor([11, 12], dtype=torch.int64)
     base = AddressedNoise(1, 7, ids, layout).normal_TC("eps", 4)
@@ -69,6 +73,8 @@ def test_every_part_of_the_address_matters():
         "purpose": AddressedNoise(1, 7, ids, layout).normal_TC("noise", 4),
         "low id bits": AddressedNoise(1, 7, ids + 2, layout).normal_TC("eps", 4),
         "high id bits": AddressedNoise(1, 7, ids + 2**40, layout).normal_TC("eps", 4),
+        "draw": AddressedNoise(1, 7, ids, layout, torch.tensor([1, 1])).normal_TC("eps", 4),
+        "high draw bits": AddressedNoise(1, 7, ids, layout, torch.tensor([2**40, 2**40])).normal_TC("eps", 4),
         "neighbour sample": base.roll(4096, 0),
         "neighbour channel": base.roll(1, 1),
         "neighbour token": base.roll(1, 0),
@@ -76,6 +82,13 @@ def test_every_part_of_the_address_matters():
     standard_error = base.numel() ** -0.5
     for name, other in others.items():
         assert abs((base * other).mean().item()) < 4 * standard_error, name
+
+
+def test_the_first_draw_of_a_sample_is_that_of_no_number():
+    """What is not drawn from a stream (held-out and generated samples) has the noise of draw 0."""
+    layout = SequenceLayout.from_lengths([4, 4, 4])
+    first = AddressedNoise(1, 7, IDS, layout, torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(first.normal_TC("eps", 4), AddressedNoise(1, 7, IDS, layout).normal_TC("eps", 4))
 
 
 def test_normal_noise_has_the_moments_of_a_standard_normal():
@@ -95,14 +108,16 @@ def test_channel_counts_share_their_leading_channels():
     assert torch.equal(noise.normal_TC("eps", 3), noise.normal_TC("eps", 4)[:, :3])
 
 
-def test_level_quantiles_are_uniform_over_samples_and_steps():
-    """Kolmogorov-Smirnov distance to the uniform law below its 0.1 % point, over samples and over steps."""
+def test_level_quantiles_are_uniform_over_samples_steps_and_draws():
+    """Kolmogorov-Smirnov distance to the uniform law below its 0.1 % point, over each of them."""
     n = 4096
     layout = SequenceLayout.from_lengths([1] * n)
     over_samples = AddressedNoise(1, 0, torch.arange(n), layout).level_S()
     one = SequenceLayout.from_lengths([1])
     over_steps = torch.cat([AddressedNoise(1, step, IDS[:1], one).level_S() for step in range(512)])
-    for u in (over_samples, over_steps):
+    same = torch.full((n,), int(IDS[1]))
+    over_draws = AddressedNoise(1, 0, same, layout, torch.arange(n)).level_S()
+    for u in (over_samples, over_steps, over_draws):
         assert u.min() > 0
         assert u.max() < 1
         ranks = (torch.arange(len(u)) + 0.5) / len(u)

@@ -28,6 +28,8 @@ OBJECTIVES: list[Objective] = [
     *DDPMS,
 ]
 PREDICTIONS = ("noise", "x0", "v")
+WEIGHT_RTOL = 1e-4  # float32 against float64
+WEIGHT_ATOL = 1e-3  # of errors about 1: at little noise, x0 is a difference of large numbers
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 
 
@@ -223,13 +225,47 @@ def test_loss_over_slices_adds_up_to_the_loss_of_the_pack(objective):
     assert halves[0][1] + halves[1][1] == whole[1]
 
 
-def test_edm_loss_weighs_every_noise_level_the_same():
-    """lambda(sigma) c_out**2 == 1, over the whole range in float32."""
-    edm = EDM()
-    sigma = torch.logspace(-3, 2.5, 200)
-    _, c_out, _ = edm.scalings(sigma)
-    weight = (sigma**2 + 0.5**2) / (sigma * 0.5) ** 2
-    torch.testing.assert_close(weight * c_out**2, torch.ones_like(sigma), rtol=1e-5, atol=0)
+def published_error(objective: Objective, batch: PackedBatch, output_TC: torch.Tensor) -> torch.Tensor:
+    """Return what the paper of an objective squares and sums: its error times the root of its weight, in float64.
+
+    * EDM: D(x) - x0 with D = c_skip x + c_out F, weighed by (sigma**2 + sigma_data**2) / (sigma sigma_data)**2.
+    * Flow matching: the velocity's, v - (eps - x0); of a network that predicts x0, v = (x_t - x0) / t with t not below
+      `MIN_TIME` in the quotient of the errors.
+    * DDPM: that of the noise, of x0, or of v = alpha eps - sigma x0, unweighted.
+    """
+    noise = noise_for(batch)
+    u_T1 = batch.layout.per_token(objective.level(noise.level_S())).double()
+    x0_TC, eps_TC, output_TC = batch.latents_TC.double(), noise.normal_TC("eps", 4).double(), output_TC.double()
+    if isinstance(objective, EDM):
+        sigma_T1, data = u_T1, objective.sigma_data
+        total = sigma_T1**2 + data**2
+        x_TC = x0_TC + sigma_T1 * eps_TC
+        denoised_TC = data**2 / total * x_TC + sigma_T1 * data / total.sqrt() * output_TC
+        return (total / (sigma_T1 * data) ** 2).sqrt() * (denoised_TC - x0_TC)
+    if isinstance(objective, FlowMatching):
+        if objective.prediction == "velocity":
+            return output_TC - (eps_TC - x0_TC)
+        velocity_TC = ((1 - u_T1) * x0_TC + u_T1 * eps_TC - output_TC) / u_T1
+        return (velocity_TC - (eps_TC - x0_TC)) * (u_T1 / MIN_TIME).clamp(max=1)
+    assert isinstance(objective, DDPM)
+    targets_TC = {"noise": eps_TC, "x0": x0_TC, "v": u_T1.cos() * eps_TC - u_T1.sin() * x0_TC}
+    return output_TC - targets_TC[objective.prediction]
+
+
+@every_objective
+def test_every_noise_level_weighs_as_published(objective):
+    """The loss and, token by token, its gradient are those of the paper's formula, at 60 noise levels in one pack."""
+    batch = pack(list(range(3, 63)))
+    generator = torch.Generator().manual_seed(1)
+    batch.loss_weight_S = torch.rand(60, generator=generator) + 0.5
+    output_TC = torch.randn(batch.layout.total_tokens, 4, generator=generator).requires_grad_()
+    prepared = objective.prepare(batch, noise_for(batch))
+    total, _ = masked_loss(output_TC, prepared, batch.layout, objective.loss_kind)
+    weight_T1 = batch.layout.per_token(batch.loss_weight_S)
+    expected = (published_error(objective, batch, output_TC).square() * weight_T1).mean(-1).sum()
+    assert total.item() == pytest.approx(expected.item(), rel=WEIGHT_RTOL)
+    given_TC, expected_TC = (torch.autograd.grad(loss, output_TC)[0] for loss in (total, expected))
+    torch.testing.assert_close(given_TC, expected_TC, rtol=WEIGHT_RTOL, atol=WEIGHT_ATOL)
 
 
 @pytest.mark.parametrize("kind", ["l2", "l1", "huber"])

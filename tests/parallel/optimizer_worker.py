@@ -1,0 +1,78 @@
+"""A training step from its formulas, in plain torch: what Megatron-Core's optimizers and wrappers must come to."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dit.backends import process_groups
+from dit.parallel.parallelize import build_model
+from dit.training.settings import OptimizerConfig, ScheduleConfig
+from dit.training.step import training_forward_step
+from tests.parallel.fsdp_worker import checked, settings_of
+
+
+def rate(n: int, num_steps: int, peak: float, schedule: ScheduleConfig) -> float:
+    """Return the learning rate of update `n`, counted from 1: a linear rise, then half a cosine."""
+    warmup, low = schedule.warmup_steps, schedule.min_lr
+    if n <= warmup:
+        return peak * n / warmup
+    return low + (peak - low) * (1 + math.cos(math.pi * (n - warmup) / (num_steps - warmup))) / 2
+
+
+def clipped(gradients: dict[str, Tensor], limit: float) -> tuple[dict[str, Tensor], float]:
+    """Scale all gradients so that their joint norm is at most `limit`; return the norm they had."""
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    return {name: g * min(1.0, limit / norm) for name, g in gradients.items()}, norm
+
+
+def adamw(weight: Tensor, m: Tensor, v: Tensor, gradient: Tensor, n: int, lr: float, s: OptimizerConfig) -> None:
+    """Make update `n` of one parameter, in place.
+
+    Source: Loshchilov and Hutter 2017, arXiv:1711.05101, Algorithm 2; no decay of one-dimensional parameters.
+    """
+    m.copy_(s.beta1 * m + (1 - s.beta1) * gradient)
+    v.copy_(s.beta2 * v + (1 - s.beta2) * gradient.square())
+    decay = s.weight_decay if weight.dim() > 1 else 0.0
+    direction = (m / (1 - s.beta1**n)) / ((v / (1 - s.beta2**n)).sqrt() + s.eps)
+    weight.copy_(weight - lr * (direction + decay * weight))
+
+
+def formulas(case: dict) -> dict:
+    """Train the bare model of `case` on one rank, without wrapper, optimizer or average of the project's."""
+    settings = settings_of(case)
+    _, spec = checked(settings)
+    training, optimizer = settings["training"], settings["optimizer"]
+    groups = process_groups.initialize(settings["parallel"])
+    (network,) = build_model(settings["model"], settings["parallel"], training.precision, groups, training.seed)
+    parameters = dict(network.named_parameters())
+    weights = {name: p.detach().float().clone() for name, p in parameters.items()}
+    average, zeros = dict(weights), {name: torch.zeros_like(w) for name, w in weights.items()}
+    m, v = ({name: z.clone() for name, z in zeros.items()} for _ in range(2))
+    stream = settings["data"].build_train(spec, dp_rank=0, dp_size=1, seed=training.seed, log_dir=None)
+    norms = []
+    for n in range(1, training.num_steps + 1):
+        forward_step = training_forward_step(settings["objective"], settings["model"], training.seed, n - 1)
+        gradients, tokens = {name: z.clone() for name, z in zeros.items()}, 0
+        for _ in range(training.global_batch_size):
+            prediction_TC, loss_function = forward_step(stream, network)
+            loss_sum, count, _ = loss_function(prediction_TC)
+            loss_sum.backward()
+            tokens += int(count)
+            for name, parameter in parameters.items():  # in fp32, whatever the precision of the weights
+                if parameter.grad is not None:
+                    gradients[name] += parameter.grad.float()
+                    parameter.grad = None
+        gradients, norm = clipped({name: g / tokens for name, g in gradients.items()}, optimizer.clip_grad)
+        norms.append(norm)
+        lr = rate(n, training.num_steps, optimizer.lr, settings["schedule"])
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                adamw(weights[name], m[name], v[name], gradients[name], n, lr, optimizer)
+                parameter.copy_(weights[name])
+        d = 0.0 if n <= training.ema_start_step else training.ema_decay
+        average = {name: d * average[name] + (1 - d) * weights[name] for name in weights}
+    process_groups.release()
+    slots = {"weight": weights, "ema": average, "exp_avg": m, "exp_avg_sq": v}
+    state = {f"{slot}.{name}": value for slot, named in slots.items() for name, value in named.items()}
+    return {"grad_norms": norms, "after": {**state, "step": torch.tensor(training.num_steps)}}
