@@ -1,0 +1,74 @@
+"""Which tests see which mistakes: `python -m tests.mutants [--only TEXT] [--write docs/mutants.md]`.
+
+Each mutant changes one line of the source in a temporary copy of the tree; its tests run there up to the first failure.
+A mutant that no test sees is a gap in the suite. Takes about half an hour on one core.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.mutants.listed import MUTANTS
+from tests.mutants.runner import Mutant, Verdict, copied_tree, judge, run_tests
+
+HEAD = """# Mutants
+
+One wrong line at a time in the core, and the first test that fails because of it. Written by
+`python -m tests.mutants --write docs/mutants.md`; after a change of a test or a line, `--only` runs a part again.
+
+| mutant | line | seen by | s |
+| --- | --- | --- | --- |
+"""
+
+
+def line_of(mutant: Mutant) -> str:
+    """Return the change as a cell of a Markdown table."""
+    return f"{mutant.file}: `{mutant.old}` to `{mutant.new}`".replace("|", "\\|")
+
+
+def row(mutant: Mutant, verdict: Verdict) -> str:
+    """Return a mutant's row of the table."""
+    return f"| {mutant.name} | {line_of(mutant)} | {verdict.seen_by or '**SURVIVED**'} | {verdict.seconds:.0f} |"
+
+
+def written_rows(path: Path, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, str]:
+    """Read the rows of a written table by mutant, those of changed mutants left out."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    heads = {mutant.name: f"| {mutant.name} | {line_of(mutant)} | " for mutant in mutants}
+    return {name: line for name, head in heads.items() for line in lines if line.startswith(head)}
+
+
+def write(path: Path, rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTANTS) -> None:
+    """Write the table in the order of the list; mutants without a row are listed as not run."""
+    path.parent.mkdir(exist_ok=True)
+    lines = [rows.get(mutant.name, f"| {mutant.name} | {line_of(mutant)} | not run | |") for mutant in mutants]
+    path.write_text(HEAD + "\n".join(lines) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code says whether every mutant was seen."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--only", help="mutants whose name or file contains this")
+    parser.add_argument("--write", type=Path, help="put the rows into this Markdown table, after each mutant")
+    args = parser.parse_args(argv)
+    chosen = [m for m in MUTANTS if not args.only or args.only in m.name or args.only in m.file]
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder, copied_tree(Path(folder)) as tree:
+        without = run_tests(sorted({test for mutant in chosen for test in mutant.tests}), tree)
+        if without.seen_by is not None:
+            print(f"{without.seen_by} fails without any mutant; mend it first")
+            return 2
+        for mutant in chosen:
+            verdict = judge(mutant, tree)
+            survived += verdict.seen_by is None
+            print(row(mutant, verdict), flush=True)
+            if args.write is not None:
+                write(args.write, written_rows(args.write) | {mutant.name: row(mutant, verdict)})
+    print(f"{len(chosen)} mutants, {survived} survived")
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
