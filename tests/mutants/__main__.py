@@ -50,10 +50,12 @@ def write(path: Path, rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTAN
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code says whether every mutant was seen."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--only", help="mutants whose name or file contains this")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose name or file contains one of these")
     parser.add_argument("--write", type=Path, help="put the rows into this Markdown table, after each mutant")
     args = parser.parse_args(argv)
-    chosen = [m for m in MUTANTS if not args.only or args.only in m.name or args.only in m.file]
+    chosen = [
+        m for m in MUTANTS if not args.only or any(text in part for text in args.only for part in (m.name, m.file))
+    ]
     survived = 0
     with tempfile.TemporaryDirectory() as folder, copied_tree(Path(folder)) as tree:
         without = run_tests(sorted({test for mutant in chosen for test in mutant.tests}), tree)
