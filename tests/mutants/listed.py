@@ -543,9 +543,9 @@ MUTANTS = (
     ),
     Mutant(
         "resume: Adam's step count lost",
-        "dit/training/sharded_state.py",
-        'set_step_count(optimizer, int(loaded["adam_step"]))',
-        "set_step_count(optimizer, 1)",
+        "dit/training/optim.py",
+        "torch.tensor(float(step), device=device)",
+        "torch.tensor(1.0, device=device)",
         (RESUME,),
     ),
     Mutant(
