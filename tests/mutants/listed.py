@@ -6,6 +6,7 @@ OBJECTIVES = "tests/unit/objectives/test_objectives.py"
 NOISE_LEVELS = "tests/unit/objectives/test_noise_levels.py"
 NOISE = "tests/unit/objectives/test_addressed_noise.py"
 GUIDANCE = "tests/unit/sampling/test_guidance.py"
+GENERATE = "tests/unit/sampling/test_generate.py"
 SOLVERS = "tests/unit/sampling/test_solvers.py"
 LAYERS = "tests/unit/layers/test_layers.py"
 EMBEDDINGS = "tests/unit/layers/test_embeddings.py"
@@ -25,7 +26,7 @@ RULES = "tests/unit/convert/test_rules.py"
 LAYOUTS, PIPELINE, EXPERTS, CONTEXT, STREAM_LAYOUTS, BACKBONES = (
     f"tests/parallel/test_{name}.py" for name in ("layouts", "pipeline", "experts", "context", "streams", "backbones")
 )
-RESUME, SAMPLING, RUN_LAYOUTS = (f"tests/integration/test_{name}.py" for name in ("resume", "sampling", "layouts"))
+RESUME, RUN_LAYOUTS = (f"tests/integration/test_{name}.py" for name in ("resume", "layouts"))
 
 MUTANTS = (
     # What trains: loss weights, dropped conditions, optimizer, average.
@@ -261,7 +262,7 @@ MUTANTS = (
         "dit/sampling/generate.py",
         "torch.full_like(batch.labels_S, spec.num_classes)",
         "torch.full_like(batch.labels_S, 0)",
-        ("tests/unit/sampling/test_frame_rate.py", "tests/unit/sampling/test_pooled_texts.py", SAMPLING),
+        (GENERATE,),
     ),
     Mutant(
         "Heun: no correction",
@@ -289,7 +290,7 @@ MUTANTS = (
         "dit/sampling/generate.py",
         "AddressedNoise(seed, step + 1, batch",
         "AddressedNoise(seed, 1, batch",
-        ("tests/unit/sampling/test_frame_rate.py", "tests/unit/launch/test_sample.py", SAMPLING),
+        (GENERATE,),
     ),
     # Layers.
     Mutant(
