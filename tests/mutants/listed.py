@@ -17,16 +17,16 @@ FUSED_OPS = "tests/unit/backends/test_fused_ops.py"
 BATCH = "tests/unit/test_batch.py"
 PACKING = "tests/unit/energon_data/test_data_packing.py"
 STREAMS = "tests/unit/energon_data/test_data_streams.py"
+LOSSES = "tests/unit/training/test_losses.py"
 SCHEDULES = "tests/unit/training/test_schedules.py"
 STORE = "tests/unit/training/test_checkpoint_store.py"
 FLOPS = "tests/unit/training/test_flops.py"
 CONTEXT_ROWS = "tests/unit/backends/test_context_rows.py"
 DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "dit_cross", "flux", "moe"))
 RULES = "tests/unit/convert/test_rules.py"
-LAYOUTS, PIPELINE, EXPERTS, CONTEXT, STREAM_LAYOUTS, BACKBONES = (
-    f"tests/parallel/test_{name}.py" for name in ("layouts", "pipeline", "experts", "context", "streams", "backbones")
-)
-RESUME, RUN_LAYOUTS = (f"tests/integration/test_{name}.py" for name in ("resume", "layouts"))
+LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
+OPTIMIZER = LAYOUTS
+RESUME = "tests/integration/test_resume.py"
 
 MUTANTS = (
     # What trains: loss weights, dropped conditions, optimizer, average.
@@ -56,56 +56,56 @@ MUTANTS = (
         "dit/training/optim.py",
         "max_norm=clip_grad, total_norm",
         "max_norm=3 * clip_grad, total_norm",
-        (LAYOUTS,),
+        (OPTIMIZER,),
     ),
     Mutant(
         "learning rate times 1.5",
         "dit/training/optim.py",
         'group["lr"] = lr',
         'group["lr"] = 1.5 * lr',
-        (LAYOUTS, RESUME),
+        (OPTIMIZER,),
     ),
     Mutant(
         "no weight decay",
         "dit/parallel/parallelize.py",
         "weight_decay=settings.weight_decay",
         "weight_decay=0.0",
-        (LAYOUTS,),
+        (OPTIMIZER,),
     ),
     Mutant(
         "beta1 halved",
         "dit/parallel/parallelize.py",
         "adam_beta1=settings.beta1",
         "adam_beta1=settings.beta1 / 2",
-        (LAYOUTS,),
+        (OPTIMIZER,),
     ),
     Mutant(
         "beta2 taken for beta1",
         "dit/parallel/parallelize.py",
         "adam_beta2=settings.beta2",
         "adam_beta2=settings.beta1",
-        (LAYOUTS,),
+        (OPTIMIZER,),
     ),
     Mutant(
         "eps a hundredfold",
         "dit/parallel/parallelize.py",
         "adam_eps=settings.eps",
         "adam_eps=100 * settings.eps",
-        (LAYOUTS,),
+        (OPTIMIZER,),
     ),
     Mutant(
         "average: decay squared",
         "dit/training/ema.py",
         "mains, 1.0 - self.decay)",
         "mains, 1.0 - self.decay**2)",
-        (RESUME,),
+        (OPTIMIZER,),
     ),
     Mutant(
         "average starts a step early",
         "dit/training/ema.py",
         "if step <= self.start_step:",
         "if step < self.start_step:",
-        (RESUME,),
+        (OPTIMIZER,),
     ),
     Mutant(
         "schedule: the first update has rate 0",
@@ -126,14 +126,14 @@ MUTANTS = (
         "dit/training/step.py",
         "return total, count.int(),",
         "return total, 2 * count.int(),",
-        (OBJECTIVES, LAYOUTS),
+        (LOSSES,),
     ),
     Mutant(
         "held-out loss forgets the sample weights",
         "dit/training/validate.py",
         "sum_per_sample(error_T) * prepared.weight_S",
         "sum_per_sample(error_T)",
-        (OBJECTIVES, PIPELINE, RUN_LAYOUTS),
+        (LOSSES,),
     ),
     # Objectives and the loss.
     Mutant(
@@ -476,7 +476,7 @@ MUTANTS = (
         "dit/parallel/parallelize.py",
         "parameter.shared = not chunk.stage.first",
         "parameter.shared = False",
-        (PIPELINE,),
+        (BACKBONES,),
     ),
     Mutant(
         "pipeline: labels' gradients not summed over stages",
@@ -497,7 +497,7 @@ MUTANTS = (
         "dit/backends/context_attention.py",
         "torch.logaddexp(lse_TN, part_lse_TN)",
         "torch.maximum(lse_TN, part_lse_TN)",
-        (CONTEXT_ROWS, CONTEXT),
+        ("tests/unit/backends/test_attention_blocks.py",),
     ),
     Mutant(
         "context parallel: balanced chunks not mirrored",
@@ -511,7 +511,7 @@ MUTANTS = (
         "dit/backends/joint.py",
         "torch.where(on_host.valid_T, part, 2)",
         "torch.where(on_host.valid_T, 1 - part, 2)",
-        (FLUX, STREAM_LAYOUTS),
+        (FLUX,),
     ),
     Mutant(
         "experts: gradients reduced over all ranks",
