@@ -319,7 +319,7 @@ MUTANTS = (
         "dit/layers/adaln.py",
         "return self.linear(nn.functional.silu(cond_SD))",
         "return self.linear(cond_SD)",
-        (LAYERS, DIT_CROSS),
+        ("tests/parity/test_wan.py",),
     ),
     Mutant(
         "attention: keys do not turn",
