@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.mutants.listed import MUTANTS
 from tests.mutants.runner import Mutant, Verdict, copied_tree, judge, run_tests
 
-HEAD = """# Mutants
+TITLE = """# Mutants
 
 One wrong line at a time in the core, and the first test that fails because of it. Written by
 `python -m tests.mutants --write docs/mutants.md`; after a change of a test or a line, `--only` runs a part again.
@@ -21,30 +21,37 @@ One wrong line at a time in the core, and the first test that fails because of i
 | mutant | line | seen by | s |
 | --- | --- | --- | --- |
 """
+NOT_RUN = "not run | |"
 
 
-def line_of(mutant: Mutant) -> str:
-    """Return the change as a cell of a Markdown table."""
-    return f"{mutant.file}: `{mutant.old}` to `{mutant.new}`".replace("|", "\\|")
+def head(mutant: Mutant) -> str:
+    """Return the start of a mutant's row: its name and its change."""
+    change = f"{mutant.file}: `{mutant.old}` to `{mutant.new}`".replace("|", "\\|")
+    return f"| {mutant.name} | {change} | "
 
 
 def row(mutant: Mutant, verdict: Verdict) -> str:
     """Return a mutant's row of the table."""
-    return f"| {mutant.name} | {line_of(mutant)} | {verdict.seen_by or '**SURVIVED**'} | {verdict.seconds:.0f} |"
+    return f"{head(mutant)}{verdict.seen_by or '**SURVIVED**'} | {verdict.seconds:.0f} |"
 
 
 def written_rows(path: Path, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, str]:
-    """Read the rows of a written table by mutant, those of changed mutants left out."""
+    """Read the rows of a written table by mutant, without those that were not run and those of changed mutants."""
     lines = path.read_text().splitlines() if path.exists() else []
-    heads = {mutant.name: f"| {mutant.name} | {line_of(mutant)} | " for mutant in mutants}
-    return {name: line for name, head in heads.items() for line in lines if line.startswith(head)}
+    heads = {mutant.name: head(mutant) for mutant in mutants}
+    return {
+        name: line
+        for name, start in heads.items()
+        for line in lines
+        if line.startswith(start) and line != start + NOT_RUN
+    }
 
 
 def write(path: Path, rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTANTS) -> None:
     """Write the table in the order of the list; mutants without a row are listed as not run."""
     path.parent.mkdir(exist_ok=True)
-    lines = [rows.get(mutant.name, f"| {mutant.name} | {line_of(mutant)} | not run | |") for mutant in mutants]
-    path.write_text(HEAD + "\n".join(lines) + "\n")
+    lines = [rows.get(mutant.name, head(mutant) + NOT_RUN) for mutant in mutants]
+    path.write_text(TITLE + "\n".join(lines) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose name or file contains one of these")
     parser.add_argument("--write", type=Path, help="put the rows into this Markdown table, after each mutant")
     args = parser.parse_args(argv)
-    chosen = [
-        m for m in MUTANTS if not args.only or any(text in part for text in args.only for part in (m.name, m.file))
-    ]
+    wanted = args.only or [""]
+    chosen = [m for m in MUTANTS if m.name not in done and any(text in m.name + m.file for text in wanted)]
     survived = 0
     with tempfile.TemporaryDirectory() as folder, copied_tree(Path(folder)) as tree:
         without = run_tests(sorted({test for mutant in chosen for test in mutant.tests}), tree)

@@ -414,10 +414,10 @@ MUTANTS = (
         (BATCH,),
     ),
     Mutant(
-        "packing: room is not used to the last token",
+        "packing: one token too many",
         "energon_data/packing.py",
-        "bisect_right(sizes, room) - 1",
-        "bisect_right(sizes, room - 1) - 1",
+        "room, chosen = capacity, []",
+        "room, chosen = capacity + 1, []",
         (PACKING,),
     ),
     Mutant(
