@@ -59,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose name or file contains one of these")
     parser.add_argument("--write", type=Path, help="put the rows into this Markdown table, after each mutant")
+    parser.add_argument("--rest", action="store_true", help="only mutants of which that table says nothing yet")
     args = parser.parse_args(argv)
+    if args.rest and args.write is None:
+        parser.error("--rest needs --write")
+    done = written_rows(args.write) if args.rest else {}
     wanted = args.only or [""]
     chosen = [m for m in MUTANTS if m.name not in done and any(text in m.name + m.file for text in wanted)]
     survived = 0
