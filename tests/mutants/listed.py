@@ -547,7 +547,7 @@ MUTANTS = (
         "dit/training/optim.py",
         "torch.tensor(float(step), device=device)",
         "torch.tensor(1.0, device=device)",
-        (RESUME,),
+        (OPTIMIZER,),
     ),
     Mutant(
         "streams: every rank starts its turn anew",
@@ -590,7 +590,7 @@ MUTANTS = (
         "dit/convert/variance.py",
         "[:, : model.in_channels]",
         "[:, model.in_channels :]",
-        ("tests/parity/test_convert_dit.py",),
+        (RULES,),
     ),
     Mutant(
         "flops: recompute counts the ends, too",
