@@ -15,7 +15,7 @@ from tests.mutants.runner import Mutant, Verdict, copied_tree, judge, run_tests
 
 TITLE = """# Mutants
 
-One wrong line at a time in the core, and the first test that fails because of it. Written by
+One wrong line at a time in the core, the first test that fails because of it, and the seconds that took. Written by
 `python -m tests.mutants --write docs/mutants.md`; after a change of a test or a line, `--only` runs a part again.
 
 | mutant | line | seen by | s |

@@ -54,7 +54,7 @@ class Verdict:
     """What became of a mutant.
 
     Attributes:
-        seen_by: the first test that failed; None where all passed: the mutant survived.
+        seen_by: the first test that failed, without its parameters; None where all passed: the mutant survived.
         seconds: of its tests.
     """
 
@@ -130,10 +130,11 @@ def run_tests(tests: Iterable[str], tree: Path) -> Verdict:
     seconds = time.monotonic() - started
     if process.returncode == NO_FAILURE:
         return Verdict(None, seconds)
-    failed = [line.split(" ", 1)[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.split()[1].partition("[")[0] for line in lines]
     if process.returncode not in (FAILURES, INTERRUPTED) or not failed:
         raise RuntimeError(f"pytest ended with {process.returncode} on {' '.join(tests)}:\n{output[-2000:]}")
-    return Verdict(failed[0].split(" - ")[0].removeprefix("tests/"), seconds)
+    return Verdict(failed[0].removeprefix("tests/"), seconds)
 
 
 def _end_ranks(session: int) -> None:
