@@ -8,7 +8,7 @@ several ranks differ.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ WEIGHT_RTOL = 1e-4
 BOUNDS = {"losses": SUM_RTOL, "grad_norms": SUM_RTOL, "gradients": SUM_RTOL, "parameters": WEIGHT_RTOL}
 """What is compared, and the largest relative error of one step or one parameter."""
 
-Values = Union[Mapping[str, Tensor], Sequence[float]]
+Values = Mapping[str, Tensor] | Sequence[float]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.mutants.listed import MUTANTS
-from tests.mutants.runner import Mutant, Verdict, copied_tree, judge, run_tests
+from tests.mutants.runner import Mutant, Verdict, copy_tree, judge, run_tests
 
 TITLE = """# Mutants
 
@@ -66,8 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = written_rows(args.write) if args.rest else {}
     wanted = args.only or [""]
     chosen = [m for m in MUTANTS if m.name not in done and any(text in m.name + m.file for text in wanted)]
+    if not chosen:
+        parser.error("no mutant is left to run")
     survived = 0
-    with tempfile.TemporaryDirectory() as folder, copied_tree(Path(folder)) as tree:
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
         without = run_tests(sorted({test for mutant in chosen for test in mutant.tests}), tree)
         if without.seen_by is not None:
             print(f"{without.seen_by} fails without any mutant; mend it first")

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +62,7 @@ class Verdict:
     seconds: float
 
 
-@contextmanager
-def copied_tree(folder: Path, root: Path = ROOT) -> Iterator[Path]:
+def copy_tree(folder: Path, root: Path = ROOT) -> None:
     """Copy what the tests need into `folder`, to be changed there."""
     ignored = shutil.ignore_patterns("__pycache__", "*.gif", "*.png")
     for name in COPIED:
@@ -71,7 +70,6 @@ def copied_tree(folder: Path, root: Path = ROOT) -> Iterator[Path]:
     for path in root.iterdir():
         if path.is_file():
             shutil.copy(path, folder)
-    yield folder
 
 
 def judge(mutant: Mutant, tree: Path) -> Verdict:
@@ -99,21 +97,10 @@ def run_tests(tests: Iterable[str], tree: Path) -> Verdict:
     """
     started = time.monotonic()
     # Of pytest's plugins only the one that the tests' marks need: importing all of them takes seconds at each start.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-rfE",
-        "--tb=no",
-        "-p",
-        "pytest_timeout",
-        "-p",
-        "no:cacheprovider",
-    ]
+    options = ("-x", "-rfE", "--tb=no", "-p", "pytest_timeout", "-p", "no:cacheprovider")
     environment = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     process = subprocess.Popen(
-        [*command, *tests],
+        [sys.executable, "-m", "pytest", *options, *tests],
         cwd=tree,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
