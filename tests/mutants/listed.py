@@ -25,7 +25,7 @@ CONTEXT_ROWS = "tests/unit/backends/test_context_rows.py"
 DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "dit_cross", "flux", "moe"))
 RULES = "tests/unit/convert/test_rules.py"
 LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
-OPTIMIZER = LAYOUTS
+OPTIMIZER, STEP = LAYOUTS, LOSSES
 RESUME = "tests/integration/test_resume.py"
 
 MUTANTS = (
@@ -40,16 +40,16 @@ MUTANTS = (
     Mutant(
         "text dropped where it should stay",
         "dit/training/step.py",
-        'noise.uniform_S("drop text") < model',
-        'noise.uniform_S("drop text") > model',
-        (OBJECTIVES, LAYERS),
+        "< model.context_dropout",
+        "> model.context_dropout",
+        (STEP,),
     ),
     Mutant(
         "class dropped where it should stay",
         "dit/training/step.py",
-        'noise.uniform_S("drop class") < model',
-        'noise.uniform_S("drop class") > model',
-        (OBJECTIVES, LAYERS),
+        "< model.class_dropout",
+        "> model.class_dropout",
+        (STEP,),
     ),
     Mutant(
         "gradient clipped at three times the norm",
