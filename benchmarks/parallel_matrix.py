@@ -1,8 +1,9 @@
 """Every parallel layout against one rank, on this machine: `python -m benchmarks.parallel_matrix [--write-readme]`.
 
-Each row trains a tiny model for three steps on dense and on packed batches, on gloo ranks, and compares losses and
-every parameter's gradient with the same steps on one rank. It also moves a checkpoint (weights, average, Adam's
-moments) to one rank and another one from there. The table in README.md is what this command printed.
+Each row trains a tiny model for three steps on dense and on packed batches, on gloo ranks, and compares losses,
+gradient norms, every parameter's gradient and the weights after the last step with the same steps on one rank. It also
+moves a checkpoint (weights, average, Adam's moments) to one rank and another one from there. The table in README.md is
+what this command printed.
 """
 
 import argparse
@@ -12,22 +13,26 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from benchmarks.equal_training import BOUNDS, Comparison, compare_training, largest_error
 from benchmarks.forks import ROOT
 from benchmarks.parallel_world import run_world
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
 
-GRADIENT_RTOL = 1e-5
-"""Largest relative gradient error of a parameter in fp32; sums are taken in another order."""
-
 STEPS = 3
 README = ROOT / "README.md"
+ERROR_COLUMNS = {
+    "gradients": "largest gradient error",
+    "grad_norms": "gradient norms",
+    "losses": "losses",
+    "parameters": f"weights after {STEPS} steps",
+}
 START, END = "<!-- parallel matrix: start -->", "<!-- parallel matrix: end -->"
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 TP4SP = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
@@ -93,62 +98,44 @@ MISSION = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a layout compares with one rank, the worse of dense and packed batches.
+    """How a layout compares with one rank.
 
     Attributes:
-        gradient_error: largest relative error of a parameter's gradient.
-        worst: that parameter.
-        loss_error: largest relative error of a loss.
-        drifted: parameters whose copies on several ranks differ after the steps.
+        comparisons: of its training on dense and on packed batches.
         lost: tensors that a checkpoint did not carry to one rank or back to the bit.
     """
 
-    gradient_error: float
-    worst: str
-    loss_error: float
-    drifted: tuple[str, ...]
-    lost: tuple[str, ...] = ()
+    comparisons: tuple[Comparison, ...]
+    lost: tuple[str, ...]
 
     @property
-    def holds(self) -> bool:
-        equal = self.gradient_error <= GRADIENT_RTOL and self.loss_error <= GRADIENT_RTOL
-        return equal and not self.drifted and not self.lost
+    def differences(self) -> tuple[str, ...]:
+        """What is not equal, one line each."""
+        trained = (line for comparison in self.comparisons for line in comparison.differences)
+        return (*trained, *(f"{name}: a checkpoint changes it" for name in self.lost))
 
+    @property
+    def errors(self) -> dict[str, float]:
+        """The largest relative error of each compared kind, the worse of dense and packed batches."""
+        return {kind: largest_error(c.largest(kind) for c in self.comparisons) for kind in BOUNDS}
 
-def compare(one: dict[str, Any], many: dict[str, Any]) -> Outcome:
-    """Compare a layout's three steps with those of one rank.
-
-    Raises:
-        ValueError: the two do not have the same parameters.
-    """
-    if one["gradients"].keys() != many["gradients"].keys():
-        different = sorted(one["gradients"].keys() ^ many["gradients"].keys())
-        raise ValueError(f"{len(different)} parameters are on one side only: {different[:5]}")
-    errors = {
-        name: ((many["gradients"][name] - expected).norm() / expected.norm()).item()
-        for name, expected in one["gradients"].items()
-        if expected.norm() > 0
-    }
-    worst = max(errors, key=lambda name: errors[name])
-    losses = max(abs(a - b) / abs(b) for a, b in zip(many["losses"], one["losses"], strict=True))
-    return Outcome(errors[worst], worst, losses, tuple(many["drifted"]))
-
-
-def worse(a: Outcome, b: Outcome) -> Outcome:
-    """Join the outcomes of two batches of one layout."""
-    loss, drifted = max(a.loss_error, b.loss_error), a.drifted + b.drifted
-    top = max(a, b, key=lambda o: o.gradient_error)
-    return Outcome(top.gradient_error, top.worst, loss, drifted)
+    @property
+    def drifted(self) -> tuple[str, ...]:
+        """Parameters whose copies on several ranks differ."""
+        return tuple(name for comparison in self.comparisons for name in comparison.drifted)
 
 
 def not_carried(written: dict[str, Any], read: dict[str, Any]) -> tuple[str, ...]:
-    """List the tensors of a state that came back from its checkpoint with another bit, and copies that differ."""
-    tensors = {name: value for name, value in written.items() if isinstance(value, Tensor)}
+    """List what of a state came back from its checkpoint with another bit, and copies that differ."""
     return (
-        *(n for n, value in tensors.items() if not torch.equal(value, read[n])),
+        *(n for n, value in written.items() if n != "drifted" and not _same(value, read[n])),
         *written["drifted"],
         *read["drifted"],
     )
+
+
+def _same(written: Any, read: Any) -> bool:
+    return torch.equal(written, read) if isinstance(written, Tensor) else written == read
 
 
 def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
@@ -204,23 +191,22 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
         dense, packed, saved, back = many[row.name]
         alone_dense, alone_packed, alone_saved = one[3 * number[row.name] :][:3]
         lost = (*not_carried(saved, on_one), *not_carried(alone_saved, back))
-        outcomes[row.name] = replace(worse(compare(alone_dense, dense), compare(alone_packed, packed)), lost=lost)
+        comparisons = (compare_training(alone_dense, dense), compare_training(alone_packed, packed))
+        outcomes[row.name] = Outcome(comparisons, lost)
     return outcomes
 
 
 def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
     """Return the status table in Markdown."""
-    lines = [
-        "| layout | ranks | largest gradient error | losses | copies | checkpoint to and from one rank | status |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    heads = ("layout", "ranks", *ERROR_COLUMNS.values(), "copies", "checkpoint to and from one rank", "status")
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for row in rows:
         it = outcomes[row.name]
+        errors = (f"{it.errors[kind]:.1e}" for kind in ERROR_COLUMNS)
         copies = "equal" if not it.drifted else f"{len(it.drifted)} differ"
         moves = "to the bit" if not it.lost else f"{len(it.lost)} lost"
-        status = "equal" if it.holds else f"**differs** ({it.worst})"
-        cells = (row.name, row.world, f"{it.gradient_error:.1e}", f"{it.loss_error:.1e}", copies, moves, status)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        status = "equal" if not it.differences else f"**differs** ({it.differences[0]})"
+        lines.append(f"| {' | '.join((row.name, str(row.world), *errors, copies, moves, status))} |")
     return "\n".join(lines)
 
 
@@ -253,8 +239,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.write_readme:
         write_readme(text)
     if args.out:
-        args.out.write_text(json.dumps({name: vars(outcome) for name, outcome in outcomes.items()}, indent=1))
-    return EXIT_OK if all(outcome.holds for outcome in outcomes.values()) else EXIT_UNEXPECTED
+        args.out.write_text(json.dumps({name: _numbers(outcome) for name, outcome in outcomes.items()}, indent=1))
+    return EXIT_UNEXPECTED if any(outcome.differences for outcome in outcomes.values()) else EXIT_OK
+
+
+def _numbers(outcome: Outcome) -> dict[str, Any]:
+    return {"errors": outcome.errors, "differences": outcome.differences}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from benchmarks.parallel_world import run_world
 from tests.parallel.rows import rows, selected
 from tests.parallel.test_layouts import assert_equal_training
 
-GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
 MODELS = {
     "dit_cross": {"backbone": "dit_cross", "num_query_groups": 2, "size_conditioning": True, "num_classes": 5},
     "dit_cross_rope": {
@@ -87,15 +86,7 @@ def results(request, tmp_path_factory):
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layout_equals_one_rank(results, model, layout):
-    one, many = results[model], results[model, layout]
-    assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
-    assert many["gradients"].keys() == one["gradients"].keys()
-    for parameter, expected in one["gradients"].items():
-        assert expected.norm() > 0, f"{parameter} has no gradient, so the comparison shows nothing"
-        error = (many["gradients"][parameter] - expected).norm() / expected.norm()
-        assert error <= GRADIENT_RTOL, f"{parameter}: relative gradient error {error:.2e}"
-    assert many["drifted"] == []
+    assert_equal_training(results[model], results[model, layout])
 
 
 @pytest.mark.parametrize(

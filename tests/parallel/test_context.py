@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
-from tests.parallel.test_layouts import GRADIENT_RTOL
+from tests.parallel.test_layouts import assert_equal_training
 from tests.unit.backends.attention_cases import AttentionCase
 
 ATTENTION_RTOL = 2e-6  # fp32 sums of up to 33 terms in another order
@@ -109,17 +109,7 @@ def test_ignoring_where_samples_end_is_seen(results):
 @pytest.mark.parametrize(("name", "packed"), LAYOUTS)
 def test_layout_equals_one_rank(results, name, packed):
     """Losses, gradient norms, every parameter's gradient, and the parameters after the last step."""
-    one, many = results["one", packed], results[name, packed]
-    assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
-    assert many["gradients"].keys() == one["gradients"].keys()
-    for parameter, expected in one["gradients"].items():
-        error = (many["gradients"][parameter] - expected).norm() / expected.norm()
-        assert error <= GRADIENT_RTOL, f"{parameter}: relative gradient error {error:.2e}"
-    for parameter, expected in one["parameters"].items():
-        error = (many["parameters"][parameter] - expected).norm() / expected.norm()
-        assert error <= 1e-4, f"{parameter}: relative error {error:.2e} after the last step"
-    assert many["drifted"] == []
+    assert_equal_training(results["one", packed], results[name, packed])
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -1,8 +1,13 @@
 """The whole table of layouts; slow, so only `make test-parallel` runs it."""
 
-import pytest
+import math
 
-from benchmarks.parallel_matrix import MISSION, SMALL, Outcome, compare, not_carried, run, table, worse, write_readme
+import pytest
+import torch
+
+from benchmarks.equal_training import BOUNDS, compare_training
+from benchmarks.parallel_matrix import MISSION, SMALL, Outcome, not_carried, run, table, write_readme
+from tests.parallel.test_layouts import assert_equal_training
 
 ROWS = [*SMALL, *MISSION]
 
@@ -16,34 +21,84 @@ def outcomes(tmp_path_factory):
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_layout_equals_one_rank(outcomes, row):
-    assert outcomes[row.name].holds, outcomes[row.name]
+    assert outcomes[row.name].differences == ()
 
 
-def test_an_error_in_one_gradient_is_seen_and_shown():
-    import torch
-
-    one = {"gradients": {"a": torch.ones(3), "b": torch.ones(3)}, "losses": [1.0, 2.0], "drifted": []}
-    off = {**one, "gradients": {"a": torch.ones(3), "b": torch.tensor([1.0, 1.0, 1.001])}}
-    assert compare(one, one).holds
-    found = worse(compare(one, one), compare(one, off))
-    assert not found.holds
-    assert found.worst == "b"
-    assert "**differs** (b)" in table(ROWS[:1], {ROWS[0].name: found})
-    assert not compare(one, {**one, "drifted": ["a"]}).holds
-    assert not compare(one, {**one, "losses": [1.0, 2.1]}).holds
+def training(**changes) -> dict:
+    """What a training of two parameters over three steps reports, with some of it changed."""
+    named = {"a": torch.tensor([3.0, 4.0]), "b": torch.ones(4)}
+    reported = {"losses": [1.0, 0.8, 0.7], "grad_norms": [2.0, 1.0, 0.5], "gradients": named, "parameters": named}
+    return {**reported, "drifted": [], **changes}
 
 
-def test_a_bit_lost_in_a_checkpoint_is_seen_and_shown():
-    import torch
+def with_b(*values: float) -> dict:
+    return {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(values)}
 
+
+EQUAL = training()
+UNEQUAL = {
+    "NaN gradient": (EQUAL, training(gradients=with_b(1.0, math.nan, 1.0, 1.0)), "gradients of b"),
+    "NaN loss": (EQUAL, training(losses=[1.0, math.nan, 0.7]), "losses of step 1"),
+    "no gradient on one rank": (training(gradients=with_b(0.0, 0.0, 0.0, 0.0)), EQUAL, "gradients of b"),
+    "no gradient on either": (training(gradients=with_b(0.0, 0.0, 0.0, 0.0)),) * 2 + ("gradients of b",),
+    "gradient that a layout lacks": (EQUAL, training(gradients={"a": torch.tensor([3.0, 4.0])}), "gradients of b"),
+    "gradient that one rank lacks": (training(gradients={"a": torch.tensor([3.0, 4.0])}), EQUAL, "gradients of b"),
+    "wrong gradient": (EQUAL, training(gradients=with_b(1.0, 1.0, 1.0, 1.00004)), "gradients of b"),
+    "gradient of one element": (EQUAL, training(gradients=with_b(1.0)), "gradients of b"),
+    "wrong weights after three steps": (EQUAL, training(parameters=with_b(1.0, 1.0, 1.0, 1.0004)), "parameters of b"),
+    "weights that a layout lacks": (EQUAL, training(parameters={"a": torch.tensor([3.0, 4.0])}), "parameters of b"),
+    "five times the gradient norm": (EQUAL, training(grad_norms=[2.0, 5.0, 0.5]), "grad_norms of step 1"),
+    "wrong loss": (EQUAL, training(losses=[1.0, 0.8, 0.70002]), "losses of step 2"),
+    "a step less": (EQUAL, training(losses=[1.0, 0.8]), "losses of step 2"),
+    "copies that drifted": (EQUAL, training(drifted=["b"]), "b: its copies differ"),
+}
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_what_is_not_equal_is_seen_and_shown(case):
+    """Each wrong input is one difference, by name; also where the other batch of the layout is equal."""
+    one, many, expected = UNEQUAL[case]
+    with pytest.raises(AssertionError, match=expected):
+        assert_equal_training(one, many)
+    compared = compare_training(one, many)
+    assert len(compared.differences) == 1
+    for comparisons in ((compared, compare_training(EQUAL, EQUAL)), (compare_training(EQUAL, EQUAL), compared)):
+        outcome = Outcome(comparisons, lost=())
+        assert outcome.differences == compared.differences
+        assert f"**differs** ({expected}" in table(ROWS[:1], {ROWS[0].name: outcome})
+        failed = [kind for kind, error in outcome.errors.items() if not error <= BOUNDS[kind]]
+        assert failed == [kind for kind in BOUNDS if expected.startswith(f"{kind} of")]
+
+
+def test_equal_trainings_are_equal():
+    """Also where sums were taken in another order."""
+    rounded = training(losses=[1.0, 0.8, 0.7000001], parameters=with_b(1.0, 1.0, 1.0, 1.0001))
+    outcome = Outcome((compare_training(EQUAL, EQUAL), compare_training(EQUAL, rounded)), lost=())
+    assert outcome.differences == ()
+    assert table(ROWS[:1], {ROWS[0].name: outcome}).endswith("| equal | to the bit | equal |")
+    assert outcome.errors["parameters"] == pytest.approx(5e-5, rel=1e-2)  # 1e-4 of a vector of norm 2
+
+
+def test_nothing_to_compare_is_no_equality():
+    with pytest.raises(ValueError, match="0 values"):
+        compare_training(training(losses=[]), training(losses=[]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "lost"),
+    [
+        ({}, ()),
+        ({"ema.a": torch.tensor([0.0, 1e-9])}, ("ema.a",)),
+        ({"step": 6}, ("step",)),
+        ({"drifted": ["a"]}, ("a",)),
+    ],
+)
+def test_a_bit_lost_in_a_checkpoint_is_seen_and_shown(changed, lost):
     written = {"weight.a": torch.ones(2), "ema.a": torch.zeros(2), "drifted": [], "step": 7}
-    read = {**written, "ema.a": torch.tensor([0.0, 1e-9])}
-    assert not_carried(written, written) == ()
-    assert not_carried(written, read) == ("ema.a",)
-    row = ROWS[0]
-    text = table([row], {row.name: Outcome(0.0, "a", 0.0, (), ("ema.a",))})
-    assert "1 lost" in text
-    assert "**differs**" in text
+    assert not_carried(written, {**written, **changed}) == lost
+    outcome = Outcome((compare_training(EQUAL, EQUAL),), lost)
+    text = table(ROWS[:1], {ROWS[0].name: outcome})
+    assert ("1 lost" in text) == ("**differs**" in text) == bool(outcome.differences) == bool(lost)
 
 
 def test_readme_keeps_its_text_around_the_table(tmp_path):

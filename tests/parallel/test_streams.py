@@ -6,11 +6,12 @@ queries and keys runs over the heads of all tensor-parallel ranks.
 
 import pytest
 
+from benchmarks.equal_training import SUM_RTOL, relative_errors
 from benchmarks.parallel_world import run_world
 from tests.parallel.rows import rows, selected
 from tests.parallel.stream_cases import forget_text_rows, norm_own_heads_alone
+from tests.parallel.test_layouts import assert_equal_training
 
-GRADIENT_RTOL = 1e-5  # fp32; sums are taken in another order
 MODELS = {
     "flux": {
         **{"backbone": "flux", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48, "pooled_size": 6},
@@ -84,15 +85,6 @@ def results(request, tmp_path_factory):
     return found
 
 
-def gradient_errors(one: dict, many: dict) -> dict[str, float]:
-    assert many["gradients"].keys() == one["gradients"].keys()
-    errors = {}
-    for parameter, expected in one["gradients"].items():
-        assert expected.norm() > 0, f"{parameter} has no gradient, so the comparison shows nothing"
-        errors[parameter] = float((many["gradients"][parameter] - expected).norm() / expected.norm())
-    return errors
-
-
 @pytest.mark.parametrize(
     ROW,
     rows(
@@ -101,18 +93,13 @@ def gradient_errors(one: dict, many: dict) -> dict[str, float]:
     ),
 )
 def test_layout_equals_one_rank(results, model, layout, packed):
-    """Losses of every step, gradient norms, every parameter's gradient, and copies that stay equal."""
-    one, many = results[model, packed], results[model, layout, packed]
-    assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
-    wrong = {name: error for name, error in gradient_errors(one, many).items() if not error <= GRADIENT_RTOL}
-    assert not wrong, wrong
-    assert many["drifted"] == []
+    """Losses of every step, gradient norms, every parameter's gradient, and the parameters after the last step."""
+    assert_equal_training(results[model, packed], results[model, layout, packed])
 
 
 @pytest.mark.parametrize("key", BROKEN, ids="-".join)
 def test_a_forgotten_sum_is_seen(results, key):
     """The comparison has teeth: leaving out one sum over ranks shows in the parameters that it is for."""
-    errors = gradient_errors(results[key[0], True], results[key])
-    seen = {name for name, error in errors.items() if error > 100 * GRADIENT_RTOL}
+    errors = relative_errors(results[key[0], True]["gradients"], results[key]["gradients"])
+    seen = {name for name, error in errors.items() if error > 100 * SUM_RTOL}
     assert seen == {"embed_text.bias"} if key[0] == "flux" else "layers.1.attention.q_layernorm.weight" in seen

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Chunks, Copies, Form, Rule, RuleBook, Same
@@ -22,6 +22,7 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape)
 
 
+@settings(deadline=None)
 @given(fused())
 def test_by_head_is_a_permutation_and_its_inverse_undoes_it(form: ByHead):
     size = form.heads * sum(form.shares)

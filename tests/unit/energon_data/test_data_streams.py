@@ -182,12 +182,17 @@ def test_order_depends_on_the_seed_and_not_on_global_random_state(mixed_folder: 
     assert first != [next(other).keys for _ in range(6)]
 
 
-def test_texts_are_cut_to_their_true_length(mixed_folder: Path) -> None:
-    data = EnergonData(path=str(mixed_folder), max_text_tokens=3, shuffle_buffer=0)
-    for batch in take(build(data), 5):
-        true = tuple(min(3, 1 + int(key[-5:]) % 8) for key in batch.keys)
-        assert batch.context_layout.lengths == true
-        assert len(batch.context_KD) == sum(true)
+def test_of_long_texts_the_first_tokens_stay(mixed_folder: Path) -> None:
+    whole, cut = (
+        take(build(EnergonData(path=str(mixed_folder), max_text_tokens=limit, shuffle_buffer=0)), 5)
+        for limit in (None, 3)
+    )
+    for before, after in zip(whole, cut, strict=True):
+        assert before.keys == after.keys
+        true = [1 + int(key[-5:]) % 8 for key in after.keys]
+        assert after.context_layout.lengths == tuple(min(3, length) for length in true)
+        texts = before.context_KD.split(true)
+        assert torch.equal(after.context_KD, torch.cat([text[:3] for text in texts]))
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])

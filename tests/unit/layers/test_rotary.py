@@ -47,6 +47,14 @@ def test_scores_see_every_axis(axis: int):
     assert not torch.allclose(torch.einsum("tnh,tnh->nt", q, k), torch.einsum("tnh,tnh->nt", q, moved), rtol=1e-2)
 
 
+def test_features_turn_as_complex_numbers():
+    """(x_i + i x_(i + H / 2)) e^(i angle): the sense of the turn is that of Eq. 34, which trained weights rely on."""
+    positions, x = grid_positions((2, 3, 4)), draw(24, 5)
+    angles = ROTARY.angles(positions)[:, None]
+    turned = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(rotate(x, ROTARY(positions)), torch.cat([turned.real, turned.imag], -1).float())
+
+
 @pytest.mark.parametrize("head_size", [6, 8, 64, 72, 128])
 def test_rotation_keeps_lengths_and_the_origin(head_size: int):
     """A rotation changes no norm, and the patch at (0, 0, 0) is not turned at all."""

@@ -99,6 +99,15 @@ def test_normal_noise_has_the_moments_of_a_standard_normal():
         assert (x**power).mean().item() == pytest.approx(expected, abs=4 * math.sqrt(variance / n))
 
 
+def test_channels_are_independent():
+    """Not only uncorrelated: of independent normals x and y, x**2 - 1 and y**2 - 1 (of variance 2) are so, too."""
+    n = 1 << 15
+    x_TC = AddressedNoise(5, 0, IDS[:1], SequenceLayout.from_lengths([n])).normal_TC("eps", 8).double()
+    for centred_TC, variance in ((x_TC, 1.0), (x_TC**2 - 1, 2.0)):
+        covariance = (centred_TC.T @ centred_TC / n).tril(-1)
+        assert covariance.abs().max() < 5 * variance / math.sqrt(n)
+
+
 def test_channel_counts_share_their_leading_channels():
     """A draw of 5 channels starts with nothing else than the blocks of 4 it is made of: shapes are exact."""
     layout = SequenceLayout.from_lengths([3])

@@ -154,6 +154,19 @@ def test_sampling_tells_the_network_times_it_was_trained_at(objective):
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
 
 
+def test_pointwise_errors_are_their_formulas():
+    """d**2, |d|, and the smooth l1: half of d**2 up to 1, |d| - 1 / 2 beyond."""
+    difference = torch.tensor([-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 2.0])
+    formulas = {
+        "l2": difference**2,
+        "l1": difference.abs(),
+        "huber": torch.where(difference.abs() <= 1, difference**2 / 2, difference.abs() - 0.5),
+    }
+    target = torch.linspace(-1, 1, 7)
+    for kind, expected in formulas.items():
+        torch.testing.assert_close(pointwise_error(target + difference, target, kind), expected)
+
+
 @every_objective
 @pytest.mark.parametrize("kind", ["l2", "l1", "huber"])
 def test_packed_loss_is_the_loss_of_its_samples(objective, kind):

@@ -1,0 +1,90 @@
+"""Which tests see which mistakes: `python -m tests.mutants [--only TEXT] [--write docs/mutants.md]`.
+
+Each mutant changes one line of the source in a temporary copy of the tree; its tests run there up to the first failure.
+A mutant that no test sees is a gap in the suite. Takes about half an hour on one core.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.mutants.listed import MUTANTS
+from tests.mutants.runner import Mutant, Verdict, copy_tree, judge, run_tests
+
+TITLE = """# Mutants
+
+One wrong line at a time in the core, the first test that fails because of it, and the seconds that took. Written by
+`python -m tests.mutants --write docs/mutants.md`; after a change of a test or a line, `--only` runs a part again.
+
+| mutant | line | seen by | s |
+| --- | --- | --- | --- |
+"""
+NOT_RUN = "not run | |"
+
+
+def head(mutant: Mutant) -> str:
+    """Return the start of a mutant's row: its name and its change."""
+    change = f"{mutant.file}: `{mutant.old}` to `{mutant.new}`".replace("|", "\\|")
+    return f"| {mutant.name} | {change} | "
+
+
+def row(mutant: Mutant, verdict: Verdict) -> str:
+    """Return a mutant's row of the table."""
+    return f"{head(mutant)}{verdict.seen_by or '**SURVIVED**'} | {verdict.seconds:.0f} |"
+
+
+def written_rows(path: Path, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, str]:
+    """Read the rows of a written table by mutant, without those that were not run and those of changed mutants."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    heads = {mutant.name: head(mutant) for mutant in mutants}
+    return {
+        name: line
+        for name, start in heads.items()
+        for line in lines
+        if line.startswith(start) and line != start + NOT_RUN
+    }
+
+
+def write(path: Path, rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTANTS) -> None:
+    """Write the table in the order of the list; mutants without a row are listed as not run."""
+    path.parent.mkdir(exist_ok=True)
+    lines = [rows.get(mutant.name, head(mutant) + NOT_RUN) for mutant in mutants]
+    path.write_text(TITLE + "\n".join(lines) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code says whether every mutant was seen."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose name or file contains one of these")
+    parser.add_argument("--write", type=Path, help="put the rows into this Markdown table, after each mutant")
+    parser.add_argument("--rest", action="store_true", help="only mutants of which that table says nothing yet")
+    args = parser.parse_args(argv)
+    if args.rest and args.write is None:
+        parser.error("--rest needs --write")
+    done = written_rows(args.write) if args.rest else {}
+    wanted = args.only or [""]
+    chosen = [m for m in MUTANTS if m.name not in done and any(text in m.name + m.file for text in wanted)]
+    if not chosen:
+        parser.error("no mutant is left to run")
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        without = run_tests(sorted({test for mutant in chosen for test in mutant.tests}), tree)
+        if without.seen_by is not None:
+            print(f"{without.seen_by} fails without any mutant; mend it first")
+            return 2
+        for mutant in chosen:
+            verdict = judge(mutant, tree)
+            survived += verdict.seen_by is None
+            print(row(mutant, verdict), flush=True)
+            if args.write is not None:
+                write(args.write, written_rows(args.write) | {mutant.name: row(mutant, verdict)})
+    print(f"{len(chosen)} mutants, {survived} survived")
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,609 @@
+"""The mistakes that the suite must see: one changed line each, with the tests that should fail because of it."""
+
+from tests.mutants.runner import Mutant
+
+OBJECTIVES = "tests/unit/objectives/test_objectives.py"
+NOISE_LEVELS = "tests/unit/objectives/test_noise_levels.py"
+NOISE = "tests/unit/objectives/test_addressed_noise.py"
+GUIDANCE = "tests/unit/sampling/test_guidance.py"
+GENERATE = "tests/unit/sampling/test_generate.py"
+SOLVERS = "tests/unit/sampling/test_solvers.py"
+LAYERS = "tests/unit/layers/test_layers.py"
+EMBEDDINGS = "tests/unit/layers/test_embeddings.py"
+ROTARY = "tests/unit/layers/test_rotary.py"
+MOE = "tests/unit/layers/test_moe.py"
+ATTENTION = "tests/unit/backends/test_attention.py"
+FUSED_OPS = "tests/unit/backends/test_fused_ops.py"
+BATCH = "tests/unit/test_batch.py"
+PACKING = "tests/unit/energon_data/test_data_packing.py"
+STREAMS = "tests/unit/energon_data/test_data_streams.py"
+LOSSES = "tests/unit/training/test_losses.py"
+SCHEDULES = "tests/unit/training/test_schedules.py"
+STORE = "tests/unit/training/test_checkpoint_store.py"
+FLOPS = "tests/unit/training/test_flops.py"
+CONTEXT_ROWS = "tests/unit/backends/test_context_rows.py"
+DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "dit_cross", "flux", "moe"))
+RULES = "tests/unit/convert/test_rules.py"
+LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
+OPTIMIZER, STEP = LAYOUTS, LOSSES
+RESUME = "tests/integration/test_resume.py"
+
+MUTANTS = (
+    # What trains: loss weights, dropped conditions, optimizer, average.
+    Mutant(
+        "EDM: weight times sigma",
+        "dit/objectives/edm.py",
+        "weight_S=sample_weights(batch),",
+        "weight_S=sample_weights(batch) * sigma_S,",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "text dropped where it should stay",
+        "dit/training/step.py",
+        "< model.context_dropout",
+        "> model.context_dropout",
+        (STEP,),
+    ),
+    Mutant(
+        "class dropped where it should stay",
+        "dit/training/step.py",
+        "< model.class_dropout",
+        "> model.class_dropout",
+        (STEP,),
+    ),
+    Mutant(
+        "gradient clipped at three times the norm",
+        "dit/training/optim.py",
+        "max_norm=clip_grad, total_norm",
+        "max_norm=3 * clip_grad, total_norm",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "learning rate times 1.5",
+        "dit/training/optim.py",
+        'group["lr"] = lr',
+        'group["lr"] = 1.5 * lr',
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "no weight decay",
+        "dit/parallel/parallelize.py",
+        "weight_decay=settings.weight_decay",
+        "weight_decay=0.0",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "beta1 halved",
+        "dit/parallel/parallelize.py",
+        "adam_beta1=settings.beta1",
+        "adam_beta1=settings.beta1 / 2",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "beta2 taken for beta1",
+        "dit/parallel/parallelize.py",
+        "adam_beta2=settings.beta2",
+        "adam_beta2=settings.beta1",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "eps a hundredfold",
+        "dit/parallel/parallelize.py",
+        "adam_eps=settings.eps",
+        "adam_eps=100 * settings.eps",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "average: decay squared",
+        "dit/training/ema.py",
+        "mains, 1.0 - self.decay)",
+        "mains, 1.0 - self.decay**2)",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "average starts a step early",
+        "dit/training/ema.py",
+        "if step <= self.start_step:",
+        "if step < self.start_step:",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "schedule: the first update has rate 0",
+        "dit/training/schedules.py",
+        "update, warmup = step + 1,",
+        "update, warmup = step,",
+        (SCHEDULES,),
+    ),
+    Mutant(
+        "schedule: the cosine ends before the floor",
+        "dit/training/schedules.py",
+        "(update - summit) / (num_steps - summit)",
+        "(update - summit) / num_steps",
+        (SCHEDULES,),
+    ),
+    Mutant(
+        "gradients divided by twice the tokens",
+        "dit/training/step.py",
+        "return total, count.int(),",
+        "return total, 2 * count.int(),",
+        (LOSSES,),
+    ),
+    Mutant(
+        "held-out loss forgets the sample weights",
+        "dit/training/validate.py",
+        "sum_per_sample(error_T) * prepared.weight_S",
+        "sum_per_sample(error_T)",
+        (LOSSES,),
+    ),
+    # Objectives and the loss.
+    Mutant(
+        "EDM: c_out without sigma_data",
+        "dit/objectives/edm.py",
+        "sigma * self.sigma_data / total.sqrt()",
+        "sigma / total.sqrt()",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "EDM: the network is told log(sigma) / 2 in training",
+        "dit/objectives/edm.py",
+        "time_S=sigma_S.log() / 4,",
+        "time_S=sigma_S.log() / 2,",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "flow matching: velocity reversed",
+        "dit/objectives/flow_matching.py",
+        "weight_S = eps_TC - x0_TC, sample_weights(batch)",
+        "weight_S = x0_TC - eps_TC, sample_weights(batch)",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "flow matching: x0 weighted by 1 / t",
+        "dit/objectives/flow_matching.py",
+        "weight_S / t_S.clamp(min=MIN_TIME) ** 2",
+        "weight_S / t_S.clamp(min=MIN_TIME)",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "DDPM: sign of v",
+        "dit/objectives/ddpm.py",
+        "target_TC = alpha_T1 * eps_TC - sigma_T1 * x0_TC",
+        "target_TC = alpha_T1 * eps_TC + sigma_T1 * x0_TC",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "noise levels: variance for deviation",
+        "dit/objectives/noise_levels.py",
+        "torch.exp(mean + std * ",
+        "torch.exp(mean + std**2 * ",
+        (NOISE_LEVELS,),
+    ),
+    Mutant(
+        "noise levels: product of betas to first order",
+        "dit/objectives/noise_levels.py",
+        "_angle_of_decay(-torch.log1p(-betas).cumsum(0))",
+        "_angle_of_decay(betas.cumsum(0))",
+        (NOISE_LEVELS,),
+    ),
+    Mutant(
+        "noise levels: cosine offset",
+        "dit/objectives/noise_levels.py",
+        "COSINE_OFFSET = 0.008",
+        "COSINE_OFFSET = 0.01",
+        (NOISE_LEVELS,),
+    ),
+    Mutant(
+        "loss: padding counts as tokens",
+        "dit/objectives/base.py",
+        "valid_T.sum().float()",
+        "torch.ones_like(valid_T).sum().float()",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "loss: sum over channels for the mean",
+        "dit/objectives/base.py",
+        "pointwise_error(prediction_TC, target_TC, kind).mean(-1)",
+        "pointwise_error(prediction_TC, target_TC, kind).sum(-1)",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "loss: half of l1",
+        "dit/objectives/base.py",
+        "return difference.abs()",
+        "return difference.abs() / 2",
+        (OBJECTIVES,),
+    ),
+    # Noise by address.
+    Mutant(
+        "noise: the same at every step",
+        "dit/objectives/addressed_noise.py",
+        "torch.full_like(element, self.step)",
+        "torch.zeros_like(element)",
+        (NOISE,),
+    ),
+    Mutant(
+        "noise: the same for every purpose",
+        "dit/objectives/addressed_noise.py",
+        "(self.seed ^ zlib.crc32(purpose.encode())) & MASK32",
+        "self.seed & MASK32",
+        (NOISE,),
+    ),
+    Mutant(
+        "noise: half of the sample's address ignored",
+        "dit/objectives/addressed_noise.py",
+        "(ids >> 32) & MASK32), key)",
+        "ids & MASK32), key)",
+        (NOISE,),
+    ),
+    Mutant(
+        "noise: pairs of channels share a radius",
+        "dit/philox.py",
+        "(-2 * u2.log()).sqrt()",
+        "(-2 * u0.log()).sqrt()",
+        (NOISE,),
+    ),
+    # Sampling.
+    Mutant(
+        "guidance: the scale of NeMo",
+        "dit/sampling/guidance.py",
+        "    return uncond + scale * (cond - uncond)",
+        "    return cond + scale * (cond - uncond)",
+        (GUIDANCE,),
+    ),
+    Mutant(
+        "guidance: thresholds below 1",
+        "dit/sampling/guidance.py",
+        ".values.clamp(min=1)",
+        ".values.clamp(min=0)",
+        (GUIDANCE,),
+    ),
+    Mutant(
+        "guidance: away from class 0",
+        "dit/sampling/generate.py",
+        "torch.full_like(batch.labels_S, spec.num_classes)",
+        "torch.full_like(batch.labels_S, 0)",
+        (GENERATE,),
+    ),
+    Mutant(
+        "Heun: no correction",
+        "dit/sampling/solvers.py",
+        "h / 2 * (slope_TC + slope_next_TC)",
+        "h * slope_TC",
+        (SOLVERS,),
+    ),
+    Mutant(
+        "DDIM: deviations subtracted for variances",
+        "dit/sampling/solvers.py",
+        "math.sqrt(sigma_next**2 - fresh**2)",
+        "sigma_next - fresh",
+        (SOLVERS,),
+    ),
+    Mutant(
+        "DPM-Solver++: half of the extrapolation",
+        "dit/sampling/solvers.py",
+        "h / (2 * h_previous) *",
+        "h / (4 * h_previous) *",
+        (SOLVERS,),
+    ),
+    Mutant(
+        "stochastic solvers: the same noise at every step",
+        "dit/sampling/generate.py",
+        "AddressedNoise(seed, step + 1, batch",
+        "AddressedNoise(seed, 1, batch",
+        (GENERATE,),
+    ),
+    # Layers.
+    Mutant(
+        "adaLN: torch's eps for the model's",
+        "dit/backends/fused_ops.py",
+        "F.layer_norm(x_TD, x_TD.shape[-1:], eps=eps)",
+        "F.layer_norm(x_TD, x_TD.shape[-1:])",
+        (FUSED_OPS, DIT),
+    ),
+    Mutant(
+        "gated residual: the gate takes the input, too",
+        "dit/backends/fused_ops.py",
+        "(x_TD.view(shape) + gate * y_TD.view(shape))",
+        "(gate * x_TD.view(shape) + gate * y_TD.view(shape))",
+        (FUSED_OPS, DIT),
+    ),
+    Mutant(
+        "adaLN: no SiLU before the modulation",
+        "dit/layers/adaln.py",
+        "self.linear(self.down(nn.functional.silu(cond_SD)))",
+        "self.linear(self.down(cond_SD))",
+        (LAYERS, DIT),
+    ),
+    Mutant(
+        "adaLN-single: no SiLU before the shared modulation",
+        "dit/layers/adaln.py",
+        "return self.linear(nn.functional.silu(cond_SD))",
+        "return self.linear(cond_SD)",
+        ("tests/parity/test_wan.py",),
+    ),
+    Mutant(
+        "attention: keys do not turn",
+        "dit/layers/attention.py",
+        "rotate(q, rotation), rotate(k, rotation)",
+        "rotate(q, rotation), k",
+        (ROTARY, DIT_CROSS),
+    ),
+    Mutant(
+        "attention: segments of unlike text in one batch",
+        "dit/backends/attention.py",
+        "groups[lengths].append(i)",
+        "groups[(lengths[0], layout_k.lengths[0])].append(i)",
+        (ATTENTION,),
+    ),
+    Mutant(
+        "rotary: a mirror for a turn",
+        "dit/layers/positions.py",
+        "a * cos - b * sin, b * cos + a * sin",
+        "a * cos + b * sin, b * cos - a * sin",
+        (ROTARY,),
+    ),
+    Mutant(
+        "rotary: stretch without the last wavelength",
+        "dit/layers/positions.py",
+        "** (count / (count - 1))",
+        "** 1.0",
+        (ROTARY,),
+    ),
+    Mutant(
+        "positions: h before w in the paper's order",
+        "dit/layers/positions.py",
+        "torch.cat([sincos_1d(w, hidden_size // 2), sincos_1d(h, hidden_size // 2)], -1)",
+        "torch.cat([sincos_1d(h, hidden_size // 2), sincos_1d(w, hidden_size // 2)], -1)",
+        (EMBEDDINGS, DIT),
+    ),
+    Mutant(
+        "time: frequencies end one later",
+        "dit/layers/embeddings.py",
+        "dtype=torch.float64) / (half - shift))",
+        "dtype=torch.float64) / (half - 1))",
+        (EMBEDDINGS, DIT),
+    ),
+    Mutant(
+        "size: frames times the rate",
+        "dit/layers/conditioning.py",
+        "frames_S / fps_S",
+        "frames_S * fps_S",
+        (LAYERS, DIT_CROSS),
+    ),
+    Mutant(
+        "text: null where there is text",
+        "dit/layers/context.py",
+        "self.null, context_KD)",
+        "context_KD, self.null)",
+        (LAYERS, DIT_CROSS),
+    ),
+    Mutant(
+        "text: sum for the mean",
+        "dit/layers/embeddings.py",
+        "(layout.sum_per_sample(context_KD.float()) / lengths)",
+        "(layout.sum_per_sample(context_KD.float()) * 1.0)",
+        (LAYERS,),
+    ),
+    # Packs.
+    Mutant(
+        "patches: rows and columns change places",
+        "dit/patchify.py",
+        '"c (t pt) (h ph) (w pw) -> (t h w) (ph pw pt c)"',
+        '"c (t pt) (h ph) (w pw) -> (t h w) (pw ph pt c)"',
+        ("tests/unit/test_patchify.py",),
+    ),
+    Mutant(
+        "patches: positions in another order",
+        "dit/patchify.py",
+        'indexing="ij"',
+        'indexing="xy"',
+        ("tests/unit/test_patchify.py",),
+    ),
+    Mutant(
+        "layout: tokens counted from the unpadded start",
+        "dit/batch.py",
+        "rows - self.cu_seqlens_padded.long()",
+        "rows - self.cu_seqlens.long()",
+        (BATCH,),
+    ),
+    Mutant(
+        "layout: one padding row is real",
+        "dit/batch.py",
+        "self.token_index_T < lengths[self.segment_ids_T]",
+        "self.token_index_T <= lengths[self.segment_ids_T]",
+        (BATCH,),
+    ),
+    Mutant(
+        "packing: one token too many",
+        "energon_data/packing.py",
+        "room, chosen = capacity, []",
+        "room, chosen = capacity + 1, []",
+        (PACKING,),
+    ),
+    Mutant(
+        "packing: padding between samples forgotten",
+        "energon_data/packing.py",
+        "at, start = at + padded, start + length",
+        "at, start = at + length, start + length",
+        (PACKING,),
+    ),
+    # Experts.
+    Mutant(
+        "experts: capacity rounded down",
+        "dit/layers/routing.py",
+        "min(length, math.ceil(exact))",
+        "min(length, math.floor(exact))",
+        (MOE,),
+    ),
+    Mutant(
+        "experts: padding chooses",
+        "dit/layers/routing.py",
+        "return chosen_TE & valid_T[:, None]",
+        "return chosen_TE",
+        (MOE,),
+    ),
+    Mutant(
+        "experts: balancing loss without their number",
+        "dit/layers/routing.py",
+        "return num_experts * (layout",
+        "return 1 * (layout",
+        (MOE, MOE_PARITY),
+    ),
+    Mutant(
+        "experts: outputs not weighted",
+        "dit/layers/moe.py",
+        "(expert(tokens_PD) * weights_P[:, None])",
+        "(expert(tokens_PD) * torch.ones_like(weights_P)[:, None])",
+        (MOE,),
+    ),
+    # Parallel layouts.
+    Mutant(
+        "sequence parallel: gradients of split rows not summed",
+        "dit/backends/provider.py",
+        "parameter.sequence_parallel = self.sequence_parallel",
+        "parameter.sequence_parallel = False",
+        (LAYOUTS,),
+    ),
+    Mutant(
+        "sequence parallel: the output's gradient summed",
+        "dit/layers/tokens.py",
+        "tensor_parallel_output_grad=False",
+        "tensor_parallel_output_grad=True",
+        (LAYOUTS,),
+    ),
+    Mutant(
+        "pipeline: the norm counts every copy",
+        "dit/parallel/parallelize.py",
+        "parameter.shared = not chunk.stage.first",
+        "parameter.shared = False",
+        (BACKBONES,),
+    ),
+    Mutant(
+        "pipeline: labels' gradients not summed over stages",
+        "dit/layers/conditioning.py",
+        "parameter.pipeline_parallel = True",
+        "parameter.pipeline_parallel = False",
+        (BACKBONES,),
+    ),
+    Mutant(
+        "pipeline: activations in flight",
+        "dit/parallel/pipeline.py",
+        "passes = 2 * (pp_size - pp_rank - 1)",
+        "passes = (pp_size - pp_rank - 1)",
+        ("tests/unit/parallel/test_stages.py",),
+    ),
+    Mutant(
+        "context parallel: blocks joined by the larger sum",
+        "dit/backends/context_attention.py",
+        "torch.logaddexp(lse_TN, part_lse_TN)",
+        "torch.maximum(lse_TN, part_lse_TN)",
+        ("tests/unit/backends/test_attention_blocks.py",),
+    ),
+    Mutant(
+        "context parallel: balanced chunks not mirrored",
+        "dit/backends/context_rows.py",
+        "torch.minimum(chunk_T, chunks - 1 - chunk_T)",
+        "chunk_T % size",
+        (CONTEXT_ROWS,),
+    ),
+    Mutant(
+        "joint attention: text behind the image",
+        "dit/backends/joint.py",
+        "torch.where(on_host.valid_T, part, 2)",
+        "torch.where(on_host.valid_T, 1 - part, 2)",
+        (FLUX,),
+    ),
+    Mutant(
+        "experts: gradients reduced over all ranks",
+        "dit/backends/provider.py",
+        "parameter.allreduce = False",
+        "parameter.allreduce = True",
+        (EXPERTS,),
+    ),
+    # Checkpoints and data positions.
+    Mutant(
+        "checkpoints: content not compared",
+        "dit/training/manifest.py",
+        "if now != record:",
+        "if now.size_bytes != record.size_bytes:",
+        (STORE,),
+    ),
+    Mutant(
+        "checkpoints: the wrong ones stay",
+        "dit/training/checkpoint_store.py",
+        "if step % self.config.keep_every == 0",
+        "if step % self.config.keep_every == 1",
+        (STORE,),
+    ),
+    Mutant(
+        "resume: samples counted from 0",
+        "dit/training/checkpoint.py",
+        'int(manifest.meta["consumed_samples"])',
+        "0",
+        (RESUME,),
+    ),
+    Mutant(
+        "resume: Adam's step count lost",
+        "dit/training/optim.py",
+        "torch.tensor(float(step), device=device)",
+        "torch.tensor(1.0, device=device)",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "streams: every rank starts its turn anew",
+        "energon_data/streams.py",
+        'self._cursor = state["next"] // self._dp_size',
+        "self._cursor = 0",
+        (STREAMS,),
+    ),
+    Mutant(
+        "streams: one lost sample too many",
+        "energon_data/ledger.py",
+        "skip.lost and self._lost.total() > self.budget",
+        "skip.lost and self._lost.total() > self.budget + 1",
+        ("tests/unit/energon_data/test_data_damage.py",),
+    ),
+    Mutant(
+        "texts: the last tokens for the first",
+        "energon_data/task_encoder.py",
+        "clip.text[: self.options.max_text_tokens]",
+        "clip.text[-(self.options.max_text_tokens or 0) :]",
+        (PACKING, STREAMS),
+    ),
+    Mutant(
+        "texts: embeddings in the order of their length",
+        "dit/encoders/text.py",
+        "[embedded[text].clone() for text in texts]",
+        "[embedded[text].clone() for text in sorted(texts, key=len)]",
+        ("tests/unit/encoders/test_text.py",),
+    ),
+    # Other code bases' weights, and counts.
+    Mutant(
+        "convert: chunks by the inverse order",
+        "dit/convert/rules.py",
+        "chunks[self.order.index(i)] for i in range",
+        "chunks[self.order[i]] for i in range",
+        (RULES,),
+    ),
+    Mutant(
+        "convert: the variance for the mean",
+        "dit/convert/variance.py",
+        "[:, : model.in_channels]",
+        "[:, model.in_channels :]",
+        (RULES,),
+    ),
+    Mutant(
+        "flops: recompute counts the ends, too",
+        "dit/training/flops.py",
+        "round(recomputed * (forward - ends))",
+        "round(recomputed * forward)",
+        (FLOPS,),
+    ),
+    Mutant(
+        "flops: half of the attention of NeMo's count",
+        "dit/training/flops.py",
+        "+ 4 * layers * h * pairs",
+        "+ 2 * layers * h * pairs",
+        (FLOPS,),
+    ),
+)

@@ -1,0 +1,56 @@
+"""The list of mutants fits the source, and a mutant is seen, survives and leaves no trace as it should."""
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests.mutants.__main__ import row, write, written_rows
+from tests.mutants.listed import MUTANTS
+from tests.mutants.runner import ROOT, Mutant, Verdict, judge
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_mutant_changes_one_line_of_the_source(mutant):
+    """Its line is there exactly once, the changed file is Python, and it is another program."""
+    assert "\n" not in mutant.old + mutant.new
+    before, after = ast.parse((ROOT / mutant.file).read_text()), ast.parse(mutant.source())
+    assert ast.dump(before) != ast.dump(after)
+    assert [test for test in mutant.tests if not (ROOT / test.partition("::")[0]).is_file()] == []
+
+
+def test_mutants_have_names_of_their_own():
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+    assert len(MUTANTS) >= 60
+
+
+def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path):
+    """Also when both sources have one size and one second: nothing runs on stale bytecode."""
+    source = tmp_path / "double.py"
+    source.write_text("def double(x):\n    return x + x\n\n\ndef half(x):\n    return x / 2\n")
+    (tmp_path / "test_double.py").write_text(
+        "from double import double\n\n\ndef test_it():\n    assert double(3) == 6\n"
+    )
+    before = source.read_text()
+    wrong = Mutant("wrong", "double.py", "x + x", "x - x", ("test_double.py",))
+    unseen = Mutant("unseen", "double.py", "x / 2", "x / 3", ("test_double.py",))
+    broken = Mutant("broken", "double.py", "def double(x)", "def doubled(x)", ("test_double.py",))
+    seen = [judge(mutant, tmp_path).seen_by for mutant in (wrong, unseen, broken)]
+    assert seen == ["test_double.py::test_it", None, "test_double.py"]
+    assert source.read_text() == before
+    with pytest.raises(ValueError, match="0 times"):
+        judge(Mutant("gone", "double.py", "x * 2", "x * 3", ("test_double.py",)), tmp_path)
+
+
+def test_the_table_keeps_rows_until_their_mutant_changes(tmp_path):
+    a, b = (Mutant(name, "double.py", "x | 1", "x + 1", ()) for name in "ab")
+    path = tmp_path / "table.md"
+    write(path, {"a": row(a, Verdict("test_double.py::test_it", 1.4))}, (a, b))
+    assert path.read_text().splitlines()[-2:] == [
+        "| a | double.py: `x \\| 1` to `x + 1` | test_double.py::test_it | 1 |",
+        "| b | double.py: `x \\| 1` to `x + 1` | not run | |",
+    ]
+    assert written_rows(path, (a, b)).keys() == {"a"}
+    changed = Mutant("a", "double.py", "x | 1", "x + 2", ())
+    assert written_rows(path, (changed, b)) == {}
+    assert "**SURVIVED**" in row(a, Verdict(None, 2.0))

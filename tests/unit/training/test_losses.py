@@ -1,0 +1,76 @@
+"""What a step and an evaluation make of the errors of a pack: sums over real tokens, weighted by sample."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch, SequenceLayout
+from dit.models.dit.config import DiTConfig
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.flow_matching import FlowMatching
+from dit.patchify import grid_positions
+from dit.training.step import training_forward_step
+from dit.training.validate import NUM_BUCKETS, VALIDATION_SEED, held_out_loss
+from tests.conftest import BuildModel
+
+MODEL = DiTConfig(hidden_size=16, num_layers=1, num_attention_heads=2, in_channels=2, patch_spatial=1, num_classes=None)
+OBJECTIVE = FlowMatching()
+
+
+def pack(first_id: int, sides: list[int], weights: list[float]) -> PackedBatch:
+    """Square images with padding behind each, and a weight of their own."""
+    layout = SequenceLayout.from_lengths([side**2 for side in sides], multiple_of=4, total_tokens=40)
+    positions = torch.zeros(40, 3, dtype=torch.int64)
+    for start, side in zip(layout.starts, sides):
+        positions[start : start + side**2] = grid_positions((1, side, side))
+    return PackedBatch(
+        latents_TC=torch.randn(40, 2, generator=torch.Generator().manual_seed(first_id)),
+        positions_T3=positions,
+        layout=layout,
+        sample_ids_S=torch.arange(first_id, first_id + len(sides)),
+        grids=tuple((1, side, side) for side in sides),
+        keys=tuple(str(first_id + i) for i in range(len(sides))),
+        loss_weight_S=torch.tensor(weights),
+    )
+
+
+def by_hand(batch: PackedBatch, error_TC: Tensor) -> list[tuple[float, int]]:
+    """Return (weighted sum, count) of each sample's real tokens: mean over channels, sum over tokens."""
+    rows = [slice(start, start + n) for start, n in zip(batch.layout.starts, batch.layout.lengths)]
+    return [
+        (float(weight * error_TC[own].square().mean(-1).sum()), len(error_TC[own]))
+        for own, weight in zip(rows, batch.loss_weight_S)
+    ]
+
+
+def test_a_step_reports_the_weighted_sum_and_the_real_tokens(build_model: BuildModel) -> None:
+    """Megatron-Core divides the gradients by the count: it is the number of tokens that the sum is taken over."""
+    batch, network = pack(7, [3, 5], [0.5, 2.0]), build_model(MODEL, perturb=0.1)
+    prediction_TC, loss_function = training_forward_step(OBJECTIVE, MODEL, 3, 11)(iter([batch]), network)
+    total, count, logs = loss_function(prediction_TC)
+    prepared = OBJECTIVE.prepare(batch, AddressedNoise(3, 11, batch.sample_ids_S, batch.layout))
+    expected = sum(weighted for weighted, _ in by_hand(batch, prediction_TC.detach() - prepared.target_TC))
+    assert total.item() == pytest.approx(expected, rel=1e-5)
+    assert int(count) == 9 + 25
+    assert {name: float(value) for name, value in logs.items()} == {"loss_sum": total.item(), "tokens": 34.0}
+
+
+def test_held_out_loss_is_the_weighted_mean_over_real_tokens(one_rank_world: ProcessGroups) -> None:
+    """In total, and for each quarter of the noise levels."""
+
+    def nothing(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        return torch.zeros_like(inputs_TC)
+
+    batches = [pack(10 * i, [2, 3, 4], [1.0, 0.5, 3.0]) for i in range(4)]
+    found = held_out_loss(nothing, iter(batches), OBJECTIVE, torch.device("cpu"), one_rank_world)
+    by_level: dict[str, list[tuple[float, int]]] = {}
+    for batch in batches:
+        noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
+        errors = by_hand(batch, OBJECTIVE.prepare(batch, noise).target_TC)
+        for level, pair in zip(noise.level_S().tolist(), errors):
+            for name in ("loss", f"loss_level_{int(NUM_BUCKETS * level)}"):
+                by_level.setdefault(name, []).append(pair)
+    assert len(by_level) == 1 + NUM_BUCKETS
+    expected = {name: sum(e for e, _ in pairs) / sum(n for _, n in pairs) for name, pairs in by_level.items()}
+    assert found == pytest.approx(expected, rel=1e-5)
