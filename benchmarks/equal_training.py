@@ -1,8 +1,8 @@
 """Equality of two trainings: a layout's steps and the same steps on one rank, compared once for tests and table.
 
-A training is what `benchmarks.parallel_training.train` reports: `losses` and `grad_norms` of every step, `gradients` of
-the first step and `parameters` after the last one (global tensors by name), and `drifted`, the parameters whose copies
-on several ranks differ.
+A training is what a world of ranks reports of it: `losses` and `grad_norms` of every step, `gradients` of the first
+step and `parameters` after the last one (global tensors by name), and `drifted`, the parameters whose copies on several
+ranks differ.
 """
 
 import math

@@ -11,7 +11,9 @@ unset DIT_DEVICE
 # On a CPU the layers below would take hours.
 device=$($python -c 'from dit.backends.device import describe, use_cuda; print(describe() if use_cuda() else "")') || exit 2
 if [[ -z $device ]]; then
-  echo "error: $python sees no GPU, and nothing else is timed here; for a CPU: $python -m benchmarks.step --factory tiny_dit" >&2
+  cat >&2 <<END
+error: $python sees no GPU, and nothing else is timed here; for a CPU: $python -m benchmarks.step --factory tiny_dit
+END
   exit 2
 fi
 mkdir -p "$out"
