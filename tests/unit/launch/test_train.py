@@ -56,7 +56,7 @@ def test_the_exit_code_is_that_of_the_training(outcome, code, capsys):
         (["--factory", OWN, "--dryrun", "--tokens", "9999x9999x9999"], ["--tokens", "such a product"]),
         (["--factory", "tiny_dit", "--dryrun", "data.shapes=['1x²x8']"], ["data.shapes", "8x16x16"]),
         (["--factory", "tiny_dit", "--dryrun", "data.shapes=['99999x99999x9']"], ["99999 x 99999 x 9", "at most"]),
-        (["--factory", "letters_dit", "--dryrun", "model.patch_spatial=60000"], ["model.patch_spatial", "60000"]),
+        (["--factory", "letters_dit", "--dryrun", "model.patch_spatial=60000"], ["patch_spatial=60000", "features"]),
         (["--factory", OWN, "--yes", "--text-tokens", "8"], ["--dryrun"]),
         (["--factory", OWN, "--dryrun", "--tokens", "24x32"], ["--tokens", "'24x32'", "24x32x32"]),
         (["letters_dit", "--yes"], ["--factory letters_dit"]),
