@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.parallel_training import build, named_parameters, of_all_stages, whole
+from benchmarks.parallel_training import build, gathered, named_parameters, of_all_stages, whole
 from dit.backends import process_groups
 from dit.training.ema import EMA
 
@@ -20,7 +20,9 @@ def state_of(it: SimpleNamespace, ema: EMA) -> dict[str, Any]:
     named = []
     for shard, average in zip(it.shards, ema.values):
         slots = {"weight": shard.main, "ema": average, **{slot: shard.slot(slot) for slot in SLOTS}}
-        named += [(f"{k}.{shard.name}", whole(shard.gather(v), shard.parameter, it.groups)) for k, v in slots.items()]
+        named += [
+            (f"{k}.{shard.name}", whole(gathered(shard, v), shard.parameter, it.groups)) for k, v in slots.items()
+        ]
     fingerprint = model_fingerprint(global_shapes(it.shards, it.groups))
     tensors, drifted = of_all_stages(named, it.groups)
     return {**tensors, "drifted": drifted, "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}

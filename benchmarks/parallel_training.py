@@ -10,7 +10,7 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, check_parallel
 from dit.patchify import grid_positions
+
+if TYPE_CHECKING:
+    from dit.training.optim import MasterShard
 
 SEED = 5
 ONE_TOKEN = (1, 1, 1)
@@ -78,6 +81,19 @@ def micro_batch(
 def named_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Return the named parameters of all chunks of this rank."""
     return [pair for chunk in chunks for pair in chunk.named_parameters()]
+
+
+def gathered(shard: "MasterShard", values: Tensor) -> Tensor:
+    """Join values that are split like a master shard into the parameter-shaped fp32 tensor, on every rank of its group.
+
+    The shards are joined as integers: adding zero bits changes none, not even the sign of a zero.
+    """
+    if shard.group is None or shard.group.size() == 1:
+        return values.detach().view(shard.parameter.shape).clone()
+    flat = torch.zeros(shard.parameter.numel(), dtype=torch.float32, device=values.device)
+    flat[shard.start : shard.stop] = values.detach().flatten()
+    dist.all_reduce(flat.view(torch.int32), group=shard.group)
+    return flat.view(shard.parameter.shape)
 
 
 def whole(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
@@ -195,7 +211,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         result["losses"].append((sums[0] / sums[1]).item())
         result["grad_norms"].append(optim.gradient_norm(optimizer))
         if step == 0:
-            named = [(s.name, whole(s.gather(s.grad), s.parameter, groups)) for s in shards]
+            named = [(s.name, whole(gathered(s, s.grad), s.parameter, groups)) for s in shards]
             result["gradients"], _ = of_all_stages(named, groups)
         optim.apply_update(optimizer, result["grad_norms"][-1], it.settings.clip_grad)
     optim.publish_masters(optimizer, it.wrapped)  # with an overlapped gather the last update waits for the next forward

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
@@ -55,18 +54,6 @@ class MasterShard:
         for slot in SLOTS:
             if slot not in self.state:
                 self.state[slot] = torch.zeros_like(self.owner)
-
-    def gather(self, values: Tensor) -> Tensor:
-        """Return the parameter-shaped fp32 tensor whose shard here is `values`, on every rank of the group.
-
-        The shards are joined as integers: adding zero bits changes none, not even the sign of a zero.
-        """
-        if self.group is None or self.group.size() == 1:
-            return values.detach().view(self.parameter.shape).clone()
-        flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=values.device)
-        flat[self.start : self.stop] = values.detach().flatten()
-        dist.all_reduce(flat.view(torch.int32), group=self.group)
-        return flat.view(self.parameter.shape)
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:

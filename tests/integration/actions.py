@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.parallel_training import gathered
 from dit.errors import exit_code
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
@@ -283,7 +284,7 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
 
     def close_and_tell(self: Run) -> None:
         shards = self.state.shards
-        whole = {f"weight.{s.name}": s.gather(s.main) for s in shards}
+        whole = {f"weight.{s.name}": gathered(s, s.main) for s in shards}
         if self.groups.rank == 0:
             torch.save(whole, weights)
         weights.with_suffix(f".rank{self.groups.rank}.json").write_text(json.dumps(self.batches.consumed.keys))

@@ -25,7 +25,7 @@ CONTEXT_ROWS = "tests/unit/backends/test_context_rows.py"
 DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "dit_cross", "flux", "moe"))
 RULES = "tests/unit/convert/test_rules.py"
 LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
-OPTIMIZER, STEP = LAYOUTS, LOSSES
+OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/training/test_step.py"
 RESUME = "tests/integration/test_resume.py"
 
 MUTANTS = (
@@ -68,8 +68,8 @@ MUTANTS = (
     Mutant(
         "no weight decay",
         "dit/parallel/parallelize.py",
-        "weight_decay=settings.weight_decay",
-        "weight_decay=0.0",
+        'settings.weight_decay * group["wd_mult"]',
+        '0.0 * group["wd_mult"]',
         (OPTIMIZER,),
     ),
     Mutant(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.parallel_training import of_all_stages, whole
+from benchmarks.parallel_training import gathered, of_all_stages, whole
 from dit.backends import process_groups
 from dit.data_api import BatchSpec
 from dit.models.base import Backbone, Stage
@@ -73,7 +73,7 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
     for i, shard in enumerate(state.shards):
         parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in SLOTS}}
         for slot, values in parts.items():
-            mine.append((f"{slot}.{shard.name}", whole(shard.gather(values), shard.parameter, run.groups)))
+            mine.append((f"{slot}.{shard.name}", whole(gathered(shard, values), shard.parameter, run.groups)))
     found, drifted = of_all_stages(mine, run.groups)
     assert drifted == []
     return {**found, "step": torch.tensor(get_step_count(state.optimizer))}
@@ -164,6 +164,6 @@ def awkward(case: dict) -> dict:
             wrapped[0](part).square().sum().backward()
     config.finalize_model_grads_func(wrapped, torch.tensor(len(x), dtype=torch.int32), groups.collection)
     norm = gradient_norm(optimizer)
-    result = {"norm": norm, "gradients": {s.name: s.gather(s.grad) for s in shards}}
+    result = {"norm": norm, "gradients": {s.name: gathered(s, s.grad) for s in shards}}
     process_groups.release()
     return result

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.parallel_training import build, micro_batch, of_all_stages, tiny_model, train, whole
+from benchmarks.parallel_training import build, gathered, micro_batch, of_all_stages, tiny_model, train, whole
 from dit.data_api import BatchSpec
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
@@ -113,7 +113,7 @@ def _state(it: SimpleNamespace, ema) -> dict:
         shard.ensure_state()
         slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
         for slot, values in slots.items():
-            named.append((f"{slot}.{shard.name}", whole(shard.gather(values), shard.parameter, it.groups)))
+            named.append((f"{slot}.{shard.name}", whole(gathered(shard, values), shard.parameter, it.groups)))
     for chunk in it.chunks:
         named += [(f"model.{name}", whole(p.data, p, it.groups)) for name, p in chunk.named_parameters()]
     tensors, drifted = of_all_stages(named, it.groups)
