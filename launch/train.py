@@ -137,13 +137,14 @@ def _check_run(task: "run.Partial") -> None:
     parts = fiddle.build(task).keywords
     run_dir = parts["training"].run_dir
     check_path("training.run_dir", run_dir)  # an error of this or of the lock would have no place for its record
-    with RunLock(run_dir, environment.rank()) as lock:
-        lock.check()
-        try:
-            check_settings(*(parts[name] for name in CHECKED))
-        except UserError:
-            with ExitRecord(run_dir, environment.rank(), lock.is_ours):
-                raise
+    if environment.world_size() == 1:  # several ranks must learn of it together, which `pretrain` sees to
+        with RunLock(run_dir) as lock:
+            lock.check()
+    try:
+        check_settings(*(parts[name] for name in CHECKED))
+    except UserError:
+        with RunLock(run_dir, environment.rank()) as lock, ExitRecord(run_dir, environment.rank(), lock.is_ours):
+            raise
 
 
 def resolve(options: cli.Options) -> "run.Partial":

@@ -79,7 +79,7 @@ def ended(folder: Path) -> dict[str, Any]:
         add(f"{name}, again", at=name)
     # Both are due at the last step, and nobody has the time.
     last = {"checkpoint__interval": 0, "training__num_steps": 6, "training__sample_interval": 6}
-    stuck = partial(actions.stuck_inside, f"{store}.newest_valid", 0.8)
+    stuck = partial(actions.stuck_inside, f"{store}.newest_first", 0.8)
     add("last save", fault=partial(actions.together, inside(f"{store}.publish"), stuck), **last)
     add("looks fail", fault=partial(actions.out_of_memory, f"{loop}._validate"))
     add("pictures fail", fault=partial(actions.out_of_memory, f"{loop}._sample"), training__sample_interval=3)
@@ -88,7 +88,7 @@ def ended(folder: Path) -> dict[str, Any]:
     short = {"at": "finished", "training__num_steps": 3}
     add("finished", **short)
     add("building", ranks=2, fault=inside(f"{loop}._build"))
-    add("hashing", at="finished", fault=inside(f"{store}.newest_valid"), training__num_steps=9)
+    add("hashing", at="finished", fault=inside(f"{store}.newest_first"), training__num_steps=9)
     add("loading", at="finished", fault=inside("dit.training.checkpoint.load_state"), training__num_steps=9)
     for name, (_, settings) in OTHERS.items():
         add(name, **{**short, **settings})
@@ -157,7 +157,7 @@ def test_a_request_before_the_first_step_is_honoured_at_once(ended: dict[str, An
         assert ended[name].code == 75
         assert "Traceback" not in ended[name].err
     assert [outcome(folder / "building")[key] for key in ("code", "reason", "step")] == [75, "preempted", None]
-    assert sorted(path.name for path in (folder / "building").iterdir()) == ["exit.json", "stacks"]
+    assert sorted(path.name for path in (folder / "building").iterdir()) == ["exit.json", "run.lock", "stacks"]
     assert max(scalars(folder / "finished", "loss")) == 4, "they were to go on to step 9"
 
 
@@ -171,7 +171,7 @@ def test_what_fails_in_looking_loses_no_step(ended: dict[str, Any], folder: Path
 
 def test_impossible_pictures_are_refused_at_once(ended: dict[str, Any], folder: Path) -> None:
     assert ended["no pictures"].code == 2
-    assert "sampling.num_steps=0 must be at least 1" in ended["no pictures"].err
+    assert "sampling.num_steps=0 must be a whole number of at least 1" in ended["no pictures"].err
     assert [path.name for path in (folder / "no pictures").iterdir() if not path.name.startswith("exit.")] == []
 
 
