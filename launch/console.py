@@ -38,6 +38,7 @@ COMMANDS = {
     "evaluate": Command("launch.evaluate", "share of generated letters that are read correctly"),
     "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
     "import": Command("launch.import_weights", "make a run folder of such weights"),
+    "convert": Command("launch.convert_checkpoints", "rewrite the checkpoints of an earlier version's run"),
     "prepare": Command("energon_data.prepare.__main__", "make a data set"),
     "bench": Command("benchmarks.step", "time the optimizer steps of a recipe"),
 }

@@ -27,6 +27,9 @@ RULES = "tests/unit/convert/test_rules.py"
 LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
 OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/training/test_step.py"
 RESUME = "tests/integration/test_resume.py"
+BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
+    f"tests/unit/training/test_{name}.py" for name in ("boxes", "state_files", "hostile_checkpoint", "resume_check")
+)
 
 MUTANTS = (
     # What trains: loss weights, dropped conditions, optimizer, average.
@@ -534,6 +537,41 @@ MUTANTS = (
         "if step % self.config.keep_every == 0",
         "if step % self.config.keep_every == 1",
         (STORE,),
+    ),
+    Mutant(
+        "checkpoints: every copy writes from the start",
+        "dit/training/boxes.py",
+        "for i in (index, index + 1))",
+        "for i in (0, index + 1))",
+        (BOXES,),
+    ),
+    Mutant(
+        "checkpoints: every part lies at the origin",
+        "dit/training/boxes.py",
+        "yield box.shifted(self.origin), flat",
+        "yield box, flat",
+        (BOXES,),
+    ),
+    Mutant(
+        "checkpoints: a gap in a tensor passes",
+        "dit/training/state_files.py",
+        "if stored != math.prod(shape):",
+        "if stored > math.prod(shape):",
+        (STATE_FILES,),
+    ),
+    Mutant(
+        "checkpoints: a description may name any function",
+        "dit/training/torch_dist.py",
+        "if (module, name) not in KNOWN:",
+        "if not module:",
+        (HOSTILE,),
+    ),
+    Mutant(
+        "resume: another experiment passes",
+        "dit/training/resume_check.py",
+        "return name not in reported and EVERY not in reported",
+        "return False",
+        (RESUME_CHECK,),
     ),
     Mutant(
         "resume: samples counted from 0",
