@@ -37,9 +37,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise CheckpointError(f"{run_dir} is no run folder with checkpoints; give the training.run_dir of a run")
     environment.prepare()
     environment.quiet_libraries()
+    from dit.training.run_lock import RunLock
     from dit.training.torch_dist import rewrite_run
 
-    rewritten = rewrite_run(run_dir)
+    with RunLock(run_dir, setting="RUN") as lock:
+        lock.check()
+        rewritten = rewrite_run(run_dir)
     for folder in rewritten:
         print(folder)
     if not rewritten:

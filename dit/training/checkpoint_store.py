@@ -95,7 +95,7 @@ class CheckpointStore:
         """
         with self.writing(step):
             self.root.mkdir(parents=True, exist_ok=True)
-            self._clean()
+            self.recover()
             self.prune(up_to=step - 1)
             self.partial_path(step).mkdir()
         return self.partial_path(step)
@@ -270,7 +270,8 @@ class CheckpointStore:
             return False
         return True
 
-    def _clean(self) -> None:
+    def recover(self) -> None:
+        """Finish or undo what a process left half done when it died: unfinished, replaced and half-deleted folders."""
         for folder in sorted(self.root.iterdir()):
             if step_of_folder(folder.stem) is None:
                 continue

@@ -59,6 +59,7 @@ class PreemptionFlag:
         """Let a request end the process wherever it is, for as long as there is nothing to save.
 
         Ranks are not asked at the very same moment: one that lost a peer, and was asked itself, was preempted, too.
+        After `waits_from_here` a request is only noted.
 
         Raises:
             SystemExit: with code 75, from wherever the signal found the process.
@@ -74,6 +75,10 @@ class PreemptionFlag:
             raise
         finally:
             self._at_once = False
+
+    def waits_from_here(self) -> None:
+        """End the time in which a request ends the process at once; call before ranks wait for each other."""
+        self._at_once = False
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         self.signal_name = signal.Signals(number).name

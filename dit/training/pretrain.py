@@ -113,7 +113,8 @@ def pretrain(
                 groups = process_groups.initialize(parallel)
                 run = Run(settings, dims, spec, groups)
                 record.step = run.state.step
-                dist.barrier()  # from here on every rank finishes its step
+                preemption.waits_from_here()
+                dist.barrier()  # from here on all ranks stop together
             try:
                 record.preempted = run.train(record, preemption, watchdog.beat)
                 run.summarize()

@@ -35,15 +35,16 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "schedule": ("", "kind warmup_steps min_lr"),
     "parallel": ("", EVERY),
     "training": (
-        "micro_batch_size global_batch_size precision seed ema_decay ema_start_step",
-        "run_dir num_steps attention linears recompute recompute_layers log_interval validation_interval "
-        "sample_interval stop_at_step",
+        "global_batch_size precision seed ema_decay ema_start_step",
+        # The stream itself refuses another micro-batch than it saved, by the number that fits the layout.
+        "run_dir num_steps micro_batch_size attention linears recompute recompute_layers log_interval "
+        "validation_interval sample_interval stop_at_step",
     ),
     "checkpoint": ("", EVERY),
     "logging": ("", EVERY),
     "sampling": ("", EVERY),
 }
-DATA_ORDER = ("data", "training.seed", "training.micro_batch_size")
+DATA_ORDER = ("data", "training.seed")
 """The settings that decide which samples come next: after a change the saved position in the data means nothing."""
 
 

@@ -83,10 +83,11 @@ class RunLock:
             ConfigError: the folder is in use by another process, or cannot be used at all.
         """
         store = dist.distributed_c10d._get_default_store()
+        key = f"{LOCK_FILE}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         if self.rank == 0:
-            store.set(LOCK_FILE, json.dumps([self._holder, self._refusal]))
+            store.set(key, json.dumps([self._holder, self._refusal]))
         else:
-            self._holder, self._refusal = json.loads(store.get(LOCK_FILE))
+            self._holder, self._refusal = json.loads(store.get(key))
         self.check()
 
     def check(self) -> None:
@@ -112,6 +113,7 @@ class RunLock:
             text = json.dumps(self._holder).encode()
             os.pwrite(self._descriptor, text, 0)
             os.ftruncate(self._descriptor, len(text))
+            os.fsync(self._descriptor)  # or ranks on other nodes read the former holder
         except ConfigError:
             raise
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError

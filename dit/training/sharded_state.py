@@ -5,8 +5,10 @@ them depends on the optimizer or the layout that wrote them. Each rank writes an
 owns (`dit.training.boxes`); ranks that own copies of a range write equal shares of it.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -24,6 +26,7 @@ from dit.training.optim import SLOTS, MasterShard, get_step_count, publish_maste
 from dit.training.state_files import StateReader, file_of_rank, write_boxes, write_index
 
 ADAM_STEP = "adam_step"
+MIN_SHARE_ELEMENTS = 1024
 
 
 def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop: Optional[int] = None) -> Part:
@@ -58,6 +61,17 @@ def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
     return index, count
 
 
+def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
+    """Return what the `index`-th of `count` ranks with copies of a range writes of it.
+
+    Equal shares; of a range with few elements for each rank, one of them writes all, so that the index stays short.
+    """
+    if owned.stop - owned.start >= MIN_SHARE_ELEMENTS * count:
+        return owned.share(index, count)
+    writes = zlib.crc32(name.encode()) % count == index
+    return owned if writes else replace(owned, stop=owned.start)
+
+
 def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[str, Tensor]:
     """Return this rank's values of the `i`-th parameter by slot."""
     values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in SLOTS}}
@@ -68,7 +82,10 @@ def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[s
 
 @contextmanager
 def fails_together() -> Iterator[None]:
-    """Write something on this rank; if any rank fails, all do, each with its own error first. Every rank calls this."""
+    """Write something on this rank; if the disk fails one rank, all fail, each with its own error first.
+
+    Every rank calls this. Other errors leave at once, and the peers learn of a lost rank.
+    """
     failure: Optional[Exception] = None
     try:
         yield
@@ -91,32 +108,38 @@ def save_state(
 
     Raises:
         OSError: this rank could not write its part.
-        CheckpointError: another rank could not. Whatever happens, it happens on every rank.
+        CheckpointError: another rank could not.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    boxes: dict[str, list[Box]] = {}
+    mine: dict[str, tuple[tuple[int, ...], list[Box]]] = {}  # the same boxes of every slot
     values: list[Tensor] = []
+    slots: list[str] = []
+    seen = set()
     for i, shard in enumerate(shards):
-        if f"weight.{shard.name}" in shapes:
+        if shard.name in seen:
             continue  # another chunk's copy, equal to the bit
+        seen.add(shard.name)
         owned = part_of(shard.parameter, groups, shard.start, shard.stop)
-        share = owned.share(*copy_of(shard, groups))
-        for slot, tensor in _values(shards, ema, i).items():
-            views = list(share.views(tensor, shard.start))
-            shapes[f"{slot}.{shard.name}"] = owned.shape
-            boxes[f"{slot}.{shard.name}"] = [box for box, _ in views]
-            values += [view for _, view in views]
+        share = share_of_copy(owned, shard.name, *copy_of(shard, groups))
+        tensors = _values(shards, ema, i)
+        slots = list(tensors)
+        if share.start < share.stop:
+            mine[shard.name] = owned.shape, [box for box, _ in share.views(shard.main, shard.start)]
+            values += [view for tensor in tensors.values() for _, view in share.views(tensor, shard.start)]
+    boxes = {f"{slot}.{name}": parts for name, (_, parts) in mine.items() for slot in slots}
     file = file_of_rank(groups.rank)
     record: dict[str, FileRecord] = {}
     with fails_together():
         record = {file: write_boxes(directory / file, boxes, values)}
     found: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
-    dist.gather_object((shapes, boxes), found)
+    dist.gather_object(mine, found)
     with fails_together():
         if found is not None:
-            all_shapes = {name: shape for part, _ in found for name, shape in part.items()}
-            parts = {file_of_rank(rank): boxes for rank, (_, boxes) in enumerate(found)}
-            write_index(directory, all_shapes, parts, {ADAM_STEP: get_step_count(optimizer)})
+            shapes = {f"{slot}.{name}": shape for part in found for name, (shape, _) in part.items() for slot in slots}
+            files = {
+                file_of_rank(rank): {f"{slot}.{name}": parts for name, (_, parts) in part.items() for slot in slots}
+                for rank, part in enumerate(found)
+            }
+            write_index(directory, shapes, files, {ADAM_STEP: get_step_count(optimizer)})
     return record
 
 

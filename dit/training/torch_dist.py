@@ -104,6 +104,7 @@ def rewrite_run(run_dir: Path) -> list[Path]:
         CheckpointError: one is damaged or names what it must not, or the disk refused; it is left as it was.
     """
     store = CheckpointStore(run_dir / "checkpoints", CheckpointConfig(keep_last=len(list(run_dir.glob("*/*"))) + 1))
+    store.recover()
     old = [step for step in store.steps() if not (store.path(step) / INDEX).exists()]
     for step in old:
         source = store.path(step)

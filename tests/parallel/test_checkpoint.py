@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
+from dit.training.boxes import Part
+from dit.training.sharded_state import MIN_SHARE_ELEMENTS, share_of_copy
 from dit.training.state_files import checkpoint_bytes
 
 DDP = {"data_parallel": "ddp"}
@@ -69,6 +71,20 @@ def test_every_rank_writes_an_even_share(results, name):
     written = results[name]["written"]
     even = sum(written) / len(written)
     assert [size / even for size in written] == pytest.approx([1.0] * len(written), rel=SHARE_RTOL)
+
+
+def test_of_small_ranges_one_copy_writes_all():
+    """The others write nothing; which one it is follows from the name, so that the work is spread."""
+    small, large = (Part((n,), (n,), (0,), 0, n) for n in (4 * MIN_SHARE_ELEMENTS - 1, 4 * MIN_SHARE_ELEMENTS))
+    writers = set()
+    for name in map(str, range(40)):
+        sizes = [share.stop - share.start for share in (share_of_copy(small, name, i, 4) for i in range(4))]
+        assert sorted(sizes) == [0, 0, 0, small.stop]
+        writers.add(sizes.index(small.stop))
+        assert {share_of_copy(large, name, i, 4).stop for i in range(4)} == {
+            MIN_SHARE_ELEMENTS * i for i in range(1, 5)
+        }
+    assert writers == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("name", NAMES)

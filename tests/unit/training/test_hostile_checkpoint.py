@@ -142,6 +142,8 @@ def test_checkpoints_of_an_earlier_version_are_rewritten_to_the_bit(run_dir, tmp
     torch.save({"streams": {3: 4}}, folder / "loader" / "dp_00000.pt")
     store.publish(30, {"consumed_samples": 240, "held_out_loss": 0.5})
 
+    # As a process leaves it that dies between the two renames of its `publish`.
+    store.path(30).rename(store.path(30).with_suffix(".replaced"))
     assert rewrite_run(run_dir) == [store.path(30)]
     reader = StateReader(store.path(30))
     assert reader.scalars == {"adam_step": 29}
