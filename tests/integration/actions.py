@@ -332,9 +332,15 @@ def deleted(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     return before_step(3, shutil.rmtree, run_dir)
 
 
+def press_ctrl_c() -> None:
+    """Interrupt this process as a terminal does, also where a shell has started it with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
+
+
 def interrupted(step: int) -> contextlib.AbstractContextManager[None]:
     """Press Ctrl-C before a step."""
-    return before_step(step, signal.raise_signal, signal.SIGINT)
+    return before_step(step, press_ctrl_c)
 
 
 def terminated(step: int) -> contextlib.AbstractContextManager[None]:
