@@ -195,7 +195,7 @@ class PackedBatch:
         fps_S: frames per second, float32; None for `DEFAULT_FPS`.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
         draws_S: number of each sample's draw from the training data, unique in a step, int64; copies of a sample are
-            told apart by it. None for data that are read once, such as held-out ones.
+            distinguished by it. None for data that are read once, such as held-out ones.
     """
 
     latents_TC: Tensor

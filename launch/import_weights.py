@@ -208,9 +208,9 @@ def read_diffusers_folder(source: Path) -> Found:
         plain = json.loads(json.dumps({**form.defaults, **settings}))
         changed = [n for n in form.defaults if plain[n] != json.loads(json.dumps(written[n]))]
         if changed:
-            told = ", ".join(f"{n}={plain[n]!r} (recorded: {written[n]!r})" for n in changed)
+            changes = ", ".join(f"{n}={plain[n]!r} (recorded: {written[n]!r})" for n in changed)
             raise ConfigError(
-                f"{source}/config.json was changed after its export: {told}; remove {CONFIG_KEY} from it and give "
+                f"{source}/config.json was changed after its export: {changes}; remove {CONFIG_KEY} from it and give "
                 "--objective"
             )
         trained = recorded

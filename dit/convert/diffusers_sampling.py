@@ -71,12 +71,12 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
     elif isinstance(objective, DDPM):
         what = {"noise": "the noise", "x0": "the clean latent x0", "v": "v = alpha noise - sigma x0"}
         steps = objective.discrete_steps
-        told = (
+        time = (
             "1000 t, t from 0 (data) to 1 (noise)" if steps is None else f"1000 k / {steps} for step k, 0 the cleanest"
         )
         lines += [
             f"x_t = alpha x0 + sigma noise, alpha**2 + sigma**2 = 1, {objective.schedule} schedule",
-            f"the network is given {told}, as its timestep and predicts {what[objective.prediction]}",
+            f"the network is given {time}, as its timestep and predicts {what[objective.prediction]}",
         ]
         if steps is None:
             lines.append(

@@ -123,8 +123,8 @@ def build(settings_class: type[Settings], values: Any, what: str) -> Settings:
     ]
     if unknown or wrong:
         parts = [("has no setting", unknown), ("cannot have", wrong)]
-        told = "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
-        raise ConfigError(f"{what} {told}; its settings are {', '.join(hints)}")
+        reasons = "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
+        raise ConfigError(f"{what} {reasons}; its settings are {', '.join(hints)}")
     return settings_class(**values)
 
 

@@ -103,7 +103,9 @@ def rewrite_run(run_dir: Path) -> list[Path]:
     Raises:
         CheckpointError: one is damaged or names what it must not, or the disk refused; it is left as it was.
     """
-    store = CheckpointStore(run_dir / "checkpoints", CheckpointConfig(keep_last=len(list(run_dir.glob("*/*"))) + 1))
+    root = run_dir / "checkpoints"
+    all_of_them = 1 + len(list(root.iterdir()))
+    store = CheckpointStore(root, CheckpointConfig(keep_last=all_of_them))
     store.recover()
     old = [step for step in store.steps() if not (store.path(step) / INDEX).exists()]
     for step in old:

@@ -147,7 +147,7 @@ MUTANTS = (
         (OBJECTIVES,),
     ),
     Mutant(
-        "EDM: the network is told log(sigma) / 2 in training",
+        "EDM: the network gets log(sigma) / 2 in training",
         "dit/objectives/edm.py",
         "time_S=sigma_S.log() / 4,",
         "time_S=sigma_S.log() / 2,",
