@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.step import revision
-from dit.backends.attention import reference_attention, segment_sdpa, varlen_attention
 from dit.backends.device import describe, local_device, synchronize, use_cuda
-from dit.batch import SequenceLayout
 from dit.errors import EXIT_OK
+from dit.kernels.attention import reference_attention, segment_sdpa, varlen_attention
+from dit.layout import SequenceLayout
 
 CUDA_CASES = {
     "dense 256 x 64, head 72": ([256] * 64, 16, 72),

@@ -46,9 +46,9 @@ def measure(settings: dict[str, Any], rounds: int, folder: Path) -> dict[str, An
 
     from dit.backends import process_groups
     from dit.backends.device import describe, synchronize
-    from dit.training.optim import SLOTS
+    from dit.checkpoint.sharded_state import load_state, save_state
+    from dit.optimizer.master_weights import SLOTS
     from dit.training.pretrain import Run, check_settings
-    from dit.training.sharded_state import load_state, save_state
 
     named = ("model", "data", "optimizer", "schedule", "parallel", "training")
     dims, spec = check_settings(*(settings[name] for name in named))

@@ -8,14 +8,14 @@ import torch
 
 from benchmarks.parallel_training import build, gathered, named_parameters, of_all_stages, whole
 from dit.backends import process_groups
-from dit.training.ema import EMA
+from dit.optimizer.ema import EMA
 
 
 def state_of(it: SimpleNamespace, ema: EMA) -> dict[str, Any]:
     """Return every global tensor of the training state by name, and the fingerprint of the model."""
-    from dit.training.checkpoint import global_shapes
-    from dit.training.checkpoint_store import model_fingerprint
-    from dit.training.optim import SLOTS, get_step_count
+    from dit.checkpoint.checkpointer import global_shapes
+    from dit.checkpoint.store import model_fingerprint
+    from dit.optimizer.master_weights import SLOTS, get_step_count
 
     named = []
     for shard, average in zip(it.shards, ema.values):
@@ -30,8 +30,8 @@ def state_of(it: SimpleNamespace, ema: EMA) -> dict[str, Any]:
 
 def save(case: dict[str, Any]) -> dict[str, Any]:
     """Write the state of an untrained model; all slots differ and follow from the weights, element by element."""
-    from dit.training.optim import set_step_count
-    from dit.training.sharded_state import save_state
+    from dit.checkpoint.sharded_state import save_state
+    from dit.optimizer.master_weights import set_step_count
 
     it = build(case)
     ema = EMA([*it.shards], 0.9)
@@ -52,7 +52,7 @@ def save(case: dict[str, Any]) -> dict[str, Any]:
 
 def load(case: dict[str, Any]) -> dict[str, Any]:
     """Read a state into a model of zeros; the model's own weights are returned too."""
-    from dit.training.sharded_state import load_state
+    from dit.checkpoint.sharded_state import load_state
 
     it = build(case)
     for shard in it.shards:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
 from dit.models import BACKBONES
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
@@ -27,7 +28,7 @@ from dit.parallel.dims import ParallelConfig, check_parallel
 from dit.patchify import grid_positions
 
 if TYPE_CHECKING:
-    from dit.training.optim import MasterShard
+    from dit.optimizer.master_weights import MasterShard
 
 SEED = 5
 ONE_TOKEN = (1, 1, 1)
@@ -107,7 +108,7 @@ def whole(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
 
 def copies_differ(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Tell whether any two ranks that should hold the same values do not."""
-    from dit.parallel.parallelize import is_expert
+    from dit.parallel.build import is_expert
 
     expert = is_expert(parameter)  # type: ignore[arg-type]
     copied_over = [groups.collection.expt_dp if expert else groups.dp_cp]
@@ -135,9 +136,9 @@ def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tup
 
 def build(case: dict[str, Any]) -> SimpleNamespace:
     """Build what a case trains: groups, model chunks, optimizer, all on this rank."""
-    from dit.parallel.parallelize import build_model, build_optimizer, wrap
-    from dit.training import optim
-    from dit.training.settings import OptimizerConfig
+    from dit.optimizer import master_weights as optim
+    from dit.parallel.build import build_model, build_optimizer, wrap
+    from dit.settings import OptimizerConfig
 
     parallel = ParallelConfig(**case["parallel"])
     model = tiny_model(**case.get("model", {}))
@@ -177,10 +178,10 @@ def build(case: dict[str, Any]) -> SimpleNamespace:
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train a case's steps; return losses, gradient norms, global gradients and parameters, and copies that differ."""
-    from dit.parallel.context import shard
+    from dit.context_parallel.shard_batch import shard
+    from dit.monitoring.expert_load import expert_load
+    from dit.optimizer import master_weights as optim
     from dit.parallel.schedule import forward_backward
-    from dit.training import optim
-    from dit.training.expert_load import expert_load
     from dit.training.step import training_forward_step
 
     it = build(case)

@@ -87,10 +87,10 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
     import torch.distributed as dist
 
     from dit.backends import process_groups
-    from dit.backends.attention import resolve_attention
     from dit.backends.device import describe, peak_memory_bytes, synchronize
-    from dit.parallel.parallelize import DTYPES
-    from dit.training.flops import Convention, recomputed_share, training_flops
+    from dit.kernels.attention import resolve_attention
+    from dit.parallel.build import DTYPES
+    from dit.planner.flops import Convention, recomputed_share, training_flops
     from dit.training.pretrain import Run, check_settings
 
     named = ("model", "data", "optimizer", "schedule", "parallel", "training")
@@ -176,7 +176,7 @@ def utilisation(device: str, tflops: float) -> Optional[float]:
 
 def revision() -> str:
     """Return the git revision of the code, marked when the tree differs from it."""
-    from dit.training.environment_record import git_revision
+    from dit.monitoring.environment_record import git_revision
 
     found = git_revision()
     return "unknown" if found is None else found["commit"][:12] + ("-dirty" if found["dirty"] else "")

@@ -11,8 +11,8 @@ from dit.data_api import BatchSpec, DataConfig
 from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, COUNT_OR_NONE, FINITE, POSITIVE, RANKS, check_ranges
 from energon_data.folder import check_dataset
-from energon_data.ledger import SkipLog
 from energon_data.packing import padded_length
+from energon_data.skip_log import SkipLog
 from energon_data.streams import Delivery, StreamGroup, check_streams
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
-from energon_data.ledger import GiveUp, Ledger
+from energon_data.skip_log import GiveUp, Ledger
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import Delivery
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions, worker_config

@@ -12,9 +12,9 @@ from dit.data_api import BatchSpec, DataConfig, sample_id
 from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, PATCHES, POSITIVE, RANKS, check_ranges
 from energon_data.dataset import share_validation
-from energon_data.ledger import SkipLog
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
+from energon_data.skip_log import SkipLog
 from energon_data.streams import Delivery, StreamGroup, check_streams
 
 _CACHED = 64

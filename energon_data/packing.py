@@ -9,8 +9,9 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.batch import DEFAULT_FPS, PackedBatch, SequenceLayout
+from dit.batch import DEFAULT_FPS, PackedBatch
 from dit.data_api import BatchSpec
+from dit.layout import SequenceLayout
 from dit.patchify import Grid, grid_positions, patchify
 from energon_data.samples import Clip
 

@@ -16,7 +16,7 @@ import torch
 
 from dit.batch import PackedBatch
 from dit.errors import ConfigError, DataError
-from energon_data.ledger import Skip, SkipLog
+from energon_data.skip_log import Skip, SkipLog
 
 
 @dataclass

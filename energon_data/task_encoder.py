@@ -23,9 +23,9 @@ from dit.patchify import frames_to_patch
 from energon_data.cookers import COOKERS
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
-from energon_data.ledger import Ledger, Skip
 from energon_data.packing import collate, greedy_knapsack, padded_length
 from energon_data.samples import Clip, SampleError
+from energon_data.skip_log import Ledger, Skip
 from energon_data.tar_index import READ_ERROR, SampleReader
 
 

@@ -12,7 +12,7 @@ from typing import Optional
 
 from dit.errors import ConfigError, page_of
 from dit.ranges import COUNT, RANKS
-from dit.training.settings import (
+from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,

@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 from nemo_run.config import Config, Partial
 
+from dit.checkpoint.checkpointer import CONFIG_FILE
+from dit.config_record import CLASS_KEY, current_module
 from dit.errors import ConfigError
-from dit.training.checkpoint import CONFIG_FILE
-from dit.training.config_record import CLASS_KEY
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
 from recipes.registry import TRAINING_FUNCTION
 
@@ -164,7 +164,7 @@ def _target(name: Any, wanted: list[type], key: str) -> type:
     if module.partition(".")[0] not in TRUSTED_PACKAGES:
         raise ConfigError(f"{key}: _target_ {name!r} is not in {', '.join(TRUSTED_PACKAGES)}, so it is not imported")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(current_module(module)), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}: there is no {name!r}; write the class as package.module.Class") from error
     if not inspect.isclass(found) or not issubclass(found, tuple(wanted)):

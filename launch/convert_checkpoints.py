@@ -37,8 +37,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise CheckpointError(f"{run_dir} is no run folder with checkpoints; give the training.run_dir of a run")
     environment.prepare()
     environment.quiet_libraries()
-    from dit.training.run_lock import RunLock
-    from dit.training.torch_dist import rewrite_run
+    from dit.checkpoint.torch_dist import rewrite_run
+    from dit.monitoring.run_lock import RunLock
 
     with RunLock(run_dir, setting="RUN") as lock:
         lock.check()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dit.errors import ConfigError, told_in_one_line
-from launch.checks import Check, Contrast, contrasts, judge_contrast, judge_motion
 from launch.letter_reader import LetterReader, load_reader
+from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
 from launch.sample import (
     add_sampling_arguments,
     at_least_one,

@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--pipeline is for --format diffusers, not {args.format}; leave it out")
     environment.prepare()
     environment.quiet_libraries()
-    from dit.training.generator import find_checkpoint, read_settings, slot_of
-    from dit.training.whole_weights import read_whole_weights
+    from dit.checkpoint.full_weights import read_whole_weights
+    from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 
     found, _ = find_checkpoint(folder)
     config, facts = read_settings(found)
@@ -138,7 +138,7 @@ def write_diffusers_folder(
     from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config
     from dit.convert.run_record import CONFIG_KEY, to_record
     from dit.convert.state_files import to_json, write_diffusers
-    from dit.parallel.parallelize import parameter_shapes
+    from dit.parallel.build import parameter_shapes
 
     form = format_of_model(trained.model)
     settings, notes = form.write_settings(trained.model, trained.latent_size)
@@ -172,7 +172,7 @@ def original_rules(model: Any, latent_size: Any) -> Any:
     """
     from dit.convert import original_dit
     from dit.models.dit.config import DiTConfig
-    from dit.parallel.parallelize import parameter_shapes
+    from dit.parallel.build import parameter_shapes
 
     if type(model) is not DiTConfig:
         raise ConfigError(

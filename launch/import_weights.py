@@ -83,11 +83,11 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError("--num-attention-heads is for --format dit; a config.json says it itself")
     environment.prepare()
     environment.quiet_libraries()
+    from dit.checkpoint.full_weights import write_imported
     from dit.convert.run_record import build
     from dit.convert.variance import drop_variance
-    from dit.training.run_lock import RunLock
-    from dit.training.settings import SamplingConfig
-    from dit.training.whole_weights import write_imported
+    from dit.monitoring.run_lock import RunLock
+    from dit.settings import SamplingConfig
 
     objective = None if args.objective is None else read_objective(args.objective)
     found = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
@@ -197,7 +197,7 @@ def read_diffusers_folder(source: Path) -> Found:
     from dit.convert.diffusers_format import format_of_settings
     from dit.convert.run_record import CONFIG_KEY, from_record
     from dit.convert.state_files import read_diffusers
-    from dit.parallel.parallelize import parameter_shapes
+    from dit.parallel.build import parameter_shapes
 
     settings, theirs = read_diffusers(source)
     form = format_of_settings(settings)

@@ -17,7 +17,7 @@ from dit.errors import ConfigError
 from dit.models.activations import BatchForm, Kept
 from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.training.settings import TrainingConfig
+from dit.settings import TrainingConfig
 from energon_data.mock import MockData
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _rank_memory(
     sample: Sample,
     pp_rank: int,
 ) -> Memory:
-    from dit.parallel.parallelize import build_on_meta, is_expert
+    from dit.parallel.build import build_on_meta, is_expert
     from dit.parallel.pipeline import stages
 
     tp, pp, cp, ep = (
@@ -271,8 +271,8 @@ def checked(task: "run.Partial", world_size: Optional[int]) -> tuple[dict[str, A
     Raises:
         ConfigError: a setting is out of its range, or settings do not fit together.
     """
+    from dit.inference.preview import check_pictures
     from dit.training.checks import CHECKED, check_run
-    from dit.training.pictures import check_pictures
 
     parts: dict[str, Any] = fiddle.build(task).keywords
     dims, _ = check_run(*(parts[name] for name in CHECKED), world_size=world_size)
@@ -296,10 +296,10 @@ def report(
     Raises:
         ConfigError: the settings do not fit together.
     """
-    from dit.parallel.parallelize import count_parameters
+    from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
+    from dit.parallel.build import count_parameters
+    from dit.planner.flops import flops_per_token
     from dit.training.checks import adapted
-    from dit.training.flops import flops_per_token
-    from dit.training.state_files import STAGING_BYTES, checkpoint_bytes
     from launch.config_file import summary
 
     parts, dims = checked(task, world_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dit.errors import CheckpointError, ConfigError, told_in_one_line
 from dit.sampling.grid import spread
-from dit.training.settings import SamplingConfig
+from dit.settings import SamplingConfig
 from launch import environment
 
 SOLVERS = get_args(get_type_hints(SamplingConfig)["solver"])
@@ -104,7 +104,7 @@ def open_generator(args: argparse.Namespace) -> Any:
         raise CheckpointError(f"--checkpoint {folder} {kind}; give a run folder, or one checkpoint folder in it")
     environment.prepare()
     environment.quiet_libraries()
-    from dit.training.generator import load_generator
+    from dit.inference.generator import load_generator
 
     return load_generator(folder, weights="raw" if args.raw_weights else "ema")
 

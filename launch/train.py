@@ -52,7 +52,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print("interrupted", file=sys.stderr)
         return exit_code(interrupt)
     except BaseException as error:  # some libraries derive their errors from it; Python itself would exit with 1
-        from dit.training.exit_record import is_peer_lost
+        from dit.monitoring.exit_record import is_peer_lost
 
         if is_peer_lost(error) and not verbose:
             print(f"rank {environment.rank()}: stopped because another rank ended; see its error", file=sys.stderr)
@@ -127,10 +127,10 @@ def _check_run(task: "run.Partial") -> None:
     """Make the checks of training before its settings are shown; a refusal leaves the record of a failed run."""
     import fiddle
 
+    from dit.monitoring.exit_record import ExitRecord
+    from dit.monitoring.run_lock import RunLock
     from dit.training.checks import CHECKED
-    from dit.training.exit_record import ExitRecord
     from dit.training.pretrain import check_settings, pretrain
-    from dit.training.run_lock import RunLock
 
     if fiddle.get_callable(task) is not pretrain:
         return

@@ -9,8 +9,8 @@ import nemo_run as run
 
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
+from dit.settings import CheckpointConfig, LoggingConfig, SamplingConfig, ScheduleConfig, TrainingConfig
 from dit.training.pretrain import pretrain
-from dit.training.settings import CheckpointConfig, LoggingConfig, SamplingConfig, ScheduleConfig, TrainingConfig
 from energon_data.mock import MockData
 from recipes import moviegen
 from recipes.components import adamw_large, dit_cross_7b, dit_cross_28b, dit_s

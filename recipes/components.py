@@ -18,7 +18,7 @@ from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.training.settings import OptimizerConfig, ScheduleConfig
+from dit.settings import OptimizerConfig, ScheduleConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 

@@ -14,8 +14,7 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.parallel.dims import ParallelConfig
-from dit.training.pretrain import pretrain
-from dit.training.settings import (
+from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
@@ -23,6 +22,7 @@ from dit.training.settings import (
     ScheduleConfig,
     TrainingConfig,
 )
+from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from recipes.components import (

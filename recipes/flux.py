@@ -9,8 +9,8 @@ import nemo_run as run
 from dit.models.base import ModelConfig
 from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
-from dit.training.settings import SamplingConfig
 from energon_data.dataset import EnergonData
 from recipes.components import flux_dev, flux_two_layers
 from recipes.dit import as_mock, in_seconds, on_tensor_parallel, text_conditional, with_fsdp

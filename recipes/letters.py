@@ -5,8 +5,7 @@ import nemo_run as run
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
-from dit.training.pretrain import pretrain
-from dit.training.settings import (
+from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
@@ -14,6 +13,7 @@ from dit.training.settings import (
     ScheduleConfig,
     TrainingConfig,
 )
+from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 
 

@@ -10,8 +10,8 @@ import nemo_run as run
 
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
+from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
-from dit.training.settings import SamplingConfig
 from energon_data.dataset import EnergonData
 from recipes.components import stdit_3b, stdit_3b_opensora, stdit_s, stdit_xl, stdit_xl_full
 from recipes.dit import as_large_model, as_mock, as_tiny, on_tensor_parallel, text_conditional

@@ -9,8 +9,8 @@ import nemo_run as run
 from dit.models.base import ModelConfig
 from dit.models.wan.config import WanConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
-from dit.training.settings import SamplingConfig
 from recipes.components import wan_1_3b, wan_14b
 from recipes.dit import as_large_model, as_mock, as_tiny, on_tensor_parallel, text_conditional, with_fsdp
 

@@ -36,9 +36,9 @@ def build_model(one_rank_world: ProcessGroups) -> BuildModel:
     """
     from megatron.core.transformer import TransformerConfig
 
-    from dit.backends.addressed_init import initialize_weights
-    from dit.backends.attention import segment_sdpa
+    from dit.backends.init import initialize_weights
     from dit.backends.provider import LayerProvider
+    from dit.kernels.attention import segment_sdpa
     from dit.models.base import Stage
 
     def build(model_config: ModelConfig, *, seed: int = 3, perturb: float = 0.0) -> Backbone:

@@ -19,32 +19,70 @@ FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT 
 MAY_IMPORT = {
     "dit.errors": set(),
     "dit.philox": set(),
+    "dit.durable_files": {"dit.errors"},
+    "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},
     "dit.patchify": {"dit.errors"},
-    "dit.batch": {"dit.errors", "dit.patchify"},
+    "dit.settings": {"dit.errors", "dit.ranges"},
+    "dit.layout": {"dit.errors"},
+    "dit.joint_layout": {"dit.layout"},
+    "dit.batch": {"dit.errors", "dit.patchify", "dit.layout"},
     "dit.data_api": {"dit.errors", "dit.batch"},
-    "dit.objectives": {"dit.errors", "dit.ranges", "dit.philox", "dit.batch"},
-    "dit.sampling": {"dit.errors", "dit.philox", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"},
-    "dit.backends": {"dit.errors", "dit.philox", "dit.batch"},
-    "dit.layers": {"dit.errors", "dit.batch", "dit.backends"},
-    "dit.models": {"dit.errors", "dit.ranges", "dit.batch", "dit.patchify", "dit.backends", "dit.layers"},
-    "dit.parallel": {"dit.errors", "dit.ranges", "dit.batch", "dit.backends", "dit.models"},
-    "dit.encoders": {"dit.errors", "dit.backends"},
-    "dit.convert": {"dit.errors", "dit.batch", "dit.patchify", "dit.objectives", "dit.layers", "dit.models"},
-    "dit.training": {
-        *(
-            "dit.errors",
-            "dit.ranges",
-            "dit.philox",
-            "dit.batch",
-            "dit.patchify",
-            "dit.data_api",
-            "dit.objectives",
-            "dit.sampling",
-        ),
-        *("dit.backends", "dit.layers", "dit.models", "dit.parallel", "dit.encoders", "dit.convert"),
+    "dit.objectives": {"dit.errors", "dit.ranges", "dit.philox", "dit.layout", "dit.batch"},
+    "dit.sampling": {
+        *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
     },
-    "energon_data": {"dit.errors", "dit.ranges", "dit.batch", "dit.patchify", "dit.data_api", "dit.encoders"},
+    "dit.kernels": {"dit.errors", "dit.layout"},
+    "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
+    "dit.backends": {"dit.errors", "dit.philox"},
+    "dit.layers": {"dit.errors", "dit.layout", "dit.batch", "dit.kernels", "dit.backends"},
+    "dit.models": {
+        *("dit.errors", "dit.ranges", "dit.layout", "dit.joint_layout", "dit.batch", "dit.patchify"),
+        *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.layers"),
+    },
+    "dit.parallel": {
+        *("dit.errors", "dit.ranges", "dit.layout", "dit.batch"),
+        *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
+    },
+    "dit.optimizer": {"dit.errors", "dit.settings", "dit.backends", "dit.parallel"},
+    "dit.planner": {"dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.models", "dit.parallel"},
+    "dit.encoders": {"dit.errors", "dit.backends"},
+    "dit.convert": {
+        "dit.errors",
+        "dit.layout",
+        "dit.batch",
+        "dit.patchify",
+        "dit.objectives",
+        "dit.layers",
+        "dit.models",
+    },
+    "dit.checkpoint": {
+        *("dit.errors", "dit.settings", "dit.durable_files", "dit.config_record", "dit.data_api"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.convert"),
+    },
+    "dit.monitoring": {
+        *("dit.errors", "dit.settings", "dit.durable_files", "dit.kernels", "dit.backends", "dit.layers"),
+        *("dit.models", "dit.parallel", "dit.checkpoint"),
+    },
+    "dit.inference": {
+        *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.checkpoint", "dit.encoders"),
+    },
+    "dit.training": {
+        *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.config_record", "dit.layout"),
+        *("dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.context_parallel"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.planner", "dit.checkpoint"),
+        *("dit.monitoring", "dit.inference"),
+    },
+    "energon_data": {
+        "dit.errors",
+        "dit.ranges",
+        "dit.layout",
+        "dit.batch",
+        "dit.patchify",
+        "dit.data_api",
+        "dit.encoders",
+    },
     "recipes": {"dit", "energon_data"},
     "launch": {"dit", "energon_data", "recipes"},
     "benchmarks": {"dit", "energon_data", "recipes", "launch"},
@@ -57,13 +95,16 @@ EXCEPTIONS = [
 ]
 
 HEAVY_HOMES = {
-    "transformer_engine": ("dit/backends/",),
-    "flash_attn": ("dit/backends/",),
-    "triton": ("dit/backends/",),
-    "megatron.core": ("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/training/"),
+    "transformer_engine": ("dit/backends/", "dit/kernels/"),
+    "flash_attn": ("dit/kernels/",),
+    "triton": ("dit/kernels/",),
+    "megatron.core": (
+        *("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/optimizer/", "dit/checkpoint/"),
+        "dit/training/",
+    ),
     "megatron.energon": ("energon_data/",),
     "nemo_run": ("recipes/", "launch/"),
-    "wandb": ("dit/training/sinks.py",),
+    "wandb": ("dit/monitoring/sinks.py",),
 }
 
 
@@ -211,10 +252,10 @@ def test_only_backbone_models_use_megatron_in_models():
     )
 
 
-def test_cuda_is_named_in_backends_only():
+def test_cuda_is_named_in_backends_and_kernels_only():
     found = []
     for path in FILES:
-        if str(path).startswith("dit/backends/"):
+        if str(path).startswith(("dit/backends/", "dit/kernels/")):
             continue
         for node in ast.walk(tree(path)):
             literal = isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import ZEROS, Init, with_init
 from dit.backends.device import use_cuda
 from dit.backends.expert_dispatch import ExpertDispatch
+from dit.backends.init import ZEROS, Init, with_init
 from dit.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ def resolve_linears(choice: LinearChoice) -> tuple[Any, Any]:
             "training.linears='transformer_engine' needs transformer_engine, which is not installed; "
             "pip install -e '.[gpu]' in the repository's folder, or use 'auto'"
         )
-    from dit.backends.te_layers import TEColumnLinear, TERowLinear
+    from dit.backends.te_linears import TEColumnLinear, TERowLinear
 
     return TEColumnLinear, TERowLinear
 

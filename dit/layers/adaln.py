@@ -5,10 +5,10 @@ from typing import Optional
 
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import ONES, ZEROS, xavier_uniform
-from dit.backends.fused_ops import layer_norm_modulate, rms_norm_modulate
+from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.batch import SequenceLayout
+from dit.kernels.modulation import layer_norm_modulate, rms_norm_modulate
+from dit.layout import SequenceLayout
 
 
 class RMSNorm(nn.Module):

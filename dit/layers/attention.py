@@ -5,11 +5,11 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import ONES, ZEROS, xavier_uniform
-from dit.backends.attention import Attention
+from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.batch import SequenceLayout
+from dit.kernels.attention import Attention
 from dit.layers.positions import Rotation, rotate
+from dit.layout import SequenceLayout
 
 
 class HeadRMSNorm(nn.Module):

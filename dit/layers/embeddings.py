@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import ZEROS, normal, xavier_uniform
+from dit.backends.init import ZEROS, normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 

@@ -4,11 +4,11 @@ from typing import Optional
 
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import ZEROS
-from dit.backends.fused_ops import layer_norm_modulate
+from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
-from dit.batch import SequenceLayout
+from dit.kernels.modulation import layer_norm_modulate
 from dit.layers.adaln import RMSNorm
+from dit.layout import SequenceLayout
 
 
 class FinalLayer(nn.Module):

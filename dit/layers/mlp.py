@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import xavier_uniform
-from dit.backends.fused_ops import gelu_tanh, swiglu
+from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.kernels.modulation import gelu_tanh, swiglu
 
 
 class MLP(nn.Module):

@@ -6,12 +6,12 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import normal, xavier_uniform
-from dit.backends.fused_ops import gelu_tanh, swiglu
+from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.backends.recompute import first_run
-from dit.batch import SequenceLayout
+from dit.kernels.modulation import gelu_tanh, swiglu
+from dit.kernels.recompute import first_run
 from dit.layers.routing import balancing_loss, choose_experts, choose_tokens
+from dit.layout import SequenceLayout
 
 
 class Expert(nn.Module):

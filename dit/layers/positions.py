@@ -11,10 +11,10 @@ from typing import Literal, Optional, get_args
 import torch
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import normal
+from dit.backends.init import normal
 from dit.backends.provider import LayerProvider
-from dit.batch import SequenceLayout
 from dit.errors import BatchError, ConfigError
+from dit.layout import SequenceLayout
 
 SinCos = Literal["sincos_2d", "sincos_3d"]
 PositionEmbedding = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]

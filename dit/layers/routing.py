@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dit.batch import SequenceLayout
+from dit.layout import SequenceLayout
 
 
 def expert_capacity(length: int, num_experts: int, capacity_factor: float) -> int:

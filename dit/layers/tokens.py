@@ -8,9 +8,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import xavier_uniform
+from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.batch import SequenceLayout
+from dit.layout import SequenceLayout
 
 
 def shard_rows(

@@ -7,7 +7,8 @@ from typing import Any, Optional, Self
 
 from torch import Tensor, nn
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, SavedActivations
 
 

@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.batch import SequenceLayout
+from dit.layout import SequenceLayout
 from dit.philox import MASK32, Words, philox, to_normal, to_uniform
 
 # Odd, so that two draws of one sample never share an address (modulo 2**64), and large, so that those of two samples,

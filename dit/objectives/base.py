@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 
 LossKind = Literal["l2", "l1", "huber"]

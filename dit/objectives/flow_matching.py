@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import (
     LossKind,

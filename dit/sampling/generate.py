@@ -7,9 +7,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.batch import DEFAULT_FPS, PackedBatch, SequenceLayout
+from dit.batch import DEFAULT_FPS, PackedBatch
 from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
 from dit.patchify import grid_positions, unpatchify

@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.objectives.base import Network
 from dit.sampling.solvers import Denoiser
 

@@ -2,12 +2,12 @@
 
 from typing import Optional
 
-from dit.backends.recompute import check_recompute
 from dit.data_api import BatchSpec, DataConfig
+from dit.kernels.recompute import check_recompute
 from dit.models.base import ModelConfig
+from dit.optimizer.schedules import check_schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
-from dit.training.schedules import check_schedule
-from dit.training.settings import (
+from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,

@@ -15,41 +15,42 @@ import torch.distributed as dist
 import yaml
 
 from dit.backends import process_groups
-from dit.backends.attention import resolve_attention
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups, world_size_from_environment
 from dit.backends.provider import resolve_linears
 from dit.batch import PackedBatch
+from dit.checkpoint.checkpointer import CONFIG_FILE, Checkpointer, TrainState, held_out_meta
+from dit.checkpoint.manifest import HeldOut
+from dit.checkpoint.store import CheckpointStore
+from dit.checkpoint.warm_start import start_from
+from dit.config_record import CLASS_KEY, to_record
+from dit.context_parallel.shard_batch import over_whole_packs, shard
 from dit.data_api import BatchSpec, DataConfig
+from dit.durable_files import write_record
 from dit.errors import EXIT_PREEMPTED
+from dit.inference.preview import PictureWriter, check_pictures
+from dit.kernels.attention import resolve_attention
 from dit.models.base import ModelConfig
+from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
+from dit.monitoring.exit_record import ExitRecord
+from dit.monitoring.expert_load import expert_load
+from dit.monitoring.guards import PreemptionFlag, StackWatchdog, check_finite
+from dit.monitoring.headline import headline
+from dit.monitoring.profile import StepProfile
+from dit.monitoring.progress import ConsoleProgress
+from dit.monitoring.run_lock import RunLock
+from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
+from dit.monitoring.summary import drawing_command, how_it_went
 from dit.objectives.base import Objective
-from dit.parallel.context import over_whole_packs, shard
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import apply_update, gradient_norm, master_shards, set_learning_rate
+from dit.optimizer.schedules import learning_rate
+from dit.parallel.build import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.parallel.parallelize import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.schedule import WholeNetwork, forward_backward
+from dit.planner.flops import training_flops
 from dit.ranges import check_path
-from dit.training.checkpoint import CONFIG_FILE, Checkpointer, TrainState, held_out_meta
-from dit.training.checkpoint_store import CheckpointStore
-from dit.training.checks import adapted, check_run
-from dit.training.config_record import CLASS_KEY, to_record
-from dit.training.durable_files import write_record
-from dit.training.ema import EMA
-from dit.training.environment_record import ENV_FILE, append_attempt, environment_record
-from dit.training.exit_record import ExitRecord
-from dit.training.expert_load import expert_load
-from dit.training.flops import training_flops
-from dit.training.guards import PreemptionFlag, StackWatchdog, check_finite
-from dit.training.headline import headline
-from dit.training.manifest import HeldOut
-from dit.training.optim import apply_update, gradient_norm, master_shards, set_learning_rate
-from dit.training.pictures import PictureWriter, check_pictures
-from dit.training.prefetch import DeviceBatches
-from dit.training.profile import StepProfile
-from dit.training.progress import ConsoleProgress
-from dit.training.run_lock import RunLock
-from dit.training.schedules import learning_rate
-from dit.training.settings import (
+from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
@@ -57,10 +58,9 @@ from dit.training.settings import (
     ScheduleConfig,
     TrainingConfig,
 )
-from dit.training.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
-from dit.training.start import start_from
+from dit.training.checks import adapted, check_run
+from dit.training.device_batches import DeviceBatches
 from dit.training.step import find_suspects, training_forward_step
-from dit.training.summary import drawing_command, how_it_went
 from dit.training.validate import held_out_loss
 
 logger = log.getLogger(__name__)

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from dit.backends import megatron_cpu
-from dit.backends.attention import reference_attention
-from dit.backends.attention_blocks import EagerBlocks, FlashBlocks
-from dit.backends.context_attention import merge
-from dit.backends.context_rows import ContextRows
-from dit.batch import SequenceLayout
+from dit.context_parallel.attention import merge
+from dit.context_parallel.partition import ContextRows
+from dit.kernels.attention import reference_attention
+from dit.kernels.attention_blocks import EagerBlocks, FlashBlocks
+from dit.layout import SequenceLayout
 from tests.gpu.test_attention_cuda import HALF, LARGE_CASES, RTOL
-from tests.unit.backends.attention_cases import CASES, AttentionCase, check
-from tests.unit.backends.test_attention_blocks import OneBlock
+from tests.unit.kernels.attention_cases import CASES, AttentionCase, check
+from tests.unit.kernels.test_attention_blocks import OneBlock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda")

@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit.backends import megatron_cpu
-from dit.backends.attention import Attention, resolve_attention, segment_sdpa, varlen_attention
-from tests.unit.backends.attention_cases import CASES, GQA_CASES, AttentionCase, check
+from dit.kernels.attention import Attention, resolve_attention, segment_sdpa, varlen_attention
+from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.parallel_training import gathered
+from dit.checkpoint import sharded_state
+from dit.checkpoint.checkpointer import Checkpointer
+from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree
+from dit.checkpoint.store import CheckpointStore
 from dit.errors import exit_code
 from dit.models.base import ModelConfig
+from dit.monitoring import run_lock
+from dit.monitoring.run_lock import RunLock
 from dit.objectives.base import Objective
-from dit.training import run_lock, sharded_state
-from dit.training.checkpoint import Checkpointer
-from dit.training.checkpoint_store import CheckpointStore
-from dit.training.manifest import MANIFEST, Manifest, hash_tree
 from dit.training.pretrain import Run, check_settings
-from dit.training.run_lock import RunLock
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -84,10 +85,10 @@ def export(arguments: Sequence[str]) -> Ended:
 
 def make_run(run_dir: Path, model: ModelConfig, objective: Objective, class_names: Sequence[str]) -> None:
     """Make a run folder of random weights, which were never trained."""
+    from dit.checkpoint.full_weights import write_imported
     from dit.convert.diffusers_format import TrainedModel
-    from dit.parallel.parallelize import parameter_shapes
-    from dit.training.settings import SamplingConfig
-    from dit.training.whole_weights import write_imported
+    from dit.parallel.build import parameter_shapes
+    from dit.settings import SamplingConfig
     from tests.parity.convert_cases import random_weights
 
     trained = TrainedModel(model, objective, (1, 8, 8), {}, class_names=list(class_names))
@@ -104,7 +105,7 @@ def benchmark(arguments: Sequence[str]) -> Ended:
 
 def sample(run_dir: Path, requests: Sequence[dict[str, Any]], **options: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Load a trained model and generate; return its weights and the latents of each request."""
-    from dit.training.generator import load_generator
+    from dit.inference.generator import load_generator
 
     generator = load_generator(run_dir, **options)
     weights = {name: p.detach().clone() for name, p in generator.network.named_parameters()}
@@ -382,7 +383,7 @@ def resaved(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def no_wandb() -> Iterator[None]:
     """Let Weights & Biases fail at its first scalar."""
-    from dit.training.sinks import WandbSink
+    from dit.monitoring.sinks import WandbSink
 
     with mock.patch.object(WandbSink, "scalars", side_effect=ConnectionError("the service is gone")):
         yield

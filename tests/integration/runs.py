@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.forks import ROOT, free_port, run_ranks
-from dit.training.sinks import read_records
+from dit.monitoring.sinks import read_records
 from tests.integration.worker import main
 
 TINY = {

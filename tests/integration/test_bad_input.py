@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dit.training.sinks import read_records
+from dit.monitoring.sinks import read_records
 from tests.integration import actions
 from tests.integration.runs import (
     Job,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dit.batch import SequenceLayout
+from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
-from dit.training.flops import training_flops
-from dit.training.sinks import read_records, scalars_by_step
+from dit.monitoring.sinks import read_records, scalars_by_step
+from dit.planner.flops import training_flops
 from tests.integration import actions
 from tests.integration.runs import Job, letters, loss_values, run_jobs
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dit.training.checkpoint import read_loader_state
-from dit.training.sinks import read_records
+from dit.checkpoint.checkpointer import read_loader_state
+from dit.monitoring.sinks import read_records
 from tests.integration import actions
 from tests.integration.runs import (
     Job,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dit.training.sinks import read_records, scalars_by_step
+from dit.monitoring.sinks import read_records, scalars_by_step
 from tests.integration import actions
 from tests.integration.runs import Job, checkpoints, losses, mock, outcome, run_jobs
 

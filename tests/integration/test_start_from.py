@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.warm_start import agree_on_folder
 from dit.errors import CheckpointError
-from dit.training.start import agree_on_folder
 from tests.integration import actions
 from tests.integration.runs import Job, overrides, run_jobs
 
@@ -21,11 +21,11 @@ def training(run_dir: Path, **settings: Any) -> Job:
 def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.Tensor]:
     import yaml
 
+    from dit.checkpoint.reading import find_checkpoint
+    from dit.checkpoint.sharded_state import load_weights
+    from dit.config_record import from_record
+    from dit.parallel.build import build_model
     from dit.parallel.dims import ParallelConfig
-    from dit.parallel.parallelize import build_model
-    from dit.training.config_record import from_record
-    from dit.training.generator import find_checkpoint
-    from dit.training.sharded_state import load_weights
 
     folder, _ = find_checkpoint(run_dir)
     model = from_record(yaml.safe_load((folder / "config.yaml").read_text())["model"])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dit.training.checkpoint import read_loader_state
-from dit.training.manifest import read_manifest
-from dit.training.sinks import read_records
+from dit.checkpoint.checkpointer import read_loader_state
+from dit.checkpoint.manifest import read_manifest
+from dit.monitoring.sinks import read_records
 from tests.integration import actions
 from tests.integration.runs import Job, checkpoint, checkpoints, losses, outcome, overrides, run_jobs, scalars
 
@@ -66,7 +66,7 @@ def ended(folder: Path) -> dict[str, Any]:
     def add(name: str, at: str = "", ranks: int = 1, fault: Any = None, **settings: Any) -> None:
         jobs[name] = Job(actions.train, {"arguments": packs(folder / (at or name), **settings), "fault": fault}, ranks)
 
-    inside, store = partial(partial, actions.terminated_inside), "dit.training.checkpoint_store.CheckpointStore"
+    inside, store = partial(partial, actions.terminated_inside), "dit.checkpoint.store.CheckpointStore"
     loop = "dit.training.pretrain.Run"
     add("whole", fault=partial(actions.flushes_counted, folder / "whole", folder / "flushes.json"))
     # Between two validations, and where one is due: in the step, and while its checkpoint is saved.
@@ -89,7 +89,7 @@ def ended(folder: Path) -> dict[str, Any]:
     add("finished", **short)
     add("building", ranks=2, fault=inside(f"{loop}._build"))
     add("hashing", at="finished", fault=inside(f"{store}.newest_first"), training__num_steps=9)
-    add("loading", at="finished", fault=inside("dit.training.checkpoint.load_state"), training__num_steps=9)
+    add("loading", at="finished", fault=inside("dit.checkpoint.checkpointer.load_state"), training__num_steps=9)
     for name, (_, settings) in OTHERS.items():
         add(name, **{**short, **settings})
     add("no room", **short, fault=partial(actions.no_room_for_logs, 100))

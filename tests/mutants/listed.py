@@ -12,23 +12,23 @@ LAYERS = "tests/unit/layers/test_layers.py"
 EMBEDDINGS = "tests/unit/layers/test_embeddings.py"
 ROTARY = "tests/unit/layers/test_rotary.py"
 MOE = "tests/unit/layers/test_moe.py"
-ATTENTION = "tests/unit/backends/test_attention.py"
-FUSED_OPS = "tests/unit/backends/test_fused_ops.py"
+ATTENTION = "tests/unit/kernels/test_attention.py"
+FUSED_OPS = "tests/unit/kernels/test_modulation.py"
 BATCH = "tests/unit/test_batch.py"
 PACKING = "tests/unit/energon_data/test_data_packing.py"
 STREAMS = "tests/unit/energon_data/test_data_streams.py"
 LOSSES = "tests/unit/training/test_losses.py"
-SCHEDULES = "tests/unit/training/test_schedules.py"
-STORE = "tests/unit/training/test_checkpoint_store.py"
-FLOPS = "tests/unit/training/test_flops.py"
-CONTEXT_ROWS = "tests/unit/backends/test_context_rows.py"
+SCHEDULES = "tests/unit/optimizer/test_schedules.py"
+STORE = "tests/unit/checkpoint/test_checkpoint_store.py"
+FLOPS = "tests/unit/planner/test_flops.py"
+CONTEXT_ROWS = "tests/unit/context_parallel/test_partition.py"
 DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "dit_cross", "flux", "moe"))
 RULES = "tests/unit/convert/test_rules.py"
 LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
 OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/training/test_step.py"
 RESUME = "tests/integration/test_resume.py"
 BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
-    f"tests/unit/training/test_{name}.py" for name in ("boxes", "state_files", "hostile_checkpoint", "resume_check")
+    f"tests/unit/checkpoint/test_{name}.py" for name in ("boxes", "state_files", "hostile_checkpoint", "resume_check")
 )
 
 MUTANTS = (
@@ -56,70 +56,70 @@ MUTANTS = (
     ),
     Mutant(
         "gradient clipped at three times the norm",
-        "dit/training/optim.py",
+        "dit/optimizer/master_weights.py",
         "max_norm=clip_grad, total_norm",
         "max_norm=3 * clip_grad, total_norm",
         (OPTIMIZER,),
     ),
     Mutant(
         "learning rate times 1.5",
-        "dit/training/optim.py",
+        "dit/optimizer/master_weights.py",
         'group["lr"] = lr',
         'group["lr"] = 1.5 * lr',
         (OPTIMIZER,),
     ),
     Mutant(
         "no weight decay",
-        "dit/parallel/parallelize.py",
+        "dit/parallel/build.py",
         'settings.weight_decay * group["wd_mult"]',
         '0.0 * group["wd_mult"]',
         (OPTIMIZER,),
     ),
     Mutant(
         "beta1 halved",
-        "dit/parallel/parallelize.py",
+        "dit/parallel/build.py",
         "adam_beta1=settings.beta1",
         "adam_beta1=settings.beta1 / 2",
         (OPTIMIZER,),
     ),
     Mutant(
         "beta2 taken for beta1",
-        "dit/parallel/parallelize.py",
+        "dit/parallel/build.py",
         "adam_beta2=settings.beta2",
         "adam_beta2=settings.beta1",
         (OPTIMIZER,),
     ),
     Mutant(
         "eps a hundredfold",
-        "dit/parallel/parallelize.py",
+        "dit/parallel/build.py",
         "adam_eps=settings.eps",
         "adam_eps=100 * settings.eps",
         (OPTIMIZER,),
     ),
     Mutant(
         "average: decay squared",
-        "dit/training/ema.py",
+        "dit/optimizer/ema.py",
         "mains, 1.0 - self.decay)",
         "mains, 1.0 - self.decay**2)",
         (OPTIMIZER,),
     ),
     Mutant(
         "average starts a step early",
-        "dit/training/ema.py",
+        "dit/optimizer/ema.py",
         "if step <= self.start_step:",
         "if step < self.start_step:",
         (OPTIMIZER,),
     ),
     Mutant(
         "schedule: the first update has rate 0",
-        "dit/training/schedules.py",
+        "dit/optimizer/schedules.py",
         "update, warmup = step + 1,",
         "update, warmup = step,",
         (SCHEDULES,),
     ),
     Mutant(
         "schedule: the cosine ends before the floor",
-        "dit/training/schedules.py",
+        "dit/optimizer/schedules.py",
         "(update - summit) / (num_steps - summit)",
         "(update - summit) / num_steps",
         (SCHEDULES,),
@@ -298,14 +298,14 @@ MUTANTS = (
     # Layers.
     Mutant(
         "adaLN: torch's eps for the model's",
-        "dit/backends/fused_ops.py",
+        "dit/kernels/modulation.py",
         "F.layer_norm(x_TD, x_TD.shape[-1:], eps=eps)",
         "F.layer_norm(x_TD, x_TD.shape[-1:])",
         (FUSED_OPS, DIT),
     ),
     Mutant(
         "gated residual: the gate takes the input, too",
-        "dit/backends/fused_ops.py",
+        "dit/kernels/modulation.py",
         "(x_TD.view(shape) + gate * y_TD.view(shape))",
         "(gate * x_TD.view(shape) + gate * y_TD.view(shape))",
         (FUSED_OPS, DIT),
@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     Mutant(
         "attention: segments of unlike text in one batch",
-        "dit/backends/attention.py",
+        "dit/kernels/attention.py",
         "groups[lengths].append(i)",
         "groups[(lengths[0], layout_k.lengths[0])].append(i)",
         (ATTENTION,),
@@ -368,14 +368,14 @@ MUTANTS = (
     ),
     Mutant(
         "size: frames times the rate",
-        "dit/layers/conditioning.py",
+        "dit/layers/conditioner.py",
         "frames_S / fps_S",
         "frames_S * fps_S",
         (LAYERS, DIT_CROSS),
     ),
     Mutant(
         "text: null where there is text",
-        "dit/layers/context.py",
+        "dit/layers/text.py",
         "self.null, context_KD)",
         "context_KD, self.null)",
         (LAYERS, DIT_CROSS),
@@ -404,14 +404,14 @@ MUTANTS = (
     ),
     Mutant(
         "layout: tokens counted from the unpadded start",
-        "dit/batch.py",
+        "dit/layout.py",
         "rows - self.cu_seqlens_padded.long()",
         "rows - self.cu_seqlens.long()",
         (BATCH,),
     ),
     Mutant(
         "layout: one padding row is real",
-        "dit/batch.py",
+        "dit/layout.py",
         "self.token_index_T < lengths[self.segment_ids_T]",
         "self.token_index_T <= lengths[self.segment_ids_T]",
         (BATCH,),
@@ -476,14 +476,14 @@ MUTANTS = (
     ),
     Mutant(
         "pipeline: the norm counts every copy",
-        "dit/parallel/parallelize.py",
+        "dit/parallel/build.py",
         "parameter.shared = not chunk.stage.first",
         "parameter.shared = False",
         (BACKBONES,),
     ),
     Mutant(
         "pipeline: labels' gradients not summed over stages",
-        "dit/layers/conditioning.py",
+        "dit/layers/conditioner.py",
         "parameter.pipeline_parallel = True",
         "parameter.pipeline_parallel = False",
         (BACKBONES,),
@@ -497,21 +497,21 @@ MUTANTS = (
     ),
     Mutant(
         "context parallel: blocks joined by the larger sum",
-        "dit/backends/context_attention.py",
+        "dit/context_parallel/attention.py",
         "torch.logaddexp(lse_TN, part_lse_TN)",
         "torch.maximum(lse_TN, part_lse_TN)",
-        ("tests/unit/backends/test_attention_blocks.py",),
+        ("tests/unit/kernels/test_attention_blocks.py",),
     ),
     Mutant(
         "context parallel: balanced chunks not mirrored",
-        "dit/backends/context_rows.py",
+        "dit/context_parallel/partition.py",
         "torch.minimum(chunk_T, chunks - 1 - chunk_T)",
         "chunk_T % size",
         (CONTEXT_ROWS,),
     ),
     Mutant(
         "joint attention: text behind the image",
-        "dit/backends/joint.py",
+        "dit/joint_layout.py",
         "torch.where(on_host.valid_T, part, 2)",
         "torch.where(on_host.valid_T, 1 - part, 2)",
         (FLUX,),
@@ -526,63 +526,63 @@ MUTANTS = (
     # Checkpoints and data positions.
     Mutant(
         "checkpoints: content not compared",
-        "dit/training/manifest.py",
+        "dit/checkpoint/manifest.py",
         "if now != record:",
         "if now.size_bytes != record.size_bytes:",
         (STORE,),
     ),
     Mutant(
         "checkpoints: the wrong ones stay",
-        "dit/training/checkpoint_store.py",
+        "dit/checkpoint/store.py",
         "if step % self.config.keep_every == 0",
         "if step % self.config.keep_every == 1",
         (STORE,),
     ),
     Mutant(
         "checkpoints: every copy writes from the start",
-        "dit/training/boxes.py",
+        "dit/checkpoint/boxes.py",
         "for i in (index, index + 1))",
         "for i in (0, index + 1))",
         (BOXES,),
     ),
     Mutant(
         "checkpoints: every part lies at the origin",
-        "dit/training/boxes.py",
+        "dit/checkpoint/boxes.py",
         "yield box.shifted(self.origin), flat",
         "yield box, flat",
         (BOXES,),
     ),
     Mutant(
         "checkpoints: a gap in a tensor passes",
-        "dit/training/state_files.py",
+        "dit/checkpoint/state_files.py",
         "if stored != math.prod(shape):",
         "if stored > math.prod(shape):",
         (STATE_FILES,),
     ),
     Mutant(
         "checkpoints: a description may name any function",
-        "dit/training/torch_dist.py",
+        "dit/checkpoint/torch_dist.py",
         "if (module, name) not in KNOWN:",
         "if not module:",
         (HOSTILE,),
     ),
     Mutant(
         "resume: another experiment passes",
-        "dit/training/resume_check.py",
+        "dit/checkpoint/resume_check.py",
         "return name not in reported and EVERY not in reported",
         "return False",
         (RESUME_CHECK,),
     ),
     Mutant(
         "resume: samples counted from 0",
-        "dit/training/checkpoint.py",
+        "dit/checkpoint/checkpointer.py",
         'int(manifest.meta["consumed_samples"])',
         "0",
         (RESUME,),
     ),
     Mutant(
         "resume: Adam's step count lost",
-        "dit/training/optim.py",
+        "dit/optimizer/master_weights.py",
         "torch.tensor(float(step), device=device)",
         "torch.tensor(1.0, device=device)",
         (OPTIMIZER,),
@@ -596,7 +596,7 @@ MUTANTS = (
     ),
     Mutant(
         "streams: one lost sample too many",
-        "energon_data/ledger.py",
+        "energon_data/skip_log.py",
         "skip.lost and self._lost.total() > self.budget",
         "skip.lost and self._lost.total() > self.budget + 1",
         ("tests/unit/energon_data/test_data_damage.py",),
@@ -632,14 +632,14 @@ MUTANTS = (
     ),
     Mutant(
         "flops: recompute counts the ends, too",
-        "dit/training/flops.py",
+        "dit/planner/flops.py",
         "round(recomputed * (forward - ends))",
         "round(recomputed * forward)",
         (FLOPS,),
     ),
     Mutant(
         "flops: half of the attention of NeMo's count",
-        "dit/training/flops.py",
+        "dit/planner/flops.py",
         "+ 4 * layers * h * pairs",
         "+ 2 * layers * h * pairs",
         (FLOPS,),

@@ -13,8 +13,8 @@ from tests.live_bytes import LiveBytes
 
 def cost(case: dict) -> dict:
     """Save and load the training state and count the bytes that are made meanwhile, on every rank."""
-    from dit.training.ema import EMA
-    from dit.training.sharded_state import load_state, save_state
+    from dit.checkpoint.sharded_state import load_state, save_state
+    from dit.optimizer.ema import EMA
 
     it = build(case)
     ema = EMA(it.shards, 0.5)

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from benchmarks.parallel_training import SEED, micro_batch, tiny_model
 from dit.backends import process_groups
-from dit.backends.attention import Attention
-from dit.backends.context_rows import ContextSplit, context_rows
 from dit.backends.process_groups import ProcessGroups
-from dit.batch import SequenceLayout
+from dit.context_parallel.partition import ContextSplit, context_rows
+from dit.context_parallel.shard_batch import over_whole_packs, shard
 from dit.data_api import BatchSpec
+from dit.kernels.attention import Attention
+from dit.layout import SequenceLayout
 from dit.models.base import Backbone
 from dit.objectives.flow_matching import FlowMatching
-from dit.parallel.context import over_whole_packs, shard
+from dit.parallel.build import attention_path, build_model
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
-from dit.parallel.parallelize import attention_path, build_model
 from dit.sampling.generate import empty_pack, generate
 from dit.training.validate import held_out_loss
 from tests.parallel.traffic import bytes_sent
-from tests.unit.backends.attention_cases import AttentionCase, exact, run
+from tests.unit.kernels.attention_cases import AttentionCase, exact, run
 
 LAYERS = 2
 
@@ -154,9 +154,8 @@ def traffic(case: dict) -> dict:
 
 def run_in_full(case: dict) -> list[dict]:
     """Run the training loop with everything that looks at batches, and return what rank 0 logged."""
-    from dit.training.guards import PreemptionFlag
-    from dit.training.pretrain import Run, check_settings
-    from dit.training.settings import (
+    from dit.monitoring.guards import PreemptionFlag
+    from dit.settings import (
         CheckpointConfig,
         LoggingConfig,
         OptimizerConfig,
@@ -164,6 +163,7 @@ def run_in_full(case: dict) -> list[dict]:
         ScheduleConfig,
         TrainingConfig,
     )
+    from dit.training.pretrain import Run, check_settings
     from energon_data.mock import MockData
 
     settings: dict[str, Any] = {

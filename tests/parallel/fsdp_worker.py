@@ -11,12 +11,11 @@ from dit.data_api import BatchSpec
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.master_weights import SLOTS, get_step_count, gradient_norm, master_shards
+from dit.parallel.build import build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.parallel.parallelize import build_optimizer, megatron_config, wrap
 from dit.sampling.generate import empty_pack, generate
-from dit.training.optim import SLOTS, get_step_count, gradient_norm, master_shards
-from dit.training.pretrain import Run, check_settings
-from dit.training.settings import (
+from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
@@ -24,6 +23,7 @@ from dit.training.settings import (
     ScheduleConfig,
     TrainingConfig,
 )
+from dit.training.pretrain import Run, check_settings
 from energon_data.mock import MockData
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dit.backends import process_groups
-from dit.parallel.parallelize import build_model
-from dit.training.settings import OptimizerConfig, ScheduleConfig
+from dit.parallel.build import build_model
+from dit.settings import OptimizerConfig, ScheduleConfig
 from dit.training.step import training_forward_step
 from tests.parallel.fsdp_worker import checked, settings_of
 

@@ -62,9 +62,9 @@ def watch_sends(case: dict) -> dict:
 def predict(case: dict) -> dict:
     """Held-out loss and samples with the weight average, and the weights afterwards."""
     from dit.backends import process_groups
+    from dit.optimizer.ema import EMA
     from dit.parallel.schedule import WholeNetwork
     from dit.sampling.generate import empty_pack, generate
-    from dit.training.ema import EMA
     from dit.training.validate import held_out_loss
 
     it = build(case)
@@ -105,8 +105,8 @@ def predict(case: dict) -> dict:
 
 def _state(it: SimpleNamespace, ema) -> dict:
     """Every tensor that a checkpoint holds, whole, and the shapes by which it is recognised."""
-    from dit.training.checkpoint import global_shapes
-    from dit.training.optim import SLOTS, get_step_count
+    from dit.checkpoint.checkpointer import global_shapes
+    from dit.optimizer.master_weights import SLOTS, get_step_count
 
     named = []
     for shard, average in zip(it.shards, ema.values, strict=True):
@@ -123,8 +123,8 @@ def _state(it: SimpleNamespace, ema) -> dict:
 
 def save(case: dict) -> dict:
     """Train, write a checkpoint into `folder` and return what it should hold."""
-    from dit.training.ema import EMA
-    from dit.training.sharded_state import save_state
+    from dit.checkpoint.sharded_state import save_state
+    from dit.optimizer.ema import EMA
 
     found: dict = {}
 
@@ -144,8 +144,8 @@ def save(case: dict) -> dict:
 def load(case: dict) -> dict:
     """Read the checkpoint in `folder` on this case's layout and return what came back; write it to `save_to`."""
     from dit.backends import process_groups
-    from dit.training.ema import EMA
-    from dit.training.sharded_state import load_state, load_weights, save_state
+    from dit.checkpoint.sharded_state import load_state, load_weights, save_state
+    from dit.optimizer.ema import EMA
 
     it = build(case)
     ema = EMA(it.shards, 0.5)
@@ -164,9 +164,8 @@ def load(case: dict) -> dict:
 def run_legs(case: dict) -> dict:
     """Run the loop itself in legs, each resuming the one before on its own layout; return what it logged."""
     from dit.backends import process_groups
-    from dit.training.guards import PreemptionFlag
-    from dit.training.pretrain import Run, check_settings
-    from dit.training.settings import (
+    from dit.monitoring.guards import PreemptionFlag
+    from dit.settings import (
         CheckpointConfig,
         LoggingConfig,
         OptimizerConfig,
@@ -174,6 +173,7 @@ def run_legs(case: dict) -> dict:
         ScheduleConfig,
         TrainingConfig,
     )
+    from dit.training.pretrain import Run, check_settings
     from energon_data.mock import MockData
 
     for parallel, num_steps in case["legs"]:

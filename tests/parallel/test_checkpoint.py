@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
-from dit.training.boxes import Part
-from dit.training.sharded_state import MIN_SHARE_ELEMENTS, share_of_copy
-from dit.training.state_files import checkpoint_bytes
+from dit.checkpoint.boxes import Part
+from dit.checkpoint.sharded_state import MIN_SHARE_ELEMENTS, share_of_copy
+from dit.checkpoint.state_files import checkpoint_bytes
 
 DDP = {"data_parallel": "ddp"}
 FSDP = {"data_parallel": "fsdp"}

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.parallel_world import run_world
 from tests.parallel.test_layouts import assert_equal_training
-from tests.unit.backends.attention_cases import AttentionCase
+from tests.unit.kernels.attention_cases import AttentionCase
 
 ATTENTION_RTOL = 2e-6  # fp32 sums of up to 33 terms in another order
 SAMPLING_ATOL = 1e-5  # the network's fp32 rounding through four guided solver steps

@@ -7,8 +7,9 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
 from dit.convert.rules import Shape
+from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.patchify import grid_positions, patchify, unpatchify
 

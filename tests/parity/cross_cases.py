@@ -7,7 +7,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
 from dit.patchify import grid_positions
 from tests.parity.reference_cross import CrossReference, Leaves
 

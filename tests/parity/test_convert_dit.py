@@ -9,7 +9,7 @@ from dit.convert.diffusers_dit import DiffusersDiT
 from dit.convert.diffusers_format import format_of_settings
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
-from dit.parallel.parallelize import parameter_shapes
+from dit.parallel.build import parameter_shapes
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error, run
 from tests.parity.public_dit import public_forward, random_state

@@ -10,7 +10,7 @@ from torch import Tensor
 from dit.convert.diffusers_flux import DiffusersFlux
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
-from dit.parallel.parallelize import parameter_shapes
+from dit.parallel.build import parameter_shapes
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error, run
 

@@ -8,7 +8,7 @@ from dit.convert.diffusers_format import format_of_settings
 from dit.convert.diffusers_pixart import DiffusersPixArt
 from dit.errors import ConfigError
 from dit.models.stdit.config import STDiTConfig
-from dit.parallel.parallelize import parameter_shapes
+from dit.parallel.build import parameter_shapes
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error, run
 

@@ -7,7 +7,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from dit.convert.diffusers_wan import DiffusersWan
 from dit.errors import ConfigError
 from dit.models.wan.config import WanConfig
-from dit.parallel.parallelize import parameter_shapes
+from dit.parallel.build import parameter_shapes
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error, run
 

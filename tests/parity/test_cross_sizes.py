@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
+from dit.models.cross_config import CONDITION_FEATURES, CrossAttentionModelConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.moviegen.config import MovieGenConfig
-from dit.models.sizes import CONDITION_FEATURES, CrossAttentionModelConfig
-from dit.parallel.parallelize import count_parameters
-from dit.training.flops import flops_per_token, forward_flops, training_flops
+from dit.parallel.build import count_parameters
+from dit.planner.flops import flops_per_token, forward_flops, training_flops
 from tests.conftest import BuildModel
 from tests.parity.cross_cases import DENSE, MIXED, ROPE_FIELDS, STRETCH, Sample, check_setting_acts, draw, pack
 

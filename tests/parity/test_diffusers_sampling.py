@@ -21,7 +21,7 @@ from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.parallel.parallelize import parameter_shapes
+from dit.parallel.build import parameter_shapes
 from dit.patchify import unpatchify
 from dit.sampling.generate import empty_pack, generate
 from launch.export import write_diffusers_folder

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.patchify import grid_positions
 from tests.conftest import BuildModel

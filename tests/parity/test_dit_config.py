@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from dit.backends.attention import segment_sdpa
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
 from dit.errors import ConfigError
+from dit.kernels.attention import segment_sdpa
+from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
 from dit.patchify import grid_positions

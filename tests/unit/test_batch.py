@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
 from dit.errors import BatchError
+from dit.layout import SequenceLayout
 from dit.patchify import grid_positions, patchify
 
 layouts = st.builds(

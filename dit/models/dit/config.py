@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Optional, get_args
 
-from dit.batch import SequenceLayout
+from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, self_attention
 from dit.models.base import ModelConfig, Stage
-from dit.models.experts import ExpertOptions
-from dit.models.sizes import Positions, RotarySettings, check_heads, check_numbers
+from dit.models.cross_config import Positions, RotarySettings, check_heads, check_numbers
+from dit.models.expert_options import ExpertOptions
 
 TIME_FEATURES = 256
 """Width of the time's sinusoid."""

@@ -2,14 +2,15 @@
 
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import xavier_uniform
-from dit.backends.attention import Attention
+from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
+from dit.kernels.attention import Attention
 from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, TimestepEmbedder
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import add_sincos
 from dit.layers.tokens import from_previous_stage, gather_rows, shard_rows, to_next_stage
+from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.layer import DiTLayer

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Optional, get_args
 
-from dit.batch import SequenceLayout
+from dit.layout import SequenceLayout
 from dit.models.activations import (
     BatchForm,
     Kept,
@@ -15,7 +15,7 @@ from dit.models.activations import (
     text_keys,
 )
 from dit.models.base import Stage
-from dit.models.sizes import CrossAttentionModelConfig, Positions
+from dit.models.cross_config import CrossAttentionModelConfig, Positions
 
 
 @dataclass(kw_only=True)

@@ -2,12 +2,12 @@
 
 from torch import Tensor, nn
 
-from dit.backends.attention import Attention
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.layers.context import TextTokens
+from dit.kernels.attention import Attention
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import add_sincos
+from dit.layers.text import TextTokens
 from dit.layers.tokens import PatchEmbedding, from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.models.base import Backbone, Stage
 from dit.models.dit_cross.config import DiTCrossConfig

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Optional, Self, get_args
 
-from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, mlp
 from dit.models.base import ModelConfig, Stage
-from dit.models.sizes import (
+from dit.models.cross_config import (
     CONDITION_FEATURES,
     RotarySettings,
     check_heads,

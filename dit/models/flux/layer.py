@@ -5,16 +5,16 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import xavier_uniform
-from dit.backends.attention import Attention
-from dit.backends.fused_ops import gated_residual, gelu_tanh
-from dit.backends.joint import JointLayout
+from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.batch import SequenceLayout
+from dit.joint_layout import JointLayout
+from dit.kernels.attention import Attention
+from dit.kernels.modulation import gated_residual, gelu_tanh
 from dit.layers.adaln import Modulation
 from dit.layers.attention import HeadRMSNorm
 from dit.layers.mlp import MLP
 from dit.layers.positions import Rotation, rotate
+from dit.layout import SequenceLayout
 from dit.models.flux.config import FluxConfig
 
 

@@ -5,15 +5,15 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from dit.backends.addressed_init import xavier_uniform
-from dit.backends.attention import Attention
-from dit.backends.joint import joint_layout
+from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch, SequenceLayout
-from dit.layers.context import TextTokens, text_layout
+from dit.batch import PackedBatch
+from dit.joint_layout import joint_layout
+from dit.kernels.attention import Attention
 from dit.layers.embeddings import PooledVectorEmbedder, TimestepEmbedder
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import add_sincos
+from dit.layers.text import TextTokens, text_layout
 from dit.layers.tokens import (
     PatchEmbedding,
     from_previous_stage,
@@ -23,6 +23,7 @@ from dit.layers.tokens import (
     to_next_stage,
     unshard_rows,
 )
+from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.flux.config import FluxConfig
 from dit.models.flux.layer import JointLayer, SingleLayer

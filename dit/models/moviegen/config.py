@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional, get_args
 
-from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.models.activations import (
     BatchForm,
     Kept,
@@ -16,8 +16,8 @@ from dit.models.activations import (
     text_keys,
 )
 from dit.models.base import Stage
-from dit.models.experts import ExpertOptions
-from dit.models.sizes import CrossAttentionModelConfig, check_unused
+from dit.models.cross_config import CrossAttentionModelConfig, check_unused
+from dit.models.expert_options import ExpertOptions
 
 Positions = Literal["learned_3d", "sincos_3d", "rope_3d"]
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, get_args
 
-from dit.backends.segments import AttentionKind
-from dit.batch import SequenceLayout
+from dit.context_parallel.segments import AttentionKind
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.models.activations import (
     BatchForm,
     Kept,
@@ -18,7 +18,7 @@ from dit.models.activations import (
     text_keys,
 )
 from dit.models.base import Stage
-from dit.models.sizes import CrossAttentionModelConfig, Positions
+from dit.models.cross_config import CrossAttentionModelConfig, Positions
 
 
 @dataclass(kw_only=True)

@@ -6,16 +6,16 @@ from typing import Any, Optional
 
 from torch import Tensor, nn
 
-from dit.backends.attention import Attention
-from dit.backends.fused_ops import gated_residual
 from dit.backends.provider import LayerProvider
-from dit.backends.segment_attention import Place
-from dit.backends.segments import AttentionKind
-from dit.batch import SequenceLayout
+from dit.context_parallel.segment_attention import Place
+from dit.context_parallel.segments import AttentionKind
+from dit.kernels.attention import Attention
+from dit.kernels.modulation import gated_residual
 from dit.layers.adaln import TableModulation
 from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.mlp import MLP
 from dit.layers.positions import Rotation
+from dit.layout import SequenceLayout
 from dit.models.stdit.config import STDiTConfig
 
 

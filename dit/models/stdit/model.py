@@ -2,14 +2,14 @@
 
 from torch import Tensor, nn
 
-from dit.backends.attention import Attention
 from dit.backends.provider import LayerProvider
-from dit.backends.segment_attention import place_of
 from dit.batch import PackedBatch
+from dit.context_parallel.segment_attention import place_of
+from dit.kernels.attention import Attention
 from dit.layers.adaln import SharedModulation
-from dit.layers.context import TextProjection, TextTokens
 from dit.layers.heads import TableFinalLayer
 from dit.layers.positions import add_sincos, spanning
+from dit.layers.text import TextProjection, TextTokens
 from dit.layers.tokens import PatchEmbedding, from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.models.base import Backbone, Stage
 from dit.models.stdit.config import STDiTConfig

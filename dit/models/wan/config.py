@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal, Optional, get_args
 
-from dit.batch import SequenceLayout
+from dit.layout import SequenceLayout
 from dit.models.activations import (
     BatchForm,
     Kept,
@@ -16,7 +16,7 @@ from dit.models.activations import (
     text_keys,
 )
 from dit.models.base import Stage
-from dit.models.sizes import CrossAttentionModelConfig
+from dit.models.cross_config import CrossAttentionModelConfig
 
 Positions = Literal["rope_3d", "sincos_3d"]
 

@@ -4,14 +4,14 @@ from typing import Any, Optional
 
 from torch import Tensor, nn
 
-from dit.backends.attention import Attention
-from dit.backends.fused_ops import gated_residual
 from dit.backends.provider import LayerProvider
-from dit.batch import SequenceLayout
+from dit.kernels.attention import Attention
+from dit.kernels.modulation import gated_residual
 from dit.layers.adaln import LayerNorm, TableModulation
 from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.mlp import MLP
 from dit.layers.positions import Rotation
+from dit.layout import SequenceLayout
 from dit.models.wan.config import WanConfig
 
 

@@ -2,13 +2,13 @@
 
 from torch import Tensor, nn
 
-from dit.backends.attention import Attention
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
+from dit.kernels.attention import Attention
 from dit.layers.adaln import SharedModulation
-from dit.layers.context import TextProjection, TextTokens
 from dit.layers.heads import TableFinalLayer
 from dit.layers.positions import add_sincos
+from dit.layers.text import TextProjection, TextTokens
 from dit.layers.tokens import PatchEmbedding, from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.models.base import Backbone, Stage
 from dit.models.wan.config import WanConfig

@@ -297,7 +297,7 @@ def test_megatrons_linears_train_on_cpu(one_rank_world: ProcessGroups):
     """What all of the above is for: a column and a row linear, forward and backward, equal to plain matrix products."""
     from megatron.core.transformer import TransformerConfig
 
-    from dit.backends.addressed_init import normal
+    from dit.backends.init import normal
     from dit.backends.provider import LayerProvider
 
     config = TransformerConfig(

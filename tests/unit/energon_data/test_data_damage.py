@@ -17,9 +17,9 @@ from dit.errors import DataError, exit_code
 from energon_data.dataset import EnergonData
 from energon_data.decoder import decode_sample, read_npy
 from energon_data.folder import check_dataset
-from energon_data.ledger import GiveUp, Ledger, Skip
 from energon_data.prepare.shards import ShardWriter, write_energon_metadata
 from energon_data.samples import SampleError, checksum, seal, unseal
+from energon_data.skip_log import GiveUp, Ledger, Skip
 
 Copy = Callable[[Path], Path]
 
@@ -368,7 +368,7 @@ def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> 
 
 
 def test_dropping_everything_ends_instead_of_looping(mixed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_data.ledger.GIVE_UP_AFTER", 150)
+    monkeypatch.setattr("energon_data.skip_log.GIVE_UP_AFTER", 150)
     with pytest.raises(DataError, match=r"too many samples were skipped.*'aesthetic_score': 150"):
         run(mixed_folder, min_aesthetic_score=2.0)
 

@@ -22,7 +22,7 @@ from energon_data.prepare.moving_letters import (
     prepare_moving_letters,
     render,
 )
-from launch.checks import centres_of_ink
+from launch.letters import centres_of_ink
 
 PIXEL_ATOL = 0.3  # of a pixel: thin strokes change their grey between two pixels
 MEAN_ATOL = 0.06  # the same over seven steps

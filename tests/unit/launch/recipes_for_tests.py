@@ -10,7 +10,7 @@ from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
-from dit.training.settings import OptimizerConfig, TrainingConfig
+from dit.settings import OptimizerConfig, TrainingConfig
 from recipes.components import dit_s
 
 OUTCOMES = {

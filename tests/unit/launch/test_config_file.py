@@ -6,8 +6,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dit.config_record import from_record, to_record
 from dit.errors import ConfigError
-from dit.training.config_record import to_record
 from dit.training.pretrain import pretrain
 from launch import config_file
 from launch.overrides import apply_overrides
@@ -111,3 +111,14 @@ def test_yaml_floats_without_a_dot_are_numbers(tmp_path):
 def test_the_summary_shows_what_differs_from_the_defaults():
     line = next(x for x in config_file.summary(tiny_dit()).splitlines() if x.startswith("optimizer"))
     assert line.split(maxsplit=1)[1] == "OptimizerConfig(lr=0.003)"
+
+
+def test_a_record_of_an_older_version_names_modules_that_moved(tmp_path):
+    """`dit.training.settings` became `dit.settings`; runs recorded before still resume, sample and start again."""
+    config_file.write(tiny_dit(), tmp_path / "now.yaml")
+    old = (tmp_path / "now.yaml").read_text().replace("dit.settings.", "dit.training.settings.")
+    assert old.count("dit.training.settings.") == 6
+    (tmp_path / "old.yaml").write_text(old)
+    assert built(config_file.load(tmp_path / "old.yaml", pretrain, load_component)) == built(tiny_dit())
+    recorded = yaml.safe_load(old)
+    assert from_record(recorded["training"]) == fiddle.build(tiny_dit().training)

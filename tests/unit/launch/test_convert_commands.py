@@ -20,7 +20,7 @@ from dit.objectives import OBJECTIVES
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.training.settings import SamplingConfig
+from dit.settings import SamplingConfig
 from launch import export, import_weights
 from recipes import registry
 from tests.parity.public_dit import random_state

@@ -10,7 +10,7 @@ from torch import nn
 from energon_data.prepare.moving_letters import CLASS_NAMES, DIRECTIONS
 from launch import evaluate
 from launch.letter_reader import LetterReader
-from tests.unit.launch.test_checks import face, walk
+from tests.unit.launch.test_letters import face, walk
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SIZE = 6

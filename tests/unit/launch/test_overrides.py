@@ -12,7 +12,7 @@ from dit.data_api import DataConfig
 from dit.errors import ConfigError
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
-from dit.training.settings import OptimizerConfig, TrainingConfig
+from dit.settings import OptimizerConfig, TrainingConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from launch.overrides import all_keys, apply_overrides, parse_value, split_arguments, value_of

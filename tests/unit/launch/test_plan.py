@@ -12,8 +12,8 @@ from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.objectives.ddpm import DDPM
 from dit.parallel.dims import ParallelConfig
-from dit.training.flops import flops_per_token
-from dit.training.settings import TrainingConfig
+from dit.planner.flops import flops_per_token
+from dit.settings import TrainingConfig
 from launch import plan
 from launch.train import call_recipe
 
@@ -77,7 +77,7 @@ def test_without_an_average_there_is_none():
 
 
 def test_tensor_parallel_ranks_hold_half_of_the_split_and_all_of_the_rest():
-    from dit.parallel.parallelize import build_on_meta
+    from dit.parallel.build import build_on_meta
 
     whole = dict(build_on_meta(MODEL).named_parameters())
     h, f, layers = MODEL.hidden_size, MODEL.ffn_size, MODEL.num_layers
@@ -102,7 +102,7 @@ def test_sequence_parallelism_splits_all_activations():
 
 
 def test_pipeline_ranks_hold_their_stage_and_a_copy_of_the_embedders():
-    from dit.parallel.parallelize import build_on_meta
+    from dit.parallel.build import build_on_meta
 
     sizes = {name: p.numel() for name, p in build_on_meta(MODEL).named_parameters()}
     first = sum(n for name, n in sizes.items() if name.startswith(("conditioner.", "embed.", "layers.0.")))
@@ -171,7 +171,7 @@ def test_a_pipeline_adds_up_its_own_kinds_of_layers():
 
 
 def test_a_size_that_does_not_divide_is_refused():
-    from dit.parallel.parallelize import build_on_meta
+    from dit.parallel.build import build_on_meta
 
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=3"):
         plan.local_parameters(build_on_meta(MODEL).parameters(), 3)

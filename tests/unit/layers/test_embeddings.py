@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.layers.embeddings import timestep_features
 from dit.layers.positions import check_size, sincos
+from dit.layout import SequenceLayout
 from dit.patchify import grid_positions
 
 

@@ -4,17 +4,18 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from dit.backends.addressed_init import initialize_weights
-from dit.backends.attention import segment_sdpa
+from dit.backends.init import initialize_weights
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
 from dit.errors import ConfigError
+from dit.kernels.attention import segment_sdpa
 from dit.layers.adaln import Modulation
 from dit.layers.attention import HeadRMSNorm, SelfAttention
 from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder
 from dit.layers.heads import FinalLayer
 from dit.layers.mlp import MLP
+from dit.layout import SequenceLayout
 
 LAYOUT = SequenceLayout.from_lengths([5, 3, 6], multiple_of=4, total_tokens=24)
 

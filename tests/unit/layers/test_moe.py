@@ -8,14 +8,14 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from dit.backends.addressed_init import initialize_weights
+from dit.backends.init import initialize_weights
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
-from dit.batch import SequenceLayout
 from dit.errors import ConfigError
 from dit.layers.mlp import MLP
 from dit.layers.moe import MoE
 from dit.layers.routing import balancing_loss, choose_experts, choose_tokens, expert_capacity
+from dit.layout import SequenceLayout
 
 SIZE, INNER = 16, 24
 LAYOUT = SequenceLayout.from_lengths([5, 13, 1, 8], multiple_of=4, total_tokens=40)

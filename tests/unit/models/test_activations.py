@@ -8,10 +8,11 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from dit.backends.attention import segment_sdpa
 from dit.backends.provider import LayerProvider
-from dit.backends.recompute import recompute_activations
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
+from dit.kernels.attention import segment_sdpa
+from dit.kernels.recompute import recompute_activations
+from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig

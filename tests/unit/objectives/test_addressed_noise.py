@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dit.batch import SequenceLayout
+from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise, philox
 
 IDS = torch.tensor([3, 2**62 + 5, 41], dtype=torch.int64)

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective, masked_loss, pointwise_error
 from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE

@@ -65,7 +65,7 @@ def test_what_megatron_fsdp_cannot_do_is_refused(settings, says):
 
 def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
     """Sharded weights are gathered layer by layer, so there must be layers; weaker kinds need none."""
-    from dit.parallel.parallelize import megatron_config, wrap
+    from dit.parallel.build import megatron_config, wrap
 
     class Plain(Backbone):
         def __init__(self) -> None:
@@ -86,7 +86,7 @@ def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
 @pytest.mark.parametrize("kind", SHARDINGS)
 def test_one_data_parallel_rank_shards_nothing(one_rank_world: ProcessGroups, kind):
     """Every kind is then the plainest one; weights in fp32 are their own masters, others get fp32 masters."""
-    from dit.parallel.parallelize import build_model, wrap
+    from dit.parallel.build import build_model, wrap
 
     parallel = ParallelConfig(data_parallel="fsdp", fsdp_sharding=kind)
     for precision, has_masters in (("fp32", False), ("bf16", True)):

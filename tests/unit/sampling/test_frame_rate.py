@@ -8,15 +8,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dit.batch import DEFAULT_FPS, PackedBatch, SequenceLayout
+from dit.batch import DEFAULT_FPS, PackedBatch
+from dit.inference.generator import Generator
+from dit.inference.preview import PictureWriter
+from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.training.generator import Generator
-from dit.training.pictures import PictureWriter
-from dit.training.prefetch import DeviceBatches
-from dit.training.settings import SamplingConfig
+from dit.settings import SamplingConfig
+from dit.training.device_batches import DeviceBatches
 from tests.conftest import BuildModel
 
 SMALL: dict[str, Any] = {

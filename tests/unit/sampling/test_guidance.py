@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM

@@ -7,11 +7,11 @@ import torch
 
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
+from dit.inference.preview import PictureWriter
 from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.generate import empty_pack, generate
-from dit.training.pictures import PictureWriter
-from dit.training.settings import SamplingConfig
+from dit.settings import SamplingConfig
 from tests.conftest import BuildModel
 
 MODEL = FluxConfig(

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dit.batch import SequenceLayout
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.objectives.base import Objective, Path
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.solvers import SOLVERS, Solver, ddim, dpmpp_2m, euler, heun, solve
-from dit.training.settings import SamplingConfig
+from dit.settings import SamplingConfig
 
 STD = 0.5
 # Relative deviation a chain of n steps lacks at eta = 1 is 8 / n (from the exact variance recursion): the plug-in

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.flow_matching import FlowMatching

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch, SequenceLayout
+from dit.batch import PackedBatch
 from dit.data_api import BatchSpec
-from dit.layers.context import TextTokens
 from dit.layers.embeddings import PooledVectorEmbedder
+from dit.layers.text import TextTokens
+from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise

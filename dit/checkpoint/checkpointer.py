@@ -1,0 +1,283 @@
+"""Saving and resuming a run: sharded state, loader position and settings in one verified folder."""
+
+import io
+import json
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.manifest import CURE, FileRecord, HeldOut, hash_file, verify_folder
+from dit.checkpoint.resume_check import check_same_experiment
+from dit.checkpoint.sharded_state import fails_together, load_state, save_state
+from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
+from dit.data_api import DataStream
+from dit.durable_files import read_regular
+from dit.errors import CheckpointError, ConfigError
+from dit.models.base import Backbone
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import MasterShard
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+FACTS_FILE = "facts.json"
+
+
+@dataclass
+class TrainState:
+    """Everything a step changes.
+
+    Attributes:
+        chunks: this rank's bare model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
+        step: optimizer steps done.
+        consumed_samples: samples trained on by all ranks.
+        held_out: the newest held-out loss; None before the first.
+    """
+
+    wrapped: Sequence[Any]
+    chunks: Sequence[Backbone]
+    optimizer: Any
+    shards: list[MasterShard]
+    ema: Optional[EMA]
+    stream: DataStream
+    groups: ProcessGroups
+    step: int = 0
+    consumed_samples: int = 0
+    held_out: Optional[HeldOut] = None
+
+
+def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
+    """Return the shape of every whole parameter of all stages and experts by name, equal on every layout and rank."""
+    shapes = {}
+    for shard in shards:
+        shape = list(shard.parameter.shape)
+        if getattr(shard.parameter, "tensor_model_parallel", False):
+            shape[shard.parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
+        shapes[shard.name] = shape
+    parts: list[Any] = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, shapes, group=groups.different_parameters)
+    return {name: shape for part in parts for name, shape in part.items()}
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run; every rank calls every method.
+
+    Args:
+        store: the folder of checkpoints.
+        settings: of the run, by the names of `pretrain`'s arguments.
+        record: the same as plain values.
+
+    Attributes:
+        resumed_facts: what `save` was given as `facts` when the resumed checkpoint was saved; empty for a new run.
+    """
+
+    def __init__(self, store: CheckpointStore, settings: dict[str, Any], record: dict[str, Any]) -> None:
+        self.store = store
+        self.settings = settings
+        self.record = record
+        self.resumed_facts: dict[str, Any] = {}
+
+    def save(self, state: TrainState, facts: dict[str, Any]) -> Path:
+        """Write a checkpoint of `state.step` and make it current.
+
+        Args:
+            facts: what sampling must know beside the settings, plain JSON.
+
+        Raises:
+            CheckpointError: a rank could not write; the checkpoints before are untouched.
+        """
+        groups, step = state.groups, state.step
+        records: dict[str, FileRecord] = {}
+        fingerprint = model_fingerprint(global_shapes(state.shards, groups))
+        with fails_together():
+            if groups.rank == 0:
+                self.store.begin(step)
+        with fails_together(), self.store.writing(step):
+            folder = self.store.partial_path(step)
+            records |= save_state(folder, state.shards, state.ema, state.optimizer, groups)
+            if groups.is_data_reader:
+                (folder / "loader").mkdir(exist_ok=True)
+                position = io.BytesIO()  # torch's own file writer hides why the disk refused
+                torch.save(state.stream.state_dict(), position)
+                name = f"loader/dp_{groups.dp_rank:05d}.pt"
+                (folder / name).write_bytes(position.getbuffer())
+                records[name] = hash_file(folder / name, flush=True)
+            if groups.rank == 0:
+                (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.record, sort_keys=False))
+                (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
+        parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
+        dist.gather_object(records, parts)
+        with fails_together():
+            if parts is not None:
+                meta = {
+                    "consumed_samples": state.consumed_samples,
+                    **held_out_meta(state.held_out),
+                    "fingerprint": fingerprint,
+                    "torch": torch.__version__,
+                }
+                self.store.publish(step, meta, {name: record for part in parts for name, record in part.items()})
+        return self.store.path(step)
+
+    def attach_held_out(self, state: TrainState) -> None:
+        """Add the newest held-out loss to the checkpoint of `state.step`, which was published before it was measured.
+
+        Where the folder of that step is gone, there is nothing to add to.
+
+        Raises:
+            CheckpointError: rank 0 could not write; the checkpoint is what it was.
+        """
+        with fails_together():
+            if state.groups.rank == 0 and self.store.path(state.step).is_dir():
+                self.store.attach(state.step, held_out_meta(state.held_out))
+
+    def resume(self, state: TrainState, mode: str) -> bool:
+        """Continue from the newest valid checkpoint.
+
+        Args:
+            mode: `auto`, `never` or `must`.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            CheckpointError: `must` and there is none, or there are some and all of them are damaged.
+            ConfigError: it belongs to another model or experiment, or holds imported weights; or `never` and there is
+                one.
+        """
+        steps, found = self._newest_valid(state.groups)
+        if found is None:
+            if steps and mode != "never":
+                raise CheckpointError(
+                    f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons given "
+                    "above; restore one, or train again from step 0 with checkpoint.resume=never"
+                )
+            if mode == "must":
+                raise CheckpointError(
+                    f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
+                    "use checkpoint.resume=auto to start anew"
+                )
+            return False
+        if mode == "never":
+            raise ConfigError(
+                f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {steps}, "
+                "which a later resume would take for this run's; use another training.run_dir or remove them"
+            )
+        folder, manifest = found
+        if manifest.is_imported:
+            raise ConfigError(
+                f"{folder} holds imported weights, which have no optimizer and no data position to resume; start from "
+                "them: checkpoint.start_from=that run folder, with another training.run_dir"
+            )
+        self._restore(state, folder, manifest)
+        return True
+
+    def _newest_valid(self, groups: ProcessGroups) -> tuple[list[int], Optional[tuple[Path, Manifest]]]:
+        """Return the steps that have a checkpoint, and the newest that verifies.
+
+        Every rank reads and hashes its share of the files.
+        """
+        seen: list[Any] = [None, None]
+        if groups.rank == 0:
+            seen = [self.store.steps(), self.store.newest_first()]
+        dist.broadcast_object_list(seen)
+        steps, candidates = seen
+        for folder in candidates:
+            problem: Optional[str] = None
+            try:
+                manifest = verify_folder(folder, share=(groups.rank, groups.world_size))
+            except CheckpointError as error:
+                problem = str(error)
+            problems: list[Any] = [None] * groups.world_size
+            dist.all_gather_object(problems, problem)
+            named = next((problem for problem in problems if problem is not None), None)
+            if named is None:
+                return steps, (folder, manifest)
+            if groups.rank == 0:
+                logger.warning("skipping checkpoint %s: %s", folder.name, named)
+        return steps, None
+
+    def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
+        check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
+        saved = read_record(folder)
+        self._check_ema(state, folder, saved)
+        accepted = self.settings["checkpoint"].accept_changes or []
+        changes = check_same_experiment(folder, saved, self.settings, accepted)
+        restarts_data = any(change.restarts_data for change in changes)
+        if state.groups.rank == 0:
+            for change in changes:
+                logger.info("changed since step %d: %s", manifest.step, change)
+            if restarts_data:
+                logger.info("the data start afresh at step %d", manifest.step)
+        load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
+        if not restarts_data:
+            state.stream.load_state_dict(read_loader_state(folder))
+        state.step = manifest.step
+        state.consumed_samples = int(manifest.meta["consumed_samples"])
+        state.held_out = manifest.held_out
+        self.resumed_facts = read_facts(folder)
+
+    def _check_ema(self, state: TrainState, folder: Path, saved: dict[str, Any]) -> None:
+        had_ema = saved["training"]["ema_decay"] is not None
+        if state.ema is not None and not had_ema:
+            raise CheckpointError(
+                f"{folder} holds no weight average but training.ema_decay={state.ema.decay} asks for one; "
+                "set training.ema_decay=None or start in a new training.run_dir"
+            )
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the settings in a checkpoint's config.yaml, as plain values by the names of `pretrain`'s arguments.
+
+    Raises:
+        CheckpointError: the file is missing or is no such record.
+    """
+    return _read_table(folder / CONFIG_FILE, yaml.safe_load, ("model", "objective", "training", "sampling"))
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return what sampling must know beside the settings.
+
+    Raises:
+        CheckpointError: the file is missing or is no such record.
+    """
+    return _read_table(folder / FACTS_FILE, json.loads, ("class_names", "latent_size"))
+
+
+def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:
+    try:
+        table = parse(read_regular(path).decode())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; {CURE}") from error
+    missing = [name for name in required if not isinstance(table, dict) or name not in table]
+    if missing:
+        raise CheckpointError(f"{path} has no {', '.join(missing)}; {CURE}")
+    return table
+
+
+def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:
+    """Return how a manifest states a held-out loss."""
+    return {
+        "held_out_loss": None if held_out is None else held_out.loss,
+        "held_out_step": None if held_out is None else held_out.step,
+    }
+
+
+def read_loader_state(folder: Path) -> dict[str, Any]:
+    """Join the loader positions of all data-parallel ranks of a checkpoint, whatever ranks there are now."""
+    merged: dict[str, Any] = {}
+    for path in sorted((folder / "loader").glob("dp_*.pt")):
+        try:
+            part = torch.load(path, weights_only=True)
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}; {CURE}") from error
+        streams = {**merged.get("streams", {}), **part.get("streams", {})}
+        merged = {**merged, **part, "streams": streams}
+    return merged

@@ -1,0 +1,290 @@
+"""What a checkpoint says about itself, and the proof that it is still so.
+
+`manifest.json` lists every file of the folder with its size and SHA-256 and carries a digest of its own content, so a
+flipped bit anywhere, the manifest included, is found before anything is loaded.
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Optional
+
+from dit.durable_files import read_regular, strict_json
+from dit.errors import CheckpointError, ConfigError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+CHUNK_BYTES = 1 << 20
+HASH_THREADS = 8  # hashlib lets go of the interpreter lock; one core hashes 1-2 GiB/s
+NUM_DIFFERENCES = 5  # differences named in a message before it says how many more there are
+CURE = "delete or restore the folder; an older valid checkpoint is used if there is one"
+
+_FOLDER = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and SHA-256 (hex) of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out loss, and the optimizer step whose weights it was measured with."""
+
+    loss: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's table of contents.
+
+    Attributes:
+        step: optimizer steps done when it was taken.
+        files: every file but the manifest itself, by path relative to the folder, with forward slashes.
+        meta: what the run wants to know before loading: `consumed_samples`, `held_out_loss` and the step it was
+            measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and whatever else is plain JSON.
+        created: seconds since the epoch.
+    """
+
+    step: int
+    files: Mapping[str, FileRecord]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    created: float = field(default_factory=time.time)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all listed files."""
+        return sum(record.size_bytes for record in self.files.values())
+
+    @property
+    def held_out(self) -> Optional[HeldOut]:
+        """The newest held-out loss when it was taken; None if there was none yet."""
+        value = self.meta.get("held_out_loss")
+        if value is None:
+            return None
+        # "NaN" reads back as nan. Manifests of before `held_out_step` do not say; theirs counts as of their own step.
+        return HeldOut(float(value), int(self.meta.get("held_out_step", self.step)))
+
+    @property
+    def held_out_loss(self) -> Optional[float]:
+        """The held-out loss of this very step; None if it was not measured."""
+        return None if self.held_out is None or self.held_out.step != self.step else self.held_out.loss
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether it holds another code base's weights, and neither optimizer nor data position to resume."""
+        return "imported_from" in self.meta
+
+    def to_text(self) -> str:
+        """Return the one text that stands for this manifest, its own digest included."""
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "created": self.created,
+            "meta": dict(self.meta),
+            "files": {name: [record.size_bytes, record.sha256] for name, record in sorted(self.files.items())},
+        }
+        digest = hashlib.sha256(strict_json(body).encode()).hexdigest()
+        return strict_json({"sha256": digest, **body}, indent=1)
+
+    @classmethod
+    def from_text(cls, text: str) -> "Manifest":
+        """Read a manifest back.
+
+        Raises:
+            ValueError: the text is not, to the byte, what `to_text` wrote.
+        """
+        raw = json.loads(text)
+        try:
+            found_format = raw["format"]
+            files = {name: FileRecord(int(size), str(digest)) for name, (size, digest) in raw["files"].items()}
+            manifest = cls(step=int(raw["step"]), files=files, meta=dict(raw["meta"]), created=raw["created"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"field missing or of a wrong kind ({error!r})") from error
+        if found_format != FORMAT:
+            raise ValueError(f"format {found_format!r}, this version reads {FORMAT}")
+        if manifest.to_text() != text:
+            raise ValueError("its content does not match its own digest")
+        return manifest
+
+
+def step_of_folder(name: str) -> Optional[int]:
+    """Return the step that a checkpoint folder's name promises, None for any other name."""
+    match = _FOLDER.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def model_fingerprint(parameters: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return what makes two models the same: the global names and shapes of all parameters, and their digest.
+
+    Args:
+        parameters: shape of the whole (unsharded) parameter by global name, the same on every parallel layout.
+    """
+    table = {name: [int(n) for n in shape] for name, shape in sorted(parameters.items())}
+    return {"digest": hashlib.sha256(strict_json(table).encode()).hexdigest(), "parameters": table}
+
+
+def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:
+    """Check that a checkpoint belongs to the model about to be trained.
+
+    Args:
+        fingerprint: of the model at hand, from `model_fingerprint`.
+
+    Raises:
+        CheckpointError: the checkpoint does not say which model it holds.
+        ConfigError: a parameter is missing, unknown, or of another shape; the first differences are named.
+    """
+    stored = manifest.meta.get("fingerprint")
+    if not stored:
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} holds no model fingerprint, so it cannot be told whether it fits; "
+            "start in a new training.run_dir"
+        )
+    if stored["digest"] == fingerprint["digest"]:
+        return
+    saved, asked = stored["parameters"], fingerprint["parameters"]
+    differences = []
+    for name in sorted(saved.keys() | asked.keys()):
+        if name not in asked:
+            differences.append(f"{name} {saved[name]} is only in the checkpoint")
+        elif name not in saved:
+            differences.append(f"{name} {asked[name]} is only in the model")
+        elif list(saved[name]) != list(asked[name]):
+            differences.append(f"{name} is {saved[name]} in the checkpoint and {asked[name]} in the model")
+    shown = "; ".join(differences[:NUM_DIFFERENCES])
+    more = f"; and {len(differences) - NUM_DIFFERENCES} more" if len(differences) > NUM_DIFFERENCES else ""
+    raise ConfigError(
+        f"checkpoint of another model at step {manifest.step}: {len(differences)} of "
+        f"{len(saved.keys() | asked.keys())} parameters differ: {shown}{more}; give the model settings it was trained "
+        "with, or another training.run_dir"
+    )
+
+
+def tree_files(folder: Path) -> Iterator[str]:
+    """Yield every file under `folder` by relative name, the manifest left out.
+
+    Raises:
+        CheckpointError: the tree holds a link, a pipe or another special file; nothing outside is ever followed.
+    """
+    for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+        if entry.is_dir(follow_symlinks=False):
+            for name in tree_files(Path(entry.path)):
+                yield f"{entry.name}/{name}"
+        elif not entry.is_file(follow_symlinks=False):
+            raise CheckpointError(f"{entry.path} is a link or a special file, refused in a checkpoint; {CURE}")
+        else:
+            yield entry.name
+
+
+def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Return size and SHA-256 of every file under `folder`, each flushed to the disk before it counts.
+
+    Args:
+        hashed: what the writers of some files say of them, having flushed them; these are not read again.
+
+    Raises:
+        CheckpointError: the tree holds a link or a special file, or a file of `hashed` is missing or of another size.
+        OSError: reading or flushing failed.
+    """
+    names = {name for name in tree_files(folder) if name != MANIFEST}
+    for name, record in hashed.items():
+        size = os.lstat(folder / name).st_size if name in names else None
+        if size != record.size_bytes:
+            raise CheckpointError(
+                f"{folder / name} {'is missing' if size is None else f'has {size} bytes'}, but its writer wrote "
+                f"{record.size_bytes} bytes; check that all nodes see the same disk"
+            )
+    others = sorted(names - hashed.keys())
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return {**hashed, **dict(zip(others, pool.map(lambda name: hash_file(folder / name, flush=True), others)))}
+
+
+def hash_file(path: Path, *, flush: bool = False) -> FileRecord:
+    """Read a file in chunks and return its size and SHA-256; `flush` first forces it to the disk."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        if flush:
+            os.fsync(descriptor)
+        while chunk := os.read(descriptor, CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    finally:
+        os.close(descriptor)
+    return FileRecord(size, digest.hexdigest())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest and check it against itself and the folder's name, no other file touched.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, damaged, or belongs to another step.
+    """
+    path = folder / MANIFEST
+    if folder.is_symlink() or path.is_symlink():
+        raise CheckpointError(f"{folder} or its {MANIFEST} is a link, refused in a checkpoint; give the real folder")
+    try:
+        manifest = Manifest.from_text(read_regular(path).decode())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing, the checkpoint was never finished; {CURE}") from error
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise CheckpointError(f"{path} is damaged: {error}; {CURE}") from error
+    promised = step_of_folder(folder.name)
+    if promised is not None and promised != manifest.step:
+        raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {promised}; {CURE}")
+    return manifest
+
+
+def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> Manifest:
+    """Verify that a checkpoint is, to the bit, what was published.
+
+    Args:
+        hashes: also read the files; without it only names and sizes are compared.
+        share: (i, n) to read only the i-th of n shares of the files, where n ranks verify one checkpoint together.
+
+    Raises:
+        CheckpointError: naming the first file that is missing, unlisted, a link, or of another size or content.
+    """
+    manifest = read_manifest(folder)
+    for name in manifest.files:
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or str(PurePosixPath(name)) != name:
+            raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, a path outside the checkpoint; {CURE}")
+    try:
+        present = set(tree_files(folder)) - {MANIFEST}
+        unlisted = sorted(present - manifest.files.keys())
+        if unlisted:
+            raise CheckpointError(f"{folder / unlisted[0]} is not in {MANIFEST}; remove that file")
+        for name, record in manifest.files.items():
+            if name not in present:
+                raise CheckpointError(f"{folder / name} is missing; {CURE}")
+            status = os.lstat(folder / name)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != record.size_bytes:
+                raise CheckpointError(
+                    f"{folder / name} has {status.st_size} bytes, {MANIFEST} says {record.size_bytes}; {CURE}"
+                )
+        if hashes:
+            with ThreadPoolExecutor(HASH_THREADS) as pool:
+                largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))
+                mine = dict(largest_first[share[0] :: share[1]])
+                found = pool.map(lambda name: hash_file(folder / name), mine)
+                for (name, record), now in zip(mine.items(), found):
+                    if now != record:
+                        raise CheckpointError(
+                            f"{folder / name} was damaged after saving: SHA-256 {now.sha256[:12]}..., "
+                            f"{MANIFEST} says {record.sha256[:12]}...; {CURE}"
+                        )
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}; {CURE}") from error
+    return manifest

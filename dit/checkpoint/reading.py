@@ -1,0 +1,53 @@
+"""What a command finds of a run on disk: a verified checkpoint, its settings and its slots of weights."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from dit.checkpoint.checkpointer import read_facts, read_record
+from dit.checkpoint.manifest import read_manifest
+from dit.checkpoint.store import CheckpointStore
+from dit.config_record import CLASS_KEY, from_record
+from dit.errors import CheckpointError
+from dit.settings import CheckpointConfig
+
+
+def find_checkpoint(path: Path | str) -> tuple[Path, int]:
+    """Return a proven checkpoint folder and its step, from a run folder or one of its checkpoints.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = Path(path)
+    store = CheckpointStore(path / "checkpoints", CheckpointConfig())
+    if path.name.startswith("iter_"):
+        return path, store.verify(path).step
+    found = store.newest_valid() if path.is_dir() else None
+    if found is None:
+        raise CheckpointError(
+            f"{path} is neither a run folder with a valid checkpoint nor a checkpoint (iter_NNNNNNN); "
+            "give the training.run_dir of a run that saved one"
+        )
+    return found[0], found[1].step
+
+
+def read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a verified checkpoint, by the names of `pretrain`'s arguments, and its facts.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    config = {name: from_record(part) for name, part in read_record(folder).items() if name != CLASS_KEY}
+    return config, read_facts(folder)
+
+
+def slot_of(folder: Path, config: dict[str, Any], weights: Literal["ema", "raw"]) -> str:
+    """Return the name under which a proven checkpoint holds its averaged or raw weights; imported ones are both.
+
+    Raises:
+        CheckpointError: the run kept no average.
+    """
+    if weights == "raw" or read_manifest(folder).is_imported:
+        return "weight"
+    if config["training"].ema_decay is None:
+        raise CheckpointError(f"{folder} holds no weight average; ask for the raw weights")
+    return "ema"

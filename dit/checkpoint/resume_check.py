@@ -1,0 +1,158 @@
+"""Whether a run may go on from a checkpoint: what changed in its settings since then, and what that would do.
+
+A change of what is trained, or on what, makes another experiment of the run and is refused. What people change on
+purpose (length, learning rate, clipping) and what changes no number by more than rounding (layout, recompute,
+attention path, intervals, logs) is reported, one line each.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dit.config_record import CLASS_KEY, to_record
+from dit.errors import ConfigError
+
+EVERY = "*"
+"""Every setting of a part, also those that it does not have yet."""
+
+# Of each argument of `pretrain`: the settings whose change is refused, and those whose change is reported. A setting in
+# neither list is refused, too; a test asks for it to be listed.
+SETTINGS: dict[str, tuple[str, str]] = {
+    "model": (EVERY, ""),
+    "objective": (EVERY, ""),
+    "data": (
+        "path train_split shuffle_buffer max_samples_per_sequence max_tokens_per_pack packing_buffer_size pad_packs "
+        "bucket_by_shape max_text_tokens max_tokens_per_sample min_aesthetic_score "
+        "frames height width shapes text_tokens fps dataset_size",
+        # The stream itself refuses another number of streams than it saved.
+        "num_streams background max_abs_latent max_lost_samples require_checksums validation_split "
+        "validation_micro_batches",
+    ),
+    "optimizer": ("beta1 beta2 eps weight_decay", "lr clip_grad"),
+    "schedule": ("", "kind warmup_steps min_lr"),
+    "parallel": ("", EVERY),
+    "training": (
+        "global_batch_size precision seed ema_decay ema_start_step",
+        # The stream itself refuses another micro-batch than it saved, by the number that fits the layout.
+        "run_dir num_steps micro_batch_size attention linears recompute recompute_layers log_interval "
+        "validation_interval sample_interval stop_at_step",
+    ),
+    "checkpoint": ("", EVERY),
+    "logging": ("", EVERY),
+    "sampling": ("", EVERY),
+}
+DATA_ORDER = ("data", "training.seed")
+"""The settings that decide which samples come next: after a change the saved position in the data means nothing."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that is not what it was when the checkpoint was saved.
+
+    Attributes:
+        path: of the setting, such as `optimizer.lr`; a part whose class changed is one setting, such as `objective`.
+        old, new: plain values; of a part, the names of its classes.
+    """
+
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.old} -> {self.new}"
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it makes another experiment of the run."""
+        part, _, name = self.path.partition(".")
+        reported = SETTINGS.get(part, ("", ""))[1].split()
+        return name not in reported and EVERY not in reported
+
+    @property
+    def restarts_data(self) -> bool:
+        """Whether the saved position in the data cannot be used any more."""
+        return self.is_refused and self.is_in(DATA_ORDER)
+
+    def is_in(self, paths: Sequence[str]) -> bool:
+        """Return whether one of `paths` is this setting or the part that it belongs to."""
+        return any(self.path == path or self.path.startswith(f"{path}.") for path in paths)
+
+
+def changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Change]:
+    """Return every setting that differs from a checkpoint's record, in the order of the settings.
+
+    A setting that the record does not have, since it was written by an older version, counts as its default.
+
+    Args:
+        saved: the record in the checkpoint, see `config_record`.
+        settings: of this run, by the names of `pretrain`'s arguments.
+    """
+    return [change for name, part in settings.items() for change in _part_changes(name, saved.get(name, {}), part)]
+
+
+def _part_changes(name: str, saved: Mapping[str, Any], part: Any) -> Iterator[Change]:
+    # The class alone counts, not the module: files move between versions.
+    old_class, new_class = saved.get(CLASS_KEY, type(part).__name__).rpartition(".")[2], type(part).__name__
+    if old_class != new_class:
+        yield Change(name, old_class, new_class)
+        return
+    new, defaults = to_record(part), to_record(_defaults(part))
+    for key in dict.fromkeys([*new, *saved]):
+        old, now = saved.get(key, defaults.get(key)), new.get(key, "no longer a setting")
+        if key != CLASS_KEY and old != now:
+            yield Change(f"{name}.{key}", old, now)
+
+
+def _defaults(part: Any) -> dict[str, Any]:
+    found = {}
+    for field in dataclasses.fields(part):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return found
+
+
+def check_same_experiment(
+    folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any], accepted: Sequence[str]
+) -> list[Change]:
+    """Check that going on from a checkpoint continues its experiment.
+
+    Args:
+        folder: of the checkpoint.
+        saved: its settings, see `config_record`.
+        settings: of this run, by the names of `pretrain`'s arguments.
+        accepted: paths of settings, or parts, that may have changed all the same.
+
+    Returns:
+        Every change there is, to be reported.
+
+    Raises:
+        ConfigError: what is trained, or on what, changed, and `accepted` does not name it; or `accepted` names no
+            setting.
+    """
+    _check_names(accepted, saved, settings)
+    found = changes(saved, settings)
+    refused = [change for change in found if change.is_refused and not change.is_in(accepted)]
+    if refused:
+        accept = json.dumps([*accepted, *(change.path for change in refused)], separators=(",", ":"))
+        raise ConfigError(
+            f"{folder} was trained with other settings: {'; '.join(map(str, refused))}. Set them back, or give another "
+            "training.run_dir (with checkpoint.start_from=this run folder to start from its weights), or go on here "
+            f"all the same with 'checkpoint.accept_changes={accept}'"
+        )
+    return found
+
+
+def _check_names(accepted: Sequence[str], saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    record = to_record(dict(settings))
+    known = {f"{name}.{key}" for parts in (record, saved) for name in record for key in parts.get(name, {})}
+    unknown = [path for path in accepted if path not in known and path not in record]
+    if unknown:
+        raise ConfigError(
+            f"checkpoint.accept_changes names {', '.join(unknown)}, which this run does not have; write paths of "
+            f"settings such as optimizer.beta2, or one of the parts {', '.join(record)}"
+        )

@@ -1,0 +1,186 @@
+"""The model's state on disk: named tensors that any layout can write and read, and no rank ever gathers.
+
+Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`. Nothing in
+them depends on the optimizer or the layout that wrote them. Each rank writes and reads the boxes of the ranges that it
+owns (`dit.checkpoint.boxes`); ranks that own copies of a range write equal shares of it.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dit.backends.process_groups import ProcessGroups, raise_together
+from dit.checkpoint.boxes import Box, Part
+from dit.checkpoint.manifest import FileRecord
+from dit.checkpoint.state_files import StateReader, file_of_rank, write_boxes, write_index
+from dit.errors import CheckpointError
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, publish_masters, set_step_count
+from dit.parallel.build import is_expert, is_replicated_over_pipeline
+
+ADAM_STEP = "adam_step"
+MIN_SHARE_ELEMENTS = 1024
+
+
+def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop: Optional[int] = None) -> Part:
+    """Describe a range of this rank's part of a parameter, the complete part if no range is given.
+
+    An expert is a tensor of its own name, complete on the ranks that have it.
+    """
+    local = tuple(parameter.shape)
+    stop = parameter.numel() if stop is None else stop
+    if is_expert(parameter) or not getattr(parameter, "tensor_model_parallel", False):
+        return Part(local, local, (0,) * len(local), start, stop)
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    shape = tuple(size * groups.tp.size() if i == dim else size for i, size in enumerate(local))
+    origin = tuple(local[dim] * groups.tp.rank() if i == dim else 0 for i in range(len(local)))
+    return Part(shape, local, origin, start, stop)
+
+
+def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
+    """Return which copy of its range this rank has, and how many ranks have one."""
+    parameter = shard.parameter
+    if is_expert(parameter):
+        axes = [groups.collection.expt_dp] if shard.group is None else []
+    else:
+        axes = [groups.dp_cp] if shard.group is None else []
+        if not getattr(parameter, "tensor_model_parallel", False):
+            axes.append(groups.tp)
+        if is_replicated_over_pipeline(parameter):
+            axes.append(groups.pp)
+    index, count = 0, 1
+    for axis in axes:
+        index, count = index * axis.size() + axis.rank(), count * axis.size()
+    return index, count
+
+
+def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
+    """Return what the `index`-th of `count` ranks with copies of a range writes of it.
+
+    Equal shares; of a range with few elements for each rank, one of them writes all, so that the index stays short.
+    """
+    if owned.stop - owned.start >= MIN_SHARE_ELEMENTS * count:
+        return owned.share(index, count)
+    writes = zlib.crc32(name.encode()) % count == index
+    return owned if writes else replace(owned, stop=owned.start)
+
+
+def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[str, Tensor]:
+    """Return this rank's values of the `i`-th parameter by slot."""
+    values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in SLOTS}}
+    if ema is not None:
+        values["ema"] = ema.values[i]
+    return values
+
+
+@contextmanager
+def fails_together() -> Iterator[None]:
+    """Write something on this rank; if the disk fails one rank, all fail, each with its own error first.
+
+    Every rank calls this. Other errors leave at once, and the peers learn of a lost rank.
+    """
+    failure: Optional[Exception] = None
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        failure = error
+    raise_together(failure, CheckpointError("another rank could not write its part of the checkpoint; see its error"))
+
+
+def save_state(
+    directory: Path,
+    shards: Sequence[MasterShard],
+    ema: Optional[EMA],
+    optimizer: Any,
+    groups: ProcessGroups,
+) -> dict[str, FileRecord]:
+    """Write weights, average and optimizer state into `directory`; every rank calls this.
+
+    Returns:
+        Size and SHA-256 of the file that this rank wrote, by its name.
+
+    Raises:
+        OSError: this rank could not write its part.
+        CheckpointError: another rank could not.
+    """
+    mine: dict[str, tuple[tuple[int, ...], list[Box]]] = {}  # the same boxes of every slot
+    values: list[Tensor] = []
+    slots: list[str] = []
+    seen = set()
+    for i, shard in enumerate(shards):
+        if shard.name in seen:
+            continue  # another chunk's copy, equal to the bit
+        seen.add(shard.name)
+        owned = part_of(shard.parameter, groups, shard.start, shard.stop)
+        share = share_of_copy(owned, shard.name, *copy_of(shard, groups))
+        tensors = _values(shards, ema, i)
+        slots = list(tensors)
+        if share.start < share.stop:
+            mine[shard.name] = owned.shape, [box for box, _ in share.views(shard.main, shard.start)]
+            values += [view for tensor in tensors.values() for _, view in share.views(tensor, shard.start)]
+    boxes = {f"{slot}.{name}": parts for name, (_, parts) in mine.items() for slot in slots}
+    file = file_of_rank(groups.rank)
+    record: dict[str, FileRecord] = {}
+    with fails_together():
+        record = {file: write_boxes(directory / file, boxes, values)}
+    found: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
+    dist.gather_object(mine, found)
+    with fails_together():
+        if found is not None:
+            shapes = {f"{slot}.{name}": shape for part in found for name, (shape, _) in part.items() for slot in slots}
+            files = {
+                file_of_rank(rank): {f"{slot}.{name}": parts for name, (_, parts) in part.items() for slot in slots}
+                for rank, part in enumerate(found)
+            }
+            write_index(directory, shapes, files, {ADAM_STEP: get_step_count(optimizer)})
+    return record
+
+
+@torch.no_grad()
+def load_state(
+    directory: Path,
+    shards: Sequence[MasterShard],
+    ema: Optional[EMA],
+    optimizer: Any,
+    wrapped: Sequence[Any],
+    groups: ProcessGroups,
+) -> None:
+    """Read what `save_state` wrote, on any layout, into masters, average, optimizer and model.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a part of it.
+    """
+    reader = StateReader(directory)
+    for i, shard in enumerate(shards):
+        shard.ensure_state()
+        owned = part_of(shard.parameter, groups, shard.start, shard.stop)
+        for slot, target in _values(shards, ema, i).items():
+            reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(target, shard.start))
+    set_step_count(optimizer, reader.scalars[ADAM_STEP])
+    publish_masters(optimizer, wrapped)
+
+
+@torch.no_grad()
+def load_masters(directory: Path, slot: str, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
+    """Read the weights (`weight`) or their average (`ema`) into the master weights alone, on any layout."""
+    reader = StateReader(directory)
+    for shard in shards:
+        owned = part_of(shard.parameter, groups, shard.start, shard.stop)
+        reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(shard.main, shard.start))
+
+
+@torch.no_grad()
+def load_weights(directory: Path, chunks: Sequence[nn.Module], groups: ProcessGroups, *, slot: str = "ema") -> None:
+    """Read the weights (`weight`) or their average (`ema`) into bare model chunks, for sampling and export."""
+    reader = StateReader(directory)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            part = part_of(parameter, groups)
+            reader.read(f"{slot}.{name}", part.shape, part.views(parameter, 0))

@@ -1,0 +1,247 @@
+"""State on disk: boxes of full tensors in safetensors files, and one index that says where each box is.
+
+    rank_00000.safetensors    what rank 0 wrote; a box of tensor `n` at offsets (3, 0) is called `n@3,0`
+    rank_00001.safetensors
+    state.json                shape of each tensor, and the file, offsets and sizes of each of its boxes
+
+Every rank writes its own file and hashes it while it writes. Nothing here is gathered and nothing can execute code.
+Any tool that reads safetensors can read the files.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dit.checkpoint.boxes import Box
+from dit.checkpoint.manifest import CURE, FileRecord
+from dit.durable_files import write_all, write_atomic
+from dit.errors import CheckpointError
+
+INDEX = "state.json"
+FORMAT = 2  # 1 was Megatron-Core's `torch_dist`
+STAGING_BYTES = 64 << 20  # of a device's memory that are copied to the host at a time
+ITEM_BYTES = 4  # all state is float32
+
+Boxes = Mapping[str, Sequence[Box]]
+"""The boxes of each tensor by its name."""
+
+
+def checkpoint_bytes(parameters: int, *, averaged: bool) -> int:
+    """Return the size of a training state on disk, names aside: weights, Adam's two moments and the average."""
+    return parameters * ITEM_BYTES * (4 if averaged else 3)
+
+
+def file_of_rank(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _key(name: str, box: Box) -> str:
+    return f"{name}@{','.join(map(str, box.offsets))}"
+
+
+def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecord:
+    """Write a safetensors file of float32 boxes, flushed to the disk.
+
+    Args:
+        boxes: what the file will hold.
+        values: the tensor of each box in the same order, contiguous, on any device. They are taken one by one and may
+            be made one by one; of a device's tensors no more than `STAGING_BYTES` are on the host at a time.
+
+    Returns:
+        Size and SHA-256, computed beside the writing.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name, parts in boxes.items():
+        for box in parts:
+            start, end = end, end + box.numel * ITEM_BYTES
+            header[_key(name, box)] = {"dtype": "F32", "shape": list(box.sizes), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        with ThreadPoolExecutor(1) as hashing:  # hashlib lets go of the interpreter lock, and so does the disk
+            for piece in _pieces(len(text).to_bytes(8, "little") + text, values):
+                hashed = hashing.submit(digest.update, piece)
+                write_all(descriptor, piece)
+                hashed.result()
+                size += len(piece)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if size != 8 + len(text) + end:
+        raise ValueError(f"{path.name}: {size} bytes of values for boxes of {8 + len(text) + end} bytes")
+    return FileRecord(size, digest.hexdigest())
+
+
+def _pieces(head: bytes, values: Iterable[Tensor]) -> Iterable[memoryview]:
+    yield memoryview(head)
+    for value in values:
+        assert value.dtype == torch.float32
+        flat = value.detach().view(-1)
+        for piece in flat.split(STAGING_BYTES // ITEM_BYTES):
+            yield memoryview(piece.cpu().numpy()).cast("B")
+
+
+def write_index(
+    folder: Path, shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes], scalars: Mapping[str, int]
+) -> None:
+    """Write the index of a finished state.
+
+    Args:
+        shapes: of every full tensor by name.
+        parts: the boxes in each file, by the file's name.
+        scalars: whole numbers that belong to the state.
+
+    Raises:
+        CheckpointError: the boxes of a tensor do not make up the full tensor.
+        OSError: the disk refused.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in shapes}
+    for file, boxes in parts.items():
+        for name, some in boxes.items():
+            found[name] += [[file, list(box.offsets), list(box.sizes)] for box in some]
+    for name, shape in shapes.items():
+        _check_complete(name, shape, [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes in found[name]])
+    tensors = {name: {"shape": list(shape), "boxes": found[name]} for name, shape in shapes.items()}
+    body = {"format": FORMAT, "scalars": dict(scalars), "tensors": tensors}
+    write_atomic(folder / INDEX, json.dumps(body, separators=(",", ":")))
+
+
+def write_full_state(
+    folder: Path, shapes: Mapping[str, Sequence[int]], values: Iterable[Tensor], scalars: Mapping[str, int]
+) -> dict[str, FileRecord]:
+    """Write full tensors, one by one, as the state of a single process.
+
+    Args:
+        shapes: of every tensor by name.
+        values: the tensors in the same order, float32 and contiguous.
+        scalars: whole numbers that belong to the state.
+
+    Returns:
+        Size and SHA-256 of the file, by its name.
+    """
+    file, boxes = file_of_rank(0), {name: [Box.of(shape)] for name, shape in shapes.items()}
+    record = write_boxes(folder / file, boxes, values)
+    write_index(folder, shapes, {file: boxes}, scalars)
+    return {file: record}
+
+
+def _check_complete(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Check that boxes make up a tensor: inside it, without overlap, and with as many elements."""
+    full = Box.of(shape)
+    ordered = sorted(boxes, key=lambda box: box.offsets)
+    for i, box in enumerate(ordered):
+        if len(box.sizes) != len(shape) or min(box.sizes, default=1) < 1 or box.overlap(full) != box:
+            raise CheckpointError(f"{name} of shape {list(shape)} has a box outside of it: {box}; {CURE}")
+        for other in ordered[i + 1 :]:
+            if shape and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+                break  # sorted by the first dimension: no later one can overlap
+            if box.overlap(other):
+                raise CheckpointError(f"{name} of shape {list(shape)} is stored twice in part: {box}, {other}; {CURE}")
+    stored = sum(box.numel for box in ordered)
+    if stored != math.prod(shape):
+        raise CheckpointError(f"{name} has {math.prod(shape)} elements, {stored} of them are stored; {CURE}")
+
+
+class StateReader:
+    """Reads any box of any tensor of a verified checkpoint, whatever boxes it is stored in.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises:
+        CheckpointError: the index is missing, of another format, or does not fit together.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        if (folder / ".metadata").exists() and not (folder / INDEX).exists():
+            raise CheckpointError(
+                f"{folder} is in the format of an earlier version (Megatron-Core's torch_dist); rewrite the run's "
+                f"checkpoints with: python -m launch.convert_checkpoints {folder.parent.parent}"
+            )
+        try:
+            body = json.loads((folder / INDEX).read_text())
+            if body["format"] != FORMAT:
+                raise CheckpointError(f"{folder / INDEX} is of format {body['format']!r}, this version reads {FORMAT}")
+            self.scalars = {str(name): int(value) for name, value in body["scalars"].items()}
+            self.shapes = {name: tuple(map(int, entry["shape"])) for name, entry in body["tensors"].items()}
+            self._stored = {
+                name: [(_plain(file), Box(tuple(map(int, o)), tuple(map(int, s)))) for file, o, s in entry["boxes"]]
+                for name, entry in body["tensors"].items()
+            }
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}; {CURE}") from error
+        for name, shape in self.shapes.items():
+            _check_complete(name, shape, [box for _, box in self._stored[name]])
+
+    def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
+        """Copy boxes of one tensor into memory, on any device and in any precision; nothing else is read.
+
+        Args:
+            shape: of the full tensor, as the caller knows it.
+            views: each box with the tensor of its sizes that it is copied into.
+
+        Raises:
+            CheckpointError: the checkpoint lacks this tensor, has it in another shape, or a file is not what the index
+                says.
+        """
+        if name not in self._stored:
+            raise CheckpointError(f"{self.folder} lacks {name}; it has {len(self.shapes)} other tensors")
+        if self.shapes[name] != tuple(shape):
+            raise CheckpointError(
+                f"{name} is {list(self.shapes[name])} in {self.folder}, {list(shape)} in the model; "
+                "give the model settings it was trained with"
+            )
+        for box, target in views:
+            for file, stored in self._stored[name]:
+                common = box.overlap(stored)
+                if common is not None:
+                    values = self._values(file, name, stored, common)
+                    target[common.slices_in(box)].copy_(values)
+
+    def read_full(self, name: str) -> Tensor:
+        """Return one tensor in full, float32, on the host."""
+        target = torch.empty(self.shapes[name], dtype=torch.float32)
+        self.read(name, self.shapes[name], [(Box.of(self.shapes[name]), target)])
+        return target
+
+    def _values(self, file: str, name: str, stored: Box, wanted: Box) -> Tensor:
+        key = _key(name, stored)
+        try:
+            if file not in self._files:
+                self._files[file] = safe_open(self.folder / file, framework="pt")
+            opened = self._files[file]
+            entry = opened.get_slice(key)
+            if tuple(entry.get_shape()) != stored.sizes or entry.get_dtype() != "F32":
+                raise CheckpointError(
+                    f"{self.folder / file}: {key} is {entry.get_dtype()} {entry.get_shape()}, "
+                    f"{INDEX} says F32 {list(stored.sizes)}; {CURE}"
+                )
+            return opened.get_tensor(key) if wanted == stored else entry[wanted.slices_in(stored)]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder / file} cannot be read: {error}; {CURE}") from error
+
+
+def _plain(file: Any) -> str:
+    if not isinstance(file, str) or Path(file).name != file:
+        raise CheckpointError(f"{INDEX} names {file!r}, which is no file of the checkpoint's own folder; {CURE}")
+    return file

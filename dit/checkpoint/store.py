@@ -1,0 +1,339 @@
+"""Where checkpoints live: made under a temporary name, proven whole, published by one rename, never torn.
+
+    checkpoints/iter_0000400/           a checkpoint: what the ranks wrote, and manifest.json
+    checkpoints/iter_0000600.tmp/       being written; a leftover is removed by the next `begin`
+    checkpoints/iter_0000100.trash/     being deleted; likewise
+    checkpoints/iter_0000400.replaced/  the older one of two checkpoints of the same step, gone once the newer stands
+    checkpoints/iter_0000400.part       its next manifest, being written; likewise
+
+There is no "latest" file that could be torn: the newest folder whose manifest verifies is the current one. The
+sharded state is written by all ranks (`dit.checkpoint.sharded_state`); this module only makes, checks and removes
+folders and needs no torch.
+
+A step is saved like this, the step number being all that ranks must share:
+
+    if rank == 0: store.begin(step)                                             # then a barrier
+    with store.writing(step): write_this_ranks_files(store.partial_path(step))  # then agree that no rank failed
+    if rank == 0: store.publish(step, meta, hashes_of_all_ranks)                # then a barrier
+"""
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+from dit.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    check_same_model,
+    hash_tree,
+    model_fingerprint,
+    read_manifest,
+    step_of_folder,
+    verify_folder,
+)
+from dit.durable_files import fsync_dir, write_atomic
+from dit.errors import CheckpointError, UserError
+from dit.settings import CheckpointConfig
+
+__all__ = ["CheckpointStore", "Manifest", "check_same_model", "model_fingerprint"]
+
+logger = logging.getLogger(__name__)
+
+PARTIAL, TRASH, REPLACED, PART = ".tmp", ".trash", ".replaced", ".part"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CheckpointStore:
+    """The checkpoints of one run folder.
+
+    One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time; reading is free for everybody, also
+    while another process saves.
+
+    Args:
+        root: folder of the checkpoints; made when the first one is begun.
+        config: what to keep.
+
+    Raises:
+        ConfigError: a keep rule is impossible.
+    """
+
+    def __init__(self, root: Path | str, config: CheckpointConfig) -> None:
+        config.validate()
+        self.root = Path(root)
+        self.config = config
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the published checkpoint of `step`."""
+        return self.root / f"iter_{step:07d}"
+
+    def partial_path(self, step: int) -> Path:
+        """Return the folder that all ranks fill between `begin` and `publish`."""
+        return self.root / f"iter_{step:07d}{PARTIAL}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a published folder, valid or not, ascending."""
+        return sorted({step for step, _ in self._folders()})
+
+    def begin(self, step: int) -> Path:
+        """Remove what dead processes left and make the empty folder for a new checkpoint.
+
+        Left are unfinished and half-deleted folders, and checkpoints that the keep rules no longer protect: so there is
+        never more than one too many, however often a run dies between publishing and deleting.
+
+        Returns:
+            The folder to fill, `partial_path(step)`.
+
+        Raises:
+            CheckpointError: the folder cannot be made.
+        """
+        with self.writing(step):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.recover()
+            self.prune(up_to=step - 1)
+            self.partial_path(step).mkdir()
+        return self.partial_path(step)
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[None]:
+        """Turn a failed write of this rank into a `CheckpointError`, and make the checkpoint unpublishable.
+
+        Any rank may fail and call off the save for all: `publish` then finds no folder.
+
+        Raises:
+            CheckpointError: an operating-system error happened inside; other errors pass through unchanged.
+        """
+        try:
+            yield
+        except BaseException as error:
+            # What a full disk leaves behind is also what keeps it full.
+            self.abort(step)
+            os_error = _os_error(error)
+            if os_error is None or isinstance(error, UserError):
+                raise
+            raise CheckpointError(self._why(step, os_error)) from error
+
+    def abort(self, step: int) -> None:
+        """Drop the unfinished checkpoint of `step`, if there is one."""
+        self._discard(self.partial_path(step))
+
+    def publish(self, step: int, meta: Mapping[str, Any], hashed: Mapping[str, FileRecord] = {}) -> Manifest:
+        """Seal the folder that the ranks filled, make it the checkpoint of `step`, and apply the keep rules.
+
+        Every file is flushed and hashed, by its writer or here, the manifest is written last, and one rename makes the
+        checkpoint current. If `step` has a checkpoint already, it stays readable until the new one stands.
+
+        Args:
+            meta: plain JSON for the manifest, see `Manifest`.
+            hashed: files that their writers have flushed and hashed, by relative name.
+
+        Raises:
+            CheckpointError: a rank called the save off, the folder holds a link, or the disk failed; what was published
+                before is untouched.
+        """
+        partial, final = self.partial_path(step), self.path(step)
+        if not partial.is_dir():
+            raise CheckpointError(
+                f"{partial} is not there: `begin` was not called or a rank failed to write; "
+                "see the other ranks' errors, earlier checkpoints are intact"
+            )
+        with self.writing(step):
+            manifest = Manifest(step=step, files=hash_tree(partial, hashed), meta=dict(meta))
+            if not manifest.files:
+                raise CheckpointError(f"{partial} is empty, no rank wrote anything; earlier checkpoints are intact")
+            write_atomic(partial / MANIFEST, manifest.to_text())
+            for folder, _, _ in os.walk(partial, topdown=False):
+                fsync_dir(Path(folder))
+            if final.exists():
+                self._discard(self._replaced_path(step))
+                os.rename(final, self._replaced_path(step))
+            os.rename(partial, final)
+            fsync_dir(self.root)
+        self._discard(self._replaced_path(step))
+        self.prune(up_to=step, proven=step)
+        return manifest
+
+    def attach(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Add to what the published checkpoint of `step` says of itself, and apply the keep rules again.
+
+        Its manifest is replaced by one rename, so a reader finds the old one or the new one.
+
+        Args:
+            meta: plain JSON, see `Manifest`.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or the disk failed; the checkpoint is what it was.
+        """
+        folder = self.path(step)
+        manifest = read_manifest(folder)
+        try:
+            # Not inside the folder: what a crash leaves there would be a file too many. `begin` removes it here.
+            text = replace(manifest, meta={**manifest.meta, **meta}).to_text()
+            write_atomic(folder / MANIFEST, text, part=folder.with_suffix(PART))
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / MANIFEST} cannot be written: {error.strerror}; make room or fix the permissions, then "
+                "resume; the checkpoint itself is intact"
+            ) from error
+        self.prune(up_to=step, proven=step)
+
+    def verify(self, path: Path | str, *, hashes: bool = True) -> Manifest:
+        """Prove that the checkpoint at `path` is, to the bit, what was published; load nothing before that.
+
+        Raises:
+            CheckpointError: naming the damaged file and what to do.
+        """
+        return verify_folder(Path(path), hashes=hashes)
+
+    def newest_first(self) -> list[Path]:
+        """Return all published folders, valid or not, in the order in which a resume tries them."""
+        order = sorted(self._folders(), key=lambda item: (item[0], item[1].suffix != REPLACED), reverse=True)
+        return [folder for _, folder in order]
+
+    def newest_valid(self) -> Optional[tuple[Path, Manifest]]:
+        """Return the newest checkpoint that verifies, None if there is none; changes nothing on the disk.
+
+        Every newer one that does not verify is named in a warning.
+        """
+        for folder in self.newest_first():
+            try:
+                return folder, verify_folder(folder)
+            except CheckpointError as error:
+                logger.warning("skipping checkpoint %s: %s", folder.name, error)
+        return None
+
+    def prune(self, *, up_to: Optional[int] = None, proven: Optional[int] = None) -> list[int]:
+        """Delete what no keep rule protects: the newest `keep_last`, multiples of `keep_every`, the `keep_best` best.
+
+        Damaged checkpoints count for no rule. Nothing is deleted unless one of the kept checkpoints is proven valid.
+
+        Args:
+            up_to: leave newer checkpoints alone, and out of the rules; a run that fell back behind damaged ones
+                overtakes them in time. None for no limit.
+            proven: a step known to be valid, kept in any case; None has the kept ones verified.
+
+        Returns:
+            The deleted steps.
+        """
+        manifests: dict[int, Optional[Manifest]] = {}
+        for step in self.steps():
+            if self.path(step).exists() and (up_to is None or step <= up_to):
+                manifests[step] = self._whole(step)
+        keep = self._kept({step: m for step, m in manifests.items() if m is not None})
+        doomed = sorted(manifests.keys() - keep - {proven})
+        if proven is None and doomed and not any(self._is_valid(step) for step in sorted(keep, reverse=True)):
+            logger.warning("deleting no checkpoint: none of those to keep (%s) is valid", sorted(keep))
+            return []
+        for step in doomed:
+            self._discard(self.path(step))
+        if doomed:
+            logger.debug("deleted checkpoints of steps %s, kept %s", doomed, sorted(keep))
+        return doomed
+
+    def _kept(self, manifests: Mapping[int, Manifest]) -> set[int]:
+        newest = sorted(manifests, reverse=True)
+        keep = set(newest[: self.config.keep_last])
+        if self.config.keep_every:
+            keep |= {step for step in newest if step % self.config.keep_every == 0}
+        losses = {step: m.held_out_loss for step, m in manifests.items()}
+        # Comparing with itself drops nan; of equal losses the newer checkpoint is the better one.
+        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and loss == loss)
+        return keep | {-step for _, step in ranked[: self.config.keep_best]}
+
+    def _folders(self) -> Iterator[tuple[int, Path]]:
+        with suppress(FileNotFoundError):
+            for folder in self.root.iterdir():
+                step = step_of_folder(folder.name)
+                if step is not None and folder.is_dir():
+                    yield step, folder
+
+    def _replaced_path(self, step: int) -> Path:
+        return self.root / f"iter_{step:07d}{REPLACED}"
+
+    def _whole(self, step: int) -> Optional[Manifest]:
+        """Return the manifest if names and sizes agree with it; hashing all of them at every save costs too much."""
+        try:
+            return verify_folder(self.path(step), hashes=False)
+        except CheckpointError:
+            return None
+
+    def _is_valid(self, step: int) -> bool:
+        try:
+            verify_folder(self.path(step))
+        except CheckpointError:
+            return False
+        return True
+
+    def recover(self) -> None:
+        """Finish or undo what a process left half done when it died: unfinished, replaced and half-deleted folders."""
+        for folder in sorted(self.root.iterdir()):
+            if step_of_folder(folder.stem) is None:
+                continue
+            if folder.suffix == REPLACED and not folder.with_suffix("").exists():
+                os.rename(folder, folder.with_suffix(""))  # the process died between the two renames of `publish`
+            elif folder.suffix in (PARTIAL, TRASH, REPLACED, PART):
+                logger.info("removing %s, left by an interrupted run", folder)
+                self._discard(folder)
+
+    def _discard(self, folder: Path) -> None:
+        """Delete a folder so that a crash half-way leaves nothing that looks like a checkpoint."""
+        trash = folder.with_suffix(TRASH)
+        try:
+            if folder != trash:
+                if os.path.lexists(trash):
+                    _remove(trash)
+                os.rename(folder, trash)
+                fsync_dir(self.root)
+            _remove(trash)
+        except FileNotFoundError:
+            pass  # nothing there, or another rank was faster
+        except OSError as error:
+            logger.warning("cannot delete %s (%s); delete it by hand to get its space back", folder, error)
+
+    def _why(self, step: int, error: OSError) -> str:
+        newest = self.steps()
+        intact = f"the checkpoint of step {newest[-1]} is intact" if newest else "there is no earlier checkpoint"
+        where = error.filename or self.partial_path(step)
+        if error.errno not in DISK_FULL:
+            return (
+                f"checkpoint of step {step} was not written: {error.strerror} at {where}; "
+                f"check the disk and the permissions of {self.root}; {intact}"
+            )
+        needed = "an unknown number of"
+        with suppress(CheckpointError, IndexError):
+            needed = f"about {read_manifest(self.path(newest[-1])).size_bytes}"
+        free = "unknown"
+        with suppress(OSError):
+            free = str(shutil.disk_usage(self.root).free)
+        return (
+            f"checkpoint of step {step} was not written: the disk of {self.root} is full; it needs {needed} bytes, "
+            f"{free} are free now that the unfinished part is gone; free space or lower checkpoint.keep_last="
+            f"{self.config.keep_last}, keep_every={self.config.keep_every}, keep_best={self.config.keep_best}; {intact}"
+        )
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or a link or file that took its name; what a link points to is not touched."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _os_error(error: BaseException) -> Optional[OSError]:
+    """Find the operating-system error behind `error`: the layers in between wrap it in errors of their own."""
+    current: Optional[BaseException] = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        if isinstance(current, OSError):
+            return current
+        seen.add(id(current))
+        behind = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        current = behind
+    return None

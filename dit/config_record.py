@@ -1,0 +1,64 @@
+"""Settings on disk: dataclasses as plain values that say which class each part is, and back.
+
+The form is that of `--to-yaml`: a run's `config.yaml` starts the same run with `--yaml`. Only classes of this project
+are rebuilt, so reading a record runs no foreign code.
+"""
+
+import dataclasses
+import importlib
+from typing import Any
+
+from dit.errors import CheckpointError
+
+CLASS_KEY = "_target_"
+PACKAGES = ("dit.", "energon_data.")
+MOVED = {"dit.training.settings": "dit.settings"}
+"""Modules whose classes older records name, and where these are now."""
+
+
+def current_module(name: str) -> str:
+    """Return where a module that a record names is in this version."""
+    return MOVED.get(name, name)
+
+
+def to_record(value: Any) -> Any:
+    """Turn dataclasses (nested in lists and dicts) into plain values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: to_record(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {CLASS_KEY: f"{type(value).__module__}.{type(value).__qualname__}", **fields}
+    if isinstance(value, dict):
+        return {str(k): to_record(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_record(v) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+def from_record(record: Any) -> Any:
+    """Rebuild what `to_record` wrote.
+
+    Raises:
+        CheckpointError: the record names a class that is not one of this project's, or its settings changed.
+    """
+    if isinstance(record, list):
+        return [from_record(v) for v in record]
+    if not isinstance(record, dict):
+        return record
+    name = record.get(CLASS_KEY)
+    values = {k: from_record(v) for k, v in record.items() if k != CLASS_KEY}
+    if name is None:
+        return values
+    module, _, qualname = name.rpartition(".")
+    if not module.startswith(PACKAGES):
+        raise CheckpointError(f"the record names {name!r}; only classes of {', '.join(PACKAGES)} are rebuilt")
+    try:
+        found = getattr(importlib.import_module(current_module(module)), qualname)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(f"the record names {name!r}, which this version does not have ({error})") from error
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise CheckpointError(f"the record names {name!r}, which is not a settings class")
+    try:
+        return found(**values)
+    except TypeError as error:
+        raise CheckpointError(f"the record of {name!r} does not fit this version: {error}") from error

@@ -1,0 +1,132 @@
+"""A trained model for sampling: from a checkpoint folder alone to pictures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import torch
+from torch import Tensor
+
+from dit.backends import process_groups
+from dit.backends.device import local_device
+from dit.batch import DEFAULT_FPS
+from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
+from dit.checkpoint.sharded_state import load_weights
+from dit.data_api import BatchSpec
+from dit.errors import ConfigError
+from dit.parallel.build import build_model
+from dit.parallel.dims import ParallelConfig
+from dit.patchify import frames_to_patch
+from dit.sampling.generate import empty_pack, generate
+
+
+class Generator:
+    """A model with trained weights, on one rank.
+
+    Attributes:
+        config: the settings it was trained with, by the names of `pretrain`'s arguments.
+        class_names: name of each class, or None.
+        text_encoder: encoder of `dit.encoders.text` whose embeddings it was trained on, or None.
+        fps: frames per second of its training data; `DEFAULT_FPS` where the run did not record it.
+        step: optimizer step of its weights.
+    """
+
+    def __init__(self, config: dict[str, Any], facts: dict[str, Any], network: torch.nn.Module, step: int) -> None:
+        self.config, self.network, self.step = config, network, step
+        self.class_names: Optional[list[str]] = facts["class_names"]
+        self.text_encoder: Optional[str] = facts.get("text_encoder")
+        self.fps: float = facts.get("fps", DEFAULT_FPS)
+        model = config["model"]
+        self.spec = BatchSpec(
+            patch_temporal=model.patch_temporal,
+            patch_spatial=model.patch_spatial,
+            latent_channels=model.in_channels,
+            num_classes=model.num_classes,
+            context_size=model.context_size,
+            pooled_size=model.pooled_size,
+            micro_batch_size=1,
+        )
+        frames, height, width = facts["latent_size"]
+        self.latent_size = (frames, height, width)
+
+    def generate(
+        self,
+        labels: Optional[Sequence[int]] = None,
+        *,
+        count: Optional[int] = None,
+        contexts: Optional[Sequence[Tensor]] = None,
+        pooled: Optional[Sequence[Tensor]] = None,
+        negative: Optional[Sequence[Tensor]] = None,
+        negative_pooled: Optional[Sequence[Tensor]] = None,
+        fps: Optional[float] = None,
+        frames: Optional[int] = None,
+        solver: Optional[str] = None,
+        num_steps: Optional[int] = None,
+        guidance_scale: Optional[float] = None,
+        seed: Optional[int] = None,
+    ) -> Tensor:
+        """Generate one sample per label (or text, or `count` samples); settings left out are the run's own.
+
+        Args:
+            frames: of each sample, 1 for a still; those of the longest clip that was trained on if None.
+
+        Returns:
+            Latents `[N, C, T, H, W]`, float32.
+
+        Raises:
+            ConfigError: a label is out of range, the solver is unknown, or the model cannot draw so many frames.
+        """
+        own = self.config["sampling"]
+        device = local_device()
+        latent_frames, height, width = self.latent_size
+        frames = latent_frames if frames is None else frames
+        # A still was trained on as a clip of one patch in which nothing moves: any frame of it is the picture.
+        drawn = frames_to_patch(frames, self.spec.patch_temporal)
+        if frames < 1 or drawn % self.spec.patch_temporal:
+            raise ConfigError(
+                f"frames={frames} cannot be cut into patches of {self.spec.patch_temporal} frames; use a multiple, or "
+                "1 for a still"
+            )
+        size = len(labels) if labels is not None else len(contexts) if contexts is not None else count or 1
+        batch = empty_pack(
+            self.spec,
+            (drawn, height, width),
+            size,
+            device,
+            labels=labels,
+            contexts=contexts,
+            pooled=pooled,
+            fps=self.fps if fps is None else fps,
+        )
+        latents = generate(
+            self.network,
+            self.config["objective"],
+            batch,
+            self.spec,
+            solver=own.solver if solver is None else solver,
+            num_steps=own.num_steps if num_steps is None else num_steps,
+            guidance_scale=own.guidance_scale if guidance_scale is None else guidance_scale,
+            seed=own.seed if seed is None else seed,
+            negative=negative,
+            negative_pooled=negative_pooled,
+        )
+        return latents[:, :, :frames]
+
+
+def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") -> Generator:
+    """Build the model of a checkpoint with its averaged or its raw weights.
+
+    Args:
+        path: a run folder (its newest valid checkpoint is taken) or one checkpoint folder.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint, or it holds no average.
+    """
+    folder, step = find_checkpoint(path)
+    config, facts = read_settings(folder)
+    slot = slot_of(folder, config, weights)
+    groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
+    chunks = build_model(config["model"], ParallelConfig(), "fp32", groups, seed=0)
+    load_weights(folder, chunks, groups, slot=slot)
+    network = chunks[0].eval()
+    return Generator(config, facts, network, step)

@@ -1,0 +1,137 @@
+"""Sample grids while training: one sample per class or prompt from the current weights, always from the same noise."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+import torch
+from torch import Tensor
+
+from dit.data_api import BatchSpec
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.objectives.base import Objective
+from dit.sampling.clips import MAX_GIF_FPS, clip_grid, save_gif
+from dit.sampling.generate import empty_pack, generate
+from dit.sampling.grid import save_png, spread
+from dit.settings import SamplingConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+UNLABELLED_SAMPLES = 16
+MAX_CLASSES_SHOWN = 32
+
+
+def check_pictures(sampling: SamplingConfig, objective: Objective) -> None:
+    """Check that the objective has as many noise levels as sampling asks for.
+
+    Raises:
+        ConfigError: with the numbers and the cure.
+    """
+    objective.sampling_grid(sampling.num_steps)  # a table of noise levels has no more than it was trained with
+
+
+class PictureWriter:
+    """Draws the grid of a class-conditional, text-conditional or unconditional model.
+
+    Args:
+        class_names: name of each class for the captions; None numbers them.
+        text_encoder: what embedded the texts that the run trains on, and embeds `sampling.prompts`.
+
+    Raises:
+        ConfigError: there are prompts, but no encoder for all the model reads of them, or no model that reads them.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        objective: Objective,
+        spec: BatchSpec,
+        sampling: SamplingConfig,
+        class_names: Optional[list[str]],
+        text_encoder: Optional[str] = None,
+    ) -> None:
+        self.model, self.objective, self.spec, self.sampling = model, objective, spec, sampling
+        self.class_names, self.text_encoder = class_names, text_encoder
+        self._contexts: Optional[list[Tensor]] = None
+        if sampling.prompts:
+            self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        from dit.encoders.text import check_text_encoder
+
+        if self.model.pooled_size is not None:
+            raise ConfigError(
+                "sampling.prompts cannot be drawn, for the model takes a pooled embedding of each text "
+                f"({self.model.pooled_size} features) and the text encoders give those of tokens alone; set "
+                "sampling.prompts=none"
+            )
+        if self.text_encoder is None or self.model.context_size is None:
+            lacks = "the model takes no text" if self.model.context_size is None else "the data name no text encoder"
+            raise ConfigError(f"sampling.prompts cannot be drawn, for {lacks}; set sampling.prompts=none")
+        width = check_text_encoder(self.text_encoder).width
+        if width != self.model.context_size:
+            raise ConfigError(
+                f"the data's text encoder {self.text_encoder!r} gives {width} features per token, "
+                f"model.context_size is {self.model.context_size}; set it to {width}"
+            )
+
+    def draw(
+        self, network: Callable[..., Tensor], latent_size: tuple[int, int, int], fps: float, device: torch.device
+    ) -> list["Image"]:
+        """Generate the samples and lay them out; every rank of a tensor-parallel group must take part.
+
+        Args:
+            latent_size: (T, H, W) of each sample.
+            fps: frames per second that the model is told, if it is conditioned on them.
+
+        Returns:
+            One grid per frame.
+        """
+        labels: Optional[list[int]] = None
+        captions: Optional[list[str]] = None
+        count, columns = UNLABELLED_SAMPLES, None
+        if self.sampling.prompts:
+            captions = self.sampling.prompts * self.sampling.samples_per_class
+            count = len(captions)
+        elif self.model.num_classes is not None:
+            shown = spread(self.model.num_classes, MAX_CLASSES_SHOWN)
+            columns = len(shown)
+            labels = shown * self.sampling.samples_per_class
+            count = len(labels)
+            captions = [str(label) if self.class_names is None else self.class_names[label] for label in labels]
+        contexts = self._encoded_prompts()
+        batch = empty_pack(self.spec, latent_size, count, device, labels=labels, contexts=contexts, fps=fps)
+        latents = generate(
+            network,
+            self.objective,
+            batch,
+            self.spec,
+            solver=self.sampling.solver,
+            num_steps=self.sampling.num_steps,
+            guidance_scale=self.sampling.guidance_scale,
+            seed=self.sampling.seed,
+        )
+        return clip_grid(latents, captions, columns)
+
+    def _encoded_prompts(self) -> Optional[list[Tensor]]:
+        """Return the embedding of each prompt as often as it is drawn; the encoder is loaded once and let go."""
+        if not self.sampling.prompts:
+            return None
+        if self._contexts is None:
+            from dit.encoders.text import TextEncoder
+
+            assert self.text_encoder is not None
+            self._contexts = TextEncoder(self.text_encoder).encode(self.sampling.prompts)
+        return self._contexts * self.sampling.samples_per_class
+
+    def save(self, frames: list["Image"], path: Path, fps: float) -> Path:
+        """Write the grid as PNG, or as a GIF with that ending if it moves; a reader never sees half a file.
+
+        Args:
+            fps: frames per second of the film; a GIF shows faster ones as slowly as it must.
+        """
+        if len(frames) == 1:
+            return save_png(frames[0], path)
+        return save_gif(frames, path.with_suffix(".gif"), min(fps, MAX_GIF_FPS))

@@ -1,0 +1,182 @@
+"""Bidirectional attention over packed sequences: an fp32 reference, and one path per device behind one call.
+
+Tensors are THD: `[T, N, H]` tokens, heads, head size; keys and values may have fewer heads, each for a group of query
+heads. Segment i of the queries attends to segment i of the keys and to nothing else. Padding rows are in no segment and
+come out as zeros.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from dit.errors import ConfigError
+from dit.layout import SequenceLayout
+
+AttentionChoice = Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"]
+_PACKAGES = {"transformer_engine": "transformer_engine", "flash_attn": "flash_attn"}
+
+Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], Tensor]
+
+
+def reference_attention(
+    q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+) -> Tensor:
+    """Compute softmax(q k^T / sqrt(H)) v with an explicit segment mask in float32, for any device.
+
+    Returns:
+        `[T, N, H]` in the dtype of `q_TNH`.
+    """
+    full_q, full_k = layout_q.gathered, layout_k.gathered
+    same = full_q.segment_ids_T[:, None] == full_k.segment_ids_T[None, :]
+    mask = same & full_q.valid_T[:, None] & full_k.valid_T[None, :]
+    scores = torch.einsum("tnh,knh->ntk", q_TNH.float(), k_KNH.float()) * q_TNH.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("ntk,knh->tnh", weights, v_KNH.float()).to(q_TNH.dtype)
+
+
+def nothing_attends(layout_q: SequenceLayout, layout_k: SequenceLayout) -> bool:
+    """Say whether no segment has both queries and keys: a context-parallel rank may have nothing but padding."""
+    return not any(map(min, layout_q.lengths, layout_k.lengths))
+
+
+def zeros_of(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor) -> Tensor:
+    """Return the attention of queries that no key is for: zeros, whatever the values, with a graph to q, k and v.
+
+    Without it the projections would get no gradient on this rank, where data parallelism with overlapped reductions
+    (and FSDP) waits for the gradient of every parameter on every rank.
+    """
+    everywhere = torch.ones((), dtype=torch.bool, device=q_TNH.device)
+    zero_q, zero_k, zero_v = (x.masked_fill(everywhere, 0.0) for x in (q_TNH, k_KNH, v_KNH))
+    return zero_q + zero_k.sum() + zero_v.sum()
+
+
+def segment_sdpa(
+    q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+) -> Tensor:
+    """Run scaled-dot-product attention on groups of equally long segments, each group as one dense batch.
+
+    Works on every device that torch has; a dense batch is one call without any copy of rows.
+    """
+    layout_q, layout_k = layout_q.gathered, layout_k.gathered
+    if layout_q.uniform_length and layout_k.uniform_length:
+        return _dense(q_TNH, k_KNH, v_KNH, layout_q.num_samples).flatten(0, 1)
+    if nothing_attends(layout_q, layout_k):
+        return zeros_of(q_TNH, k_KNH, v_KNH)
+    out = torch.zeros_like(q_TNH)
+    for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
+        attended = _dense(q_TNH[rows_q], k_KNH[rows_k], v_KNH[rows_k], count)
+        out = out.index_copy(0, rows_q, attended.flatten(0, 1))
+    return out
+
+
+def segment_groups(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield (query rows, key rows, number of segments) for each pair of lengths that occurs.
+
+    A segment without queries or without keys is left out: under context parallelism a rank may hold no token of a
+    sample.
+    """
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for i, lengths in enumerate(zip(layout_q.lengths, layout_k.lengths)):
+        if all(lengths):
+            groups[lengths].append(i)
+    for (n_q, n_k), samples in groups.items():
+        yield _rows(layout_q, samples, n_q), _rows(layout_k, samples, n_k), len(samples)
+
+
+def _rows(layout: SequenceLayout, samples: list[int], length: int) -> Tensor:
+    starts = torch.tensor([layout.starts[i] for i in samples], device=layout.device)
+    return (starts[:, None] + torch.arange(length, device=layout.device)).flatten()
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
+    """Attend inside `batch` equal segments; returns `[batch, n, N, H]`."""
+    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
+    return sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def varlen_attention(
+    q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+) -> Tensor:
+    """Run torch's varlen kernel (CUDA, half precision) on ragged packs; dense packs take `segment_sdpa`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # The kernel always took grouped queries; from torch 2.12 on it asks whether they are meant.
+    grouped = q_TNH.shape[1] != k_KNH.shape[1] and "enable_gqa" in signature(varlen_attn).parameters
+    kernel = partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
+    return _side_by_side(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+
+
+def flash_attention(
+    q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+) -> Tensor:
+    """Run the flash-attn package's varlen kernel on ragged packs; dense packs go to scaled-dot-product attention."""
+    from flash_attn import flash_attn_varlen_func
+
+    return _side_by_side(flash_attn_varlen_func, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+
+
+def _side_by_side(
+    kernel: Callable[..., Any],
+    q_TNH: Tensor,
+    k_KNH: Tensor,
+    v_KNH: Tensor,
+    layout_q: SequenceLayout,
+    layout_k: SequenceLayout,
+) -> Tensor:
+    """Call a kernel that wants segments side by side: take padding rows out before, put them back as zeros."""
+    if layout_q.uniform_length and layout_k.uniform_length:
+        return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
+    if nothing_attends(layout_q, layout_k):  # kernels need not take zero queries
+        return zeros_of(q_TNH, k_KNH, v_KNH)
+    keep_q = layout_q.valid_T.nonzero()[:, 0] if layout_q.valid_tokens < layout_q.total_tokens else None
+    keep_k = layout_k.valid_T.nonzero()[:, 0] if layout_k.valid_tokens < layout_k.total_tokens else None
+    q = q_TNH if keep_q is None else q_TNH[keep_q]
+    k, v = (x if keep_k is None else x[keep_k] for x in (k_KNH, v_KNH))
+    out = kernel(q, k, v, layout_q.cu_seqlens, layout_k.cu_seqlens, layout_q.max_seqlen, layout_k.max_seqlen)
+    return out if keep_q is None else torch.zeros_like(q_TNH).index_copy(0, keep_q, out)
+
+
+def resolve_attention(
+    device: torch.device, dtype: torch.dtype, choice: AttentionChoice = "auto"
+) -> tuple[str, Attention]:
+    """Choose the attention path of this process once; the name goes into the log and the run record.
+
+    Args:
+        choice: `auto` takes, for half precision on CUDA, the first importable of Transformer Engine, flash-attn and
+            torch's varlen kernel, and scaled-dot-product attention elsewhere.
+
+    Raises:
+        ConfigError: the path asked for is unknown, not installed, or not for this device and precision.
+    """
+    half_on_cuda = device.type == "cuda" and dtype != torch.float32
+    if choice == "auto":
+        installed = [name for name, package in _PACKAGES.items() if find_spec(package)]
+        choice = (*installed, "varlen")[0] if half_on_cuda else "sdpa"  # type: ignore[assignment]
+    if choice == "sdpa":
+        return "segment_sdpa", segment_sdpa
+    if choice not in get_args(AttentionChoice):
+        raise ConfigError(
+            f"training.attention={choice!r} is unknown; use one of {', '.join(get_args(AttentionChoice))}"
+        )
+    if not half_on_cuda:
+        raise ConfigError(
+            f"training.attention={choice!r} needs bf16 on CUDA, this run has {dtype} on {device.type}; use 'auto'"
+        )
+    package = _PACKAGES.get(choice)
+    if package and not find_spec(package):
+        raise ConfigError(
+            f"training.attention={choice!r} needs {package}, which is not installed; "
+            "pip install -e '.[gpu]' in the repository's folder, or use 'auto'"
+        )
+    if choice == "transformer_engine":
+        from dit.kernels.te_attention import TEAttention
+
+        return choice, TEAttention()
+    return choice, flash_attention if choice == "flash_attn" else varlen_attention

@@ -1,0 +1,191 @@
+"""Attention of some queries to some of their keys, with the log-sum-exp that lets such parts be put together.
+
+With s = q k^T / sqrt(H) over the keys of one block, out = softmax(s) v and lse = log sum exp(s). The parts of two
+blocks a, b join to lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. The
+backward pass of a block needs only the joined out and lse, because its probabilities are exp(s - lse).
+
+Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Liu et al. 2023, arXiv:2310.01889 (ring).
+"""
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from dit.kernels.attention import segment_groups
+from dit.layout import SequenceLayout
+
+
+class BlockAttention(ABC):
+    """Segment attention over a block of keys. Layouts describe exactly the rows given; a segment may be empty.
+
+    Key heads may be fewer than query heads where the kernel knows how.
+    """
+
+    @abstractmethod
+    def forward(
+        self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Return out `[T, N, H]` and lse `[T, N]` (float32); a row without keys has out 0 and lse -inf."""
+
+    @abstractmethod
+    def backward(
+        self,
+        grad_TNH: Tensor,
+        q_TNH: Tensor,
+        k_KNH: Tensor,
+        v_KNH: Tensor,
+        out_TNH: Tensor,
+        lse_TN: Tensor,
+        layout_q: SequenceLayout,
+        layout_k: SequenceLayout,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this block's parts of dq, dk, dv from the gradient, output and lse over all blocks; padding gets 0."""
+
+
+class EagerBlocks(BlockAttention):
+    """The maths written out in float32, for every device and dtype: the reference of any kernel."""
+
+    def forward(
+        self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+    ) -> tuple[Tensor, Tensor]:
+        out_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
+        lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
+        for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
+            q = _dense(q_TNH, rows_q, count)
+            k, v = (_grouped(x, q_TNH, rows_k, count) for x in (k_KNH, v_KNH))
+            scores = torch.einsum("bqnh,bknh->bnqk", q, k) * q.shape[-1] ** -0.5
+            lse = scores.logsumexp(-1)
+            out = torch.einsum("bnqk,bknh->bqnh", (scores - lse[..., None]).exp(), v)
+            out_TNH[rows_q] = out.flatten(0, 1)
+            lse_TN[rows_q] = lse.transpose(1, 2).flatten(0, 1)
+        return out_TNH, lse_TN
+
+    def backward(
+        self,
+        grad_TNH: Tensor,
+        q_TNH: Tensor,
+        k_KNH: Tensor,
+        v_KNH: Tensor,
+        out_TNH: Tensor,
+        lse_TN: Tensor,
+        layout_q: SequenceLayout,
+        layout_k: SequenceLayout,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq_TNH, dk_KNH, dv_KNH = (torch.zeros_like(x, dtype=torch.float32) for x in (q_TNH, k_KNH, v_KNH))
+        for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
+            q, grad, out = (_dense(x, rows_q, count) for x in (q_TNH, grad_TNH, out_TNH))
+            k, v = (_grouped(x, q_TNH, rows_k, count) for x in (k_KNH, v_KNH))
+            scale = q.shape[-1] ** -0.5
+            lse = lse_TN[rows_q].unflatten(0, (count, -1)).transpose(1, 2)
+            weights = (torch.einsum("bqnh,bknh->bnqk", q, k) * scale - lse[..., None]).exp()
+            # Row sums of dP * P over the keys of all blocks: sum_k P_k (v_k . g) = out . g.
+            delta = (grad * out).sum(-1).transpose(1, 2)[..., None]
+            dscores = weights * (torch.einsum("bqnh,bknh->bnqk", grad, v) - delta) * scale
+            dq_TNH[rows_q] = torch.einsum("bnqk,bknh->bqnh", dscores, k).flatten(0, 1)
+            dk = torch.einsum("bnqk,bqnh->bknh", dscores, q)
+            dv = torch.einsum("bnqk,bqnh->bknh", weights, grad)
+            dk_KNH[rows_k], dv_KNH[rows_k] = (
+                x.unflatten(2, (k_KNH.shape[1], -1)).sum(3).flatten(0, 1) for x in (dk, dv)
+            )
+        return dq_TNH, dk_KNH, dv_KNH
+
+
+def _dense(x_TNH: Tensor, rows: Tensor, count: int) -> Tensor:
+    return x_TNH[rows].float().unflatten(0, (count, -1))
+
+
+def _grouped(x_KNH: Tensor, q_TNH: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return keys or values `[count, n, N, H]`, each key head written out for the query heads that share it."""
+    return _dense(x_KNH, rows, count).repeat_interleave(q_TNH.shape[1] // x_KNH.shape[1], 2)
+
+
+class FlashBlocks(BlockAttention):
+    """torch's flash-attention kernel for packed sequences (CUDA, bf16 or fp16)."""
+
+    def __init__(self) -> None:
+        self._forward: Any = torch.ops.aten._flash_attention_forward
+        self._backward: Any = torch.ops.aten._flash_attention_backward
+
+    def forward(
+        self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+    ) -> tuple[Tensor, Tensor]:
+        segments = _segments(layout_q, layout_k)
+        lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
+        if segments is None:
+            return torch.zeros_like(q_TNH), lse_TN
+        q, k, v = _take(q_TNH, segments.rows_q), _take(k_KNH, segments.rows_k), _take(v_KNH, segments.rows_k)
+        out, lse_NT, *_ = self._forward(q, k, v, *segments.lengths, 0.0, False, False)
+        lse = lse_NT.T
+        if segments.rows_q is None:
+            return out, lse
+        return torch.zeros_like(q_TNH).index_copy(0, segments.rows_q, out), lse_TN.index_copy(0, segments.rows_q, lse)
+
+    def backward(
+        self,
+        grad_TNH: Tensor,
+        q_TNH: Tensor,
+        k_KNH: Tensor,
+        v_KNH: Tensor,
+        out_TNH: Tensor,
+        lse_TN: Tensor,
+        layout_q: SequenceLayout,
+        layout_k: SequenceLayout,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        segments = _segments(layout_q, layout_k)
+        if segments is None:
+            return torch.zeros_like(q_TNH), torch.zeros_like(k_KNH), torch.zeros_like(v_KNH)
+        grad, q, out, lse = (_take(x, segments.rows_q) for x in (grad_TNH, q_TNH, out_TNH, lse_TN))
+        k, v = (_take(x, segments.rows_k) for x in (k_KNH, v_KNH))
+        seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        lse_NT = lse.T.contiguous()
+        dq, dk, dv = self._backward(grad, q, k, v, out, lse_NT, *segments.lengths, 0.0, False, seed, unused)
+        return (
+            _put(dq, q_TNH, segments.rows_q),
+            _put(dk, k_KNH, segments.rows_k),
+            _put(dv, v_KNH, segments.rows_k),
+        )
+
+
+class _Segments:
+    """The segments that have queries and keys, side by side as the kernel wants them."""
+
+    def __init__(self, layout_q: SequenceLayout, layout_k: SequenceLayout) -> None:
+        present = [i for i, both in enumerate(zip(layout_q.lengths, layout_k.lengths)) if all(both)]
+        self.count = len(present)
+        self.rows_q, cu_q, max_q = self._side(layout_q, present)
+        self.rows_k, cu_k, max_k = self._side(layout_k, present)
+        self.lengths = (cu_q, cu_k, max_q, max_k)
+
+    @staticmethod
+    def _side(layout: SequenceLayout, present: list[int]) -> tuple[Optional[Tensor], Tensor, int]:
+        lengths = torch.tensor([layout.lengths[i] for i in present], dtype=torch.int64)
+        starts = torch.tensor([layout.starts[i] for i in present], dtype=torch.int64)
+        ends = lengths.cumsum(0)
+        total = int(lengths.sum())
+        rows = torch.arange(total) + (starts - ends + lengths).repeat_interleave(lengths)
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(layout.device, torch.int32)
+        all_rows = total == layout.total_tokens
+        return None if all_rows else rows.to(layout.device), cu_seqlens, max(lengths.tolist(), default=0)
+
+
+@lru_cache(maxsize=256)
+def _segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Optional[_Segments]:
+    """Return the segments of a pair of blocks, made once for all layers; None if there are none."""
+    segments = _Segments(layout_q, layout_k)
+    return segments if segments.count else None
+
+
+def _take(x_TNH: Tensor, rows: Optional[Tensor]) -> Tensor:
+    return x_TNH if rows is None else x_TNH[rows]
+
+
+def _put(x: Tensor, like: Tensor, rows: Optional[Tensor]) -> Tensor:
+    return x if rows is None else torch.zeros_like(like).index_copy(0, rows, x)
+
+
+def resolve_blocks(device: torch.device, dtype: torch.dtype) -> BlockAttention:
+    """Choose the block kernel of this process once."""
+    return EagerBlocks() if device.type == "cpu" or dtype == torch.float32 else FlashBlocks()

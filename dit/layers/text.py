@@ -1,0 +1,75 @@
+"""The text token by token, as cross-attention reads it or as a stream of its own."""
+
+import torch
+from torch import Tensor, nn
+
+from dit.backends.init import normal, xavier_uniform
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
+
+
+def text_layout(batch: PackedBatch) -> SequenceLayout:
+    """Return where the text tokens lie; one null token stands for each missing text."""
+    if batch.context_layout is not None and batch.context_KD is not None:
+        return batch.context_layout
+    return SequenceLayout.from_lengths([1] * batch.layout.num_samples, device=batch.layout.device)
+
+
+class TextTokens(nn.Module):
+    """Text embeddings as they are; a dropped or missing text becomes one learned null token.
+
+    Every token of a dropped text is replaced by the null token. Attention over equal tokens is that token's value, so
+    this is exactly a text of one null token, and neither lengths nor shapes depend on what was dropped: nothing waits
+    for the device.
+
+    Args:
+        context_size: width of the text embeddings.
+        stream: the text goes through the layers as the image does, its rows split under sequence parallelism, and only
+            the first pipeline stage reads it from here. Otherwise every layer reads these tokens.
+    """
+
+    def __init__(self, context_size: int, provider: LayerProvider, *, stream: bool = False) -> None:
+        super().__init__()
+        # The text is whole on every tensor-parallel rank, and the key and value projections sum its gradient over them.
+        self.null = provider.parameter((context_size,), normal(0.02), meets_all_rows=not stream)
+        # Every pipeline stage holds a copy and reads it in its own layers; the copies' gradients are summed.
+        self.null.pipeline_parallel = not stream  # type: ignore[attr-defined]
+
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout]:
+        """Return the text tokens `[K, context_size]` and where they lie."""
+        context_KD, layout = batch.context_KD, text_layout(batch)
+        if context_KD is None or batch.context_layout is None:
+            return self.null.expand(layout.num_samples, -1), layout
+        context_KD = context_KD.to(self.null.dtype)
+        if layout.valid_tokens < layout.total_tokens:
+            # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
+            context_KD = context_KD.masked_fill(~layout.valid_T[:, None], 0.0)
+        if batch.context_dropped_S is not None:
+            context_KD = torch.where(layout.per_token(batch.context_dropped_S), self.null, context_KD)
+        return context_KD, layout
+
+
+class TextProjection(nn.Module):
+    """Linear, tanh-GELU, Linear on every text token, once for all layers.
+
+    Args:
+        context_size: width of the text embeddings.
+        hidden_size: width of the tokens.
+
+    Source: the caption embedder of Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426.
+    """
+
+    def __init__(self, context_size: int, hidden_size: int, provider: LayerProvider) -> None:
+        super().__init__()
+        init, square = (xavier_uniform(size, hidden_size) for size in (context_size, hidden_size))
+        self.linear_1 = provider.replicated_linear(context_size, hidden_size, bias=True, init=init)
+        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=square)
+        for parameter in self.parameters():
+            # As for the null token: every tensor-parallel rank has the whole text and its whole gradient, and every
+            # pipeline stage holds a copy.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, context_KD: Tensor) -> Tensor:
+        return self.linear_2(nn.functional.gelu(self.linear_1(context_KD), approximate="tanh"))

@@ -1,0 +1,131 @@
+"""Sizes of a mixture of experts, for any backbone whose layers may have one."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Optional, get_args
+
+from dit.errors import ConfigError
+from dit.layers.routing import expert_capacity
+from dit.layout import SequenceLayout
+from dit.models.activations import BatchForm, Kept, experts, mlp, swiglu
+from dit.models.cross_config import check_unused
+
+Router = Literal["expert_choice", "top_k"]
+
+
+@dataclass(kw_only=True)
+class ExpertOptions:
+    """Fields that turn the MLP of every layer into a mixture of experts; a backbone's config inherits them.
+
+    Attributes:
+        num_experts: experts of each layer; None for a plain MLP.
+        moe_ffn_hidden_size: inner width of one expert; that of the plain MLP if None.
+        moe_router: experts choose tokens of each sample (EC-DiT), or tokens choose experts.
+        moe_capacity_factor: experts that a token meets on average, when experts choose.
+        moe_top_k: experts that each token meets, when tokens choose.
+        moe_aux_loss_coeff: weight of the balancing loss, when tokens choose.
+    """
+
+    num_experts: Optional[int] = None
+    moe_ffn_hidden_size: Optional[int] = None
+    moe_router: Router = "expert_choice"
+    moe_capacity_factor: float = 2.0
+    moe_top_k: int = 2
+    moe_aux_loss_coeff: float = 0.01
+
+    def validate_experts(self) -> None:
+        """Check the fields against each other; raise `ConfigError` with the numbers."""
+        experts = self.num_experts
+        if experts is None:
+            names = [field.name for field in fields(ExpertOptions)]
+            check_unused(self, names, "without experts", "set model.num_experts too")
+            return
+        if self.moe_router not in get_args(Router):
+            raise ConfigError(f"model.moe_router={self.moe_router!r} is unknown; use 'expert_choice' or 'top_k'")
+        if self.moe_router == "expert_choice":
+            names = ["moe_top_k", "moe_aux_loss_coeff"]
+            check_unused(self, names, "where experts choose tokens", "use model.moe_router=top_k")
+        else:
+            names = ["moe_capacity_factor"]
+            check_unused(self, names, "where tokens choose experts", "use model.moe_router=expert_choice")
+        if self.moe_router == "expert_choice" and not 0 < self.moe_capacity_factor <= experts:
+            raise ConfigError(
+                f"model.moe_capacity_factor={self.moe_capacity_factor} is how many of model.num_experts={experts} "
+                f"experts a token meets on average; use a value above 0 and up to {experts}"
+            )
+        if self.moe_router == "top_k" and not 1 <= self.moe_top_k <= experts:
+            raise ConfigError(
+                f"model.moe_top_k={self.moe_top_k} is how many of model.num_experts={experts} experts every token "
+                f"meets; use a value from 1 to {experts}"
+            )
+
+    def expert_size(self, dense_size: int) -> int:
+        """Return the inner width of one expert.
+
+        Args:
+            dense_size: inner width of the plain MLP.
+        """
+        return dense_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    def expert_megatron_sizes(self, dense_size: int) -> dict[str, Any]:
+        """Return what Megatron-Core's `TransformerConfig` must know of the experts."""
+        if self.num_experts is None:
+            return {}
+        return {
+            "num_moe_experts": self.num_experts,
+            "moe_ffn_hidden_size": self.expert_size(dense_size),
+            "moe_router_topk": self.moe_top_k,
+            "moe_router_pre_softmax": True,
+            "moe_router_dtype": "fp32",
+            # Read as "the number of chosen pairs varies": padding is never chosen, and experts choose as they like.
+            "moe_expert_capacity_factor": self.moe_capacity_factor,
+        }
+
+    def moe_arguments(self, dense_size: int) -> dict[str, Any]:
+        """Return the sizes and the routing arguments of `dit.layers.moe.MoE`."""
+        return {
+            "ffn_hidden_size": self.expert_size(dense_size),
+            "num_experts": self.num_experts,
+            "router": self.moe_router,
+            "capacity_factor": self.moe_capacity_factor,
+            "top_k": self.moe_top_k,
+            "aux_loss_coeff": self.moe_aux_loss_coeff,
+        }
+
+    def mlp_parameters(self, hidden_size: int, dense_size: int, *, bias: bool, gated: bool = False) -> int:
+        """Count the parameters of one layer's MLP or experts with their router.
+
+        Args:
+            gated: SwiGLU, which has three matrices instead of two.
+        """
+        size = dense_size if self.num_experts is None else self.expert_size(dense_size)
+        mlp = (3 if gated else 2) * hidden_size * size + (size + hidden_size if bias else 0)
+        return mlp if self.num_experts is None else self.num_experts * (mlp + hidden_size)
+
+    def mlp_multiply_adds(
+        self, hidden_size: int, dense_size: int, layout: SequenceLayout, *, padding: bool = False, gated: bool = False
+    ) -> int:
+        """Count the multiply-adds of one layer's MLP or experts with their router.
+
+        Padding rows are routed to no expert, so `padding` adds the router's work alone.
+        """
+        rows = layout.total_tokens if padding else layout.valid_tokens
+        if self.num_experts is None:
+            return rows * (3 if gated else 2) * hidden_size * dense_size
+        expert = (3 if gated else 2) * hidden_size * self.expert_size(dense_size)
+        return rows * hidden_size * self.num_experts + self.chosen_pairs(layout) * expert
+
+    def mlp_saved(self, hidden_size: int, dense_size: int, form: BatchForm, *, gated: bool = False) -> Kept:
+        """Count what one layer's MLP or experts keep of a token."""
+        if self.num_experts is None:
+            return swiglu(dense_size) if gated else mlp(dense_size)
+        met = self.moe_capacity_factor if self.moe_router == "expert_choice" else self.moe_top_k
+        return experts(hidden_size, self.expert_size(dense_size), met, form, gated=gated)
+
+    def chosen_pairs(self, layout: SequenceLayout) -> int:
+        """Count the (token, expert) pairs that one layer computes."""
+        assert self.num_experts is not None
+        if self.moe_router == "top_k":
+            return layout.valid_tokens * self.moe_top_k
+        return self.num_experts * sum(
+            expert_capacity(n, self.num_experts, self.moe_capacity_factor) for n in layout.lengths
+        )

@@ -1,0 +1,93 @@
+"""Where a run ran: `env.json`, one entry per attempt, so that a number leads back to code, machine and libraries."""
+
+import json
+import logging
+import platform
+import socket
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Optional
+
+from dit.backends.device import accelerator_versions, describe
+from dit.durable_files import read_regular, write_record
+from dit.monitoring.run_lock import job_id
+
+logger = logging.getLogger(__name__)
+
+ENV_FILE = "env.json"
+PACKAGES = (
+    "megatron-dit",
+    "torch",
+    "megatron-core",
+    "megatron-energon",
+    "transformer-engine",
+    "flash-attn",
+    "triton",
+    "numpy",
+    "nemo-run",
+)
+ROOT = Path(__file__).parents[2]
+
+
+def environment_record(world_size: int, attention: str, linears: str) -> dict[str, Any]:
+    """Return what a reader needs to know of where an attempt ran, as plain JSON.
+
+    Args:
+        world_size: ranks.
+        attention, linears: the implementations this run has resolved to.
+    """
+    return {
+        "command": sys.argv,
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "job": job_id(),
+        "world_size": world_size,
+        "device": describe(),
+        **accelerator_versions(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "revision": git_revision(),
+        "attention": attention,
+        "linears": linears,
+    }
+
+
+def git_revision() -> Optional[dict[str, Any]]:
+    """Return `commit` (hex) of this code and whether its files differ from it (`dirty`); None where git cannot say.
+
+    A package installed inside another project's repository must not be taken for that project.
+    """
+    try:
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():
+            return None
+        changes = _git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": _git("rev-parse", "HEAD"), "dirty": bool(changes)}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def append_attempt(path: Path, record: dict[str, Any]) -> None:
+    """Add an attempt to `env.json`; those before it stay."""
+    attempts: list[Any] = []
+    if path.exists():
+        try:
+            found = json.loads(read_regular(path))
+            attempts = found if isinstance(found, list) else [found]  # one attempt, by an older version
+        except (OSError, ValueError) as error:
+            logger.warning("%s is damaged (%s); what it said of earlier attempts is lost", path, error)
+    write_record(path, json.dumps([*attempts, record], indent=1) + "\n")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+
+def _version(name: str) -> Optional[str]:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

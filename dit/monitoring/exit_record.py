@@ -1,0 +1,209 @@
+"""How a run ended, for schedulers and people: `run_dir/exit.json`.
+
+torchrun flattens every worker's exit code to 1, so the code is written down. A failing rank writes
+`exit.rank<N>.json`; `exit.json` is a copy of the one that tells most: the first cause, not the "connection closed"
+that its peers see. A missing `exit.json` means that the run is going on or was killed without warning.
+"""
+
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Optional
+
+from dit.durable_files import read_regular, strict_json, write_atomic
+from dit.errors import (
+    EXIT_CHECKPOINT,
+    EXIT_CONFIG,
+    EXIT_DATA,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_FINITE,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    EXIT_UNEXPECTED,
+    UserError,
+    exit_code,
+)
+
+logger = logging.getLogger(__name__)
+
+EXIT_FILE = "exit.json"
+PEER_LOST = "peer_lost"
+REASONS = {
+    EXIT_OK: "completed",
+    EXIT_CONFIG: "config",
+    EXIT_DATA: "data",
+    EXIT_NOT_FINITE: "not_finite",
+    EXIT_CHECKPOINT: "checkpoint",
+    EXIT_UNEXPECTED: "unexpected",
+    EXIT_PREEMPTED: "preempted",
+    EXIT_INTERRUPTED: "interrupted",
+}
+# Names of torch.distributed's errors and what gloo, NCCL and the store say when somebody else died or hangs.
+PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+PEER_WORDS = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "timed out waiting",
+    "collective operation timeout",
+    "socket timeout",
+    "store timeout",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        code: exit code of the process, see `dit.errors`.
+        reason: the code in a word; `peer_lost` is a kind of unexpected.
+        step: optimizer steps done; None before training began.
+        rank: of the writer.
+        error: type and message; None if there was none.
+        time: seconds since the epoch.
+        traceback: only of unexpected errors; the others say what to do.
+    """
+
+    code: int
+    reason: str
+    step: Optional[int]
+    rank: int
+    error: Optional[str] = None
+    time: float = field(default_factory=time.time)
+    traceback: Optional[str] = None
+
+    @property
+    def precedence(self) -> tuple[int, float, int]:
+        """Sort key: causes, then ranks that lost a peer, then preemption, then success; the earliest first."""
+        if self.code == EXIT_OK:
+            kind = 3
+        elif self.code == EXIT_PREEMPTED:
+            kind = 2
+        else:
+            kind = 1 if self.reason == PEER_LOST else 0
+        return kind, self.time, self.rank
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Return whether `error` is only the echo of another rank's end."""
+    if isinstance(error, UserError) or not isinstance(error, Exception):
+        return False
+    if type(error).__name__ in PEER_ERRORS or isinstance(error, ConnectionError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in PEER_WORDS)
+
+
+def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int, preempted: bool = False) -> Outcome:
+    """Say in one record how a rank ended.
+
+    Args:
+        error: what left the run; None if nothing did.
+        preempted: the run stopped early on request, with a checkpoint.
+    """
+    if error is None:
+        code = EXIT_PREEMPTED if preempted else EXIT_OK
+        return Outcome(code=code, reason=REASONS[code], step=step, rank=rank)
+    code = exit_code(error)
+    if code in (EXIT_OK, EXIT_PREEMPTED):
+        return Outcome(code=code, reason=REASONS[code], step=step, rank=rank)
+    reason = REASONS.get(code, REASONS[EXIT_UNEXPECTED])
+    if is_peer_lost(error):
+        reason = PEER_LOST
+    trace = None if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+    return Outcome(
+        code=code, reason=reason, step=step, rank=rank, error=f"{type(error).__name__}: {error}", traceback=trace
+    )
+
+
+class ExitRecord:
+    """Write down how the run ended, whatever happens inside.
+
+    Exceptions pass through unchanged; let `dit.errors.exit_code` turn them into the process's code, or use `code`.
+
+    Args:
+        run_dir: folder of the run.
+        rank: of this process. Rank 0 removes the records of an earlier attempt on entering, and records success.
+        is_ours: whether this attempt may write into the folder (`RunLock.is_ours`); otherwise its records, old and new,
+            are another run's and are left alone.
+
+    Attributes:
+        step: to be kept up to date by the run.
+        preempted: to be set when the run stops early on request.
+        code: exit code of this process; None inside the block.
+    """
+
+    def __init__(self, run_dir: Path | str, rank: int = 0, is_ours: Callable[[], bool] = lambda: True) -> None:
+        self.run_dir = Path(run_dir)
+        self.rank = rank
+        self._is_ours = is_ours
+        self.step: Optional[int] = None
+        self.preempted = False
+        self.code: Optional[int] = None
+
+    def __enter__(self) -> "ExitRecord":
+        if self.rank == 0 and self._is_ours():
+            for path in (self.run_dir / EXIT_FILE, *self.run_dir.glob("exit.rank*.json")):
+                # A folder that cannot be written to stops the run elsewhere, with a better message.
+                with suppress(OSError):
+                    path.unlink()
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        outcome = outcome_of(error, step=self.step, rank=self.rank, preempted=self.preempted)
+        self.code = outcome.code
+        if self._is_ours():
+            write_outcome(self.run_dir, outcome)
+
+
+def write_outcome(run_dir: Path, outcome: Outcome) -> None:
+    """Record how a rank ended and let `exit.json` show the outcome that tells most.
+
+    A disk that refuses the record is logged and the record goes to stderr: it must not hide the error it is about.
+    """
+    text = strict_json(asdict(outcome), indent=1) + "\n"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        failed = outcome.code not in (EXIT_OK, EXIT_PREEMPTED)
+        if not failed and outcome.rank != 0:
+            return
+        if outcome.reason == PEER_LOST and (told := read_outcome(run_dir)) and told.precedence < outcome.precedence:
+            return  # of a thousand ranks that lost the same peer, a few records are enough
+        write_atomic(run_dir / (f"exit.rank{outcome.rank}.json" if failed else EXIT_FILE), text)
+        shown: Optional[Outcome] = None
+        # Ranks fail at the same time. Each looks again after writing, so whoever writes last has seen all the others.
+        while (best := _most_telling(run_dir)) is not None and best != shown:
+            write_atomic(run_dir / EXIT_FILE, strict_json(asdict(best), indent=1) + "\n")
+            shown = best
+    except OSError as error:
+        logger.error("cannot write %s: %s", run_dir / EXIT_FILE, error)
+        sys.stderr.write(text)
+
+
+def read_outcome(run_dir: Path | str) -> Optional[Outcome]:
+    """Read `exit.json`; None if there is none."""
+    return _read(Path(run_dir) / EXIT_FILE)
+
+
+def _most_telling(run_dir: Path) -> Optional[Outcome]:
+    found = [_read(path) for path in run_dir.glob("exit.rank*.json")]
+    return min((outcome for outcome in found if outcome is not None), key=lambda o: o.precedence, default=None)
+
+
+def _read(path: Path) -> Optional[Outcome]:
+    try:
+        return Outcome(**json.loads(read_regular(path)))
+    except (OSError, ValueError, TypeError):
+        return None  # gone, or not ours

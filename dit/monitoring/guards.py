@@ -1,0 +1,155 @@
+"""What stops a run before it does harm: preemption, values that are not finite, and hangs."""
+
+import faulthandler
+import math
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Optional
+
+from dit.errors import EXIT_PREEMPTED, NotFiniteError
+from dit.monitoring.exit_record import is_peer_lost
+
+NUM_NAMES = 8  # samples or ranks named in a message before it says how many more there are
+
+
+class PreemptionFlag:
+    """Note a request to stop, to be honoured at the end of the step, or at once while nothing would be lost.
+
+    The handler only sets a flag: it may run between any two bytecodes, also inside a collective. Whether to stop is
+    decided by all ranks together, from the maximum of their flags. Use as a context manager in the main thread; the
+    earlier handlers come back on leaving.
+
+    Building a large model, hashing its checkpoint and loading it take longer than schedulers wait, so inside
+    `leaves_at_once` the handler raises instead.
+
+    Args:
+        signals: SIGTERM is what schedulers and torchrun send; SIGUSR1 what Slurm's `--signal=USR1@120` sends. torchrun
+            passes on SIGUSR1 only with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; without, it dies of it.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        self.signals = tuple(signals)
+        self.signal_name: Optional[str] = None
+        self._at_once = False
+        self._earlier: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """True once one of the signals has arrived."""
+        return self.signal_name is not None
+
+    def __enter__(self) -> "PreemptionFlag":
+        for number in self.signals:
+            self._earlier[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        for number, handler in self._earlier.items():
+            # A handler that was not installed from Python reads as None and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._earlier.clear()
+
+    @contextmanager
+    def leaves_at_once(self) -> Iterator[None]:
+        """Let a request end the process wherever it is, for as long as there is nothing to save.
+
+        Ranks are not asked at the very same moment: one that lost a peer, and was asked itself, was preempted, too.
+        After `waits_from_here` a request is only noted.
+
+        Raises:
+            SystemExit: with code 75, from wherever the signal found the process.
+        """
+        self._at_once = True
+        try:
+            if self.requested:
+                raise SystemExit(EXIT_PREEMPTED)
+            yield
+        except Exception as error:
+            if self.requested and is_peer_lost(error):
+                raise SystemExit(EXIT_PREEMPTED) from error
+            raise
+        finally:
+            self._at_once = False
+
+    def waits_from_here(self) -> None:
+        """End the time in which a request ends the process at once; call before ranks wait for each other."""
+        self._at_once = False
+
+    def _note(self, number: int, frame: Optional[FrameType]) -> None:
+        self.signal_name = signal.Signals(number).name
+        if self._at_once:
+            raise SystemExit(EXIT_PREEMPTED)
+
+
+def check_finite(loss: float, grad_norm: Optional[float], step: int, suspects: Mapping[int, Sequence[str]]) -> None:
+    """Check the loss and the gradient norm of a step before its update touches the weights.
+
+    Every rank must pass the same, globally reduced numbers, so that all stop at the same step.
+
+    Args:
+        loss: mean loss of the step over all ranks.
+        grad_norm: global gradient norm before clipping; None where there is none yet.
+        step: number of the step, as logged.
+        suspects: by rank, the samples of each rank whose own loss is not finite, see
+            `dit.training.step.find_suspects`.
+
+    Raises:
+        NotFiniteError: one of the two is nan or infinite.
+    """
+    if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm)):
+        return
+    where = "Each rank's own loss is finite, so it is the gradient that overflowed"
+    look = ""
+    if suspects:
+        # Ranks that share a model (tensor, pipeline, context parallel) read the same samples.
+        keys = list(dict.fromkeys(key for keys in suspects.values() for key in keys))
+        ranks = _first_few([str(rank) for rank in sorted(suspects)])
+        where = f"The loss of rank {ranks} is not finite, on the samples {_first_few(keys)}"
+        look = "look at these samples; if they are sound, "
+    raise NotFiniteError(
+        f"step {step}: loss={loss}, grad_norm={grad_norm}; the update was not applied. {where}; {look}"
+        "resume from the last checkpoint with a lower optimizer.lr or optimizer.clip_grad, or a longer "
+        "schedule.warmup_steps"
+    )
+
+
+def _first_few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NUM_NAMES} more" if len(names) > NUM_NAMES else ""
+    return ", ".join(names[:NUM_NAMES]) + more
+
+
+class StackWatchdog:
+    """Write the stacks of all threads to a file when a step, or the start, takes too long, without ending the run.
+
+    The dump is made by a thread that needs no interpreter lock, so it also works inside a hung collective. It shows
+    where each rank waits; the process-group timeout is what ends the run.
+
+    Args:
+        path: file of this rank, by convention `run_dir/stacks/rank_N.txt`.
+        timeout_s: seconds without `beat` until the stacks are written, again after each further `timeout_s`.
+    """
+
+    def __init__(self, path: Path | str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        # faulthandler keeps the bare descriptor: the file must stay open as long as the timer runs.
+        self._file = open(path, "a")  # noqa: SIM115
+
+    def __enter__(self) -> "StackWatchdog":
+        self.beat()
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+
+    def beat(self) -> None:
+        """Say that this rank still moves; costs some tens of microseconds."""
+        faulthandler.dump_traceback_later(self.timeout_s, repeat=True, file=self._file)

@@ -1,0 +1,167 @@
+"""One run at a time in a run folder: `run.lock` names its holder, and a crash releases it.
+
+Rank 0 holds the file with `flock`. The kernel lets go of it when the process ends, however it ends, so there is no
+stale lock to remove by hand; what the file says counts only while it is locked. Linux turns `flock` over NFS into a
+lock on the server (NFSv4; NFSv3 with lockd), so a run on another machine is seen, too; a machine that dies there holds
+it until the server's lease runs out. A disk without locks (Lustre mounted without `flock`) is warned about.
+
+A loader worker that rank 0 has forked shares the lock until it notices that its parent is gone, some seconds later.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Optional
+
+import torch.distributed as dist
+
+from dit.durable_files import read_regular
+from dit.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+WAIT_S = 30.0  # what Slurm and torchrun give a process that was asked to end before they kill it
+POLL_S = 0.2
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+
+def job_id() -> Optional[str]:
+    """Return the scheduler's number of this job; None outside of one."""
+    return next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), None)
+
+
+class RunLock:
+    """The right of one attempt to write into a run folder.
+
+    Use as a context manager around the run. Rank 0 takes the lock on entering and remembers a refusal; `agree` lets
+    every rank learn of it.
+
+    Args:
+        run_dir: folder of the run; made if it is not there.
+        rank: of this process.
+        setting: that chose the folder, for messages.
+    """
+
+    def __init__(self, run_dir: Path | str, rank: int = 0, setting: str = "training.run_dir") -> None:
+        self.run_dir, self.rank = Path(run_dir), rank
+        self._named = f"{setting}={run_dir}"
+        self.path = self.run_dir / LOCK_FILE
+        self._descriptor = -1
+        self._holder: Optional[dict[str, Any]] = None
+        self._refusal: Optional[str] = None
+
+    def __enter__(self) -> "RunLock":
+        if self.rank == 0:
+            try:
+                self._take()
+            except ConfigError as error:
+                self._refusal = str(error)
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def agree(self) -> None:
+        """Let rank 0 tell the others whether the folder is this run's; every rank calls this, once per world.
+
+        It goes through the store at which the ranks have met: no device is touched before the settings are checked.
+
+        Raises:
+            ConfigError: the folder is in use by another process, or cannot be used at all.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        key = f"{LOCK_FILE}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        if self.rank == 0:
+            store.set(key, json.dumps([self._holder, self._refusal]))
+        else:
+            self._holder, self._refusal = json.loads(store.get(key))
+        self.check()
+
+    def check(self) -> None:
+        """Check that the lock was taken; enough where there is one process.
+
+        Raises:
+            ConfigError: the folder is in use by another process, or cannot be used at all.
+        """
+        if self._refusal is not None:
+            raise ConfigError(self._refusal)
+
+    def is_ours(self) -> bool:
+        """Return whether this attempt may write into the folder: it had the lock, and nobody has taken it since."""
+        return self._holder is not None and self._read() in (self._holder, None)
+
+    def _take(self) -> None:
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._wait()
+            started = datetime.now(UTC).isoformat(sep=" ")
+            self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "job": job_id()}
+            text = json.dumps(self._holder).encode()
+            os.pwrite(self._descriptor, text, 0)
+            os.ftruncate(self._descriptor, len(text))
+            os.fsync(self._descriptor)  # or ranks on other nodes read the former holder
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+            self._holder = None
+            reason = f"{error.filename or self.path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"{self._named} cannot be used: {reason}; choose another folder") from error
+
+    def _wait(self) -> None:
+        """Lock the file; a predecessor that is still ending is given some time.
+
+        Raises:
+            ConfigError: another process has it, and keeps it.
+        """
+        deadline: Optional[float] = None
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                now = time.monotonic()
+                if deadline is None:
+                    deadline = now + WAIT_S
+                    logger.warning("%s; waiting up to %.0f s for it to end", self._in_use(), WAIT_S)
+                if now >= deadline:
+                    raise ConfigError(
+                        f"{self._in_use()}; stop that run, wait for its end, or choose another folder"
+                    ) from None
+                time.sleep(POLL_S)
+            except OSError as error:
+                if error.errno not in WITHOUT_LOCKS:
+                    raise
+                logger.warning(
+                    "the disk of %s has no locks (%s): see to it that no second run uses this folder",
+                    self.run_dir,
+                    error.strerror,
+                )
+                return
+
+    def _in_use(self) -> str:
+        holder = self._read() or {}
+        who = "process {pid} on {host}, started {started}".format_map(holder) if holder else "another process"
+        job = f", job {holder['job']}" if holder.get("job") else ""
+        return f"{self._named} is in use by {who}{job}"
+
+    def _read(self) -> Optional[dict[str, Any]]:
+        """Return what the file says; None if there is none, or nothing in it that we wrote."""
+        try:
+            found = json.loads(read_regular(self.path))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and {"host", "pid", "started"} <= found.keys() else None

@@ -1,0 +1,363 @@
+"""Where scalars, pictures and artifacts go: `metrics.jsonl`, the record of truth, and mirrors of it that may fail.
+
+Sinks live on rank 0 and get host values only. Names pass through unchanged; the training loss is called `loss`.
+"""
+
+import json
+import logging
+import netrc
+import os
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Optional, Union
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from dit.durable_files import read_regular, strict_json, write_all, write_atomic
+from dit.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+LOSS = "loss"
+RECORD_FIELDS = ("kind", "step", "consumed_samples", "time", "attempt", "loss_hex")
+TAIL_BYTES = 1 << 16
+
+Picture = Union[Path, str, np.ndarray]
+"""A picture file, uint8 `[height, width, 3]`, or a `.gif` that moves."""
+
+
+class Sink(ABC):
+    """A place for what a run has to say."""
+
+    @abstractmethod
+    def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
+        """Record numbers of one optimizer step."""
+
+    @abstractmethod
+    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
+        """Record a picture."""
+
+    @abstractmethod
+    def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        """Record a folder that the run made, usually a checkpoint."""
+
+    def sync(self) -> None:  # noqa: B027 - mirrors have nothing to do
+        """Make what was recorded so far survive a power loss, where the sink promises that."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write out what is held back."""
+
+
+class JsonlSink(Sink):
+    """One line of JSON per record, in the kernel's hands before the call returns: it outlives `kill -9`.
+
+    After `sync` it also outlives a power loss. A checkpoint follows only then, since no resume writes again what was
+    recorded before the checkpoint.
+
+    Every record has `kind` (scalars, image or artifact), `step`, `time` (seconds since the epoch) and `attempt` (1 for
+    the first process that wrote here, 2 after the first resume, ...). Scalars keep their exact value; the training loss
+    is also written as `loss_hex`, so that bit-equal runs can be told apart from nearly equal ones by eye.
+
+    Nothing that was said is taken back: a run that resumes from an earlier step writes the steps in between again, and
+    of several records of a step the last one counts, see `scalars_by_step`. Only a torn last line, which was never a
+    record, is cut off on opening.
+
+    Args:
+        path: by convention `run_dir/metrics.jsonl`.
+
+    Raises:
+        CheckpointError: the file cannot be written (exit code 5, as for every disk that is full), or it is no longer
+            at its place.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            last = _cut_torn_line(self._descriptor)
+        except OSError as error:
+            raise self._failed(error) from error
+        self.attempt = 1
+        with suppress(ValueError, TypeError, KeyError):
+            self.attempt = int(json.loads(last)["attempt"]) + 1
+
+    def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
+        clash = sorted(values.keys() & set(RECORD_FIELDS))
+        assert not clash, f"scalars named like fields of the record: {clash}"
+        numbers: dict[str, Any] = {
+            name: value if isinstance(value, (int, str)) else float(value) for name, value in values.items()
+        }
+        if LOSS in values:
+            numbers["loss_hex"] = float(values[LOSS]).hex()
+        self._write("scalars", step, {"consumed_samples": int(consumed_samples), **numbers})
+
+    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
+        path = None if isinstance(picture, np.ndarray) else str(picture)
+        self._write("image", step, {"image": name, "path": path, "caption": caption})
+
+    def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        self._write("artifact", metadata.get("step"), {"path": str(path), "metadata": dict(metadata)})
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _write(self, kind: str, step: Optional[int], record: Mapping[str, Any]) -> None:
+        line = strict_json({"kind": kind, "step": step, "time": time.time(), "attempt": self.attempt, **record})
+        try:
+            write_all(self._descriptor, line.encode() + b"\n")
+        except OSError as error:
+            raise self._failed(error) from error
+        if not self._is_at_its_place():
+            # The kernel takes what is written to a deleted file, and nobody ever reads it.
+            raise CheckpointError(
+                f"{self.path} was deleted, moved or replaced while the run wrote to it; put the run folder back where "
+                "it was, then resume, or start anew in another training.run_dir"
+            )
+
+    def _is_at_its_place(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} cannot be written: {error.strerror}; it is the record of the run, so training stops here; "
+            "make room or fix the permissions, then resume"
+        )
+
+
+class TensorBoardSink(Sink):
+    """Event files for TensorBoard.
+
+    Args:
+        folder: by convention `run_dir/events`.
+        resumed_step: steps done before this process; TensorBoard hides what an earlier process wrote after it.
+    """
+
+    def __init__(self, folder: Path | str, resumed_step: Optional[int] = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, only rank 0 needs it
+
+        purge = None if resumed_step is None else resumed_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
+        for name, value in {**values, "consumed_samples": consumed_samples}.items():
+            if not isinstance(value, str):
+                self._writer.add_scalar(name, float(value), step)
+
+    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
+        clip = _clip_file(picture)
+        if clip is None:
+            self._writer.add_image(name, _pixels(picture), step, dataformats="HWC")
+            return
+        # TensorBoard shows what it gets, so the file goes in as it is; `add_video` would encode it anew with MoviePy.
+        from PIL import Image
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        with Image.open(clip) as opened:
+            width, height = opened.size
+        encoded = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=clip.read_bytes())
+        self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=encoded)]), step)
+
+    def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        self._writer.add_text("artifact", f"{path}\n\n{strict_json(dict(metadata))}", metadata.get("step"))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink(Sink):
+    """Mirror to Weights & Biases, everything it writes kept inside the run folder.
+
+    Without a key, or when the service does not answer, the run is recorded offline (`wandb sync` uploads it later). The
+    id is kept in `run_dir/wandb_id`, so a resumed run continues the same page.
+
+    Args:
+        run_dir: folder of the run.
+        project: name of the project.
+        config: settings of the run, plain containers.
+        artifacts: also log artifacts, as references to their folders; nothing is copied.
+    """
+
+    def __init__(
+        self, run_dir: Path | str, project: str, config: Mapping[str, Any], *, artifacts: bool = False
+    ) -> None:
+        folder = Path(run_dir).resolve() / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        # wandb takes these three folders from the environment only; by default they are in the home directory.
+        for name, inside in (("DATA", "data"), ("CACHE", "cache"), ("CONFIG", "config")):
+            os.environ.setdefault(f"WANDB_{name}_DIR", str(folder / inside))
+        import wandb  # two seconds, and only rank 0 needs it
+
+        self._wandb = wandb
+        self._artifacts = artifacts
+        settings = wandb.Settings(x_disable_stats=True, console="off", silent=True, disable_git=True, disable_code=True)
+        arguments: dict[str, Any] = {
+            "project": project,
+            "id": _wandb_id(Path(run_dir) / "wandb_id"),
+            "resume": "allow",
+            "config": dict(config),
+            "dir": str(folder.parent),
+            "settings": settings,
+        }
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        try:
+            self._run = wandb.init(mode=mode, **arguments)
+        except (wandb.errors.CommError, wandb.errors.UsageError) as error:
+            logger.warning("Weights & Biases is recorded offline: %s", error)
+            self._run = wandb.init(mode="offline", **arguments)
+        self._run.define_metric("consumed_samples")
+        self._run.define_metric("*", step_metric="consumed_samples")
+
+    def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
+        self._run.log({**values, "consumed_samples": consumed_samples}, step=step)
+
+    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
+        clip = _clip_file(picture)
+        shown: Any = (
+            self._wandb.Image(_pixels(picture), caption=caption)
+            if clip is None
+            else self._wandb.Video(str(clip), caption=caption, format="gif")
+        )
+        self._run.log({name: shown}, step=step)
+
+    def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        if self._artifacts:
+            artifact = self._wandb.Artifact(f"checkpoint-{self._run.id}", "checkpoint", metadata=dict(metadata))
+            # Our manifest holds the hashes already; hashing everything again would stall training.
+            artifact.add_reference(Path(path).resolve().as_uri(), checksum=False)
+            self._run.log_artifact(artifact)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class FanOut(Sink):
+    """Send everything to the record of truth, then to mirrors; a mirror that fails is dropped with one warning.
+
+    Args:
+        record: its errors are errors.
+        mirrors: by name, each a function that builds the sink, since building may fail too.
+    """
+
+    def __init__(self, record: Sink, mirrors: Mapping[str, Callable[[], Sink]]) -> None:
+        self.record = record
+        self.mirrors: dict[str, Sink] = {}
+        for name, build in mirrors.items():
+            try:
+                self.mirrors[name] = build()
+            except Exception as error:
+                self._warn(name, error)
+
+    def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
+        self._tell_all(lambda sink: sink.scalars(step, values, consumed_samples))
+
+    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
+        self._tell_all(lambda sink: sink.image(name, step, picture, caption))
+
+    def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        self._tell_all(lambda sink: sink.artifact(path, metadata))
+
+    def sync(self) -> None:
+        self._tell_all(lambda sink: sink.sync())
+
+    def close(self) -> None:
+        self._tell_all(lambda sink: sink.close())
+        self.mirrors.clear()
+
+    def _tell_all(self, tell: Callable[[Sink], None]) -> None:
+        tell(self.record)
+        for name, sink in list(self.mirrors.items()):
+            try:
+                tell(sink)
+            except Exception as error:
+                del self.mirrors[name]
+                self._warn(name, error)
+
+    @staticmethod
+    def _warn(name: str, error: Exception) -> None:
+        logger.warning(
+            "%s stops here (%s: %s); training goes on, metrics.jsonl stays complete", name, type(error).__name__, error
+        )
+
+
+def read_records(path: Path | str) -> list[dict[str, Any]]:
+    """Read all records of a `metrics.jsonl`, a torn last line left out."""
+    lines = read_regular(Path(path)).split(b"\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def scalars_by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Join the scalars of each step; where a step was done again after a resume, the last value counts."""
+    steps: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record["kind"] == "scalars":
+            steps.setdefault(record["step"], {}).update(record)
+    return steps
+
+
+def _cut_torn_line(descriptor: int) -> bytes:
+    """Cut off what follows the last newline; return the last whole line, empty if there is none."""
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    start = max(0, end - TAIL_BYTES)
+    tail = os.pread(descriptor, end - start, start)
+    while start and tail.count(b"\n") < 2:
+        start = max(0, start - TAIL_BYTES)
+        tail = os.pread(descriptor, end - start, start)
+    whole = tail.rfind(b"\n") + 1
+    if whole < len(tail):
+        os.ftruncate(descriptor, start + whole)
+    return tail[:whole].rstrip(b"\n").rsplit(b"\n", 1)[-1]
+
+
+def _clip_file(picture: Picture) -> Optional[Path]:
+    """Return the file of a picture that moves, or None."""
+    if isinstance(picture, np.ndarray) or Path(picture).suffix.lower() != ".gif":
+        return None
+    return Path(picture)
+
+
+def _pixels(picture: Picture) -> np.ndarray:
+    if isinstance(picture, np.ndarray):
+        return picture
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def _wandb_id(path: Path) -> str:
+    """Return the id of this run's page, made at the first call."""
+    if path.exists():
+        return read_regular(path).decode().strip()
+    run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    write_atomic(path, run_id + "\n")
+    return run_id
+
+
+def _has_wandb_key() -> bool:
+    """Return whether wandb can log in without asking; on a terminal it would stop the run with a question."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,51 @@
+"""The two lines that a run ends with: how it went, and the command that draws from it."""
+
+import shlex
+from pathlib import Path
+from typing import Optional
+
+from dit.monitoring.progress import format_duration
+from dit.monitoring.sinks import read_records, scalars_by_step
+
+HELD_OUT = "held_out/loss"
+
+
+def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str:
+    """Say where a run ended, how long this attempt took, and how good the model is.
+
+    Args:
+        metrics: the run's `metrics.jsonl`; losses of earlier attempts count.
+        step: optimizer steps done, of `num_steps`.
+        seconds: of this attempt.
+    """
+    steps = scalars_by_step(read_records(metrics))
+    losses = {done: values["loss"] for done, values in steps.items() if "loss" in values}
+    # A value that is not finite is written as a word; comparing with itself drops nan.
+    held_out = {done: float(values[HELD_OUT]) for done, values in steps.items() if HELD_OUT in values}
+    held_out = {done: value for done, value in held_out.items() if value == value}
+    ended = "finished" if step >= num_steps else "stopped at"
+    parts = [f"{ended} step {step} of {num_steps} after {format_duration(seconds)}"]
+    if losses:
+        parts.append(f"loss {float(losses[max(losses)]):.4f}")
+    if held_out:
+        best = min(held_out, key=lambda done: held_out[done])
+        parts.append(f"best held-out loss {held_out[best]:.4f} at step {best}")
+    if step < num_steps:
+        parts.append("the same command goes on")
+    return ", ".join(parts)
+
+
+def drawing_command(run_dir: str, frames: int, text_encoder: Optional[str], prompts: Optional[list[str]]) -> str:
+    """Return the shell command that samples from a run.
+
+    Args:
+        frames: of a sample; clips are drawn as a film.
+        text_encoder: that embeds prompts; None where the model takes none.
+        prompts: of the run's own settings, which the command draws by default.
+    """
+    words = ["python", "-m", "launch.sample", "--checkpoint", run_dir]
+    if text_encoder is not None and not prompts:
+        words += ["--prompt", "a text"]
+    if frames > 1:
+        words += ["--out", "samples.gif"]
+    return shlex.join(words)

@@ -1,0 +1,52 @@
+"""Exponential moving average of the weights, in fp32, sharded as the master weights are."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dit.optimizer.master_weights import MasterShard, publish_masters
+
+
+class EMA:
+    """The average ema <- decay * ema + (1 - decay) * weights, taken after each optimizer step.
+
+    Args:
+        shards: this rank's master shards.
+        decay: per step.
+        start_step: until this step the average equals the weights.
+    """
+
+    def __init__(self, shards: list[MasterShard], decay: float, start_step: int = 0) -> None:
+        self.decay, self.start_step = decay, start_step
+        self.shards = shards
+        self.values: list[Tensor] = [shard.main.detach().clone() for shard in shards]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after optimizer step `step` (counted from 1)."""
+        mains = [shard.main for shard in self.shards]
+        if step <= self.start_step:
+            torch._foreach_copy_(self.values, mains)
+        else:
+            torch._foreach_lerp_(self.values, mains, 1.0 - self.decay)
+
+    @contextmanager
+    def applied(self, optimizer: Any, wrapped: Sequence[Any]) -> Iterator[None]:
+        """Run the model with the averaged weights; afterwards it has its own weights back, to the bit."""
+        self._swap()
+        publish_masters(optimizer, wrapped)
+        try:
+            yield
+        finally:
+            self._swap()
+            publish_masters(optimizer, wrapped)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for shard, value in zip(self.shards, self.values):
+            kept = shard.main.clone()
+            shard.main.copy_(value)
+            value.copy_(kept)

@@ -1,0 +1,260 @@
+"""From a model configuration to a trainable model on this rank, in one order: build, start weights, wrap, optimizer."""
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+from dit.backends.device import local_device
+from dit.backends.init import initialize_weights
+from dit.backends.process_groups import ProcessGroups
+from dit.backends.provider import LayerProvider, LinearChoice
+from dit.context_parallel.attention import ContextAttention
+from dit.kernels.attention import Attention, AttentionChoice, resolve_attention
+from dit.kernels.attention_blocks import resolve_blocks
+from dit.kernels.recompute import RecomputeChoice, recompute_activations
+from dit.models.base import Backbone, ModelConfig, Stage
+from dit.parallel.dims import ParallelConfig
+from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
+from dit.parallel.pipeline import split_layers, stages
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def megatron_config(
+    model: ModelConfig, parallel: ParallelConfig, precision: str, *, meta: bool = False
+) -> TransformerConfig:
+    """Return Megatron-Core's view of the model, the layout and the precision.
+
+    Args:
+        meta: parameters go to torch's default device instead of this rank's, for builds under `torch.device("meta")`.
+    """
+    dtype = DTYPES[precision]
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    sizes = model.megatron_sizes()
+    layout = None  # equal shares
+    if parallel.pipeline_layers is not None and pp > 1:
+        layout = _megatron_layout(split_layers(sizes["num_layers"], pp, vpp, parallel.pipeline_layers))
+    return TransformerConfig(
+        **sizes,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        pipeline_model_parallel_layout=layout,
+        # Batched, the interleaved schedule would mix up activations and gradients between two ranks, each of which is
+        # both the next and the previous of the other. Apart, they also run beside the computation.
+        overlap_p2p_comm=vpp is not None,
+        batch_p2p_comm=vpp is None,
+        # The interleaved schedule of Megatron-Core 0.16 frees outputs that are still being sent (Megatron-LM #4047).
+        deallocate_pipeline_outputs=vpp is None,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=precision == "bf16",
+        # Losses travel as (sum, count) and gradients are divided once, by the global count of real tokens.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        use_cpu_initialization=meta,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def _megatron_layout(layers: Sequence[int]) -> list[list[str]]:
+    """Say in Megatron-Core's words which stage holds what, when the shares are not equal."""
+    layout = [["decoder"] * count for count in layers]
+    return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
+
+
+def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None) -> Backbone:
+    """Build the whole model, or one stage of it, without memory, for counting and planning."""
+    model.validate()
+    with torch.device("meta"):
+        config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
+        _, attention = resolve_attention(torch.device("cpu"), torch.float32)
+        return model.build(LayerProvider(config), attention, stage or Stage(range(config.num_layers)))
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the whole model by global name, without memory."""
+    return {name: tuple(parameter.shape) for name, parameter in build_on_meta(model).named_parameters()}
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Count the parameters of the whole model."""
+    return sum(p.numel() for p in build_on_meta(model).parameters())
+
+
+def attention_path(
+    parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype, choice: AttentionChoice = "auto"
+) -> Attention:
+    """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any."""
+    device = local_device()
+    _, attention = resolve_attention(device, dtype, choice)
+    if parallel.context_parallel_size == 1:
+        return attention
+    inner, outer = groups.collection.hcp if parallel.context_comm == "a2a+p2p" else (None, None)
+    return ContextAttention(
+        local=attention,
+        kernel=resolve_blocks(device, dtype),
+        comm=parallel.context_comm,
+        split=parallel.context_split,
+        group=groups.cp,
+        inner=inner,
+        outer=outer,
+        segment_comm=parallel.spatial_temporal_comm,
+    )
+
+
+def build_model(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: str,
+    groups: ProcessGroups,
+    seed: int,
+    *,
+    attention: AttentionChoice = "auto",
+    linears: LinearChoice = "auto",
+    recompute: RecomputeChoice = "none",
+    recompute_layers: Optional[int] = None,
+) -> list[Backbone]:
+    """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights.
+
+    Args:
+        recompute: what layers make again in the backward pass.
+        recompute_layers: only the first so many layers of each chunk; None for all.
+    """
+    model.validate()
+    config = megatron_config(model, parallel, precision)
+    # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
+    config.has_cond_embedder = True  # type: ignore[attr-defined]
+    provider = LayerProvider(config, groups.collection, linears)
+    path = attention_path(parallel, groups, DTYPES[precision], attention)
+    mine = stages(
+        config.num_layers,
+        groups.pp.size(),
+        groups.pp.rank(),
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.pipeline_layers,
+    )
+    chunks = [model.build(provider, path, stage) for stage in mine]
+    for chunk in chunks:
+        chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
+        initialize_weights(chunk, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
+        if groups.pp.size() > 1:
+            _mark_copies(chunk)
+        for layer in list(chunk.units())[:recompute_layers]:
+            recompute_activations(layer, recompute)
+    return chunks
+
+
+def is_replicated_over_pipeline(parameter: nn.Parameter) -> bool:
+    """Tell whether every stage holds this parameter, with gradients summed over the stages."""
+    return getattr(parameter, "pipeline_parallel", False)
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Tell whether this is a weight of one expert, which only the ranks of its expert-data-parallel group hold."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _mark_copies(chunk: Backbone) -> None:
+    """Tell Megatron-Core which parameters are copies of one another on the stages of a pipeline."""
+    for parameter in chunk.parameters():
+        if is_replicated_over_pipeline(parameter):
+            # The gradient norm counts the first stage's copy alone.
+            parameter.shared = not chunk.stage.first  # type: ignore[attr-defined]
+            # A bucket of its own: the distributed optimizer then shards all copies alike. Gradients are summed over the
+            # pipeline after they were scattered, so a data-parallel rank must own the same elements of every copy.
+            parameter.shared_embedding = True  # type: ignore[attr-defined]
+
+
+def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGroups) -> list[Any]:
+    """Wrap a model's chunks so that data-parallel ranks share their gradients (fp32 reduction), and with FSDP weights.
+
+    Forward passes must go through the wrappers: under FSDP the bare chunks hold no whole weights.
+    """
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    if parallel.data_parallel == "fsdp":
+        sharded = [wrap_fsdp(chunk, parallel.fsdp_sharding, groups) for chunk in chunks]
+        config.no_sync_func = sharded[0].no_sync if reduces_in_backward(sharded[0]) else None
+        return sharded
+    interleaved = len(chunks) > 1
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        align_param_gather=interleaved and parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.data_parallel == "distributed_optimizer",
+    )
+    wrapped = [
+        # The communication of later chunks hides behind other chunks' work, so it need not come in small buckets.
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
+        for i, chunk in enumerate(chunks)
+    ]
+    no_sync, grad_sync, param_sync = (
+        [getattr(chunk, name) for chunk in wrapped] for name in ("no_sync", "start_grad_sync", "start_param_sync")
+    )
+    config.no_sync_func = no_sync if interleaved else no_sync[0]
+    if parallel.overlap_grad_reduce and groups.pp.size() > 1:
+        # All stages reduce at the same time, in the bubble of the later ones, so that none holds up its neighbours.
+        config.grad_sync_func = grad_sync if interleaved else grad_sync[0]
+    if parallel.overlap_param_gather:
+        config.param_sync_func = param_sync if interleaved else param_sync[0]
+    return wrapped
+
+
+def build_optimizer(
+    wrapped: Sequence[Any],
+    settings: Any,
+    parallel: ParallelConfig,
+    precision: str,
+    groups: ProcessGroups,
+) -> Any:
+    """Build Megatron-Core's AdamW over the wrapped chunks of the model.
+
+    Its weight decay is set here for good: neither `set_learning_rate` nor loading a checkpoint touches it.
+
+    Args:
+        settings: the recipe's `OptimizerConfig`.
+    """
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=precision == "bf16",
+        params_dtype=DTYPES[precision],
+        use_distributed_optimizer=parallel.data_parallel != "ddp",  # which FSDP's optimizer is to Megatron-Core, too
+        overlap_param_gather=parallel.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(
+        config, list(wrapped), use_gloo_process_groups=False, pg_collection=groups.collection
+    )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if parallel.data_parallel != "fsdp" and any(group["is_expert_parallel"] for group in part.param_groups):
+            # The gradient norm counts a whole parameter on the first tensor-parallel rank alone. Those ranks hold
+            # copies of a dense parameter, but different experts.
+            part.tp_group = groups.collection.expt_tp
+    for group in optimizer.param_groups:
+        # Megatron-Core marks biases and one-dimensional parameters, and leaves it to its own scheduler to heed that.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        if "fused" in group:  # torch's AdamW, where Transformer Engine's is not at hand: one kernel instead of nine
+            group["fused"], group["foreach"] = True, False
+    return optimizer

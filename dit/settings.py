@@ -1,0 +1,232 @@
+"""Settings of a training run, as recipes write them; `validate` raises `ConfigError` with the number and its range."""
+
+from dataclasses import dataclass
+from typing import Literal, Optional, get_args, get_type_hints
+
+from dit.errors import ConfigError
+from dit.ranges import (
+    COUNT,
+    COUNT_OR_NONE,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    SHARE_BELOW_1,
+    check_path,
+    check_ranges,
+    whole,
+)
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW.
+
+    Attributes:
+        lr: peak learning rate.
+        beta1, beta2, eps: Adam's constants.
+        weight_decay: decoupled; not applied to biases, norms and other one-dimensional parameters.
+        clip_grad: largest global gradient norm; 0 switches clipping off.
+    """
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+
+    def validate(self) -> None:
+        """Check every field by itself."""
+        check_ranges(
+            "optimizer",
+            self,
+            {
+                "lr": NOT_NEGATIVE,
+                "beta1": SHARE_BELOW_1,
+                "beta2": SHARE_BELOW_1,
+                # At 0 a weight without a gradient, as behind a zero-initialised gate, would be moved by 0 / 0.
+                "eps": POSITIVE,
+                "weight_decay": NOT_NEGATIVE,
+                "clip_grad": NOT_NEGATIVE,
+            },
+        )
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """Learning rate over optimizer steps.
+
+    Attributes:
+        kind: after the linear warm-up, hold the peak, or fall as a cosine to `min_lr` at the last step; `one_cycle`
+            rises and falls as a cosine (Smith and Topin 2017), `warmup_steps` being the length of the rise.
+        warmup_steps: optimizer steps until the peak; a shorter run rises through all of its steps.
+        min_lr: lowest learning rate after the peak.
+    """
+
+    kind: Literal["constant", "cosine", "one_cycle"] = "constant"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+
+    def validate(self) -> None:
+        """Check every field by itself; `check_schedule` checks them against each other."""
+        check_ranges("schedule", self, {"warmup_steps": COUNT_OR_NONE, "min_lr": NOT_NEGATIVE})
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """The run itself.
+
+    Attributes:
+        run_dir: folder of everything the run writes.
+        num_steps: optimizer steps of the whole run, resumed parts included.
+        micro_batch_size: samples (or packs) per forward pass of one data-parallel rank, at most: where the global batch
+            cannot be shared out so, the largest smaller number is taken with which it can. No result depends on it.
+        global_batch_size: samples (or packs) per optimizer step over all ranks.
+        precision: `bf16` keeps fp32 master weights; `fp32` everywhere.
+        attention: attention path; `auto` takes the best one installed (see `dit.kernels.attention`).
+        linears: whose parallel linears; `auto` takes Transformer Engine's on CUDA where it is installed.
+        recompute: what layers make again in the backward pass instead of keeping it: nothing, what is cheap (modulated
+            norms, activation functions), or all.
+        recompute_layers: only the first so many layers of each pipeline stage (or virtual chunk); None for all.
+        seed: addresses initial weights, data order and all noise.
+        ema_decay: decay of the weight average per step (fp32); None for no average.
+        ema_start_step: the average equals the weights until this step.
+        log_interval: steps between log lines; one more goes before each checkpoint.
+        validation_interval: steps between held-out losses; 0 for never.
+        sample_interval: steps between sample grids; 0 for never.
+        stop_at_step: leave after this step as if preempted, with a checkpoint (for tests and short jobs).
+    """
+
+    run_dir: str = "runs/default"
+    num_steps: int = 1000
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    precision: Literal["bf16", "fp32"] = "bf16"
+    attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
+    linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_layers: Optional[int] = None
+    seed: int = 1234
+    ema_decay: Optional[float] = 0.9999
+    ema_start_step: int = 0
+    log_interval: int = 10
+    validation_interval: int = 0
+    sample_interval: int = 0
+    stop_at_step: Optional[int] = None
+
+    def validate(self) -> None:
+        """Check every field by itself."""
+        check_path("training.run_dir", self.run_dir)
+        check_ranges(
+            "training",
+            self,
+            {
+                "num_steps": COUNT,
+                "micro_batch_size": whole(1, 2**20),
+                "global_batch_size": whole(1, 2**24),
+                "recompute_layers": COUNT,
+                "seed": SEED,
+                "ema_decay": SHARE_BELOW_1,
+                "ema_start_step": COUNT_OR_NONE,
+                "log_interval": COUNT,
+                "validation_interval": COUNT_OR_NONE,
+                "sample_interval": COUNT_OR_NONE,
+                "stop_at_step": COUNT,
+            },
+        )
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Checkpoints.
+
+    Attributes:
+        interval: steps between checkpoints; 0 saves only at the end.
+        keep_last: newest checkpoints kept, at least 1.
+        keep_every: also keep every checkpoint whose step is a multiple of this; 0 for none.
+        keep_best: also keep this many with the lowest held-out loss.
+        resume: `auto` continues from the newest valid checkpoint; it starts anew where there is none at all and stops
+            where all are damaged. `must` stops where none is valid. `never` starts anew, also where all are damaged,
+            and stops where one is valid.
+        start_from: a new run starts from the weights of this run folder or checkpoint, averaged ones where it has them;
+            step, optimizer and data start afresh. A run that has checkpoints of its own resumes from those.
+        accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from those of
+            the checkpoint to resume, although they make another experiment of the run (`resume_check`). After an
+            accepted change of the data or their order, the data start afresh.
+    """
+
+    interval: int = 1000
+    keep_last: int = 2
+    keep_every: int = 0
+    keep_best: int = 0
+    resume: Literal["auto", "never", "must"] = "auto"
+    start_from: Optional[str] = None
+    accept_changes: Optional[list[str]] = None
+
+    def validate(self) -> None:
+        """Check every field by itself."""
+        if self.start_from is not None:
+            check_path("checkpoint.start_from", self.start_from)
+        names = ("interval", "keep_every", "keep_best")
+        check_ranges("checkpoint", self, {"keep_last": COUNT} | dict.fromkeys(names, COUNT_OR_NONE))
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Where scalars and pictures go besides the console and `metrics.jsonl`.
+
+    Attributes:
+        tensorboard: write `events/` in the run folder.
+        wandb: mirror to Weights & Biases; offline when no key is at hand.
+        wandb_project: project of the run.
+        wandb_artifacts: log each kept checkpoint as an artifact that references its folder.
+        profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11]; None for no trace.
+    """
+
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "megatron-dit"
+    wandb_artifacts: bool = False
+    profile_steps: Optional[list[int]] = None
+
+    def validate(self) -> None:
+        """Check the steps to trace."""
+        check_ranges("logging", self, {"profile_steps": COUNT})
+        steps = self.profile_steps
+        if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
+            raise ConfigError(
+                f"logging.profile_steps={steps} must be the first and the last step to trace, such as [10, 11], or None"
+            )
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """Sample grids while training, and the defaults of the sample command.
+
+    Attributes:
+        solver: how the sampling equation is integrated.
+        num_steps: solver steps; `heun` calls the network twice per step.
+        guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
+        samples_per_class: rows of the grid.
+        prompts: texts to draw instead of classes, for a model that takes text; None for none.
+        seed: addresses the initial noise.
+    """
+
+    solver: Literal["euler", "heun", "ddim", "ancestral", "dpmpp_2m"] = "euler"
+    num_steps: int = 30
+    guidance_scale: float = 2.0
+    samples_per_class: int = 1
+    prompts: Optional[list[str]] = None
+    seed: int = 7
+
+    def validate(self) -> None:
+        """Check every field by itself."""
+        check_ranges(
+            "sampling",
+            self,
+            {"num_steps": whole(1, 10_000), "guidance_scale": FINITE, "samples_per_class": COUNT, "seed": SEED},
+        )
+        solvers = get_args(get_type_hints(SamplingConfig)["solver"])
+        if self.solver not in solvers:
+            raise ConfigError(f"sampling.solver={self.solver!r} is unknown; use one of {', '.join(solvers)}")

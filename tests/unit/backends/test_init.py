@@ -1,0 +1,123 @@
+"""Initial weights are a function of their address, so every layout starts from the same model."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dit.backends import init as addressed_init
+from dit.backends.init import ONES, ZEROS, Init, draw, initialize_weights, normal, with_init, xavier_uniform
+
+CPU = torch.device("cpu")
+INITS = {"normal": normal(0.02), "uniform": xavier_uniform(37, 50), "ones": ONES, "zeros": ZEROS}
+
+
+def whole(init: Init, *, seed: int = 1, name: str = "layers.0.weight", rows: int = 50, columns: int = 37) -> Tensor:
+    return draw(init, seed, name, range(rows), range(columns), CPU)
+
+
+@pytest.mark.parametrize("init", INITS.values(), ids=INITS)
+def test_any_block_is_a_cut_of_the_whole(init: Init):
+    """A rank that draws only its slice gets the slice's values, also where it starts inside a block of four."""
+    matrix = whole(init)
+    for rows, columns in [
+        ((0, 50), (0, 37)),
+        ((0, 25), (0, 37)),
+        ((13, 40), (3, 6)),
+        ((49, 50), (36, 37)),
+        ((5, 6), (1, 30)),
+    ]:
+        block = draw(init, 1, "layers.0.weight", range(*rows), range(*columns), CPU)
+        assert torch.equal(block, matrix[slice(*rows), slice(*columns)])
+
+
+def test_seed_and_name_address_independent_values():
+    base = whole(normal(1.0), rows=200, columns=100)
+    changes = [{"seed": 2}, {"seed": 1 + (1 << 32)}, {"name": "layers.1.weight"}, {"name": "layers.0.bias"}]
+    for change in changes:
+        other = whole(normal(1.0), rows=200, columns=100, **change)
+        correlation = (base * other).mean()
+        # Five standard deviations of the mean of 20,000 products of independent normals.
+        assert abs(correlation) < 5 / math.sqrt(20_000), change
+    assert torch.equal(base, whole(normal(1.0), rows=200, columns=100))
+
+
+def test_normal_has_the_moments_of_a_normal():
+    x = whole(normal(0.02), rows=1000, columns=400) / 0.02
+    n = x.numel()
+    assert abs(x.mean()) < 5 / math.sqrt(n)
+    assert abs(x.var() - 1) < 5 * math.sqrt(2 / n)
+    assert abs((x**3).mean()) < 5 * math.sqrt(15 / n)
+    assert abs((x**4).mean() - 3) < 5 * math.sqrt(96 / n)
+
+
+def test_neighbours_are_independent():
+    """Rows, columns and the four lanes of one counter do not correlate."""
+    x = whole(normal(1.0), rows=1000, columns=400)
+    bound = 5 / math.sqrt(x.numel())
+    for shift in (1, 2, 3, 4):
+        assert abs((x[:, shift:] * x[:, :-shift]).mean()) < 1.01 * bound
+        assert abs((x[shift:] * x[:-shift]).mean()) < 1.01 * bound
+
+
+def test_xavier_fills_its_interval_evenly():
+    """Uniform in +-sqrt(6 / (fan_in + fan_out)) of the global sizes: variance a^2 / 3, and the ends are reached."""
+    x = whole(xavier_uniform(300, 100), rows=1000, columns=400)
+    bound = math.sqrt(6 / 400)
+    assert x.abs().max() <= bound
+    assert x.max() > 0.999 * bound
+    assert x.min() < -0.999 * bound
+    assert x.var().item() == pytest.approx(bound**2 / 3, rel=0.01)
+    assert abs(x.mean()) < 5 * bound / math.sqrt(3 * x.numel())
+
+
+class Shard(nn.Module):
+    """What one of `tp_size` ranks holds: one weight split by rows, one by columns, a split and a whole vector."""
+
+    def __init__(self, tp_size: int) -> None:
+        super().__init__()
+        self.column = self._split(torch.empty(24 // tp_size, 10), 0)
+        self.row = self._split(torch.empty(10, 24 // tp_size), 1)
+        self.bias = self._split(torch.empty(24 // tp_size), 0)
+        self.vector = with_init(nn.Parameter(torch.empty(7)), normal(1.0))
+        self.table = with_init(nn.Parameter(torch.empty(5, 3)), normal(1.0))
+        self.kernel = with_init(nn.Parameter(torch.empty(4, 3, 2, 2)), xavier_uniform(12, 16))
+
+    @staticmethod
+    def _split(x: Tensor, dim: int) -> nn.Parameter:
+        parameter = with_init(nn.Parameter(x), normal(1.0))
+        parameter.tensor_model_parallel, parameter.partition_dim = True, dim
+        return parameter
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 8])
+def test_ranks_join_to_the_model_of_one_rank(tp_size: int):
+    """Split parameters join along their split dimension; whole ones are equal on every rank."""
+    alone = Shard(1)
+    initialize_weights(alone, 5, tp_rank=0, tp_size=1)
+    ranks = [Shard(tp_size) for _ in range(tp_size)]
+    for rank, shard in enumerate(ranks):
+        initialize_weights(shard, 5, tp_rank=rank, tp_size=tp_size)
+    assert torch.equal(torch.cat([shard.column for shard in ranks]), alone.column)
+    assert torch.equal(torch.cat([shard.row for shard in ranks], 1), alone.row)
+    assert torch.equal(torch.cat([shard.bias for shard in ranks]), alone.bias)
+    for shard in ranks:
+        assert all(torch.equal(getattr(shard, n), getattr(alone, n)) for n in ("vector", "table", "kernel"))
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch):
+    """Large tensors are drawn in chunks of rows to bound memory; the values are those of one draw."""
+    one, many = Shard(1), Shard(1)
+    initialize_weights(one, 5, tp_rank=0, tp_size=1)
+    monkeypatch.setattr(addressed_init, "_CHUNK_ROWS_ELEMENTS", 23)
+    initialize_weights(many, 5, tp_rank=0, tp_size=1)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), many.parameters()))
+
+
+def test_lower_precision_is_the_rounded_start():
+    """A bf16 model starts from the float32 start, rounded."""
+    full, half = Shard(1), Shard(1).bfloat16()
+    initialize_weights(full, 5, tp_rank=0, tp_size=1)
+    initialize_weights(half, 5, tp_rank=0, tp_size=1)
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(full.parameters(), half.parameters()))

@@ -1,0 +1,37 @@
+"""Small checkpoints for the tests of their store: files whose content is a function of the step and the name."""
+
+import random
+
+from dit.checkpoint.store import CheckpointStore
+from dit.settings import CheckpointConfig
+
+FILES = ("state.json", "rank_0.safetensors", "rank_1.safetensors", ".hidden", "loader/dp_00000.pt", "empty")
+
+
+def make_store(root, **keep):
+    return CheckpointStore(root, CheckpointConfig(**keep))
+
+
+def fill(folder, step, names=FILES):
+    """Write files whose content is a function of the step and the name."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        seeded = random.Random(f"{step} {name}")
+        path.write_bytes(b"" if name == "empty" else seeded.randbytes(seeded.randrange(100, 400)))
+
+
+def save(store, step, **meta):
+    folder = store.begin(step)
+    with store.writing(step):
+        fill(folder, step)
+    return store.publish(step, meta)
+
+
+def newest_step(store):
+    found = store.newest_valid()
+    return None if found is None else found[1].step
+
+
+def leftovers(store):
+    return sorted(p.name for p in store.root.iterdir() if p.suffix)

@@ -1,0 +1,227 @@
+"""A save that dies, fails or is killed at any moment leaves a valid checkpoint behind."""
+
+import errno
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dit.errors import CheckpointError
+from tests.unit.checkpoint.checkpoints import fill, leftovers, make_store, newest_step, save
+
+REPOSITORY = Path(__file__).parents[3]
+NUM_KILLS = 10
+
+KILLED_CHILD = """
+import sys
+from dit.checkpoint.store import CheckpointStore
+from dit.settings import CheckpointConfig
+assert "torch" not in sys.modules
+store = CheckpointStore(sys.argv[1], CheckpointConfig(keep_last=2, keep_every=7))
+found = store.newest_valid()
+step = found[1].step if found else 0
+while True:
+    step += 1
+    folder = store.begin(step)
+    (folder / "loader").mkdir()
+    for name in ("a.distcp", "b.distcp", "loader/dp_00000.pt"):
+        with (folder / name).open("wb") as file:
+            for _ in range(8):
+                file.write(step.to_bytes(8, "little") * 4096)
+    store.publish(step, {"consumed_samples": 8 * step})
+"""
+
+CHANGING_CALLS = ("mkdir", "write", "fsync", "rename", "unlink", "rmdir")
+
+
+class Trip:
+    """Call `action` at the n-th of the watched system calls, counted over all threads."""
+
+    def __init__(self, n, action):
+        self.n, self.action, self.calls = n, action, itertools.count(1)
+        self.fired = False
+
+    def install(self, monkeypatch, names):
+        for name in names:
+            monkeypatch.setattr(os, name, self.wrap(getattr(os, name)))
+
+    def wrap(self, original):
+        def watched(*args, **kwargs):
+            if next(self.calls) == self.n:
+                self.fired = True
+                self.action()
+            return original(*args, **kwargs)
+
+        return watched
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new step", "same step again"])
+def test_crash_at_every_system_call_leaves_a_valid_checkpoint(two_checkpoints, tmp_path, monkeypatch, again):
+    """Die before each changing system call of a save in turn: something valid and recent is always there."""
+    step = 20 if again else 30
+    outcomes = set()
+    for n in itertools.count(1):
+        store = make_store(shutil.copytree(two_checkpoints, tmp_path / str(n)), keep_last=1 if again else 2)
+        if again:
+            shutil.rmtree(store.path(10))  # the checkpoint being replaced is the only one
+        child = os.fork()
+        if child == 0:
+            try:
+                Trip(n, lambda: os._exit(9)).install(monkeypatch, CHANGING_CALLS)
+                save(store, step, attempt=2)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, 9)
+        path, manifest = store.newest_valid()
+        outcomes.add((manifest.step, manifest.meta.get("attempt")))
+        assert manifest.step in (20, step), f"crash at call {n}"
+        assert store.verify(path) == manifest
+        for folder in store.root.glob("iter_" + "[0-9]" * 7):
+            store.verify(folder)  # nothing half-written or half-deleted carries a checkpoint's name
+        store.begin(40)
+        assert leftovers(store) == ["iter_0000040.tmp"], f"crash at call {n}"
+        assert newest_step(store) == manifest.step
+        shutil.rmtree(store.root)
+        if status == 0:
+            break
+    assert n > 20
+    assert outcomes == {(20, None), (step, 2)}
+
+
+def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_whole(two_checkpoints, tmp_path, monkeypatch):
+    """Before each changing system call in turn: the checkpoint verifies, with its former manifest or the new one."""
+    found = []
+    for n in itertools.count(1):
+        store = make_store(shutil.copytree(two_checkpoints, tmp_path / str(n)), keep_last=2)
+        former = store.verify(store.path(20))
+        child = os.fork()
+        if child == 0:
+            try:
+                Trip(n, lambda: os._exit(9)).install(monkeypatch, CHANGING_CALLS)
+                store.attach(20, {"held_out_loss": 0.5, "held_out_step": 20})
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, 9)
+        manifest = store.verify(store.path(20))
+        assert (manifest.files, manifest.created) == (former.files, former.created)
+        found.append(manifest.held_out_loss)
+        store.begin(40)
+        assert leftovers(store) == ["iter_0000040.tmp"], f"crash at call {n}"
+        shutil.rmtree(store.root)
+        if status == 0:
+            break
+    assert found[0] is None
+    assert found == sorted(found, key=lambda loss: loss is not None)
+    assert found[-1] == 0.5
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_loss_that_cannot_be_attached_harms_nothing(two_checkpoints, tmp_path, monkeypatch, code):
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "copy"), keep_last=2)
+
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    former = store.verify(store.path(20))
+    with monkeypatch.context() as patched:
+        Trip(2, fail).install(patched, ("write", "fsync"))
+        with pytest.raises(CheckpointError, match=r"manifest\.json cannot be written.*itself is intact"):
+            store.attach(20, {"held_out_loss": 0.5})
+    assert store.verify(store.path(20)) == former
+    assert leftovers(store) == []
+
+
+def error_of_save(store, step):
+    try:
+        save(store, step)
+    except CheckpointError as error:
+        return error
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_failing_disk_is_reported_and_harms_nothing(two_checkpoints, tmp_path, monkeypatch, code):
+    """Fail each write, flush, rename and mkdir of a save in turn: an error with a cure, and the old one still there."""
+
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    failures = 0
+    for n in itertools.count(1):
+        store = make_store(shutil.copytree(two_checkpoints, tmp_path / str(n)), keep_last=2)
+        with monkeypatch.context() as patched:
+            trip = Trip(n, fail)
+            trip.install(patched, ("mkdir", "write", "fsync", "rename"))
+            error = error_of_save(store, 30)
+        if error is not None:
+            failures += 1
+            assert error.exit_code == 5
+            assert "is intact" in str(error)
+            assert ("is full" in str(error)) == (code == errno.ENOSPC)
+            assert not store.partial_path(30).exists(), f"failure at call {n}"
+        assert newest_step(store) in (20, 30)
+        store.begin(40)
+        assert leftovers(store) == ["iter_0000040.tmp"]
+        if not trip.fired:
+            break
+    assert failures >= 14  # two mkdirs, a flush per file and folder, the manifest, the rename
+
+
+def test_full_disk_message_has_the_numbers(two_checkpoints, tmp_path):
+    """Needed and free bytes are in the message; the cause may hide behind other libraries' errors."""
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
+    needed = store.verify(store.path(20)).size_bytes
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    wrapped = RuntimeError("a thread failed")
+    wrapped.__cause__ = full
+    for cause in (full, wrapped):
+        fill(store.begin(30), 30)
+        message = f"full; it needs about {needed} bytes, [0-9]+ are free"
+        with pytest.raises(CheckpointError, match=message), store.writing(30):
+            raise RuntimeError("Worker failure") from cause
+        with pytest.raises(CheckpointError, match="a rank failed"):
+            store.publish(30, {})
+    assert newest_step(store) == 20
+
+
+def test_other_errors_pass_and_call_the_save_off(tmp_path):
+    """A bug while writing stays the bug it is, and what it left cannot be published."""
+    store = make_store(tmp_path)
+    store.begin(1)
+    with pytest.raises(ZeroDivisionError), store.writing(1):
+        print(1 / 0)
+    assert leftovers(store) == []
+
+
+def test_kill_during_save_leaves_a_valid_checkpoint(tmp_path):
+    """`kill -9` at random moments of endless saving: what is found verifies, holds its step, and never goes back."""
+    store = make_store(tmp_path / "checkpoints", keep_last=2, keep_every=7)
+    rng = random.Random(1)
+    last = 0
+    for _ in range(NUM_KILLS):
+        child = subprocess.Popen([sys.executable, "-c", KILLED_CHILD, str(store.root)], cwd=REPOSITORY)
+        deadline = time.monotonic() + 30
+        while max(store.steps(), default=0) <= last and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.1))
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        path, manifest = store.newest_valid()
+        assert manifest.step > last
+        assert manifest.meta["consumed_samples"] == 8 * manifest.step
+        for name in manifest.files:
+            assert (path / name).read_bytes() == manifest.step.to_bytes(8, "little") * 4096 * 8
+        kept = [step for step in store.steps() if step % 7]
+        assert len(kept) <= 3  # keep_last, and the one that was about to be deleted
+        last = manifest.step

@@ -1,0 +1,341 @@
+"""Checkpoint folders: whole or refused, and one is always kept."""
+
+import errno
+import json
+import logging
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dit.checkpoint.manifest import MANIFEST, Manifest
+from dit.checkpoint.store import check_same_model, model_fingerprint
+from dit.errors import CheckpointError, ConfigError
+from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, save
+
+REPOSITORY = Path(__file__).parents[3]
+NUM_FLIPS = 60
+
+
+def test_published_folder_is_what_was_written(tmp_path):
+    """Names, bytes and meta come back exactly; nothing else stays behind."""
+    store = make_store(tmp_path / "checkpoints")
+    assert store.newest_valid() is None
+    assert store.steps() == []
+    meta = {"consumed_samples": 1600, "held_out_loss": 0.1 + 0.2, "versions": {"torch": "x"}}
+    save(store, 400, **meta)
+    path, manifest = store.newest_valid()
+    assert path == tmp_path / "checkpoints" / "iter_0000400"
+    assert set(manifest.files) == set(FILES)
+    assert manifest.size_bytes == sum((path / name).stat().st_size for name in FILES)
+    assert (manifest.step, manifest.meta) == (400, meta)
+    assert manifest.held_out_loss == 0.1 + 0.2
+    assert leftovers(store) == []
+    assert store.verify(path) == manifest
+
+
+def test_importing_the_store_needs_no_torch():
+    """A tool that only looks at checkpoints starts in milliseconds."""
+    code = "import sys, dit.checkpoint.store; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def flip_bit(path, rng):
+    data = bytearray(path.read_bytes())
+    position = rng.randrange(8 * len(data))
+    data[position // 8] ^= 1 << position % 8
+    path.write_bytes(data)
+
+
+def truncate(path, rng):
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def swap(folder, rng):
+    a, b = rng.sample([folder / name for name in FILES], 2)
+    text = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(text)
+
+
+def edit_manifest(folder, **changes):
+    """Change the manifest as an attacker would: with a digest that fits."""
+    old = Manifest.from_text((folder / MANIFEST).read_text())
+    fields = {"step": old.step, "files": dict(old.files), "meta": old.meta} | changes
+    (folder / MANIFEST).write_text(Manifest(**fields).to_text())
+
+
+def list_outside_file(folder, name):
+    old = Manifest.from_text((folder / MANIFEST).read_text())
+    edit_manifest(folder, files={**old.files, name: old.files["empty"]})
+
+
+def link_file(folder):
+    shutil.copy(folder / "state.json", folder.parent.parent / "outside.pt")
+    (folder / "state.json").unlink()
+    (folder / "state.json").symlink_to(folder.parent.parent / "outside.pt")
+
+
+def link_folder(folder):
+    (folder / "loader").rename(folder.parent.parent / "loader")
+    (folder / "loader").symlink_to(folder.parent.parent / "loader", target_is_directory=True)
+
+
+def manifest_is_a_pipe(folder):
+    (folder / MANIFEST).unlink()
+    os.mkfifo(folder / MANIFEST)
+
+
+def link_checkpoint(folder):
+    folder.rename(folder.parent.parent / folder.name)
+    folder.symlink_to(folder.parent.parent / folder.name, target_is_directory=True)
+
+
+DAMAGE = {
+    "missing file": lambda folder, rng: (folder / rng.choice(FILES)).unlink(),
+    "missing manifest": lambda folder, rng: (folder / MANIFEST).unlink(),
+    "missing folder": lambda folder, rng: shutil.rmtree(folder / "loader"),
+    "truncated file": lambda folder, rng: truncate(folder / rng.choice(FILES[:-1]), rng),
+    "truncated manifest": lambda folder, rng: truncate(folder / MANIFEST, rng),
+    "grown file": lambda folder, rng: (folder / rng.choice(FILES)).open("ab").write(b"\0"),
+    "swapped files": swap,
+    "garbage manifest": lambda folder, rng: (folder / MANIFEST).write_bytes(rng.randbytes(300)),
+    "deep manifest": lambda folder, rng: (folder / MANIFEST).write_text("[" * 100_000),
+    "other json": lambda folder, rng: (folder / MANIFEST).write_text(rng.choice(["[]", "{}", "null", '{"files": 3}'])),
+    "spaces in manifest": lambda folder, rng: (folder / MANIFEST).open("a").write(" "),
+    "manifest of another step": lambda folder, rng: edit_manifest(folder, step=19),
+    "file nobody listed": lambda folder, rng: (folder / "planted.pt").write_bytes(b"code"),
+    "path to the parent": lambda folder, rng: list_outside_file(folder, "../iter_0000010/empty"),
+    "absolute path": lambda folder, rng: list_outside_file(folder, "/etc/hostname"),
+    "roundabout path": lambda folder, rng: list_outside_file(folder, "loader/./dp_00000.pt"),
+    "file is a link": lambda folder, rng: link_file(folder),
+    "folder is a link": lambda folder, rng: link_folder(folder),
+    "checkpoint is a link": lambda folder, rng: link_checkpoint(folder),
+    "manifest is a pipe": lambda folder, rng: manifest_is_a_pipe(folder),
+    "pipe": lambda folder, rng: os.mkfifo(folder / "pipe"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("seed", range(3))
+def test_damage_is_found_and_the_older_checkpoint_used(two_checkpoints, tmp_path, caplog, kind, seed):
+    """Every kind of damage is an error that names the place; resuming falls back and says so."""
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
+    folder = store.path(20)
+    DAMAGE[kind](folder, random.Random(seed))
+    with pytest.raises(CheckpointError) as raised:
+        store.verify(folder)
+    assert str(folder) in str(raised.value)
+    assert any(cure in str(raised.value) for cure in ("delete or restore", "remove that file", "give the real folder"))
+    with caplog.at_level(logging.WARNING):
+        assert newest_step(store) == 10
+    assert str(raised.value) in caplog.text
+
+
+def test_no_bit_can_flip_unnoticed(two_checkpoints, tmp_path):
+    """One flipped bit anywhere, the manifest included, refuses the checkpoint."""
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
+    rng = random.Random(0)
+    targets = [store.path(20) / name for name in (*FILES[:-1], MANIFEST)]
+    for _ in range(NUM_FLIPS):
+        path = rng.choice(targets)
+        sound = path.read_bytes()
+        flip_bit(path, rng)
+        with pytest.raises(CheckpointError, match=path.name):
+            store.verify(store.path(20))
+        path.write_bytes(sound)
+    assert newest_step(store) == 20
+
+
+def test_swapped_checkpoints_are_both_refused(two_checkpoints, tmp_path):
+    """A folder that carries another step's name is no checkpoint of that step."""
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
+    store.path(10).rename(tmp_path / "ten")
+    store.path(20).rename(store.path(10))
+    (tmp_path / "ten").rename(store.path(20))
+    assert store.newest_valid() is None
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_unreadable_file_is_named(two_checkpoints, monkeypatch, code):
+    """A file that cannot be opened refuses the checkpoint like a damaged one."""
+    store = make_store(two_checkpoints)
+    opened = os.open
+
+    def refuse(path, *args):
+        if str(path) == str(store.path(20) / "state.json"):
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        store.verify(store.path(20))
+
+
+def test_unfinished_and_foreign_names_never_count(two_checkpoints, tmp_path):
+    """A folder counts by its exact name only, even when its content is a valid checkpoint."""
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
+    for name in ("iter_0000030.tmp", "iter_0000030.trash", "iter_30", "best", "iter_0000030.tmp.tmp"):
+        shutil.copytree(store.path(20), store.root / name)
+    assert newest_step(store) == 20
+    assert store.steps() == [10, 20]
+    store.begin(40)
+    assert {p.name for p in store.root.iterdir()} >= {"iter_30", "best", "iter_0000010", "iter_0000020"}
+    assert leftovers(store) == ["iter_0000030.tmp.tmp", "iter_0000040.tmp"]
+
+
+def test_link_in_a_finished_write_is_not_published(tmp_path):
+    """What a rank links to could change after it was hashed."""
+    store = make_store(tmp_path)
+    folder = store.begin(1)
+    (folder / "weights").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match="link"):
+        store.publish(1, {})
+    assert leftovers(store) == []
+
+
+# --- retention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["with the save", "after the save"])
+def test_keep_rules_are_exact(tmp_path, later):
+    """After every save exactly the newest two, the multiples of ten and the two best are there.
+
+    Whether the loss is known when the checkpoint is saved, or measured and attached afterwards; the loss that is known
+    before is that of an older step then, and counts for none but its own.
+    """
+    store = make_store(tmp_path, keep_last=2, keep_every=10, keep_best=2)
+    rng = random.Random(0)
+    losses = {}
+    for step in range(1, 31):
+        losses[step] = rng.choice([0.25, 0.5, math.nan, 1.0, None]) if step % 3 else rng.random()
+        if later:
+            save(store, step, held_out_loss=0.0, held_out_step=step - 1)
+            store.attach(step, {"held_out_loss": losses[step], "held_out_step": step})
+        else:
+            save(store, step, held_out_loss=losses[step])
+        measured = [s for s in losses if losses[s] is not None and not math.isnan(losses[s])]
+        present = {s for s in measured if store.path(s).exists() or s == step}
+        best = set(sorted(present, key=lambda s: (losses[s], -s))[:2])
+        # A best one can only leave because two better ones came, so the best of those present are the best of all.
+        assert best == set(sorted(measured, key=lambda s: (losses[s], -s))[:2])
+        assert set(store.steps()) == {step, max(step - 1, 1)} | set(range(10, step + 1, 10)) | best
+
+
+def test_the_only_valid_checkpoint_is_never_deleted(tmp_path, caplog):
+    """Damaged newer checkpoints count for no rule and cost the older valid one nothing."""
+    store = make_store(tmp_path, keep_last=3)
+    for step in (1, 2, 3):
+        save(store, step)
+    for step in (2, 3):
+        flip_bit(store.path(step) / "state.json", random.Random(step))
+    lean = make_store(tmp_path, keep_last=1)
+    assert lean.prune() == []
+    assert "deleting no checkpoint" in caplog.text
+    assert newest_step(lean) == 1
+    save(lean, 4)
+    assert lean.steps() == [4]
+
+
+def test_checkpoints_ahead_of_the_run_do_not_push_out_the_new_one(tmp_path):
+    """After falling back behind damaged checkpoints, the newly published one stays, and the run overtakes the rest."""
+    store = make_store(tmp_path, keep_last=1)
+    save(store, 5)
+    (store.path(5) / "state.json").unlink()
+    save(store, 3)
+    assert newest_step(store) == 3
+    save(store, 4)
+    assert store.steps() == [4, 5]
+    save(store, 5)
+    assert store.steps() == [5]
+    assert newest_step(store) == 5
+
+
+def test_dying_before_every_deletion_leaves_one_too_many_at_most(tmp_path, monkeypatch):
+    """A run that always dies between publishing and deleting does not fill the disk."""
+    store = make_store(tmp_path, keep_last=2)
+    prune = store.prune
+    monkeypatch.setattr(store, "prune", lambda **limits: None if "proven" in limits else prune(**limits))
+    for step in range(1, 9):
+        save(store, step)
+        assert store.steps() == list(range(max(1, step - 2), step + 1))
+
+
+def test_failed_deletion_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
+    store = make_store(tmp_path, keep_last=1)
+    save(store, 1)
+
+    def refuse(path):
+        raise PermissionError(errno.EPERM, "refused", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        save(store, 2)
+    assert "delete it by hand" in caplog.text
+    assert newest_step(store) == 2
+    assert store.steps() == [2]
+    store.begin(3)
+    assert leftovers(store) == ["iter_0000003.tmp"]
+
+
+@pytest.mark.parametrize("keep", [{"keep_last": 0}, {"keep_every": -1}, {"keep_best": -1}])
+def test_impossible_keep_rules_are_refused(tmp_path, keep):
+    with pytest.raises(ConfigError, match=next(iter(keep))):
+        make_store(tmp_path, **keep)
+
+
+def test_empty_save_is_not_a_checkpoint(tmp_path):
+    store = make_store(tmp_path)
+    store.begin(1)
+    with pytest.raises(CheckpointError, match="empty"):
+        store.publish(1, {})
+
+
+# --- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def test_manifest_text_is_strict_json(tmp_path):
+    """A held-out loss that is not finite is still JSON for every reader, and reads back."""
+    store = make_store(tmp_path)
+    save(store, 1, held_out_loss=math.inf)
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    json.loads((store.path(1) / MANIFEST).read_text(), parse_constant=refuse)
+    assert store.newest_valid()[1].held_out_loss == math.inf
+
+
+def test_checkpoint_of_another_model_names_the_first_differences(tmp_path):
+    """Order and container of shapes do not matter; a name or a size does."""
+    shapes = {"layers.0.weight": (4, 8), "layers.0.bias": (8,), "head.weight": (8, 2)}
+    store = make_store(tmp_path)
+    save(store, 1, fingerprint=model_fingerprint(shapes))
+    manifest = store.newest_valid()[1]
+    check_same_model(manifest, model_fingerprint({k: list(v) for k, v in reversed(shapes.items())}))
+    other = {"layers.0.weight": (4, 16), "layers.0.bias": (8,), "tail.weight": (8, 2)}
+    with pytest.raises(ConfigError) as raised:
+        check_same_model(manifest, model_fingerprint(other))
+    message = str(raised.value)
+    assert "checkpoint of another model at step 1: 3 of 4 parameters differ" in message
+    assert "layers.0.weight is [4, 8] in the checkpoint and [4, 16] in the model" in message
+    assert "head.weight [8, 2] is only in the checkpoint" in message
+    assert "tail.weight [8, 2] is only in the model" in message
+    many = model_fingerprint({f"p{i}": (i,) for i in range(100)})
+    with pytest.raises(ConfigError, match="and 98 more"):
+        check_same_model(manifest, many)
+
+
+def test_checkpoint_without_fingerprint_is_refused(tmp_path):
+    store = make_store(tmp_path)
+    save(store, 1)
+    with pytest.raises(CheckpointError, match="no model fingerprint"):
+        check_same_model(store.newest_valid()[1], model_fingerprint({"w": (1,)}))

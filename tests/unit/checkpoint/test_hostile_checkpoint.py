@@ -1,0 +1,164 @@
+"""A checkpoint from a stranger, sealed anew after every change, runs nothing and is refused in one line or read."""
+
+import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from dit.backends import process_groups
+from dit.checkpoint.checkpointer import read_loader_state
+from dit.checkpoint.full_weights import read_whole_weights, write_imported
+from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree, read_manifest
+from dit.checkpoint.state_files import StateReader
+from dit.checkpoint.store import CheckpointStore
+from dit.checkpoint.torch_dist import read_metadata, rewrite_run
+from dit.convert.diffusers_format import TrainedModel
+from dit.errors import CheckpointError, UserError
+from dit.inference.generator import load_generator
+from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.settings import CheckpointConfig, SamplingConfig
+
+MODEL = {"hidden_size": 8, "num_layers": 1, "num_attention_heads": 1, "num_classes": 2}
+FILES = ("config.yaml", "facts.json", "loader/dp_00000.pt", "rank_00000.safetensors", "state.json")
+PLANTED = (".metadata", "common.pt", "metadata.json", "__0_0.distcp", "rank_00001.safetensors")
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def payloads(marker: Path) -> dict[str, bytes]:
+    torch.save(Trap(marker), marker.with_suffix(".pt"))
+    command = f"!!python/object/apply:os.mkdir ['{marker}']"
+    return {
+        "pickle": pickle.dumps(Trap(marker)),
+        "torch.save": marker.with_suffix(".pt").read_bytes(),
+        "yaml": command.encode(),
+        "yaml in a field": f"model: {command}\ntraining: {{ema_decay: null}}\n".encode(),
+        "json": b'{"_target_": "os.mkdir", "path": "x"}',
+    }
+
+
+def seal(folder: Path) -> None:
+    """Write a manifest that fits the files, as anybody can who knows the format."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    old = Manifest(step=0, files=hash_tree(folder, {}), meta={"imported_from": "x", "consumed_samples": 0})
+    (folder / MANIFEST).write_text(old.to_text())
+
+
+@pytest.fixture
+def run_dir(tmp_path, one_rank_world, monkeypatch) -> Path:
+    """A run folder with one small checkpoint, whose manifest is left to `seal`."""
+    monkeypatch.setattr(process_groups, "initialize", lambda parallel: one_rank_world)  # one world serves all tests
+    from dit.parallel.build import parameter_shapes
+
+    weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(DiTConfig(**MODEL)).items()}
+    trained = TrainedModel(DiTConfig(**MODEL), FlowMatching(), (1, 4, 4), {})
+    folder = write_imported(tmp_path / "run", weights, trained, SamplingConfig(), "a test")
+    (folder / "loader").mkdir()
+    torch.save({"streams": {}}, folder / "loader" / "dp_00000.pt")
+    seal(folder)
+    return tmp_path / "run"
+
+
+def use(run_dir: Path) -> None:
+    """Read a checkpoint in every way there is."""
+    folder = run_dir / "checkpoints" / "iter_0000000"
+    for read in (
+        lambda: load_generator(run_dir),
+        lambda: read_whole_weights(folder, "weight"),
+        lambda: read_loader_state(folder),
+        lambda: StateReader(folder),
+        lambda: rewrite_run(run_dir),
+    ):
+        with suppress(UserError):  # one line, with a code
+            read()
+
+
+@pytest.mark.parametrize("name", [*FILES, *PLANTED])
+def test_no_file_of_a_checkpoint_runs_anything(run_dir, tmp_path, name):
+    folder, marker = run_dir / "checkpoints" / "iter_0000000", tmp_path / "sprung"
+    original = (folder / name).read_bytes() if name in FILES else None
+    for payload in payloads(marker).values():
+        (folder / name).write_bytes(payload)
+        seal(folder)
+        use(run_dir)
+        assert not marker.exists(), name
+    if original is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(original)
+    seal(folder)
+    load_generator(run_dir)
+
+
+def test_an_old_checkpoint_whose_description_holds_code_is_refused(run_dir, tmp_path):
+    """The index is gone, so that `.metadata` is what describes it, as in a checkpoint of an earlier version."""
+    folder, marker = run_dir / "checkpoints" / "iter_0000000", tmp_path / "sprung"
+    (folder / "state.json").unlink()
+    (folder / ".metadata").write_bytes(payloads(marker)["pickle"])
+    seal(folder)
+    with pytest.raises(CheckpointError, match=r"earlier version.*launch.convert_checkpoints"):
+        load_generator(run_dir)
+    with pytest.raises(CheckpointError, match=r"names .*mkdir, which is no part"):
+        rewrite_run(run_dir)
+    assert not marker.exists()
+    pickle.loads((folder / ".metadata").read_bytes())
+    assert marker.exists()  # the trap works
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", pickle.dumps({"a": 1}), pickle.dumps(None)])
+def test_a_damaged_description_is_refused(tmp_path, data):
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_metadata(tmp_path)
+
+
+def test_checkpoints_of_an_earlier_version_are_rewritten_to_the_bit(run_dir, tmp_path):
+    """Written by Megatron-Core as the earlier version did: several slots, a tensor in two parts, Adam's step count."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    store = CheckpointStore(run_dir / "checkpoints", CheckpointConfig())
+    expected = {
+        name: torch.randn(shape) for name, shape in {"weight.a": (4, 6), "ema.a": (4, 6), "weight.b": ()}.items()
+    }
+    folder = store.begin(30)
+    state = {name: ShardedTensor.from_rank_offsets(name, tensor, replica_id=0) for name, tensor in expected.items()}
+    dist_checkpointing.save({**state, "adam_step": 29}, str(folder))
+    for name in ("config.yaml", "facts.json"):
+        (folder / name).write_text(name)
+    (folder / "loader").mkdir()
+    torch.save({"streams": {3: 4}}, folder / "loader" / "dp_00000.pt")
+    store.publish(30, {"consumed_samples": 240, "held_out_loss": 0.5})
+
+    # As a process leaves it that dies between the two renames of its `publish`.
+    store.path(30).rename(store.path(30).with_suffix(".replaced"))
+    assert rewrite_run(run_dir) == [store.path(30)]
+    reader = StateReader(store.path(30))
+    assert reader.scalars == {"adam_step": 29}
+    assert reader.shapes.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(reader.read_full(name), tensor)
+    manifest = store.verify(store.path(30))
+    assert manifest.meta == {"consumed_samples": 240, "held_out_loss": 0.5}
+    assert set(manifest.files) == {
+        "config.yaml",
+        "facts.json",
+        "loader/dp_00000.pt",
+        "rank_00000.safetensors",
+        "state.json",
+    }
+    assert read_loader_state(store.path(30)) == {"streams": {3: 4}}
+    assert rewrite_run(run_dir) == []
+    assert read_manifest(store.path(0)).step == 0

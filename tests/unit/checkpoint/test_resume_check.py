@@ -1,0 +1,168 @@
+"""Which changed settings a resumed run may have: each one alone, whatever it is."""
+
+import copy
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import dit.models
+import dit.objectives
+import energon_data
+from dit.checkpoint.resume_check import EVERY, SETTINGS, changes, check_same_experiment
+from dit.config_record import CLASS_KEY, to_record
+from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.settings import (
+    CheckpointConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from dit.training.pretrain import pretrain
+from energon_data.dataset import EnergonData
+from energon_data.mock import MockData
+
+FOLDER = Path("runs/x/checkpoints/iter_0000006")
+
+
+def settings_of(**changed):
+    parts = {
+        "model": DiTConfig(num_classes=3),
+        "data": MockData(shapes=["1x8x8"]),
+        "objective": FlowMatching(),
+        "optimizer": OptimizerConfig(),
+        "schedule": ScheduleConfig(),
+        "parallel": ParallelConfig(),
+        "training": TrainingConfig(),
+        "checkpoint": CheckpointConfig(),
+        "logging": LoggingConfig(),
+        "sampling": SamplingConfig(),
+    }
+    return {**parts, **changed}
+
+
+def classes_of(base):
+    """Return a class of settings and all that are derived from it, wherever they are written."""
+    return {base}.union(*map(classes_of, base.__subclasses__()))
+
+
+def changed_value(value):
+    """Return another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, list):
+        return [*value, *value]
+    return 1 if value is None else f"{value}x"
+
+
+def test_every_setting_of_every_class_is_refused_or_reported():
+    """A new setting must be listed; a part whose every setting is of one kind takes new ones by itself."""
+    for package in (dit.models, dit.objectives, energon_data):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not found.name.startswith("energon_data.prepare"):
+                importlib.import_module(found.name)
+    parts = {name: p.annotation for name, p in inspect.signature(pretrain).parameters.items()}
+    assert parts.keys() == SETTINGS.keys()
+    for part, base in parts.items():
+        refused, reported = (text.split() for text in SETTINGS[part])
+        if EVERY in (*refused, *reported):
+            assert sorted([*refused, *reported]) == [EVERY], part
+            continue
+        fields = {field.name for cls in classes_of(base) for field in dataclasses.fields(cls)}
+        assert sorted([*refused, *reported]) == sorted(fields), part
+
+
+@pytest.mark.parametrize("data", [MockData(shapes=["1x8x8"]), EnergonData(path="x")], ids=["mock", "energon"])
+def test_each_changed_setting_is_found_alone(data):
+    """One after the other: its path, both values, and whether it is refused are those of the table."""
+    settings = settings_of(data=data)
+    assert changes(to_record(settings), settings) == []
+    for part, value in settings.items():
+        for field in dataclasses.fields(value):
+            new = changed_value(getattr(value, field.name))
+            other = {**settings, part: copy.copy(value)}
+            setattr(other[part], field.name, new)  # past the checks of a constructor
+            (change,) = changes(to_record(settings), other)
+            assert (change.path, change.old, change.new) == (f"{part}.{field.name}", getattr(value, field.name), new)
+            refused = SETTINGS[part][0].split()
+            assert change.is_refused == (field.name in refused or EVERY in refused), change
+            if change.is_refused:
+                with pytest.raises(ConfigError, match=rf"{part}\.{field.name}: .*accept_changes=\[\"{change.path}\"\]"):
+                    check_same_experiment(FOLDER, to_record(settings), other, [])
+            for accepted in ([change.path], [part]):
+                assert check_same_experiment(FOLDER, to_record(settings), other, accepted) == [change]
+
+
+def test_what_the_issue_is_about():
+    """The table itself: what makes another experiment, and what people change on purpose or without a difference."""
+    refused = [
+        *("objective.time_shift", "model.num_attention_heads", "model.time_scale", "model.class_dropout"),
+        *("training.precision", "training.global_batch_size", "training.seed", "training.ema_decay"),
+        *("optimizer.beta1", "optimizer.beta2", "data.path", "data.something_new", "training.something_new"),
+    ]
+    reported = [
+        *("optimizer.lr", "optimizer.clip_grad", "schedule.warmup_steps", "training.num_steps", "training.run_dir"),
+        "training.micro_batch_size",
+        *("training.recompute", "training.attention", "training.log_interval", "checkpoint.interval"),
+        *("parallel.tensor_model_parallel_size", "logging.wandb", "sampling.solver", "data.max_lost_samples"),
+    ]
+    from dit.checkpoint.resume_check import Change
+
+    assert [path for path in refused if not Change(path, 1, 2).is_refused] == []
+    assert [path for path in reported if Change(path, 1, 2).is_refused] == []
+    restarts = ["data.path", "training.seed"]
+    keeps = ["data.max_lost_samples", "data.num_streams", "training.global_batch_size", "objective", "parallel"]
+    assert [Change(path, 1, 2).restarts_data for path in (*restarts, *keeps)] == [True] * 2 + [False] * 5
+
+
+def test_another_class_is_one_change_and_a_moved_one_is_none():
+    record = to_record(settings_of())
+    settings = settings_of(objective=EDM(p_mean=0.0))
+    assert list(map(str, changes(record, settings))) == ["objective: FlowMatching -> EDM"]
+    with pytest.raises(ConfigError) as raised:
+        check_same_experiment(FOLDER, record, settings, [])
+    for words in (str(FOLDER), "FlowMatching -> EDM", "training.run_dir", "start_from", 'accept_changes=["objective"]'):
+        assert words in str(raised.value)
+    assert len(check_same_experiment(FOLDER, record, settings, ["objective"])) == 1
+
+    record["objective"][CLASS_KEY] = "dit.elsewhere.FlowMatching"
+    assert changes(record, settings_of()) == []
+
+
+def test_settings_of_another_version():
+    """One that is new counts as its default; one that is gone is a change that nobody can judge, so it is refused."""
+    record = to_record(settings_of())
+    del record["model"]["rope_factors"], record["optimizer"]["beta2"], record["sampling"]
+    assert changes(record, settings_of()) == []
+    (change,) = changes(record, settings_of(optimizer=OptimizerConfig(beta2=0.5)))
+    assert str(change) == "optimizer.beta2: 0.999 -> 0.5"
+    record["training"]["former"] = 3
+    (change,) = changes(record, settings_of())
+    assert (str(change), change.is_refused) == ("training.former: 3 -> no longer a setting", True)
+    assert check_same_experiment(FOLDER, record, settings_of(), ["training.former"]) == [change]
+
+
+def test_the_message_names_all_refused_settings_and_what_is_accepted_already():
+    record = to_record(settings_of())
+    settings = settings_of(optimizer=OptimizerConfig(beta1=0.5, beta2=0.5, lr=1.0), objective=EDM())
+    with pytest.raises(ConfigError) as raised:
+        check_same_experiment(FOLDER, record, settings, ["objective"])
+    assert "optimizer.beta1: 0.9 -> 0.5; optimizer.beta2: 0.999 -> 0.5." in str(raised.value)
+    assert str(raised.value).endswith('accept_changes=["objective","optimizer.beta1","optimizer.beta2"]\'')
+
+
+@pytest.mark.parametrize("name", ["optimizer.beta3", "optimiser", "optimizer.", "beta1"])
+def test_an_accepted_change_must_name_a_setting(name):
+    with pytest.raises(ConfigError, match="accept_changes names"):
+        check_same_experiment(FOLDER, to_record(settings_of()), settings_of(), [name])

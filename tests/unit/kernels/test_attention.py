@@ -1,0 +1,144 @@
+"""Attention over packs: every sample attends to itself alone, whatever the layout."""
+
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from dit.backends.provider import ColumnLinear, RowLinear, resolve_linears
+from dit.errors import ConfigError
+from dit.kernels.attention import _side_by_side, reference_attention, resolve_attention, segment_sdpa, varlen_attention
+from dit.layout import SequenceLayout
+from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
+
+# float32 sums of up to 33 terms in another order.
+RTOL = 2e-6
+
+
+@pytest.mark.parametrize("case", [*CASES, *GQA_CASES], ids=lambda case: case.name)
+def test_segment_sdpa_is_the_reference(case: AttentionCase):
+    check(segment_sdpa, case, case.qkv(), rtol=RTOL)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_reference_is_softmax_of_each_segment_alone(case: AttentionCase):
+    """The mask-based reference equals a plain softmax over one segment at a time, in float64."""
+    q, k, v = case.qkv()
+    layout_q, layout_k = case.layouts()
+    out = reference_attention(q, k, v, layout_q, layout_k)
+    for i in range(layout_q.num_samples):
+        rows_q = slice(layout_q.starts[i], layout_q.starts[i] + layout_q.lengths[i])
+        rows_k = slice(layout_k.starts[i], layout_k.starts[i] + layout_k.lengths[i])
+        for head in range(case.heads):
+            scores = q[rows_q, head].double() @ k[rows_k, head].double().T / case.head_size**0.5
+            expected = scores.softmax(-1) @ v[rows_k, head].double()
+            torch.testing.assert_close(out[rows_q, head].double(), expected, rtol=RTOL, atol=RTOL)
+
+
+@pytest.mark.parametrize("attention", [reference_attention, segment_sdpa])
+def test_order_of_tokens_inside_a_sample_does_not_matter(attention):
+    """Attention is bidirectional and knows no positions: permuting a sample's rows permutes its output."""
+    case = AttentionCase("ragged", (9, 6))
+    q, k, v = case.qkv()
+    layout, _ = case.layouts()
+    rows = torch.cat([torch.randperm(9, generator=torch.Generator().manual_seed(0)), torch.arange(9, 15)])
+    expected = attention(q, k, v, layout, layout)[rows]
+    torch.testing.assert_close(attention(q[rows], k[rows], v[rows], layout, layout), expected)
+
+
+def test_padding_may_hold_anything():
+    """NaN in padding rows of q, k and v reaches no output row and no gradient."""
+    case = AttentionCase("padded", (5, 3), multiple_of_q=4, tail_q=4)
+    layout, _ = case.layouts()
+    dirty = tuple(x.masked_fill(~layout.valid_T[:, None, None], float("nan")) for x in case.qkv())
+    leaves = [x.requires_grad_() for x in dirty]
+    out = segment_sdpa(*leaves, layout, layout)
+    assert out.isfinite().all()
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
+def kernel_that_needs_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+    raise AssertionError(f"called with {len(q)} queries and {len(k)} keys")
+
+
+@pytest.mark.parametrize("attention", [segment_sdpa, partial(_side_by_side, kernel_that_needs_queries)])
+@pytest.mark.parametrize("lengths", [((0, 0), (3, 5)), ((4, 0), (0, 5))])
+def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
+    """A context-parallel rank of padding alone still gives every parameter before its attention a gradient, of zeros.
+
+    Its padding may hold anything, and no kernel is called without queries or keys.
+    """
+    layout_q, layout_k = (SequenceLayout(n, (4, 8), 16) for n in lengths)
+    q, k, v = (torch.full((16, heads, 8), float("nan"), requires_grad=True) for heads in (4, 2, 2))
+    out = attention(q, k, v, layout_q, layout_k)
+    assert out.shape == q.shape
+    assert not out.any()
+    out.sum().backward()
+    assert [x.grad is not None and not x.grad.any() for x in (q, k, v)] == [True] * 3
+
+
+def test_layout_of_some_rows_stands_for_the_whole_pack():
+    """Under sequence parallelism attention gets all rows and a layout that names this rank's; it uses the pack's."""
+    for case in (CASES[0], CASES[4]):
+        layout, _ = case.layouts()
+        held = layout.select(torch.arange(layout.total_tokens // 2), gathered=True)
+        q, k, v = case.qkv()
+        for attention in (reference_attention, segment_sdpa):
+            expected = attention(q, k, v, layout, layout)
+            assert torch.equal(attention(q, k, v, held, held), expected)
+
+
+def test_dense_pack_copies_no_rows(monkeypatch: pytest.MonkeyPatch):
+    """A dense batch goes to the kernel as a view of the packed rows."""
+    seen = []
+    monkeypatch.setattr(
+        "dit.kernels.attention.sdpa", lambda q, k, v, **_: seen.append((q, k, v)) or torch.zeros_like(q)
+    )
+    layout = SequenceLayout.from_lengths([4, 4])
+    qkv = AttentionCase("dense", (4, 4)).qkv()
+    segment_sdpa(*qkv, layout, layout)
+    assert len(seen) == 1
+    assert all(given.data_ptr() == x.data_ptr() for given, x in zip(seen[0], qkv))
+
+
+def test_one_kernel_call_per_pair_of_lengths(monkeypatch: pytest.MonkeyPatch):
+    """Samples of equal lengths share a call, wherever they lie in the pack."""
+    batches = []
+    monkeypatch.setattr(
+        "dit.kernels.attention.sdpa", lambda q, k, v, **_: batches.append(len(q)) or torch.zeros_like(q)
+    )
+    case = AttentionCase("mixed", (4, 6, 4, 6, 4), (2, 2, 2, 3, 2))
+    segment_sdpa(*case.qkv(), *case.layouts())
+    assert sorted(batches) == [1, 1, 3]
+
+
+def test_path_is_chosen_by_device_and_precision():
+    """The varlen kernel knows half precision on CUDA only; everything else takes the path that works everywhere."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert resolve_attention(cpu, torch.bfloat16) == ("segment_sdpa", segment_sdpa)
+    assert resolve_attention(gpu, torch.float32) == ("segment_sdpa", segment_sdpa)
+    assert resolve_attention(gpu, torch.bfloat16) == ("varlen", varlen_attention)
+
+
+def test_a_path_that_cannot_be_had_is_refused():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="unknown; use one of auto, sdpa"):
+        resolve_attention(gpu, torch.bfloat16, "fastest")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs bf16 on CUDA"):
+        resolve_attention(cpu, torch.bfloat16, "varlen")
+    assert resolve_attention(gpu, torch.bfloat16, "sdpa") == ("segment_sdpa", segment_sdpa)
+    for name in ("flash_attn", "transformer_engine"):
+        if not find_spec(name):
+            with pytest.raises(ConfigError, match=f"needs {name}, which is not installed"):
+                resolve_attention(gpu, torch.bfloat16, name)  # type: ignore[arg-type]
+
+
+def test_linears_that_cannot_be_had_are_refused():
+    assert resolve_linears("auto") == resolve_linears("megatron") == (ColumnLinear, RowLinear)
+    with pytest.raises(ConfigError, match="unknown; use one of auto, megatron"):
+        resolve_linears("fast")  # type: ignore[arg-type]
+    if not find_spec("transformer_engine"):
+        with pytest.raises(ConfigError, match="not installed"):
+            resolve_linears("transformer_engine")

@@ -1,0 +1,130 @@
+"""Attention block by block: joined, the blocks are attention over all keys."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.context_parallel.attention import merge
+from dit.context_parallel.partition import ContextRows
+from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks, resolve_blocks
+from dit.layout import SequenceLayout
+from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
+
+RTOL = 2e-6  # float32 sums of up to 33 terms in another order
+
+
+class OneBlock:
+    """A block kernel with all keys in one block, as an attention path."""
+
+    def __init__(self, kernel: BlockAttention) -> None:
+        self.kernel = kernel
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout) -> Tensor:
+        kernel = self.kernel
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+                out, lse = kernel.forward(*qkv, layout_q, layout_k)
+                ctx.save_for_backward(*qkv, out, lse)
+                return out
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+                return kernel.backward(grad, *ctx.saved_tensors, layout_q, layout_k)
+
+        return Function.apply(q, k, v)
+
+
+def flash_on_cpu() -> FlashBlocks:
+    """Return the packed kernel's bookkeeping around an eager stand-in with the kernel's own signature."""
+    blocks, eager = FlashBlocks(), EagerBlocks()
+
+    def layouts(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> tuple[SequenceLayout, SequenceLayout]:
+        assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
+        lengths = [cu.diff().tolist() for cu in (cu_q, cu_k)]
+        assert [max(n) for n in lengths] == [max_q, max_k]
+        assert min(map(min, lengths)) > 0, "the kernel must not be asked about an empty segment"
+        return SequenceLayout.from_lengths(lengths[0]), SequenceLayout.from_lengths(lengths[1])
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug):
+        assert (dropout, causal, debug) == (0.0, False, False)
+        out, lse = eager.forward(q, k, v, *layouts(cu_q, cu_k, max_q, max_k))
+        return out.to(q.dtype), lse.T.contiguous(), None, None, None
+
+    def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, unused):
+        assert lse.shape == q.shape[1::-1]
+        parts = eager.backward(grad, q, k, v, out, lse.T, *layouts(cu_q, cu_k, max_q, max_k))
+        return tuple(part.to(q.dtype) for part in parts)
+
+    blocks._forward, blocks._backward = forward, backward
+    return blocks
+
+
+KERNELS = {"eager": EagerBlocks, "flash_bookkeeping": flash_on_cpu}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", [*CASES, *GQA_CASES], ids=lambda case: case.name)
+def test_one_block_of_all_keys_is_the_reference(case: AttentionCase, kernel: str):
+    check(OneBlock(KERNELS[kernel]()), case, case.qkv(), rtol=RTOL)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_blocks_add_up_to_the_whole(kernel: str):
+    """Outputs merge, gradients add, also where a block or a rank holds no token of a sample."""
+    blocks = KERNELS[kernel]()
+    layout = SequenceLayout.from_lengths([12, 5, 33, 1], multiple_of=8, total_tokens=80)
+    rows = ContextRows(layout, 4, "contiguous")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(80, 2, 8, generator=generator) for _ in range(4))
+    out, lse = blocks.forward(q, k, v, layout, layout)
+    dq, dk, dv = blocks.backward(grad, q, k, v, out, lse, layout, layout)
+    sums = [torch.zeros_like(x) for x in (q, k, v)]
+    for mine in range(4):
+        held = rows.of_rank(mine)
+        joined, joined_lse = torch.zeros(20, 2, 8), torch.full((20, 2), -torch.inf)
+        for other in range(4):
+            theirs, pair = rows.of_rank(other), (rows.blocks()[mine], rows.blocks()[other])
+            joined, joined_lse = merge(joined, joined_lse, *blocks.forward(q[held], k[theirs], v[theirs], *pair))
+            given = (grad[held], q[held], k[theirs], v[theirs], out[held], lse[held])
+            for total, rows_of, part in zip(sums, (held, theirs, theirs), blocks.backward(*given, *pair)):
+                total[rows_of] += part
+        torch.testing.assert_close(joined, out[held], rtol=RTOL, atol=RTOL)
+        torch.testing.assert_close(joined_lse, lse[held], rtol=RTOL, atol=RTOL)
+    for total, whole in zip(sums, (dq, dk, dv)):
+        torch.testing.assert_close(total, whole, rtol=RTOL, atol=5 * RTOL)
+
+
+def test_merge_with_no_keys_changes_nothing():
+    """The neutral element is (0, -inf), on either side, and two of them give it again without NaN."""
+    out, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
+    nothing = torch.zeros(3, 2, 4), torch.full((3, 2), -torch.inf)
+    for a, b in (((out, lse), nothing), (nothing, (out, lse))):
+        merged, merged_lse = merge(*a, *b)
+        assert torch.equal(merged, out)
+        assert torch.equal(merged_lse, lse)
+    merged, merged_lse = merge(*nothing, *nothing)
+    assert not merged.any()
+    assert (merged_lse == -torch.inf).all()
+
+
+def test_padding_may_hold_anything():
+    """NaN in padding rows of any input reaches no output and no gradient."""
+    layout = SequenceLayout.from_lengths([5, 3], multiple_of=4, total_tokens=16)
+    padding = ~layout.valid_T[:, None, None]
+    q, k, v, grad = (torch.randn(16, 2, 4).masked_fill(padding, float("nan")) for _ in range(4))
+    for kernel in KERNELS.values():
+        out, lse = kernel().forward(q, k, v, layout, layout)
+        assert out.isfinite().all()
+        assert all(x.isfinite().all() for x in kernel().backward(grad, q, k, v, out, lse, layout, layout))
+
+
+def test_kernel_is_chosen_by_device_and_precision():
+    """The packed kernel knows half precision on CUDA only."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert isinstance(resolve_blocks(cpu, torch.bfloat16), EagerBlocks)
+    assert isinstance(resolve_blocks(gpu, torch.float32), EagerBlocks)
+    assert isinstance(resolve_blocks(gpu, torch.bfloat16), FlashBlocks)

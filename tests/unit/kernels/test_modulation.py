@@ -1,0 +1,81 @@
+"""Per-sample conditioning of packed rows: the dense view and the ragged gather are one function."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.kernels.modulation import gated_residual, layer_norm_modulate, per_row
+from dit.layout import SequenceLayout
+
+DENSE = SequenceLayout.from_lengths([6, 6, 6])
+# The same pack, told as a list of rows, takes the gather path.
+GATHERED = DENSE.select(torch.arange(18))
+RAGGED = SequenceLayout.from_lengths([6, 2, 7], multiple_of=4, total_tokens=24)
+
+Op = Callable[[Tensor, Tensor, Tensor, SequenceLayout], Tensor]
+OPS: dict[str, Op] = {
+    "layer_norm_modulate": lambda x, a, b, layout: layer_norm_modulate(x, a, b, layout, 1e-6),
+    "gated_residual": lambda x, a, b, layout: gated_residual(x, x.tanh(), a + b, layout),
+}
+
+
+def draws(rows: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    sizes = [(rows, 10), (3, 10), (3, 10)]
+    return [torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_() for size in sizes]
+
+
+def run(op: Op, leaves: list[Tensor], layout: SequenceLayout) -> list[Tensor]:
+    """Return the output and the gradients of all three inputs."""
+    out = op(*leaves, layout)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_dense_view_equals_ragged_gather(name: str):
+    leaves = draws(18)
+    for dense, gathered in zip(run(OPS[name], leaves, DENSE), run(OPS[name], leaves, GATHERED)):
+        torch.testing.assert_close(dense, gathered, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("layout", [DENSE, RAGGED], ids=["dense", "ragged"])
+def test_each_row_takes_its_own_samples_conditioning(name: str, layout: SequenceLayout):
+    """Every sample of the pack equals a pack of that sample alone."""
+    x, a, b = draws(layout.total_tokens)
+    out = OPS[name](x, a, b, layout)
+    for i, (start, length) in enumerate(zip(layout.starts, layout.lengths)):
+        rows = slice(start, start + length)
+        alone = OPS[name](x[rows], a[i : i + 1], b[i : i + 1], SequenceLayout.from_lengths([length]))
+        torch.testing.assert_close(out[rows], alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_rank_with_some_rows_computes_those_rows(name: str):
+    x, a, b = draws(RAGGED.total_tokens)
+    rows = torch.arange(5, 15)
+    expected = OPS[name](x, a, b, RAGGED)[rows]
+    torch.testing.assert_close(OPS[name](x[rows], a, b, RAGGED.select(rows)), expected)
+
+
+def test_modulated_norm_is_its_formula():
+    x, shift, scale = draws(24)
+    mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+    normed = (x - mean) / (variance + 0.1).sqrt()
+    expected = normed * (1 + RAGGED.per_token(scale)) + RAGGED.per_token(shift)
+    torch.testing.assert_close(layer_norm_modulate(x, shift, scale, RAGGED, 0.1), expected)
+
+
+def test_zero_gate_is_the_identity_bit_for_bit():
+    x, y = torch.randn(24, 10), torch.randn(24, 10)
+    assert torch.equal(gated_residual(x, y, torch.zeros(3, 10), RAGGED), x)
+
+
+def test_dense_batch_copies_no_conditioning():
+    """A dense batch broadcasts one row per sample; only a ragged pack gathers one per token."""
+    cond = torch.randn(3, 10)
+    assert per_row(cond, DENSE)[0].data_ptr() == cond.data_ptr()
+    assert per_row(cond, RAGGED)[0].shape == (24, 10)

@@ -1,0 +1,129 @@
+"""Recompute changes what is kept, and no number."""
+
+import pytest
+import torch
+
+from dit.batch import PackedBatch
+from dit.errors import ConfigError
+from dit.kernels.recompute import check_recompute, first_run, recompute_activations
+from dit.layout import SequenceLayout
+from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.flux.config import FluxConfig
+from dit.models.moviegen.config import MovieGenConfig
+from dit.models.wan.config import WanConfig
+from dit.patchify import grid_positions
+from tests.live_bytes import LiveBytes
+
+DIT = DiTConfig(hidden_size=32, num_layers=3, num_attention_heads=4, num_classes=5)
+EXPERTS = DiTConfig(
+    hidden_size=32, num_layers=2, num_attention_heads=4, num_classes=5, num_experts=4, moe_ffn_hidden_size=48
+)
+TEXT = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
+STREAMS = {**TEXT, "num_joint_layers": 1, "num_single_layers": 1, "pooled_size": 6, "rope_axes": [2, 4, 2]}
+FLUX = FluxConfig(**{name: size for name, size in STREAMS.items() if name != "num_layers"}, ffn_hidden_size=48)
+MODELS = [
+    *(DIT, EXPERTS, DiTCrossConfig(**TEXT), MovieGenConfig(**TEXT, num_query_groups=2)),
+    *(FLUX, WanConfig(**TEXT, ffn_hidden_size=48)),
+]
+GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2))
+
+
+def a_pack(config):
+    generator = torch.Generator().manual_seed(1)
+    layout = SequenceLayout.from_lengths([t * h * w for t, h, w in GRIDS], multiple_of=8)
+    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.int64)
+    for start, length, grid in zip(layout.starts, layout.lengths, GRIDS):
+        positions[start : start + length] = grid_positions(grid)
+    texts = SequenceLayout.from_lengths([3, 5, 2])
+    batch = PackedBatch(
+        latents_TC=torch.randn(layout.total_tokens, config.token_channels, generator=generator),
+        positions_T3=positions,
+        layout=layout,
+        sample_ids_S=torch.arange(3),
+        grids=GRIDS,
+        keys=("a", "b", "c"),
+        labels_S=torch.tensor([1, 4, 0]),
+        context_KD=torch.randn(10, 12, generator=generator) if config.context_size else None,
+        context_layout=texts if config.context_size else None,
+        context_dropped_S=torch.tensor([False, True, False]) if config.context_size else None,
+    )
+    return batch, torch.tensor([0.2, 0.5, 0.9])
+
+
+def forward_and_backward(build_model, config, choice, layers=None):
+    """Return loss, gradients, and the bytes alive between the passes."""
+    model = build_model(config, perturb=0.1)
+    for layer in list(model.units())[:layers]:
+        recompute_activations(layer, choice)
+    batch, time_S = a_pack(config)
+    with LiveBytes() as live:
+        out_TC = model(batch.latents_TC, time_S, batch)
+        loss = out_TC.square().sum()
+        kept = live.total()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, kept
+
+
+@pytest.mark.parametrize("choice", ["selective", "full"])
+@pytest.mark.parametrize("config", MODELS, ids=lambda c: type(c).__name__ + ("+experts" if c is EXPERTS else ""))
+def test_no_number_changes_and_less_is_kept(build_model, config, choice):
+    loss, gradients, kept = forward_and_backward(build_model, config, "none")
+    again, others, less = forward_and_backward(build_model, config, choice)
+    assert again == loss
+    for name, expected in gradients.items():
+        assert expected.norm() > 0, f"{name} has no gradient, so the comparison shows nothing"
+        # A sum of three gradients may be taken in another order.
+        assert (others[name] - expected).norm() <= 1e-6 * expected.norm(), name
+    assert less < kept
+
+
+def test_selective_keeps_neither_modulated_norms_nor_the_activation(build_model):
+    _, _, kept = forward_and_backward(build_model, DIT, "none")
+    _, _, less = forward_and_backward(build_model, DIT, "selective")
+    rows, h, f = a_pack(DIT)[0].layout.total_tokens, DIT.hidden_size, DIT.ffn_size
+    assert kept - less >= DIT.num_layers * 4 * rows * (2 * h + f)
+
+
+def test_full_keeps_the_input_of_a_layer_alone(build_model):
+    """What another layer costs under full recompute is its input and the modulation it computes with; no more."""
+    _, _, all_of_three = forward_and_backward(build_model, DIT, "full")
+    _, _, two_of_three = forward_and_backward(build_model, DIT, "full", layers=2)
+    _, _, none_of_three = forward_and_backward(build_model, DIT, "none")
+    assert all_of_three < two_of_three < none_of_three
+    per_layer = [(none_of_three - two_of_three) / 2, two_of_three - all_of_three]
+    assert per_layer[0] == pytest.approx(per_layer[1], rel=0.1)
+    rows = a_pack(DIT)[0].layout.total_tokens
+    ends = none_of_three - 3 * per_layer[0]  # with each layer's input
+    assert ends < all_of_three + 4 * rows * DIT.hidden_size
+
+
+def test_the_second_run_is_told_apart(build_model):
+    seen = []
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            seen.append(first_run())
+            return x.sin().exp()
+
+    layer = Layer()
+    recompute_activations(layer, "full")
+    layer(torch.ones(3, requires_grad=True)).sum().backward()
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("choice", ["none", "selective", "full"])
+def test_experts_are_counted_once(build_model, choice):
+    model = build_model(EXPERTS, perturb=0.1)
+    for layer in model.units():
+        recompute_activations(layer, choice)
+    batch, time_S = a_pack(EXPERTS)
+    model(batch.latents_TC, time_S, batch).sum().backward()
+    tokens = [layer.mlp.load.take(torch.device("cpu"))[-3].item() for layer in model.units()]
+    assert tokens == [batch.layout.valid_tokens] * EXPERTS.num_layers
+
+
+@pytest.mark.parametrize(("choice", "layers"), [("some", None), ("none", 2), ("full", 0)])
+def test_settings_without_sense_are_refused(choice, layers):
+    with pytest.raises(ConfigError, match=r"training\.recompute"):
+        check_recompute(choice, layers)

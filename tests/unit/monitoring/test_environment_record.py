@@ -1,0 +1,55 @@
+"""env.json: the revision is that of this code, and every attempt stays."""
+
+import json
+import subprocess
+from importlib.metadata import version
+
+import torch
+
+from dit.monitoring import environment_record as module
+from dit.monitoring.environment_record import append_attempt, environment_record, git_revision
+
+
+def git(folder, *arguments):
+    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_revision_and_dirty_flag_are_those_of_the_codes_own_repository(tmp_path, monkeypatch):
+    """A change makes it dirty; a package inside somebody else's repository has no revision of its own."""
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "code.py").write_text("a = 1\n")
+    (tmp_path / "installed").mkdir()
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    assert git_revision() == {"commit": git(tmp_path, "rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "code.py").write_text("a = 2\n")
+    assert git_revision()["dirty"]
+    monkeypatch.setattr(module, "ROOT", tmp_path / "installed")
+    assert git_revision() is None
+
+
+def test_the_record_names_versions_and_what_was_resolved(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    record = environment_record(8, "segment_sdpa", "ColumnLinear")
+    assert (record["world_size"], record["attention"], record["linears"]) == (8, "segment_sdpa", "ColumnLinear")
+    assert record["job"] == "4711"
+    assert record["packages"]["torch"] == torch.__version__
+    assert record["packages"]["megatron-core"] == version("megatron-core")
+    assert {"transformer-engine", "flash-attn", "triton", "megatron-energon", "numpy"} <= record["packages"].keys()
+    assert {"driver", "cuda", "cudnn", "nccl", "host", "python", "command", "revision"} <= record.keys()
+    json.dumps(record)
+
+
+def test_attempts_are_added(tmp_path, caplog):
+    """Also to what an older version wrote; a damaged file is said and begun anew."""
+    path = tmp_path / "env.json"
+    path.write_text('{"torch": "2.0"}')
+    append_attempt(path, {"torch": "2.1"})
+    append_attempt(path, {"torch": "2.2"})
+    assert json.loads(path.read_text()) == [{"torch": "2.0"}, {"torch": "2.1"}, {"torch": "2.2"}]
+    path.write_text('[{"torch"')
+    append_attempt(path, {"torch": "2.3"})
+    assert json.loads(path.read_text()) == [{"torch": "2.3"}]
+    assert "env.json is damaged" in caplog.text

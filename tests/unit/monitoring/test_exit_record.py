@@ -1,0 +1,188 @@
+"""exit.json: one true line about how a run ended, on every way out."""
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from dit.errors import BatchError, CheckpointError, ConfigError, DataError, NotFiniteError
+from dit.monitoring.exit_record import ExitRecord, Outcome, is_peer_lost, read_outcome, write_outcome
+
+GLOO_CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31713"
+
+
+def end_with(run_dir, error, rank=0, step=7):
+    """Let a run end with `error`, as `raise` would; return the process's code."""
+    record = ExitRecord(run_dir, rank)
+    try:
+        with record:
+            record.step = step
+            if error is not None:
+                raise error
+    except BaseException as raised:
+        if raised is not error:
+            raise
+    return record.code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (None, 0, "completed"),
+        (ConfigError("heads"), 2, "config"),
+        (DataError("shard"), 3, "data"),
+        (BatchError("lengths"), 3, "data"),
+        (NotFiniteError("nan"), 4, "not_finite"),
+        (CheckpointError("full"), 5, "checkpoint"),
+        (KeyError("bug"), 70, "unexpected"),
+        (RuntimeError(GLOO_CLOSED), 70, "peer_lost"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(75), 75, "preempted"),
+        (SystemExit(0), 0, "completed"),
+        (SystemExit(9), 9, "unexpected"),
+    ],
+)
+def test_every_way_out_is_recorded(tmp_path, error, code, reason):
+    """Code and reason follow the error's class; the error itself passes through; bugs come with their traceback."""
+    assert end_with(tmp_path / "run", error) == code
+    record = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert (record["code"], record["reason"], record["step"], record["rank"]) == (code, reason, 7, 0)
+    if code not in (0, 75):
+        assert record["error"] == f"{type(error).__name__}: {error}"
+    assert (record["traceback"] is not None) == (code not in (0, 2, 3, 4, 5, 75))
+    if record["traceback"]:
+        assert "in end_with" in record["traceback"]
+
+
+def test_preemption_is_recorded(tmp_path):
+    with ExitRecord(tmp_path) as record:
+        record.step, record.preempted = 12, True
+    outcome = read_outcome(tmp_path)
+    assert (record.code, outcome.code, outcome.reason, outcome.step) == (75, 75, "preempted", 12)
+
+
+def test_a_new_attempt_forgets_the_old_record(tmp_path):
+    """While a run goes on there is no exit record, and an old failure does not outlive a success."""
+    end_with(tmp_path, ConfigError("old"), rank=3)
+    with ExitRecord(tmp_path):
+        assert read_outcome(tmp_path) is None
+    assert read_outcome(tmp_path).reason == "completed"
+    assert [p.name for p in tmp_path.iterdir()] == ["exit.json"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_first_cause_wins_in_any_order_of_writing(tmp_path, seed):
+    """Of all ranks' endings exit.json shows the earliest cause, not the echoes of it and not rank 0's view."""
+    outcomes = [
+        Outcome(code=70, reason="peer_lost", step=5, rank=0, time=1.0),
+        Outcome(code=70, reason="peer_lost", step=5, rank=1, time=2.0),
+        Outcome(code=3, reason="data", step=5, rank=2, time=3.0),
+        Outcome(code=4, reason="not_finite", step=5, rank=3, time=4.0),
+        Outcome(code=75, reason="preempted", step=5, rank=4, time=0.5),
+        Outcome(code=0, reason="completed", step=5, rank=0, time=0.1),
+    ]
+    random.Random(seed).shuffle(outcomes)
+    for outcome in outcomes:
+        write_outcome(tmp_path, outcome)
+    assert read_outcome(tmp_path) == Outcome(code=3, reason="data", step=5, rank=2, time=3.0)
+
+
+def test_another_runs_records_are_left_alone(tmp_path):
+    """An attempt that does not own the folder removes nothing and writes nothing, whatever its rank."""
+    write_outcome(tmp_path, Outcome(code=3, reason="data", step=5, rank=2, time=3.0))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for rank in (0, 1):
+        with pytest.raises(ConfigError), ExitRecord(tmp_path, rank, lambda: False):
+            raise ConfigError("in use")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_pipe_among_the_records_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "exit.rank7.json")
+    assert end_with(tmp_path, DataError("shard")) == 3
+    assert read_outcome(tmp_path).reason == "data"
+
+
+def _fail_together(run_dir, rank, barrier):
+    reason = "data" if rank == 5 else "peer_lost"
+    outcome = Outcome(code=3 if rank == 5 else 70, reason=reason, step=1, rank=rank, time=float(rank))
+    barrier.wait()
+    write_outcome(Path(run_dir), outcome)
+
+
+def test_ranks_failing_at_the_same_moment_agree(tmp_path):
+    """Eight processes write at once, ten times over: the cause is never overwritten."""
+    context = multiprocessing.get_context("fork")
+    for attempt in range(10):
+        run_dir, barrier = tmp_path / str(attempt), context.Barrier(8)
+        ranks = [context.Process(target=_fail_together, args=(str(run_dir), rank, barrier)) for rank in range(8)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+            assert process.exitcode == 0
+        assert read_outcome(run_dir).rank == 5
+        assert not list(run_dir.glob("*.part"))
+
+
+def test_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog, capsys):
+    """The record goes to stderr, the original error goes on."""
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for call in ("write", "fsync", "rename"):
+        with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
+            patched.setattr(os, call, full)
+            assert end_with(tmp_path, NotFiniteError("loss=nan")) == 4
+        assert "No space left" in caplog.text
+        assert '"reason": "not_finite"' in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError(GLOO_CLOSED), True),
+        (RuntimeError("Timed out waiting 6000ms for recv operation to complete"), True),
+        (type("DistBackendError", (RuntimeError,), {})("NCCL error"), True),
+        (ConnectionResetError("peer"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (DataError("connection reset while reading the shard"), False),
+        (ValueError("broken pipe"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_only_communication_errors_are_echoes(error, lost):
+    assert is_peer_lost(error) == lost
+
+
+def test_a_real_gloo_peer_loss_is_recognised(tmp_path):
+    """What the survivor of a killed peer really sees is an echo, not a cause."""
+    torch = pytest.importorskip("torch")
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_lose_a_peer, args=(str(tmp_path), rank)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert torch.distributed.is_available()
+    outcome = read_outcome(tmp_path / "run")
+    assert (outcome.reason, outcome.rank, outcome.code) == ("peer_lost", 0, 70)
+
+
+def _lose_a_peer(folder, rank):
+    import torch
+
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.distributed.all_reduce(torch.ones(1))
+    if rank == 1:
+        os._exit(1)
+    with ExitRecord(f"{folder}/run", rank):
+        torch.distributed.all_reduce(torch.ones(1))

@@ -1,0 +1,132 @@
+"""Preemption flag, finite check and stack dumps, where needed in a process of their own."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dit.errors import NotFiniteError
+from dit.monitoring.guards import PreemptionFlag, StackWatchdog, check_finite
+
+REPOSITORY = Path(__file__).parents[3]
+
+PREEMPTED_CHILD = """
+import time
+from dit.monitoring.guards import PreemptionFlag
+with PreemptionFlag() as flag:
+    print("ready", flag.requested, flush=True)
+    steps = 0
+    while not flag.requested:
+        for _ in range(5):   # a step is finished whatever arrives meanwhile
+            time.sleep(0.01)
+            steps += 1
+    print(steps % 5, flag.signal_name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_is_honoured_at_the_end_of_the_step(number):
+    """The process lives on, finishes its step, and knows which signal came."""
+    child = subprocess.Popen([sys.executable, "-c", PREEMPTED_CHILD], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "ready False\n"
+    child.send_signal(number)
+    out, _ = child.communicate(timeout=20)
+    assert child.returncode == 0
+    assert out == f"0 {number.name}\n"
+
+
+def test_handlers_come_back():
+    """After the run the signals do what they did before, also when it failed."""
+    before = signal.getsignal(signal.SIGUSR1)
+    flag = PreemptionFlag((signal.SIGUSR1,))
+    with pytest.raises(ZeroDivisionError), flag:
+        print(os.kill(os.getpid(), signal.SIGUSR1) or 1 / 0)
+    assert flag.requested
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_while_nothing_would_be_lost_a_request_is_honoured_at_once():
+    """In the middle of a call, also for a request from before; outside, it is only noted again."""
+    reached = []
+    with PreemptionFlag((signal.SIGUSR1,)) as flag:
+        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+            print(os.kill(os.getpid(), signal.SIGUSR1), reached.append("too far"))
+        assert (left.value.code, reached) == (75, [])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+            reached.append("too far")
+        assert (left.value.code, reached) == (75, [])
+
+
+def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted():
+    """The signal comes while it waits for the peer, so the lost peer is seen first; other errors stay errors."""
+
+    def ended_by(error, flag):
+        with flag.leaves_at_once():
+            flag.signal_name = "SIGUSR1"
+            raise error
+
+    lost = ConnectionResetError("connection reset by peer")
+    with pytest.raises(SystemExit) as left:
+        ended_by(lost, PreemptionFlag())
+    assert left.value.code == 75
+    with pytest.raises(ZeroDivisionError):
+        ended_by(ZeroDivisionError(), PreemptionFlag())
+    with pytest.raises(ConnectionResetError), PreemptionFlag().leaves_at_once():
+        raise lost
+
+
+def test_finite_values_pass():
+    check_finite(1e30, 0.0, 1, {})
+    check_finite(-1.0, None, 1, {0: ["a"]})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["loss", "grad_norm"])
+def test_non_finite_value_names_step_values_and_samples(bad, where):
+    values = {"loss": 0.5, "grad_norm": 2.0, where: bad}
+    keys = [f"clip-{i}" for i in range(20)]
+    with pytest.raises(NotFiniteError) as raised:
+        check_finite(**values, step=417, suspects={3: keys, 5: keys})  # two ranks that share a model
+    message = str(raised.value)
+    for part in (
+        "step 417",
+        f"loss={values['loss']}",
+        f"grad_norm={values['grad_norm']}",
+        "rank 3, 5 is",
+        "and 12 more",
+    ):
+        assert part in message
+    assert [message.count(key) for key in ("clip-0,", "clip-7 ", "clip-8")] == [1, 1, 0]
+    assert "lower" in message
+    assert raised.value.exit_code == 4
+
+
+def test_an_overflow_in_the_backward_pass_accuses_no_sample():
+    with pytest.raises(NotFiniteError, match="Each rank's own loss is finite, so it is the gradient that overflowed"):
+        check_finite(0.5, math.inf, step=1, suspects={})
+
+
+def test_watchdog_writes_the_stacks_of_a_hang_only(tmp_path):
+    """Beats keep it quiet; a hang shows every thread's stack; the run goes on."""
+    path = tmp_path / "stacks" / "rank_0.txt"
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name="waiting")
+    thread.start()
+    with StackWatchdog(path, timeout_s=1.0) as watchdog:
+        for _ in range(24):
+            time.sleep(0.05)
+            watchdog.beat()
+        assert path.read_text() == ""
+        time.sleep(1.3)
+    done.set()
+    thread.join()
+    text = path.read_text()
+    assert "test_watchdog_writes_the_stacks" in text
+    assert text.count("(most recent call first)") >= 2

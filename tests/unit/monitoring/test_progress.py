@@ -1,0 +1,91 @@
+"""The console: the same text on a terminal and in a log file."""
+
+import io
+
+import pytest
+
+from dit.monitoring.progress import ConsoleProgress, format_duration, format_progress
+
+VALUES = {
+    "loss": 0.12345,
+    "grad_norm": 1.5,
+    "learning_rate": 3e-4,
+    "samples_per_s": 1234.5,
+    "tokens_per_s": 1e6,
+    "tflops_per_rank": 412.25,
+    "unknown": 1.0,
+}
+LINE = (
+    "step  30/100  loss 0.1235  grad norm 1.5  lr 0.0003  samples/s 1,234.5  tokens/s 1,000,000  TFLOPS/rank 412.2"
+    "  ETA 2m20s"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    """Two seconds per step."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def run(stream):
+    clock = Clock()
+    progress = ConsoleProgress("DiT-S, 33 M parameters, 2 ranks", 100, stream, clock)
+    clock.now += 500  # building takes its time and is no step
+    progress.start(10)
+    for step in (20, 30):
+        clock.now += 20
+        progress.update(step, VALUES)
+    progress.message("checkpoint of step 30")
+    progress.close()
+    return stream.getvalue()
+
+
+def test_log_file_gets_plain_lines():
+    """One header, one line per interval, no control codes; the time left counts training steps only."""
+    lines = run(io.StringIO()).splitlines()
+    assert lines == [
+        "DiT-S, 33 M parameters, 2 ranks",
+        LINE.replace("30/100", "20/100").replace("2m20s", "2m40s"),
+        LINE,
+        "checkpoint of step 30",
+    ]
+
+
+def test_terminal_gets_the_same_text(monkeypatch):
+    """The live line reads like the plain one and leaves its last state and the messages standing."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    text = run(Terminal())
+    assert LINE in text
+    assert "\x1b[" in text
+    assert text.index("DiT-S, 33 M parameters") < text.index(LINE)
+    assert "checkpoint of step 30" in text
+
+
+def test_missing_quantities_are_left_out():
+    assert format_progress(1, 10, {"loss": float("nan")}, None) == "step  1/10  loss nan"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (185, "3m05s"),
+        (7620, "2h07m"),
+        (86400 * 4 + 3 * 3600, "4d03h"),
+        (-3, "0s"),
+    ],
+)
+def test_durations_read_well(seconds, text):
+    assert format_duration(seconds) == text

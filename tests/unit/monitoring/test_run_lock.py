@@ -1,0 +1,116 @@
+"""The lock of a run folder: one holder at a time, who has a name, and no lock outlives its process."""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from dit.errors import ConfigError
+from dit.monitoring import run_lock
+from dit.monitoring.run_lock import LOCK_FILE, RunLock
+
+
+@pytest.fixture
+def no_wait(monkeypatch):
+    monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
+
+
+def take(run_dir):
+    """Take the lock as rank 0 of a world of one; return it."""
+    lock = RunLock(run_dir)
+    lock.__enter__()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        lock.agree()
+    finally:
+        dist.destroy_process_group()
+    return lock
+
+
+def test_a_second_process_is_refused_and_learns_who_has_the_folder(tmp_path, no_wait, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    first = take(tmp_path / "run")
+    holder = json.loads((tmp_path / "run" / LOCK_FILE).read_text())
+    with pytest.raises(ConfigError) as raised:
+        take(tmp_path / "run")
+    told = str(raised.value)
+    for words in (str(os.getpid()), socket.gethostname(), holder["started"], "job 4711", "choose another folder"):
+        assert words in told
+    assert first.is_ours()
+    first.__exit__(None, None, None)
+    second = take(tmp_path / "run")
+    assert (first.is_ours(), second.is_ours()) == (False, True)
+    second.__exit__(None, None, None)
+
+
+def _hold(run_dir, ready):
+    RunLock(run_dir).__enter__()
+    ready.set()
+    signal.pause()
+
+
+def test_a_crash_releases_it(tmp_path, no_wait):
+    """Kill -9 of the holder: the folder is free at once."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    holder = context.Process(target=_hold, args=(tmp_path, ready))
+    holder.start()
+    assert ready.wait(20)
+    with pytest.raises(ConfigError, match=f"process {holder.pid} on "):
+        take(tmp_path)
+    holder.kill()
+    holder.join()
+    take(tmp_path).__exit__(None, None, None)
+
+
+def test_a_predecessor_that_is_still_ending_is_waited_for(tmp_path, caplog):
+    """As after a requeue: a line says who is waited for, then the run starts."""
+    first = take(tmp_path)
+    ending = threading.Timer(0.5, first.__exit__, (None, None, None))
+    ending.start()
+    with caplog.at_level(logging.WARNING):
+        second = take(tmp_path)
+    ending.join()
+    assert second.is_ours()
+    assert caplog.text.count(f"in use by process {os.getpid()} on") == 1
+    assert "waiting up to 30 s" in caplog.text
+    second.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("place", ["/proc/nope", "file/run", "bad\0name"])
+def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"training.run_dir=.*cannot be used: .*choose another folder"):
+        take(os.path.join(tmp_path, place))
+
+
+def test_a_disk_without_locks_is_warned_about(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(run_lock.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    assert take(tmp_path).is_ours()
+    assert "has no locks (No locks available)" in caplog.text
+
+
+def test_a_pipe_in_its_place_does_not_hang(tmp_path, no_wait):
+    """What the lock file holds is read only from a regular file."""
+    os.mkfifo(tmp_path / LOCK_FILE)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        take(tmp_path)
+
+
+def test_a_folder_that_was_made_anew_by_another_run_is_not_ours(tmp_path):
+    """A lock on a deleted file guards nothing; the new folder belongs to who locked it there."""
+    first = take(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert first.is_ours()  # nobody else is there: the exit record may say what happened
+    second = take(tmp_path / "run")
+    assert (first.is_ours(), second.is_ours()) == (False, True)

@@ -1,0 +1,48 @@
+"""The last two lines of a run."""
+
+import math
+import shlex
+
+import pytest
+
+from dit.monitoring.sinks import JsonlSink
+from dit.monitoring.summary import drawing_command, how_it_went
+
+
+def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
+    """Lower is better, nan is none; a step done again after a resume counts as it came out last."""
+    path = tmp_path / "metrics.jsonl"
+    for steps in ({2: 0.9, 4: 0.1, 6: math.nan}, {4: 0.5, 6: 0.75, 8: 0.625}):
+        sink = JsonlSink(path)
+        for step, held_out in steps.items():
+            sink.scalars(step, {"loss": step / 16}, 8 * step)
+            sink.scalars(step, {"held_out/loss": held_out}, 8 * step)
+        sink.close()
+    assert how_it_went(path, 8, 8, 185.0) == (
+        "finished step 8 of 8 after 3m05s, loss 0.5000, best held-out loss 0.5000 at step 4"
+    )
+    assert how_it_went(path, 8, 9, 2.0).startswith("stopped at step 8 of 9 after 2s")
+    assert how_it_went(path, 8, 9, 2.0).endswith("the same command goes on")
+
+
+def test_a_run_without_lines_has_no_losses_to_tell(tmp_path):
+    JsonlSink(tmp_path / "metrics.jsonl").close()
+    assert how_it_went(tmp_path / "metrics.jsonl", 4, 4, 1.0) == "finished step 4 of 4 after 1s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, []),
+        ({"frames": 8}, ["--out", "samples.gif"]),
+        ({"text_encoder": "all-minilm-l6-v2"}, ["--prompt", "a text"]),
+        ({"text_encoder": "all-minilm-l6-v2", "prompts": ["the letter Q"]}, []),
+    ],
+)
+def test_the_command_is_one_that_a_shell_and_the_sampler_take(arguments, words):
+    from launch.sample import build_parser
+
+    command = drawing_command("runs/my run", **({"frames": 1, "text_encoder": None, "prompts": None} | arguments))
+    told = shlex.split(command)
+    assert told == ["python", "-m", "launch.sample", "--checkpoint", "runs/my run", *words]
+    assert build_parser().parse_args(told[3:]).checkpoint == "runs/my run"

@@ -1,0 +1,170 @@
+"""Counted operations against torch's own counter, the paper's figure and NeMo's published table."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from dit.batch import PackedBatch
+from dit.kernels.recompute import recompute_activations
+from dit.layout import SequenceLayout
+from dit.models.dit.config import TIME_FEATURES, DiTConfig
+from dit.parallel.dims import ParallelConfig
+from dit.planner.flops import (
+    Convention,
+    flops_per_token,
+    forward_flops,
+    nemo_flops_per_token,
+    recomputed_share,
+    training_flops,
+)
+from dit.settings import TrainingConfig
+from tests.conftest import BuildModel
+
+TINY = DiTConfig(hidden_size=64, num_layers=2, num_attention_heads=4, num_classes=10, qk_layernorm=True)
+MID = DiTConfig(hidden_size=192, num_layers=5, num_attention_heads=6, num_classes=4, context_size=40, out_channels=8)
+WIDE_MLP = DiTConfig(hidden_size=96, num_layers=3, num_attention_heads=2, ffn_hidden_size=500, add_bias=False)
+MOE = DiTConfig(hidden_size=64, num_layers=2, num_attention_heads=4, num_experts=6, moe_ffn_hidden_size=40)
+MOE_TOP_K = replace(MOE, moe_router="top_k", moe_top_k=3)
+XL_2 = DiTConfig(
+    hidden_size=1152, num_layers=28, num_attention_heads=16, in_channels=4, out_channels=8, num_classes=1000
+)
+
+CONFIG_NAMES = ["tiny", "mid", "wide_mlp", "expert_choice", "top_k"]
+LAYOUTS = {
+    "dense": SequenceLayout.from_lengths([64, 64, 64]),
+    "ragged": SequenceLayout.from_lengths([100, 7, 64, 7, 31]),
+    "padded": SequenceLayout.from_lengths([100, 7, 64, 7, 31], multiple_of=16, total_tokens=320),
+}
+
+
+def batch_of(layout: SequenceLayout, config: DiTConfig) -> PackedBatch:
+    S, T = layout.num_samples, layout.total_tokens
+    context_layout = SequenceLayout.from_lengths(list(range(1, S + 1)))
+    return PackedBatch(
+        latents_TC=torch.zeros(T, config.token_channels),
+        positions_T3=torch.zeros(T, 3, dtype=torch.long),
+        layout=layout,
+        sample_ids_S=torch.arange(S),
+        grids=tuple((1, 1, n) for n in layout.lengths),
+        keys=tuple(map(str, range(S))),
+        labels_S=torch.zeros(S, dtype=torch.long),
+        context_KD=torch.ones(context_layout.total_tokens, config.context_size or 1),
+        context_layout=context_layout,
+        context_dropped_S=torch.arange(S) == 0,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("config", [TINY, MID, WIDE_MLP, MOE, MOE_TOP_K], ids=CONFIG_NAMES)
+def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, layout: SequenceLayout):
+    """The forward count is exact; training differs by the gradients nobody needs, those of the network's inputs."""
+    model = build_model(config, perturb=0.1)
+    batch = batch_of(layout, config)
+    # The maths backend is made of matrix products that the counter sees; CPU flash attention is not.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        out = model(batch.latents_TC, torch.rand(layout.num_samples), batch)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    total = counter.get_total_flops()
+    context_layout = batch.context_layout
+    assert forward == forward_flops(config, layout, context_layout, convention="hardware")
+    inputs = layout.total_tokens * config.token_channels + layout.num_samples * TIME_FEATURES
+    exact = training_flops(config, layout, context_layout, convention="hardware") - 2 * inputs * config.hidden_size
+    assert total == exact
+
+
+@pytest.mark.parametrize(("settings", "share"), [({}, 1.0), ({"recompute_layers": 2}, 0.4)], ids=["all", "two_of_five"])
+def test_recomputed_layers_are_counted_as_the_device_runs_them(build_model: BuildModel, settings: dict, share: float):
+    training = TrainingConfig(recompute="full", **settings)
+    assert recomputed_share(training, ParallelConfig(), MID.num_layers) == share
+    layout = LAYOUTS["padded"]
+    model, batch = build_model(MID, perturb=0.1), batch_of(layout, MID)
+    for layer in list(model.units())[: training.recompute_layers]:
+        recompute_activations(layer, training.recompute)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(batch.latents_TC, torch.rand(layout.num_samples), batch).sum().backward()
+    inputs = layout.total_tokens * MID.token_channels + layout.num_samples * TIME_FEATURES
+    counted = training_flops(MID, layout, batch.context_layout, convention="hardware", recomputed=share)
+    assert counter.get_total_flops() == counted - 2 * inputs * MID.hidden_size
+    assert training_flops(MID, layout, batch.context_layout, recomputed=share) == training_flops(
+        MID, layout, batch.context_layout
+    )
+
+
+def test_layers_recomputed_per_chunk_add_up():
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_layers=[1, 4])
+    assert recomputed_share(TrainingConfig(recompute="full", recompute_layers=2), parallel, 5) == 3 / 5
+    assert recomputed_share(TrainingConfig(recompute="selective"), parallel, 5) == 0
+
+
+def test_xl_2_is_the_papers_figure():
+    """The paper's "118.6 Gflops" for DiT-XL/2 at 256 px are multiply-adds."""
+    assert forward_flops(XL_2, SequenceLayout.from_lengths([256])) / 2e9 == pytest.approx(118.6, abs=0.05)
+
+
+def test_padding_costs_the_device_and_not_the_model():
+    """Padding changes the hardware count alone; without padding the two agree."""
+    ragged, padded = LAYOUTS["ragged"], LAYOUTS["padded"]
+    for convention in ("model", "nemo"):
+        assert training_flops(MID, ragged, convention=convention) == training_flops(MID, padded, convention=convention)
+    assert training_flops(MID, ragged, convention="hardware") == training_flops(MID, ragged)
+    assert training_flops(MID, padded, convention="hardware") > training_flops(MID, padded)
+
+
+def test_rows_of_one_rank_do_not_change_the_pack():
+    """Sequence parallelism hands a rank a part of the rows; the count stays that of the pack."""
+    layout = LAYOUTS["padded"]
+    held = layout.select(torch.arange(80))
+    for convention in ("model", "hardware", "nemo"):
+        assert training_flops(MID, held, convention=convention) == training_flops(MID, layout, convention=convention)
+
+
+def test_expert_choice_costs_a_dense_mlp_of_its_mean_width():
+    """64 experts of width 1024 at capacity factor 8 are a dense 8192, but for the router (EC-DiT 1B)."""
+    dense = DiTConfig(hidden_size=2048, num_layers=16, num_attention_heads=32, ffn_hidden_size=8192)
+    sparse = replace(dense, num_experts=64, moe_ffn_hidden_size=1024, moe_capacity_factor=8.0)
+    layout = SequenceLayout.from_lengths([256, 1024])
+    router = 2 * 16 * layout.valid_tokens * 2048 * 64
+    assert forward_flops(sparse, layout) == forward_flops(dense, layout) + router
+
+
+@pytest.mark.parametrize("convention", ["model", "hardware", "nemo"])
+def test_samples_add_up(convention: Convention):
+    """A pack costs what its samples cost alone: attention never crosses them, conditioning runs once for each."""
+    lengths = [100, 7, 64]
+    pack = training_flops(MID, SequenceLayout.from_lengths(lengths), convention=convention)
+    assert pack == sum(training_flops(MID, SequenceLayout.from_lengths([n]), convention=convention) for n in lengths)
+    assert pack == pytest.approx(sum(n * flops_per_token(MID, n, convention=convention) for n in lengths))
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "sequence_length", "tokens_per_s", "published_tflops"),
+    [(3072, 8192, 10052, 519), (3072, 73728, 3409, 439), (6144, 8192, 2510, 468), (6144, 65536, 1386, 445)],
+    ids=["7B 8k", "7B 74k", "28B 8k", "28B 64k"],
+)
+def test_nemo_convention_meets_the_published_rows(
+    hidden_size: int, sequence_length: int, tokens_per_s: float, published_tflops: float
+):
+    """All four rows: 32 layers of 23 h^2 weights, 9 h^2 of them adaLN (4 self, 2 cross, 8 MLP, 9 adaLN)."""
+    weights = 32 * 23 * hidden_size**2
+    per_token = nemo_flops_per_token(weights, 32, hidden_size, sequence_length)
+    assert per_token * tokens_per_s / 1e12 == pytest.approx(published_tflops, rel=0.01)
+
+
+def test_nemo_convention_of_a_config_is_the_plain_formula():
+    s = 4096
+    formula = nemo_flops_per_token(XL_2.num_parameters(), XL_2.num_layers, XL_2.hidden_size, s)
+    assert flops_per_token(XL_2, s, convention="nemo") == pytest.approx(formula)
+
+
+def test_nemo_convention_overstates_long_samples_by_what_runs_once_per_sample():
+    """Per token the conventions differ by the weights that meet no token, nearly all of them adaLN's."""
+    s = 1 << 20
+    excess = flops_per_token(XL_2, s, convention="nemo") - flops_per_token(XL_2, s)
+    h, layers = XL_2.hidden_size, XL_2.num_layers
+    meets_tokens = layers * 12 * h * h + h * (XL_2.token_channels + XL_2.output_features)
+    assert excess == pytest.approx(6 * (XL_2.num_parameters() - meets_tokens), rel=1e-3)
+    assert excess > 6 * layers * 6 * h * h
