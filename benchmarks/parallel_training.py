@@ -20,9 +20,9 @@ from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.layout import SequenceLayout
-from dit.models import BACKBONES
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
+from dit.models.registry import config_class
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, check_parallel
 from dit.patchify import grid_positions
@@ -38,9 +38,8 @@ GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4
 def tiny_model(backbone: str = "dit", **changes: Any) -> ModelConfig:
     """Return a backbone of 2 or 4 layers of width 32, with some settings changed."""
     if backbone != "dit":
-        module, name = BACKBONES[backbone].split(":")
         sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
-        config = getattr(import_module(module), name)
+        config = config_class(backbone)
         known = {field.name for field in fields(config)}
         sizes = {name: size for name, size in sizes.items() if name in known}
         return config(**{**sizes, "context_dropout": 0.4, **changes})

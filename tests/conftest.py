@@ -8,6 +8,7 @@ import torch
 from benchmarks.forks import FORKS
 from dit.backends.process_groups import ProcessGroups
 from dit.models.base import Backbone, ModelConfig
+from dit.models.registry import build_backbone
 
 FORKS.set_forkserver_preload(["tests.preload"])
 
@@ -47,7 +48,7 @@ def build_model(one_rank_world: ProcessGroups) -> BuildModel:
             **sizes, perform_initialization=False, gradient_accumulation_fusion=False, params_dtype=torch.float32
         )
         provider = LayerProvider(config, one_rank_world.collection)
-        model = model_config.build(provider, segment_sdpa, Stage(range(sizes["num_layers"])))
+        model = build_backbone(model_config, provider, segment_sdpa, Stage(range(sizes["num_layers"])))
         initialize_weights(model, seed, tp_rank=0, tp_size=1)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

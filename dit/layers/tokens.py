@@ -64,6 +64,14 @@ def from_previous_stage(received_T1D: Optional[Tensor]) -> Tensor:
     return received_T1D.flatten(0, 1)
 
 
+def embed_patches(linear: nn.Linear, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
+    """Apply a linear map to every patch, with zeros in place of padding: `[T, C]` becomes `[T, D]`."""
+    if layout.valid_tokens < layout.total_tokens:
+        # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
+        inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
+    return linear(inputs_TC.to(linear.weight.dtype))
+
+
 class PatchEmbedding(nn.Module):
     """A linear map of every patch, the same on every tensor-parallel rank."""
 
@@ -73,7 +81,4 @@ class PatchEmbedding(nn.Module):
         self.linear = provider.replicated_linear(token_channels, hidden_size, bias=True, init=init)
 
     def forward(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
-        if layout.valid_tokens < layout.total_tokens:
-            # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
-            inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
-        return self.linear(inputs_TC.to(self.linear.weight.dtype))
+        return embed_patches(self.linear, inputs_TC, layout)

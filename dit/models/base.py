@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional, Self
+from typing import Any, ClassVar, Optional, Self
 
 from torch import Tensor, nn
 
@@ -39,7 +39,11 @@ class ModelConfig(ABC):
         context_size: width of the text embeddings; None if the model takes no text.
         context_dropout: share of samples trained without their text, for guidance; 0.1 as in Open-Sora, where NeMo's
             recipes have 0.2. Of a model with classes and texts, the smaller of the two shares is trained without both.
+        model_path: `module:Class` of the network, for a backbone outside this repository; those inside have a line in
+            `dit.models.registry`.
     """
+
+    model_path: ClassVar[Optional[str]] = None
 
     in_channels: int = 4
     patch_spatial: int = 2
@@ -108,10 +112,6 @@ class ModelConfig(ABC):
     def without_layers(self) -> Self:
         """Return these sizes with no layer between embedding and head, to count what the ends need."""
         return replace(self, num_layers=0)  # type: ignore[call-arg]
-
-    @abstractmethod
-    def build(self, provider: Any, attention: Any, stage: Stage) -> "Backbone":
-        """Build the part of the model that `stage` names."""
 
 
 class Backbone(nn.Module, ABC):

@@ -16,10 +16,11 @@ from dit.backends.init import initialize_weights
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider, LinearChoice
 from dit.context_parallel.attention import ContextAttention
-from dit.kernels.attention import Attention, AttentionChoice, resolve_attention
-from dit.kernels.attention_blocks import resolve_blocks
+from dit.kernels.attention import Attention
 from dit.kernels.recompute import RecomputeChoice, recompute_activations
+from dit.kernels.resolve import AttentionChoice, resolve_attention, resolve_blocks
 from dit.models.base import Backbone, ModelConfig, Stage
+from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
 from dit.parallel.pipeline import split_layers, stages
@@ -84,7 +85,7 @@ def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None) -> Backbone
     with torch.device("meta"):
         config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
         _, attention = resolve_attention(torch.device("cpu"), torch.float32)
-        return model.build(LayerProvider(config), attention, stage or Stage(range(config.num_layers)))
+        return build_backbone(model, LayerProvider(config), attention, stage or Stage(range(config.num_layers)))
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -149,7 +150,7 @@ def build_model(
         parallel.virtual_pipeline_model_parallel_size,
         parallel.pipeline_layers,
     )
-    chunks = [model.build(provider, path, stage) for stage in mine]
+    chunks = [build_backbone(model, provider, path, stage) for stage in mine]
     for chunk in chunks:
         chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
         initialize_weights(chunk, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)

@@ -14,6 +14,7 @@ from dit.kernels.attention import segment_sdpa
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
+from dit.models.registry import build_backbone
 from dit.patchify import grid_positions
 from tests.conftest import BuildModel
 
@@ -140,7 +141,7 @@ def count_on_meta(config: DiTConfig) -> int:
             gradient_accumulation_fusion=False,
             params_dtype=torch.float32,
         )
-        model = config.build(LayerProvider(megatron), segment_sdpa, Stage(range(config.num_layers)))
+        model = build_backbone(config, LayerProvider(megatron), segment_sdpa, Stage(range(config.num_layers)))
     assert all(parameter.is_meta for parameter in model.parameters())
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -5,7 +5,7 @@ from typing import Any, Optional, get_args
 
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, self_attention
-from dit.models.base import ModelConfig, Stage
+from dit.models.base import ModelConfig
 from dit.models.cross_config import Positions, RotarySettings, check_heads, check_numbers
 from dit.models.expert_options import ExpertOptions
 
@@ -108,8 +108,3 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
         return SavedActivations(
             Kept(input=h) + sublayer + attention + sublayer + self.mlp_saved(h, self.ffn_size, form)
         )
-
-    def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
-        from dit.models.dit.model import DiT
-
-        return DiT(self, provider, attention, stage)

@@ -1,5 +1,7 @@
 """The original DiT on Megatron-Core linears."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
@@ -8,12 +10,12 @@ from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, TimestepEmbedder
 from dit.layers.heads import FinalLayer
-from dit.layers.positions import add_sincos
-from dit.layers.tokens import from_previous_stage, gather_rows, shard_rows, to_next_stage
+from dit.layers.tokens import embed_patches
 from dit.layout import SequenceLayout
-from dit.models.base import Backbone, Stage
+from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.layer import DiTLayer
+from dit.models.token_stack import TokenStack
 
 
 class Conditioner(nn.Module):
@@ -42,7 +44,7 @@ class Conditioner(nn.Module):
         return cond_SD
 
 
-class DiT(Backbone):
+class DiT(TokenStack):
     """DiT with adaLN-Zero: patch embedding, blocks, modulated zero-initialised head.
 
     The positions are computed from the patch indices instead of being read from a table, so the count of parameters is
@@ -52,14 +54,11 @@ class DiT(Backbone):
     QK-layernorm, (t, h, w) positions and rotary positions are options.
     """
 
+    embed: nn.Linear
     fsdp_units = (DiTLayer,)
 
     def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(stage)
-        self.config = provider.config
-        self.model_config = config
-        self.provider = provider
-        self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
+        super().__init__(config, provider, stage)
         self.conditioner = Conditioner(config, provider)
         if stage.first:
             init = xavier_uniform(config.token_channels, config.hidden_size)
@@ -68,23 +67,10 @@ class DiT(Backbone):
         if stage.last:
             self.head = FinalLayer(config.hidden_size, config.output_features, provider, eps=config.layernorm_epsilon)
 
-    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        # Attention gets the rows of all tensor-parallel ranks, so rotary positions are those of the rows held before.
-        rotation = None if self.rotary is None else self.rotary(batch.positions_T3)
-        layout, (inputs_TC, positions_T3) = shard_rows(batch.layout, self.provider, inputs_TC, batch.positions_T3)
-        cond_SD = self.conditioner(time_S, batch)
-        if self.pre_process:
-            x_TD = add_sincos(self._embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
-        else:
-            x_TD = from_previous_stage(self.input_tensor)
-        for layer in self.layers.values():
-            x_TD = layer(x_TD, cond_SD, layout, rotation)
-        if not self.post_process:
-            return to_next_stage(x_TD)
-        return gather_rows(self.head(x_TD, cond_SD, layout), self.provider)
+    def layer_inputs(
+        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
+    ) -> tuple[Any, ...]:
+        return cond_SD, layout, self.rotation(batch)
 
-    def _embed(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
-        if layout.valid_tokens < layout.total_tokens:
-            # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
-            inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
-        return self.embed(inputs_TC.to(self.embed.weight.dtype))
+    def embed_tokens(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
+        return embed_patches(self.embed, inputs_TC, layout)

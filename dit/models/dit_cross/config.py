@@ -14,7 +14,6 @@ from dit.models.activations import (
     self_attention,
     text_keys,
 )
-from dit.models.base import Stage
 from dit.models.cross_config import CrossAttentionModelConfig, Positions
 
 
@@ -80,8 +79,3 @@ class DiTCrossConfig(CrossAttentionModelConfig):
         cross = cross_attention(h, form, norm=norm)
         token = Kept(input=h) + sublayer + attention + sublayer + cross + sublayer + mlp(self.ffn_size)
         return SavedActivations(token, text_keys(kv, form, norm=norm))
-
-    def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
-        from dit.models.dit_cross.model import DiTCross
-
-        return DiTCross(self, provider, attention, stage)

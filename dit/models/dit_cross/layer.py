@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.kernels.modulation import gated_residual
+from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation
 from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.mlp import MLP
-from dit.layers.positions import Rotation
 from dit.layout import SequenceLayout
 from dit.models.dit_cross.config import DiTCrossConfig
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Optional, Self, get_args
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, mlp
-from dit.models.base import ModelConfig, Stage
+from dit.models.base import ModelConfig
 from dit.models.cross_config import (
     CONDITION_FEATURES,
     RotarySettings,
@@ -152,8 +152,3 @@ class FluxConfig(ModelConfig, RotarySettings):
 
     def without_layers(self) -> Self:
         return replace(self, num_joint_layers=0, num_single_layers=0)
-
-    def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
-        from dit.models.flux.model import Flux
-
-        return Flux(self, provider, attention, stage)

@@ -10,10 +10,10 @@ from dit.backends.provider import LayerProvider
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.modulation import gated_residual, gelu_tanh
+from dit.kernels.rope import Rotation, rotate
 from dit.layers.adaln import Modulation
 from dit.layers.attention import HeadRMSNorm
 from dit.layers.mlp import MLP
-from dit.layers.positions import Rotation, rotate
 from dit.layout import SequenceLayout
 from dit.models.flux.config import FluxConfig
 

@@ -15,7 +15,6 @@ from dit.models.activations import (
     self_attention,
     text_keys,
 )
-from dit.models.base import Stage
 from dit.models.cross_config import CrossAttentionModelConfig, check_unused
 from dit.models.expert_options import ExpertOptions
 
@@ -102,8 +101,3 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
         mlp = self.mlp_saved(h, self.ffn_size, form, gated=True)
         token = Kept(input=h) + sublayer + attention + cross + sublayer + mlp
         return SavedActivations(token, text_keys(kv, form, norm=norm))
-
-    def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
-        from dit.models.moviegen.model import MovieGen
-
-        return MovieGen(self, provider, attention, stage)

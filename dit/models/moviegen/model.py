@@ -1,5 +1,7 @@
 """The Movie Gen backbone on Megatron-Core linears."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
@@ -7,15 +9,17 @@ from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.layers.adaln import RMSNorm
 from dit.layers.heads import FinalLayer
-from dit.layers.positions import LearnedPositions, add_sincos
+from dit.layers.positions import LearnedPositions
 from dit.layers.text import TextTokens
-from dit.layers.tokens import PatchEmbedding, from_previous_stage, gather_rows, shard_rows, to_next_stage
-from dit.models.base import Backbone, Stage
+from dit.layers.tokens import PatchEmbedding
+from dit.layout import SequenceLayout
+from dit.models.base import Stage
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.moviegen.layer import MovieGenLayer
+from dit.models.token_stack import TokenStack
 
 
-class MovieGen(Backbone):
+class MovieGen(TokenStack):
     """Movie Gen's transformer: patch embedding, Llama-shaped blocks, modulated RMSNorm, zero-initialised head.
 
     Every pipeline stage holds a copy of the learned position tables, for every layer adds them; the copies' gradients
@@ -30,13 +34,9 @@ class MovieGen(Backbone):
     fsdp_units = (MovieGenLayer,)
 
     def __init__(self, config: MovieGenConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(stage)
-        self.config = provider.config
-        self.model_config = config
-        self.provider = provider
+        super().__init__(config, provider, stage)
         size, eps = config.hidden_size, config.layernorm_epsilon
         assert config.context_size is not None
-        self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
         learned = config.position_embedding == "learned_3d"
         self.positions = LearnedPositions(config.max_grid, size, provider) if learned else None
         self.conditioner = config.build_conditioner(provider)
@@ -48,22 +48,12 @@ class MovieGen(Backbone):
             norm = RMSNorm(size, provider, eps=eps)
             self.head = FinalLayer(size, config.output_features, provider, eps=eps, norm=norm)
 
-    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        # Attention gets the rows of all tensor-parallel ranks, so rotary positions are those of the rows held before.
-        rotation = None if self.rotary is None else self.rotary(batch.positions_T3)
-        layout, (inputs_TC, positions_T3) = shard_rows(batch.layout, self.provider, inputs_TC, batch.positions_T3)
-        cond_SD = self.conditioner(time_S, batch)
+    def layer_inputs(
+        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
+    ) -> tuple[Any, ...]:
         context_KD, context_layout = self.text(batch)
         positions_TD = None
         if self.positions is not None:
             self.positions.check(batch.grids, batch.keys)
             positions_TD = self.positions(positions_T3)
-        if self.pre_process:
-            x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
-        else:
-            x_TD = from_previous_stage(self.input_tensor)
-        for layer in self.layers.values():
-            x_TD = layer(x_TD, positions_TD, cond_SD, context_KD, layout, context_layout, rotation)
-        if not self.post_process:
-            return to_next_stage(x_TD)
-        return gather_rows(self.head(x_TD, cond_SD, layout), self.provider)
+        return positions_TD, cond_SD, context_KD, layout, context_layout, self.rotation(batch)

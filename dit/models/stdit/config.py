@@ -17,7 +17,6 @@ from dit.models.activations import (
     self_attention,
     text_keys,
 )
-from dit.models.base import Stage
 from dit.models.cross_config import CrossAttentionModelConfig, Positions
 
 
@@ -146,8 +145,3 @@ class STDiTConfig(CrossAttentionModelConfig):
             rotary = self.temporal_rope if kind == "temporal" else self.position_embedding == "rope_3d"
             token += sublayer + self_attention(h, kv, form, norm=norm, rotary=rotary, reordered=kind == "temporal")
         return SavedActivations(token, text_keys(kv, form, norm=norm))
-
-    def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
-        from dit.models.stdit.model import STDiT
-
-        return STDiT(self, provider, attention, stage)

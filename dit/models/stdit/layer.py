@@ -11,10 +11,10 @@ from dit.context_parallel.segment_attention import Place
 from dit.context_parallel.segments import AttentionKind
 from dit.kernels.attention import Attention
 from dit.kernels.modulation import gated_residual
+from dit.kernels.rope import Rotation
 from dit.layers.adaln import TableModulation
 from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.mlp import MLP
-from dit.layers.positions import Rotation
 from dit.layout import SequenceLayout
 from dit.models.stdit.config import STDiTConfig
 

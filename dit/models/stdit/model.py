@@ -1,5 +1,7 @@
 """The spatial-temporal DiT on Megatron-Core linears."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
@@ -8,15 +10,17 @@ from dit.context_parallel.segment_attention import place_of
 from dit.kernels.attention import Attention
 from dit.layers.adaln import SharedModulation
 from dit.layers.heads import TableFinalLayer
-from dit.layers.positions import add_sincos, spanning
+from dit.layers.positions import spanning
 from dit.layers.text import TextProjection, TextTokens
-from dit.layers.tokens import PatchEmbedding, from_previous_stage, gather_rows, shard_rows, to_next_stage
-from dit.models.base import Backbone, Stage
+from dit.layers.tokens import PatchEmbedding
+from dit.layout import SequenceLayout
+from dit.models.base import Stage
 from dit.models.stdit.config import STDiTConfig
 from dit.models.stdit.layer import STDiTLayer, Way
+from dit.models.token_stack import TokenStack
 
 
-class STDiT(Backbone):
+class STDiT(TokenStack):
     """ST-DiT: patch embedding, blocks of spatial, temporal or full attention, zero-initialised head, adaLN-single.
 
     With full attention alone this is PixArt-alpha.
@@ -31,13 +35,10 @@ class STDiT(Backbone):
     fsdp_units = (STDiTLayer,)
 
     def __init__(self, config: STDiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(stage)
-        self.config = provider.config
-        self.model_config = config
-        self.provider, self.attention = provider, attention
+        super().__init__(config, provider, stage)
+        self.attention = attention
         size, eps = config.hidden_size, config.layernorm_epsilon
         assert config.context_size is not None
-        self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
         self.rotary_time = config.rotary(config.head_size, time_only=True) if config.temporal_rope else self.rotary
         self.conditioner = config.build_conditioner(provider)
         self.modulation = SharedModulation(size, config.attentions_per_layer + 1, provider)
@@ -51,24 +52,16 @@ class STDiT(Backbone):
         if stage.last:
             self.head = TableFinalLayer(size, config.output_features, provider, eps=eps)
 
-    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        ways = self._ways(batch)
-        layout, (inputs_TC, positions_T3) = shard_rows(batch.layout, self.provider, inputs_TC, batch.positions_T3)
-        cond_SD = self.conditioner(time_S, batch)
-        shared_SD = self.modulation(cond_SD)
-        context_KD, context_layout = self.text(batch)
-        context_KD = self.text_projection(context_KD)
-        if self.pre_process:
-            span = self.model_config.position_span
-            positions = positions_T3 if span is None else spanning(positions_T3, layout, batch.grids, span)
-            x_TD = add_sincos(self.embed(inputs_TC, layout), positions, self.model_config.position_embedding)
-        else:
-            x_TD = from_previous_stage(self.input_tensor)
-        for layer in self.layers.values():
-            x_TD = layer(x_TD, shared_SD, context_KD, layout, context_layout, ways)
-        if not self.post_process:
-            return to_next_stage(x_TD)
-        return gather_rows(self.head(x_TD, cond_SD, layout), self.provider)
+    def layer_inputs(
+        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
+    ) -> tuple[Any, ...]:
+        context_KC, context_layout = self.text(batch)
+        context_KD = self.text_projection(context_KC)
+        return self.modulation(cond_SD), context_KD, layout, context_layout, self._ways(batch)
+
+    def fixed_positions(self, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch) -> Tensor:
+        span = self.model_config.position_span
+        return positions_T3 if span is None else spanning(positions_T3, layout, batch.grids, span)
 
     def _ways(self, batch: PackedBatch) -> dict[str, Way]:
         """Say for every kind of self-attention where it happens, and how its queries and keys turn."""

@@ -15,7 +15,6 @@ from dit.models.activations import (
     self_attention,
     text_keys,
 )
-from dit.models.base import Stage
 from dit.models.cross_config import CrossAttentionModelConfig
 
 Positions = Literal["rope_3d", "sincos_3d"]
@@ -79,8 +78,3 @@ class WanConfig(CrossAttentionModelConfig):
         cross = plain_norm(h) + cross_attention(h, form, norm=norm, full_width=True)
         token = Kept(input=h) + sublayer + attention + cross + sublayer + mlp(self.ffn_size)
         return SavedActivations(token, text_keys(kv, form, norm=norm, full_width=True))
-
-    def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
-        from dit.models.wan.model import Wan
-
-        return Wan(self, provider, attention, stage)

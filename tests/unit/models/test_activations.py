@@ -19,6 +19,7 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.registry import build_backbone
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.patchify import grid_positions
@@ -70,7 +71,7 @@ def build(one_rank_world, monkeypatch):
             **sizes, perform_initialization=False, gradient_accumulation_fusion=False, params_dtype=dtype
         )
         provider = LayerProvider(view, one_rank_world.collection)
-        model = config.build(provider, segment_sdpa, Stage(range(sizes["num_layers"])))
+        model = build_backbone(config, provider, segment_sdpa, Stage(range(sizes["num_layers"])))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():

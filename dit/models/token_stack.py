@@ -1,0 +1,78 @@
+"""The forward pass that backbones of one token stream share: embed, blocks, head, under sequence and pipeline parallel.
+
+inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> prediction
+             (SP)     first stage   |  or received / sent at a pipeline stage's ends
+                                    +-- layer_inputs: conditioning, text, layout, rotation
+"""
+
+from abc import abstractmethod
+from typing import Any, Optional
+
+from torch import Tensor, nn
+
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.layers.positions import Rotation, add_sincos
+from dit.layers.tokens import from_previous_stage, gather_rows, shard_rows, to_next_stage
+from dit.layout import SequenceLayout
+from dit.models.base import Backbone, Stage
+
+
+class TokenStack(Backbone):
+    """A backbone whose tokens go through one stack of blocks.
+
+    A subclass builds `conditioner`, `embed` (first stage), `layers` (global index to block) and `head` (last stage),
+    and says in `layer_inputs` what its blocks take besides the tokens.
+    """
+
+    conditioner: nn.Module
+    embed: nn.Module
+    layers: nn.ModuleDict
+    head: nn.Module
+
+    def __init__(self, config: Any, provider: LayerProvider, stage: Stage) -> None:
+        super().__init__(stage)
+        self.config = provider.config
+        self.model_config = config
+        self.provider = provider
+        self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
+
+    @abstractmethod
+    def layer_inputs(
+        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
+    ) -> tuple[Any, ...]:
+        """Return what every block takes after the tokens.
+
+        Args:
+            cond_SD: the conditioning vector of each sample.
+            positions_T3: (t, h, w) patch index of each local token.
+            layout: of the local tokens.
+            batch: the micro-batch, with the positions before sequence parallelism splits them.
+        """
+
+    def embed_tokens(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
+        """Embed local tokens: `[T, C]` becomes `[T, D]`."""
+        return self.embed(inputs_TC, layout)
+
+    def fixed_positions(self, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch) -> Tensor:
+        """Return the positions of the fixed sine-cosine embedding; a subclass may scale them."""
+        return positions_T3
+
+    def rotation(self, batch: PackedBatch) -> Optional[Rotation]:
+        """Return the rotation of queries and keys; attention gets the tokens of all tensor-parallel ranks."""
+        return None if self.rotary is None else self.rotary(batch.positions_T3)
+
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        layout, (inputs_TC, positions_T3) = shard_rows(batch.layout, self.provider, inputs_TC, batch.positions_T3)
+        cond_SD = self.conditioner(time_S, batch)
+        inputs = self.layer_inputs(cond_SD, positions_T3, layout, batch)
+        if self.pre_process:
+            fixed_T3 = self.fixed_positions(positions_T3, layout, batch)
+            x_TD = add_sincos(self.embed_tokens(inputs_TC, layout), fixed_T3, self.model_config.position_embedding)
+        else:
+            x_TD = from_previous_stage(self.input_tensor)
+        for layer in self.layers.values():
+            x_TD = layer(x_TD, *inputs)
+        if not self.post_process:
+            return to_next_stage(x_TD)
+        return gather_rows(self.head(x_TD, cond_SD, layout), self.provider)
