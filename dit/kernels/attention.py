@@ -8,19 +8,14 @@ come out as zeros.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from inspect import signature
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-
-AttentionChoice = Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"]
-_PACKAGES = {"transformer_engine": "transformer_engine", "flash_attn": "flash_attn"}
 
 Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], Tensor]
 
@@ -141,42 +136,3 @@ def _side_by_side(
     k, v = (x if keep_k is None else x[keep_k] for x in (k_KNH, v_KNH))
     out = kernel(q, k, v, layout_q.cu_seqlens, layout_k.cu_seqlens, layout_q.max_seqlen, layout_k.max_seqlen)
     return out if keep_q is None else torch.zeros_like(q_TNH).index_copy(0, keep_q, out)
-
-
-def resolve_attention(
-    device: torch.device, dtype: torch.dtype, choice: AttentionChoice = "auto"
-) -> tuple[str, Attention]:
-    """Choose the attention path of this process once; the name goes into the log and the run record.
-
-    Args:
-        choice: `auto` takes, for half precision on CUDA, the first importable of Transformer Engine, flash-attn and
-            torch's varlen kernel, and scaled-dot-product attention elsewhere.
-
-    Raises:
-        ConfigError: the path asked for is unknown, not installed, or not for this device and precision.
-    """
-    half_on_cuda = device.type == "cuda" and dtype != torch.float32
-    if choice == "auto":
-        installed = [name for name, package in _PACKAGES.items() if find_spec(package)]
-        choice = (*installed, "varlen")[0] if half_on_cuda else "sdpa"  # type: ignore[assignment]
-    if choice == "sdpa":
-        return "segment_sdpa", segment_sdpa
-    if choice not in get_args(AttentionChoice):
-        raise ConfigError(
-            f"training.attention={choice!r} is unknown; use one of {', '.join(get_args(AttentionChoice))}"
-        )
-    if not half_on_cuda:
-        raise ConfigError(
-            f"training.attention={choice!r} needs bf16 on CUDA, this run has {dtype} on {device.type}; use 'auto'"
-        )
-    package = _PACKAGES.get(choice)
-    if package and not find_spec(package):
-        raise ConfigError(
-            f"training.attention={choice!r} needs {package}, which is not installed; "
-            "pip install -e '.[gpu]' in the repository's folder, or use 'auto'"
-        )
-    if choice == "transformer_engine":
-        from dit.kernels.te_attention import TEAttention
-
-        return choice, TEAttention()
-    return choice, flash_attention if choice == "flash_attn" else varlen_attention

@@ -184,8 +184,3 @@ def _take(x_TNH: Tensor, rows: Optional[Tensor]) -> Tensor:
 
 def _put(x: Tensor, like: Tensor, rows: Optional[Tensor]) -> Tensor:
     return x if rows is None else torch.zeros_like(like).index_copy(0, rows, x)
-
-
-def resolve_blocks(device: torch.device, dtype: torch.dtype) -> BlockAttention:
-    """Choose the block kernel of this process once."""
-    return EagerBlocks() if device.type == "cpu" or dtype == torch.float32 else FlashBlocks()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
-from dit.layers.positions import Rotation, rotate
+from dit.kernels.rope import Rotation, rotate
 from dit.layout import SequenceLayout
 
 

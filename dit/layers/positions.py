@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dit.backends.init import normal
 from dit.backends.provider import LayerProvider
 from dit.errors import BatchError, ConfigError
+from dit.kernels.rope import Rotation
 from dit.layout import SequenceLayout
 
 SinCos = Literal["sincos_2d", "sincos_3d"]
@@ -82,14 +83,6 @@ def spanning(
     """
     scale_S3 = torch.tensor([(1.0, span / h, span / w) for _, h, w in grids], dtype=torch.float64)
     return positions_T3 * layout.per_token(scale_S3.to(positions_T3.device))
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The turn of each token's features: cosine and sine of the angles, float32 `[T, 1, H / 2]`."""
-
-    cos_T1H: Tensor
-    sin_T1H: Tensor
 
 
 @dataclass(frozen=True)
@@ -187,18 +180,6 @@ def check_rope(rotary: RotaryPositions) -> None:
         raise ConfigError(
             f"model.rope_factors={list(rotary.factors)} must be three positive numbers, for t, h and w; 1 for none"
         )
-
-
-def rotate(x_TNH: Tensor, rotation: Optional[Rotation]) -> Tensor:
-    """Turn the pairs (i, i + H / 2) of each head's features; in float32, returned in the dtype of `x_TNH`.
-
-    Without a rotation, nothing turns.
-    """
-    if rotation is None:
-        return x_TNH
-    a, b = x_TNH.float().chunk(2, dim=-1)
-    cos, sin = rotation.cos_T1H, rotation.sin_T1H
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_TNH.dtype)
 
 
 class LearnedPositions(nn.Module):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Optional
@@ -32,12 +33,13 @@ PACKAGES = (
 ROOT = Path(__file__).parents[2]
 
 
-def environment_record(world_size: int, attention: str, linears: str) -> dict[str, Any]:
+def environment_record(world_size: int, kernels: Mapping[str, str], linears: str) -> dict[str, Any]:
     """Return what a reader needs to know of where an attempt ran, as plain JSON.
 
     Args:
         world_size: ranks.
-        attention, linears: the implementations this run has resolved to.
+        kernels: form of every op (`dit.kernels.resolve.table`).
+        linears: class of the parallel linears.
     """
     return {
         "command": sys.argv,
@@ -50,7 +52,7 @@ def environment_record(world_size: int, attention: str, linears: str) -> dict[st
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "revision": git_revision(),
-        "attention": attention,
+        "kernels": dict(kernels),
         "linears": linears,
     }
 

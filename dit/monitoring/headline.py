@@ -5,7 +5,7 @@ from typing import Any
 
 from dit.backends.device import describe, local_device
 from dit.checkpoint.checkpointer import TrainState
-from dit.kernels.attention import resolve_attention
+from dit.kernels.resolve import resolve_attention
 from dit.parallel.build import DTYPES
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.settings import TrainingConfig

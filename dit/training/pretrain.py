@@ -29,7 +29,7 @@ from dit.data_api import BatchSpec, DataConfig
 from dit.durable_files import write_record
 from dit.errors import EXIT_PREEMPTED
 from dit.inference.preview import PictureWriter, check_pictures
-from dit.kernels.attention import resolve_attention
+from dit.kernels.resolve import resolve_attention, table
 from dit.models.base import ModelConfig
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
 from dit.monitoring.exit_record import ExitRecord
@@ -234,9 +234,9 @@ class Run:
         logging: LoggingConfig = self.settings["logging"]
         run_dir.mkdir(parents=True, exist_ok=True)
         write_record(run_dir / CONFIG_FILE, yaml.safe_dump(self.record, sort_keys=False))
-        attention, _ = resolve_attention(self.device, DTYPES[self.training.precision], self.training.attention)
+        kernels = table(self.device, DTYPES[self.training.precision], self.training.attention)
         linear, _ = resolve_linears(self.training.linears)
-        ran = environment_record(self.groups.world_size, attention, linear.__name__)
+        ran = environment_record(self.groups.world_size, kernels, linear.__name__)
         append_attempt(run_dir / ENV_FILE, {**ran, "micro_batch_size": self.dims.micro_batch_size})
         mirrors: dict[str, Any] = {}
         if logging.tensorboard:

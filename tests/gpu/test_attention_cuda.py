@@ -5,7 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit.backends import megatron_cpu
-from dit.kernels.attention import Attention, resolve_attention, segment_sdpa, varlen_attention
+from dit.kernels.attention import Attention, segment_sdpa, varlen_attention
+from dit.kernels.resolve import resolve_attention
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

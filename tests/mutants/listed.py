@@ -340,7 +340,7 @@ MUTANTS = (
     ),
     Mutant(
         "rotary: a mirror for a turn",
-        "dit/layers/positions.py",
+        "dit/kernels/rope.py",
         "a * cos - b * sin, b * cos + a * sin",
         "a * cos + b * sin, b * cos - a * sin",
         (ROTARY,),

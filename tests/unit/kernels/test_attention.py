@@ -1,14 +1,17 @@
 """Attention over packs: every sample attends to itself alone, whatever the layout."""
 
+import re
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 from dit.backends.provider import ColumnLinear, RowLinear, resolve_linears
 from dit.errors import ConfigError
-from dit.kernels.attention import _side_by_side, reference_attention, resolve_attention, segment_sdpa, varlen_attention
+from dit.kernels.attention import _side_by_side, reference_attention, segment_sdpa, varlen_attention
+from dit.kernels.resolve import resolve_attention, table
 from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
@@ -142,3 +145,17 @@ def test_linears_that_cannot_be_had_are_refused():
     if not find_spec("transformer_engine"):
         with pytest.raises(ConfigError, match="not installed"):
             resolve_linears("transformer_engine")
+
+
+def test_the_table_names_the_form_of_every_op():
+    """Every public function of the room that layers call has its row; a fused form would change it."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    on_cpu, on_gpu = table(cpu, torch.bfloat16), table(gpu, torch.bfloat16, "varlen")
+    assert (on_cpu["attention"], on_cpu["attention_blocks"]) == ("segment_sdpa", "EagerBlocks")
+    assert (on_gpu["attention"], on_gpu["attention_blocks"]) == ("varlen", "FlashBlocks")
+    sources = [path.read_text() for room in ("layers", "models") for path in Path("dit", room).rglob("*.py")]
+    lines = [
+        line for text in sources for line in re.findall(r"from dit\.kernels\.(?:modulation|rope) import (.*)", text)
+    ]
+    imported = {name for line in lines for name in line.split(", ")}
+    assert {name for name in imported if name.islower()} == {name for name, form in on_cpu.items() if form == "eager"}

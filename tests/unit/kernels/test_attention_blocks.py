@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dit.context_parallel.attention import merge
 from dit.context_parallel.partition import ContextRows
-from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks, resolve_blocks
+from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
+from dit.kernels.resolve import resolve_blocks
 from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dit.layers.positions import RotaryPositions, rotate
+from dit.kernels.rope import rotate
+from dit.layers.positions import RotaryPositions
 from dit.patchify import grid_positions
 
 HEAD = 32

@@ -32,8 +32,9 @@ def test_revision_and_dirty_flag_are_those_of_the_codes_own_repository(tmp_path,
 
 def test_the_record_names_versions_and_what_was_resolved(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    record = environment_record(8, "segment_sdpa", "ColumnLinear")
-    assert (record["world_size"], record["attention"], record["linears"]) == (8, "segment_sdpa", "ColumnLinear")
+    record = environment_record(8, {"attention": "segment_sdpa"}, "ColumnLinear")
+    assert (record["world_size"], record["linears"]) == (8, "ColumnLinear")
+    assert record["kernels"] == {"attention": "segment_sdpa"}
     assert record["job"] == "4711"
     assert record["packages"]["torch"] == torch.__version__
     assert record["packages"]["megatron-core"] == version("megatron-core")
