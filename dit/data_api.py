@@ -2,11 +2,12 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Protocol
 
 from dit.batch import PackedBatch
+from dit.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,3 +92,15 @@ class DataConfig(ABC):
 def sample_id(key: str) -> int:
     """Return the 63-bit address of a sample: the same for the same key on every machine."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the union of the `state_dict`s of all data-parallel ranks, for ranks in any number to load.
+
+    Raises:
+        DataError: the states do not belong together.
+    """
+    heads = [{k: v for k, v in state.items() if k != "streams"} for state in states]
+    if any(head != heads[0] for head in heads):
+        raise DataError(f"the data states of the ranks do not belong together: {heads}")
+    return heads[0] | {"streams": {s: v for state in states for s, v in state.get("streams", {}).items()}}

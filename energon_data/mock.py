@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Optional
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig, sample_id
 from dit.errors import ConfigError, DataError
+from dit.patchify import Grid, frames_to_patch
 from dit.ranges import COUNT, PATCHES, POSITIVE, RANKS, check_ranges
 from energon_data.dataset import share_validation
 from energon_data.packing import collate, padded_length
@@ -85,7 +87,8 @@ class MockData(DataConfig):
                 raise ConfigError(
                     f"a mock latent of {t} x {h} x {w} (T x H x W) has {t * h * w:,} positions, which must be {COUNT}"
                 )
-            if t % spec.patch_temporal or h % spec.patch_spatial or w % spec.patch_spatial:
+            cut_in_time = frames_to_patch(t, spec.patch_temporal) % spec.patch_temporal == 0
+            if not cut_in_time or h % spec.patch_spatial or w % spec.patch_spatial:
                 raise ConfigError(
                     f"a mock latent of {t} x {h} x {w} (T x H x W) cannot be cut into patches of "
                     f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}; "
@@ -108,9 +111,7 @@ class MockData(DataConfig):
 
     @staticmethod
     def _padded_tokens(size: tuple[int, int, int], spec: BatchSpec) -> int:
-        t, h, w = size
-        tokens = t // spec.patch_temporal * (h // spec.patch_spatial) * (w // spec.patch_spatial)
-        return padded_length(tokens, spec.multiple_of)
+        return padded_length(prod(_grid(size, spec)), spec.multiple_of)
 
     def build_train(
         self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
@@ -202,6 +203,7 @@ class MockSource:
         spec = self._spec
         label = address % (spec.num_classes or 10)
         latent = 0.5 * torch.randn(spec.latent_channels, *size, generator=generator) + self._pattern(label, size)
+        latent = latent.expand(-1, frames_to_patch(size[0], spec.patch_temporal), -1, -1)
         text = pooled = None
         if spec.context_size is not None:
             most = self._data.text_tokens
@@ -209,7 +211,6 @@ class MockSource:
             text = torch.randn(length, spec.context_size, generator=generator)
         if spec.pooled_size is not None:
             pooled = torch.randn(spec.pooled_size, generator=generator)
-        t, h, w = size
         return Clip(
             __key__=key,
             __restore_key__=(),
@@ -219,8 +220,8 @@ class MockSource:
             pooled=pooled,
             id=address,
             label=label,
-            fps=self._data.fps if t > 1 else None,
-            grid=(t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial),
+            fps=self._data.fps if size[0] > 1 else None,
+            grid=_grid(size, spec),
         )
 
     def state(self) -> dict[str, Any]:
@@ -241,3 +242,10 @@ class MockSource:
 
     def close(self) -> None:
         """Do nothing: there is no worker."""
+
+
+def _grid(size: tuple[int, int, int], spec: BatchSpec) -> Grid:
+    """Return (t, h, w) in patches of a latent; a still fills one patch in time."""
+    frames, height, width = size
+    time = frames_to_patch(frames, spec.patch_temporal) // spec.patch_temporal
+    return time, height // spec.patch_spatial, width // spec.patch_spatial

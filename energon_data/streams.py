@@ -158,15 +158,3 @@ class StreamGroup:
         """Stop all workers."""
         for source in self._sources.values():
             source.close()
-
-
-def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the union of the `state_dict`s of all data-parallel ranks.
-
-    Raises:
-        DataError: the states do not belong together.
-    """
-    heads = [{k: v for k, v in state.items() if k != "streams"} for state in states]
-    if any(head != heads[0] for head in heads):
-        raise DataError(f"the data states of the ranks do not belong together: {heads}")
-    return heads[0] | {"streams": {s: v for state in states for s, v in state["streams"].items()}}

@@ -14,13 +14,14 @@ import torch.distributed as dist
 import yaml
 
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.manifest import CURE, FileRecord, HeldOut, hash_file, verify_folder
+from dit.checkpoint.manifest import CURE, FileRecord, HeldOut, hash_file
 from dit.checkpoint.resume_check import check_same_experiment
 from dit.checkpoint.sharded_state import fails_together, load_state, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
-from dit.data_api import DataStream
+from dit.checkpoint.verify_together import agree, newest_valid_together
+from dit.data_api import DataStream, merge_states
 from dit.durable_files import read_regular
-from dit.errors import CheckpointError, ConfigError
+from dit.errors import CheckpointError, ConfigError, DataError
 from dit.models.base import Backbone
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import MasterShard
@@ -152,7 +153,8 @@ class Checkpointer:
             ConfigError: it belongs to another model or experiment, or holds imported weights; or `never` and there is
                 one.
         """
-        steps, found = self._newest_valid(state.groups)
+        steps, candidates = agree(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
+        found = newest_valid_together(candidates, state.groups)
         if found is None:
             if steps and mode != "never":
                 raise CheckpointError(
@@ -178,31 +180,6 @@ class Checkpointer:
             )
         self._restore(state, folder, manifest)
         return True
-
-    def _newest_valid(self, groups: ProcessGroups) -> tuple[list[int], Optional[tuple[Path, Manifest]]]:
-        """Return the steps that have a checkpoint, and the newest that verifies.
-
-        Every rank reads and hashes its share of the files.
-        """
-        seen: list[Any] = [None, None]
-        if groups.rank == 0:
-            seen = [self.store.steps(), self.store.newest_first()]
-        dist.broadcast_object_list(seen)
-        steps, candidates = seen
-        for folder in candidates:
-            problem: Optional[str] = None
-            try:
-                manifest = verify_folder(folder, share=(groups.rank, groups.world_size))
-            except CheckpointError as error:
-                problem = str(error)
-            problems: list[Any] = [None] * groups.world_size
-            dist.all_gather_object(problems, problem)
-            named = next((problem for problem in problems if problem is not None), None)
-            if named is None:
-                return steps, (folder, manifest)
-            if groups.rank == 0:
-                logger.warning("skipping checkpoint %s: %s", folder.name, named)
-        return steps, None
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
         check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
@@ -271,13 +248,20 @@ def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:
 
 
 def read_loader_state(folder: Path) -> dict[str, Any]:
-    """Join the loader positions of all data-parallel ranks of a checkpoint, whatever ranks there are now."""
-    merged: dict[str, Any] = {}
+    """Join the loader positions of all data-parallel ranks of a checkpoint, whatever ranks there are now.
+
+    Raises:
+        CheckpointError: a file is missing, cannot be read, or does not belong to the others.
+    """
+    parts = []
     for path in sorted((folder / "loader").glob("dp_*.pt")):
         try:
-            part = torch.load(path, weights_only=True)
+            parts.append(torch.load(path, weights_only=True))
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}; {CURE}") from error
-        streams = {**merged.get("streams", {}), **part.get("streams", {})}
-        merged = {**merged, **part, "streams": streams}
-    return merged
+    if not parts:
+        raise CheckpointError(f"{folder / 'loader'} holds no position of the data; {CURE}")
+    try:
+        return merge_states(parts)
+    except DataError as error:
+        raise CheckpointError(f"{folder / 'loader'}: {error}; {CURE}") from error

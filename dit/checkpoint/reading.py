@@ -11,8 +11,28 @@ from dit.errors import CheckpointError
 from dit.settings import CheckpointConfig
 
 
+def candidates(path: Path | str) -> list[Path]:
+    """Return the checkpoint folders that a path may mean, in the order in which they are tried; none is verified.
+
+    Args:
+        path: a run folder, or one checkpoint folder (`iter_NNNNNNN`).
+    """
+    path = Path(path)
+    if path.name.startswith("iter_"):
+        return [path]
+    return CheckpointStore(path / "checkpoints", CheckpointConfig()).newest_first() if path.is_dir() else []
+
+
+def no_checkpoint(path: Path | str) -> CheckpointError:
+    """Return the error of a path that means no valid checkpoint."""
+    return CheckpointError(
+        f"{path} is neither a run folder with a valid checkpoint nor a checkpoint (iter_NNNNNNN); "
+        "give the training.run_dir of a run that saved one"
+    )
+
+
 def find_checkpoint(path: Path | str) -> tuple[Path, int]:
-    """Return a proven checkpoint folder and its step, from a run folder or one of its checkpoints.
+    """Return a verified checkpoint folder and its step, from a run folder or one of its checkpoints.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -23,10 +43,7 @@ def find_checkpoint(path: Path | str) -> tuple[Path, int]:
         return path, store.verify(path).step
     found = store.newest_valid() if path.is_dir() else None
     if found is None:
-        raise CheckpointError(
-            f"{path} is neither a run folder with a valid checkpoint nor a checkpoint (iter_NNNNNNN); "
-            "give the training.run_dir of a run that saved one"
-        )
+        raise no_checkpoint(path)
     return found[0], found[1].step
 
 

@@ -1,17 +1,16 @@
 """Start a new run from the weights of another one: the next stage of a training, or fine-tuning."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.checkpointer import TrainState, global_shapes, read_record
 from dit.checkpoint.manifest import read_manifest
-from dit.checkpoint.reading import find_checkpoint
+from dit.checkpoint.reading import candidates, no_checkpoint
 from dit.checkpoint.sharded_state import load_masters
 from dit.checkpoint.store import check_same_model, model_fingerprint
+from dit.checkpoint.verify_together import agree, newest_valid_together
 from dit.errors import CheckpointError
 from dit.optimizer.master_weights import publish_masters
 
@@ -41,18 +40,12 @@ def start_from(path: str, state: TrainState) -> None:
 
 
 def agree_on_folder(path: str, groups: ProcessGroups) -> Path:
-    """Let the first rank find and verify the checkpoint; every rank learns of it, or of the failure.
+    """Find the checkpoint, and verify it together: every rank hashes its share of the files.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
-    found: list[Any] = [None]
-    if groups.rank == 0:
-        try:
-            found = [find_checkpoint(path)[0]]
-        except CheckpointError as error:
-            found = [f"checkpoint.start_from: {error}"]
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], str):
-        raise CheckpointError(found[0])
+    found = newest_valid_together(agree(lambda: candidates(path), groups), groups)
+    if found is None:
+        raise CheckpointError(f"checkpoint.start_from: {no_checkpoint(path)}")
     return found[0]

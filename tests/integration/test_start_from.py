@@ -11,11 +11,12 @@ from dit.checkpoint.warm_start import agree_on_folder
 from dit.errors import CheckpointError
 from tests.integration import actions
 from tests.integration.runs import Job, overrides, run_jobs
+from tests.unit.checkpoint.checkpoints import make_store, save
 
 
-def training(run_dir: Path, **settings: Any) -> Job:
+def training(run_dir: Path, ranks: int = 1, **settings: Any) -> Job:
     words = overrides(run_dir, schedule__warmup_steps=0, **settings)
-    return Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_moviegen", *words]})
+    return Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_moviegen", *words]}, ranks)
 
 
 def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.Tensor]:
@@ -39,12 +40,12 @@ def test_a_stage_starts_from_the_average_of_the_one_before(tmp_path, one_rank_wo
     first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other"
     jobs = {
         "first": training(first, training__num_steps=3),
-        "second": training(second, training__num_steps=1, optimizer__lr=1e-9, checkpoint__start_from=first),
+        "second": training(second, 2, training__num_steps=1, optimizer__lr=1e-9, checkpoint__start_from=first),
         "other": training(other, training__num_steps=1, model__hidden_size=32, checkpoint__start_from=first),
     }
     ended = run_jobs(tmp_path / "world", jobs)
     assert ended["first"].code == 0, ended["first"].err
-    assert ended["second"].code == 0, ended["second"].err
+    assert [rank.code for rank in ended["second"]] == [0, 0], ended["second"][0].err
     assert (second / "checkpoints" / "iter_0000001").is_dir()
     average, raw = (weights(first, slot, one_rank_world) for slot in ("ema", "weight"))
     for name, value in weights(second, "weight", one_rank_world).items():
@@ -58,3 +59,15 @@ def test_a_stage_starts_from_the_average_of_the_one_before(tmp_path, one_rank_wo
 def test_a_missing_start_is_an_error(tmp_path, one_rank_world):
     with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
         agree_on_folder(str(tmp_path / "nowhere"), one_rank_world)
+
+
+def test_a_start_passes_over_a_damaged_checkpoint(tmp_path, one_rank_world):
+    store = make_store(tmp_path / "checkpoints", keep_last=2)
+    save(store, 10)
+    save(store, 20)
+    assert agree_on_folder(str(tmp_path), one_rank_world) == store.path(20)
+    damaged = store.path(20) / "rank_1.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert agree_on_folder(str(tmp_path), one_rank_world) == store.path(10)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
+        agree_on_folder(str(store.path(20)), one_rank_world)

@@ -11,12 +11,13 @@ from dit.checkpoint.state_files import checkpoint_bytes
 DDP = {"data_parallel": "ddp"}
 FSDP = {"data_parallel": "fsdp"}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-EXPERTS = {"hidden_size": 48, "num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 96, "moe_capacity_factor": 1.5}
+EXPERTS = {"hidden_size": 96, "num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 192, "moe_capacity_factor": 1.5}
 DENSE = {"hidden_size": 64}
 LAYOUTS = {
     2: {"ddp2": DDP, "fsdp2": FSDP, "distributed2": {}, "ep2": {"expert_model_parallel_size": 2}},
     4: {
         "distributed4": {},
+        "ep2_ddp4": {"expert_model_parallel_size": 2, **DDP},
         "tp2_pp2": {"pipeline_model_parallel_size": 2, **TP2SP},
         "tp2_fsdp2": {**FSDP, **TP2SP},
         "pp2_distributed2": {"pipeline_model_parallel_size": 2},
@@ -36,7 +37,7 @@ def results(tmp_path_factory):
                 "task": "tests.parallel.checkpoint_tasks:cost",
                 "folder": folder / name,
                 "parallel": parallel,
-                "model": EXPERTS if name == "ep2" else DENSE,
+                "model": EXPERTS if name.startswith("ep2") else DENSE,
             }
             for name, parallel in named.items()
         }

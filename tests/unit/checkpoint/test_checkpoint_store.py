@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dit.checkpoint import manifest
 from dit.checkpoint.manifest import MANIFEST, Manifest
 from dit.checkpoint.store import check_same_model, model_fingerprint
 from dit.errors import CheckpointError, ConfigError
@@ -339,3 +340,19 @@ def test_checkpoint_without_fingerprint_is_refused(tmp_path):
     save(store, 1)
     with pytest.raises(CheckpointError, match="no model fingerprint"):
         check_same_model(store.newest_valid()[1], model_fingerprint({"w": (1,)}))
+
+
+def test_ranks_that_verify_together_read_every_file_once(two_checkpoints, monkeypatch):
+    """The shares of three ranks are disjoint and cover the checkpoint, the largest files first."""
+    folder = two_checkpoints / "iter_0000020"
+    hashed = manifest.hash_file
+    read: list[Path] = []
+    monkeypatch.setattr(manifest, "hash_file", lambda path: read.append(path) or hashed(path))
+    shares = []
+    for rank in range(3):
+        verified = manifest.verify_folder(folder, share=(rank, 3))
+        shares.append({str(path.relative_to(folder)) for path in read})
+        read.clear()
+    assert sorted(name for share in shares for name in share) == sorted(verified.files)
+    largest = sorted(verified.files, key=lambda name: -verified.files[name].size_bytes)[:3]
+    assert all(name in share for name, share in zip(largest, shares, strict=True))

@@ -162,3 +162,16 @@ def test_checkpoints_of_an_earlier_version_are_rewritten_to_the_bit(run_dir, tmp
     assert read_loader_state(store.path(30)) == {"streams": {3: 4}}
     assert rewrite_run(run_dir) == []
     assert read_manifest(store.path(0)).step == 0
+
+
+def test_positions_that_do_not_belong_together_are_refused(tmp_path):
+    """Of two ranks' files, one may be that of another step; and a checkpoint always has a position."""
+    (tmp_path / "loader").mkdir()
+    with pytest.raises(CheckpointError, match="holds no position"):
+        read_loader_state(tmp_path)
+    for rank, following in enumerate((8, 8)):
+        torch.save({"next": following, "streams": {rank: {}}}, tmp_path / "loader" / f"dp_0000{rank}.pt")
+    assert read_loader_state(tmp_path) == {"next": 8, "streams": {0: {}, 1: {}}}
+    torch.save({"next": 12, "streams": {1: {}}}, tmp_path / "loader" / "dp_00001.pt")
+    with pytest.raises(CheckpointError, match="do not belong together"):
+        read_loader_state(tmp_path)

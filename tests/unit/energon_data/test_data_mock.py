@@ -37,6 +37,19 @@ def test_a_sample_is_a_function_of_its_number() -> None:
     assert len(set(batch.grids)) == 3
 
 
+def test_a_still_fills_a_patch_in_time() -> None:
+    """As in real data: beside clips of two patches, its tokens are those of a clip in which nothing moves."""
+    data = MockData(shapes=["1x8x8", "4x8x8"])
+    batch = source(data, spec(patch_temporal=2)).next().batch.validate()
+    assert set(batch.grids) == {(1, 4, 4), (2, 4, 4)}
+    for i, grid in enumerate(batch.grids):
+        tokens = batch.latents_TC[batch.layout.segment_ids_T == i].unflatten(-1, (4, 2, 2))  # (ph pw) pt C
+        assert torch.equal(tokens[..., 0, :], tokens[..., 1, :]) == (grid[0] == 1)
+    data.check_settings(spec(patch_temporal=2), 1, 4)
+    with pytest.raises(ConfigError, match="3 x 8 x 8"):
+        MockData(shapes=["3x8x8"]).check_settings(spec(patch_temporal=2), 1, 4)
+
+
 def test_pooled_texts_are_drawn_where_the_model_takes_them() -> None:
     """They change nothing else, and are one for each sample."""
     plain, pooled = (source(MockData(), spec(pooled_size=size)).next() for size in (None, 6))

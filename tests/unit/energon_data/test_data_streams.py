@@ -12,14 +12,14 @@ import torch
 from small_data import spec
 
 from dit.batch import PackedBatch
-from dit.data_api import DataConfig
+from dit.data_api import DataConfig, merge_states
 from dit.errors import ConfigError, DataError
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from energon_data.prepare.letters import LettersReport
 from energon_data.prepare.moving_letters import DIRECTIONS, prepare_moving_letters
 from energon_data.state_codec import from_plain, to_plain
-from energon_data.streams import StreamGroup, check_streams, merge_states
+from energon_data.streams import StreamGroup, check_streams
 
 PACKED: dict[str, Any] = {"max_tokens_per_pack": 40, "packing_buffer_size": 24, "pad_packs": True}
 

@@ -8,7 +8,7 @@ import torch
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.data_api import BatchSpec
+from dit.data_api import BatchSpec, merge_states
 from dit.layers.embeddings import PooledVectorEmbedder
 from dit.layers.text import TextTokens
 from dit.layout import SequenceLayout
@@ -18,7 +18,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.flow_matching import FlowMatching
 from dit.training.step import drop_conditions, training_forward_step
 from energon_data.mock import MockData
-from energon_data.streams import StreamGroup, merge_states
+from energon_data.streams import StreamGroup
 
 NUM_CLASSES = 7
 SAMPLES = 1 << 14

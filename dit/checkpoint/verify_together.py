@@ -1,0 +1,46 @@
+"""All ranks verify checkpoints together: every rank reads and hashes its share of the files."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+import torch.distributed as dist
+
+from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.manifest import Manifest, verify_folder
+from dit.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def agree(ask: Callable[[], T], groups: ProcessGroups) -> T:
+    """Let the first rank look at the disk, and every rank learn what it saw; every rank calls this."""
+    seen: list[Any] = [ask() if groups.rank == 0 else None]
+    dist.broadcast_object_list(seen)
+    return seen[0]
+
+
+def newest_valid_together(candidates: Sequence[Path], groups: ProcessGroups) -> Optional[tuple[Path, Manifest]]:
+    """Return the first checkpoint that verifies, None if there is none; every rank calls this.
+
+    Each that does not verify is named in a warning of the first rank.
+
+    Args:
+        candidates: folders in the order in which they are tried, the same on every rank.
+    """
+    for folder in candidates:
+        problem: Optional[str] = None
+        try:
+            manifest = verify_folder(folder, share=(groups.rank, groups.world_size))
+        except CheckpointError as error:
+            problem = str(error)
+        problems: list[Any] = [None] * groups.world_size
+        dist.all_gather_object(problems, problem)
+        named = next((problem for problem in problems if problem is not None), None)
+        if named is None:
+            return folder, manifest
+        if groups.rank == 0:
+            logger.warning("skipping checkpoint %s: %s", folder.name, named)
+    return None
