@@ -77,12 +77,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def at_least_one(text: str) -> int:
+    """Read a command-line argument that is a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
 
 
 def frame_rate(text: str) -> float:
+    """Read a command-line argument that is a number of frames per second."""
     try:
         fps = float(text)
     except ValueError:

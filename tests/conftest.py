@@ -57,3 +57,12 @@ def build_model(one_rank_world: ProcessGroups) -> BuildModel:
         return model
 
     return build
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say aloud what was left out, and how it is run."""
+    left = len(terminalreporter.stats.get("deselected", []))
+    if left:
+        terminalreporter.write_line(
+            f"{left} tests were left out by their mark: `make test-parallel` runs the slow rows of every layout"
+        )

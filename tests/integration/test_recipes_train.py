@@ -1,5 +1,6 @@
-"""Every tiny recipe through the whole loop: made-up images and clips, a loss that falls, and is the same anywhere."""
+"""Every tiny recipe through the full loop: synthetic images and clips, a loss that falls, and is the same anywhere."""
 
+import json
 from pathlib import Path
 from statistics import mean
 
@@ -9,7 +10,7 @@ from tests.integration import actions
 from tests.integration.runs import Job, loss_values, overrides, run_jobs
 
 TP2SP = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}
-TWINS = {
+RUNS = {
     "tiny_dit": {"logging__profile_steps": "[2,3]"},
     "tiny_dit_pack": {"parallel__data_parallel": "distributed_optimizer"},
     "tiny_dit_cross": {"parallel__pipeline_model_parallel_size": 2},
@@ -26,12 +27,15 @@ SPREAD = {"tiny_dit_tp2sp": 2, "tiny_dit_cp2": 2, "tiny_dit_pp2": 2, "tiny_dit_t
 """Recipes that are `tiny_dit` on another layout, with their ranks."""
 SAME_STEPS = 3
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+CURVES = json.loads(Path(__file__).with_name("loss_curves.json").read_text())
+"""Losses of one rank, written by `python -m benchmarks.loss_curves --layouts "one rank" --out FILE`."""
+CURVE_RTOL = 1e-3  # another machine's rounding, through 20 steps of Adam
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, jobs = tmp_path_factory.mktemp("twins"), {}
-    for name, settings in TWINS.items():
+    folder, jobs = tmp_path_factory.mktemp("recipes"), {}
+    for name, settings in RUNS.items():
         words = overrides(folder / name, logging__tensorboard=False, training__log_interval=1, **settings)
         jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", name, *words]}, ranks=2)
     for name, ended in run_jobs(folder / "world", jobs).items():
@@ -42,15 +46,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_tiny_recipe_is_here() -> None:
     from recipes.registry import recipes
 
-    assert {entry.name for entry in recipes() if entry.name.startswith("tiny_")} == {*TWINS, *SPREAD}
+    assert {entry.name for entry in recipes() if entry.name.startswith("tiny_")} == {*RUNS, *SPREAD}
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_tiny_twin_trains_on_two_ranks(runs: Path, name: str) -> None:
+@pytest.mark.parametrize("name", RUNS)
+def test_tiny_recipe_trains_on_two_ranks(runs: Path, name: str) -> None:
     """The last steps fit the data better than the first ones did."""
     losses = loss_values(runs / name)
     assert len(losses) == 20
     assert mean(losses[-5:]) < FALLS * mean(losses[:5])
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_losses_follow_the_recorded_curve(runs: Path, name: str) -> None:
+    """A change of numbers that all layouts share would pass every comparison of layouts; this one it does not pass.
+
+    The recorded curve is one rank's; the run is that of `RUNS`, on two. Who changes numbers on purpose records anew.
+    """
+    assert loss_values(runs / name) == pytest.approx(CURVES[name]["one rank"], rel=CURVE_RTOL)
 
 
 def test_a_run_traces_the_steps_it_was_asked_for(runs: Path) -> None:

@@ -1,0 +1,106 @@
+"""Losses of tiny recipes to the last bit, so that a change can show that it changed none: two commands.
+
+    python -m benchmarks.loss_curves --out before.json      # on the old revision
+    python -m benchmarks.loss_curves --compare before.json  # on the new one, on the same machine
+
+Each recipe trains 20 steps on synthetic data on one rank, and on TP 2 x PP 2 as far as its backbone goes. Two machines
+(or versions of torch) round differently, so `tests/integration/loss_curves.json` is compared with a tolerance.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from benchmarks.forks import ROOT
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED
+from dit.monitoring.sinks import LOSS, METRICS_FILE, read_records, scalars_by_step
+
+RECIPES = (
+    "tiny_dit_pack",
+    "tiny_dit_cross",
+    "tiny_stdit_full",
+    "tiny_moviegen",
+    "tiny_flux",
+    "tiny_wan",
+    "tiny_ecdit",
+)
+STEPS = 20
+TP2PP2 = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one rank": (1, ("parallel.data_parallel=ddp",)),
+    "TP 2 x PP 2": (4, (*TP2PP2, "parallel.sequence_parallel=True")),
+}
+Curves = dict[str, dict[str, list[float]]]
+
+
+def losses(recipe: str, ranks: int, settings: Sequence[str], run_dir: Path) -> list[float]:
+    """Train a recipe and return the loss of every step, as `metrics.jsonl` has it.
+
+    Raises:
+        RuntimeError: the run failed; the message holds the end of its output.
+    """
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "launch.train"]
+    quiet = ("logging.tensorboard=False", "training.validation_interval=0", "training.sample_interval=0")
+    words = [f"training.run_dir={run_dir}", f"training.num_steps={STEPS}", "training.log_interval=1", *quiet]
+    command = [sys.executable, "-m", *torchrun, "--yes", "--factory", recipe, *words, "checkpoint.interval=0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu"}
+    done = subprocess.run([*command, *settings], env=environment, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{recipe} on {ranks} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    by_step = scalars_by_step(read_records(run_dir / METRICS_FILE))
+    return [by_step[step][LOSS] for step in sorted(by_step)]
+
+
+def curves(recipes: Sequence[str], layouts: Sequence[str]) -> Curves:
+    """Return the losses of recipes on layouts: by recipe, then by layout."""
+    found: Curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in recipes:
+            found[recipe] = {}
+            for i, name in enumerate(layouts):
+                ranks, settings = LAYOUTS[name]
+                found[recipe][name] = losses(recipe, ranks, settings, Path(folder) / f"{recipe}_{i}")
+                print(f"{recipe}, {name}: {found[recipe][name][0]} ... {found[recipe][name][-1]}", flush=True)
+    return found
+
+
+def compare(before: Curves, now: Curves) -> list[str]:
+    """Name what differs in a bit, one line each."""
+    differences = []
+    for recipe, by_layout in now.items():
+        for name, values in by_layout.items():
+            old = before.get(recipe, {}).get(name)
+            if old is None:
+                differences.append(f"{recipe}, {name}: not in the file")
+            elif old != values:
+                step = next((i for i, (a, b) in enumerate(zip(old, values)) if a != b), min(len(old), len(values)))
+                differences.append(f"{recipe}, {name}: differs from step {step + 1} on")
+    return differences
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command; with `--compare` the exit code says whether every loss is equal to the bit."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curves", description=__doc__)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME")
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="NAME")
+    parser.add_argument("--out", type=Path, help="write the losses to this JSON file")
+    parser.add_argument("--compare", type=Path, help="compare with such a file")
+    args = parser.parse_args(argv)
+    found = curves(args.recipes, args.layouts)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    if args.compare is None:
+        return EXIT_OK
+    differences = compare(json.loads(args.compare.read_text()), found)
+    print("\n".join(differences) or f"all {len(found)} recipes equal {args.compare} to the bit")
+    return EXIT_UNEXPECTED if differences else EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
