@@ -1,9 +1,9 @@
-"""Every parallel layout against one rank, on this machine: `python -m benchmarks.parallel_matrix [--write-readme]`.
+"""Every parallel layout against one rank, on this machine: `python -m benchmarks.parallel_matrix [--write]`.
 
 Each row trains a tiny model for three steps on dense and on packed batches, on gloo ranks, and compares losses,
 gradient norms, every parameter's gradient and the weights after the last step with the same steps on one rank. It also
-moves a checkpoint (weights, average, Adam's moments) to one rank and another one from there. The table in README.md is
-what this command printed.
+moves a checkpoint (weights, average, Adam's moments) to one rank and another one from there. The table in
+docs/parallelism.md is what this command printed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.parallel_world import run_world
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
 
 STEPS = 3
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "parallelism.md"
 ERROR_COLUMNS = {
     "gradients": "largest gradient error",
     "grad_norms": "gradient norms",
@@ -210,10 +210,10 @@ def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
     return "\n".join(lines)
 
 
-def write_readme(text: str, path: Path = README) -> None:
-    """Put the table between its marks in the README."""
-    readme = path.read_text()
-    before, _, rest = readme.partition(START)
+def write_page(text: str, path: Path = PAGE) -> None:
+    """Put the table between its marks in the page."""
+    page = path.read_text()
+    before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     if not rest or not after:
         raise ValueError(f"{path} lacks the marks {START} and {END}")
@@ -224,11 +224,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command; the exit code says whether every layout holds."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_matrix", description=__doc__)
     parser.add_argument("--only", help="rows whose name contains this")
-    parser.add_argument("--write-readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/parallelism.md")
     parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
     args = parser.parse_args(argv)
-    if args.write_readme and not README.exists():
-        parser.error(f"--write-readme: {README} does not exist; it is part of the repository, not of an installed copy")
+    if args.write and not PAGE.exists():
+        parser.error(f"--write: {PAGE} does not exist; it is part of the repository, not of an installed copy")
     rows = [row for row in (*SMALL, *MISSION) if not args.only or args.only in row.name]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -236,8 +236,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     text = table(rows, outcomes)
     print(text)
     print(f"{len(rows)} layouts, dense and packed, in {time.perf_counter() - started:.0f} s")
-    if args.write_readme:
-        write_readme(text)
+    if args.write:
+        write_page(text)
     if args.out:
         args.out.write_text(json.dumps({name: _numbers(outcome) for name, outcome in outcomes.items()}, indent=1))
     return EXIT_UNEXPECTED if any(outcome.differences for outcome in outcomes.values()) else EXIT_OK

@@ -179,7 +179,9 @@ class CrossAttentionModelConfig(ModelConfig, RotarySettings):
 
     Attributes:
         context_size: width of the text embeddings; required, for every layer reads the text.
-        hidden_size, num_layers, num_attention_heads: Megatron's words.
+        hidden_size: width of the tokens.
+        num_layers: blocks.
+        num_attention_heads: heads of self- and cross-attention.
         num_query_groups: heads of keys and values in self- and cross-attention, each shared by several query heads;
             one per query head if None.
         ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.

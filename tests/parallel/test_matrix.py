@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.equal_training import BOUNDS, compare_training
-from benchmarks.parallel_matrix import MISSION, SMALL, Outcome, not_carried, run, table, write_readme
+from benchmarks.parallel_matrix import MISSION, SMALL, Outcome, not_carried, run, table, write_page
 from tests.parallel.test_layouts import assert_equal_training
 
 ROWS = [*SMALL, *MISSION]
@@ -101,10 +101,10 @@ def test_a_bit_lost_in_a_checkpoint_is_seen_and_shown(changed, lost):
     assert ("1 lost" in text) == ("**differs**" in text) == bool(outcome.differences) == bool(lost)
 
 
-def test_readme_keeps_its_text_around_the_table(tmp_path):
-    path = tmp_path / "README.md"
+def test_the_page_keeps_its_text_around_the_table(tmp_path):
+    path = tmp_path / "page.md"
     path.write_text("before\n<!-- parallel matrix: start -->\nold\n<!-- parallel matrix: end -->\nafter\n")
-    write_readme("new", path)
+    write_page("new", path)
     assert path.read_text().split("\n") == [
         "before",
         "<!-- parallel matrix: start -->",

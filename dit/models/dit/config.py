@@ -18,7 +18,9 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
     """DiT with adaLN-Zero, conditioned on class and/or pooled text; its MLPs may be mixtures of experts.
 
     Attributes:
-        hidden_size, num_layers, num_attention_heads: Megatron's words.
+        hidden_size: width of the tokens.
+        num_layers: blocks.
+        num_attention_heads: heads of self- and cross-attention.
         ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
         out_channels: channels predicted per latent position; `in_channels` if None (twice that for a learned variance).
         qk_layernorm: RMSNorm on queries and keys per head.

@@ -5,7 +5,10 @@ Pages are found, not listed: a new page or command is checked without anybody th
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -15,9 +18,10 @@ import pytest
 from launch import plan
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
+from tests.integration.runs import environment
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("benchmarks", "dit", "energon_data", "launch", "recipes")
+PACKAGES = ("benchmarks", "dit", "docs", "energon_data", "launch", "recipes")
 FOLDERS = (ROOT.glob("*"), *((ROOT / package).rglob("*") for package in PACKAGES))
 PAGES = sorted(
     path.relative_to(ROOT)
@@ -124,3 +128,45 @@ def test_two_runs_on_one_machine_take_two_ports():
                 if "--standalone" not in command and "--nnodes" not in command:
                     sharing.append(f"{page}: torchrun {command}")
     assert not sharing, "\n".join(sharing)
+
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+MODULES = sorted(
+    {
+        (page, match[1], line)
+        for page in PAGES
+        if page.suffix == ".md"
+        for _, block in FENCED.findall((ROOT / page).read_text())
+        for line in block.replace("\\\n", " ").splitlines()
+        if (match := re.match(r"(?:python|\.venv/bin/python) -m (\S+)", line))
+    },
+    key=str,
+)
+
+
+@pytest.mark.parametrize(("page", "module", "line"), MODULES, ids=lambda value: str(value)[:60])
+def test_a_documented_module_takes_the_flags_of_its_page(page, module, line, capsys):
+    """`--help` of the command names each of them."""
+    found = import_module(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
+    words = [word for word in shlex.split(line.partition(" #")[0])[3:] if word not in ("...", "[...]")]
+    try:
+        code = found.main([*[word for word in words[:1] if not word.startswith("-")], "--help"])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 0
+    text = capsys.readouterr().out
+    missing = [flag for word in words if word.startswith("--") and (flag := word.partition("=")[0]) not in text]
+    assert not missing, f"{page}: {module} does not take {missing}"
+
+
+def test_the_python_of_the_readme_trains_and_draws(tmp_path):
+    """As a reader pastes it; in a process of its own, from an empty folder."""
+    [program] = [block for language, block in FENCED.findall((ROOT / "README.md").read_text()) if language == "python"]
+    assert len(program.splitlines()) <= 10
+    program += "\nprint(tuple(latents.shape))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "(3, 4, 1, 16, 16)"
+    assert (tmp_path / "runs" / "first" / "metrics.jsonl").exists()
