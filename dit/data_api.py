@@ -4,9 +4,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Optional, Protocol
+from typing import Any, NoReturn, Optional, Protocol
 
 from dit.batch import PackedBatch
+from dit.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,34 @@ class DataConfig(ABC):
     def text_encoder(self) -> Optional[str]:
         """Return the encoder of `dit.encoders.text` that embedded the texts, or None if it is not known."""
         return None
+
+
+@dataclass(kw_only=True)
+class NoData(DataConfig):
+    """The data of imported weights: there are none to train on or to validate with."""
+
+    def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> NoReturn:
+        """Refuse to train.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("imported weights come without data; choose a recipe, and start from them in another run")
+
+    validate = check_settings
+
+    def build_train(
+        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+    ) -> DataStream:
+        """Never called: no check lets a run get here."""
+        raise AssertionError("no data to train on")
+
+    def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
+        """Return an empty pass."""
+        return iter(())
+
+    def class_names(self) -> None:
+        """Return None: nobody has named the classes."""
 
 
 def sample_id(key: str) -> int:

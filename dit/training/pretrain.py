@@ -16,19 +16,18 @@ import yaml
 
 from dit.backends import process_groups
 from dit.backends.device import local_device
-from dit.backends.process_groups import ProcessGroups, world_size_from_environment
+from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import resolve_linears
 from dit.batch import PackedBatch
 from dit.checkpoint.checkpointer import CONFIG_FILE, Checkpointer, TrainState, held_out_meta
 from dit.checkpoint.manifest import HeldOut
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.warm_start import start_from
-from dit.config_record import CLASS_KEY, to_record
 from dit.context_parallel.shard_batch import over_whole_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.durable_files import write_record
 from dit.errors import EXIT_PREEMPTED
-from dit.inference.preview import PictureWriter, check_pictures
+from dit.inference.preview import PictureWriter
 from dit.kernels.attention import resolve_attention
 from dit.models.base import ModelConfig
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
@@ -50,6 +49,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import WholeNetwork, forward_backward
 from dit.planner.flops import training_flops
 from dit.ranges import check_path
+from dit.run_config import RunConfig
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
@@ -58,7 +58,6 @@ from dit.settings import (
     ScheduleConfig,
     TrainingConfig,
 )
-from dit.training.checks import adapted, check_run
 from dit.training.device_batches import DeviceBatches
 from dit.training.step import find_suspects, training_forward_step
 from dit.training.validate import held_out_loss
@@ -92,7 +91,18 @@ def pretrain(
         CheckpointError: no valid checkpoint where one is required, or the disk is full.
         SystemExit: with code 75 when stopped early, after a checkpoint or before the first step.
     """
-    settings = dict(locals())
+    config = RunConfig(
+        model=model,
+        data=data,
+        objective=objective,
+        optimizer=optimizer,
+        schedule=schedule,
+        parallel=parallel,
+        training=training,
+        checkpoint=checkpoint,
+        logging=logging,
+        sampling=sampling,
+    )
     rank = int(os.environ.get("RANK", "0"))
     check_path("training.run_dir", training.run_dir)  # or there is no place for the lock and the record
     with (
@@ -103,15 +113,13 @@ def pretrain(
         with preemption.leaves_at_once():
             process_groups.connect()
             lock.agree()
-            others = (checkpoint, logging, sampling)
-            dims, spec = check_settings(model, data, optimizer, schedule, parallel, training, *others)
-            check_pictures(sampling, objective)
-            for line in adapted(schedule, training, dims) if rank == 0 else ():
+            dims, spec = config.check_here()
+            for line in config.adaptations(dims) if rank == 0 else ():
                 logger.info(line)
         with StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog:
             with preemption.leaves_at_once():
                 groups = process_groups.initialize(parallel)
-                run = Run(settings, dims, spec, groups)
+                run = Run(config, dims, spec, groups)
                 record.step = run.state.step
                 preemption.waits_from_here()
                 dist.barrier()  # from here on all ranks stop together
@@ -125,63 +133,41 @@ def pretrain(
         sys.exit(EXIT_PREEMPTED)
 
 
-def check_settings(
-    model: ModelConfig,
-    data: DataConfig,
-    optimizer: OptimizerConfig,
-    schedule: ScheduleConfig,
-    parallel: ParallelConfig,
-    training: TrainingConfig,
-    *others: CheckpointConfig | LoggingConfig | SamplingConfig,
-) -> tuple[ParallelDims, BatchSpec]:
-    """Check all settings against each other, this machine and the data before anything is built or written.
-
-    Raises:
-        ConfigError, DataError: with the numbers and the cure.
-    """
-    world_size = world_size_from_environment()
-    dims, spec = check_run(model, data, optimizer, schedule, parallel, training, *others, world_size=world_size)
-    resolve_attention(local_device(), DTYPES[training.precision], training.attention)
-    resolve_linears(training.linears)
-    data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
-    return dims, spec
-
-
 class Run:
     """One process's part of a run: what is built once, and the loop over it.
 
     Args:
-        settings: the arguments of `pretrain`.
+        config: checked settings.
+        dims, spec: what checking them gave.
         quiet: log nowhere (benchmarks).
     """
 
     def __init__(
         self,
-        settings: dict[str, Any],
+        config: RunConfig,
         dims: ParallelDims,
         spec: BatchSpec,
         groups: ProcessGroups,
         *,
         quiet: bool = False,
     ) -> None:
-        self.settings, self.dims, self.spec, self.groups = settings, dims, spec, groups
+        self.config, self.dims, self.spec, self.groups = config, dims, spec, groups
         self.began = time.monotonic()
-        self.model: ModelConfig = settings["model"]
-        self.objective: Objective = settings["objective"]
-        self.training: TrainingConfig = settings["training"]
-        self.data: DataConfig = settings["data"]
+        self.model = config.model
+        self.objective = config.objective
+        self.training = config.training
+        self.data = config.data
         self.device = local_device()
         run_dir = Path(self.training.run_dir)
         # What a model does not take, the members of a blend need not agree on.
         self.class_names = None if self.model.num_classes is None else self.data.class_names()
-        self.record = {CLASS_KEY: f"{pretrain.__module__}.{pretrain.__name__}", **to_record(settings)}
         self.state = self._build()
         self.network = WholeNetwork(self.state.wrapped, groups)
-        store = CheckpointStore(run_dir / "checkpoints", settings["checkpoint"])
-        self.checkpointer = Checkpointer(store, settings, self.record)
-        resumed = self.checkpointer.resume(self.state, settings["checkpoint"].resume)
-        if not resumed and settings["checkpoint"].start_from is not None:
-            start_from(settings["checkpoint"].start_from, self.state)
+        store = CheckpointStore(run_dir / "checkpoints", config.checkpoint)
+        self.checkpointer = Checkpointer(store, config)
+        resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
+        if not resumed and config.checkpoint.start_from is not None:
+            start_from(config.checkpoint.start_from, self.state)
         self.batches = DeviceBatches(
             self.state.stream,
             self.device,
@@ -193,7 +179,7 @@ class Run:
             self.batches.recall_largest(self.checkpointer.resumed_facts, spec)
         self.text_encoder = None if self.model.context_size is None else self.data.text_encoder()
         self.pictures = PictureWriter(
-            self.model, self.objective, spec, settings["sampling"], self.class_names, self.text_encoder
+            self.model, self.objective, spec, config.sampling, self.class_names, self.text_encoder
         )
         self.sinks: Optional[Sink] = None
         self.progress: Optional[ConsoleProgress] = None
@@ -201,7 +187,7 @@ class Run:
             self._open_logs(run_dir, resumed)
 
     def _build(self) -> TrainState:
-        parallel, training, groups = self.settings["parallel"], self.training, self.groups
+        parallel, training, groups = self.config.parallel, self.training, self.groups
         chunks = build_model(
             self.model,
             parallel,
@@ -214,7 +200,7 @@ class Run:
             recompute_layers=training.recompute_layers,
         )
         wrapped = wrap(chunks, parallel, groups)
-        optimizer = build_optimizer(wrapped, self.settings["optimizer"], parallel, training.precision, groups)
+        optimizer = build_optimizer(wrapped, self.config.optimizer, parallel, training.precision, groups)
         shards = master_shards(optimizer, chunks)
         ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, training.ema_start_step)
         stream = self.data.build_train(
@@ -228,12 +214,12 @@ class Run:
 
     def _share(self, batch: PackedBatch) -> PackedBatch:
         """Cut a whole pack for this context-parallel rank."""
-        return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.settings["parallel"].context_split)
+        return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.config.parallel.context_split)
 
     def _open_logs(self, run_dir: Path, resumed: bool) -> None:
-        logging: LoggingConfig = self.settings["logging"]
+        logging = self.config.logging
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_record(run_dir / CONFIG_FILE, yaml.safe_dump(self.record, sort_keys=False))
+        write_record(run_dir / CONFIG_FILE, yaml.safe_dump(self.config.to_record(), sort_keys=False))
         attention, _ = resolve_attention(self.device, DTYPES[self.training.precision], self.training.attention)
         linear, _ = resolve_linears(self.training.linears)
         ran = environment_record(self.groups.world_size, attention, linear.__name__)
@@ -244,11 +230,11 @@ class Run:
             mirrors["TensorBoard"] = lambda: TensorBoardSink(run_dir / "events", step)
         if logging.wandb:
             mirrors["wandb"] = lambda: WandbSink(
-                run_dir, logging.wandb_project, self.record, artifacts=logging.wandb_artifacts
+                run_dir, logging.wandb_project, self.config.to_record(), artifacts=logging.wandb_artifacts
             )
         self.sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), mirrors)
         self.progress = ConsoleProgress(
-            headline(self.settings, self.dims, self.state, resumed=resumed), self.training.num_steps
+            headline(self.config, self.dims, self.state, resumed=resumed), self.training.num_steps
         )
 
     def train(self, record: ExitRecord, preemption: PreemptionFlag, beat: Callable[[], None] = lambda: None) -> bool:
@@ -265,14 +251,14 @@ class Run:
             Whether the run stopped early.
         """
         training, state = self.training, self.state
-        checkpoint: CheckpointConfig = self.settings["checkpoint"]
+        checkpoint = self.config.checkpoint
         if self._agree_to_stop(preemption.requested):
             return True
         if self.progress is not None:
             self.progress.start(state.step)
         if state.step > 0 and _due(state.step, training.validation_interval) and not self._is_validated():
             self._validate(saved=True)  # the attempt before stopped, or died, between saving and validating
-        traced = self.settings["logging"].profile_steps if self.groups.rank == 0 else None
+        traced = self.config.logging.profile_steps if self.groups.rank == 0 else None
         with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
             started = time.perf_counter()
             loss_sums = torch.zeros(2, device=self.device)
@@ -311,7 +297,7 @@ class Run:
     def step(self, loss_sums: torch.Tensor) -> float:
         """Make one optimizer step; nothing but the gradient norm comes back to the host."""
         state, training, seen = self.state, self.training, len(self.batches.consumed.keys)
-        optimizer_settings: OptimizerConfig = self.settings["optimizer"]
+        optimizer = self.config.optimizer
         for chunk in state.wrapped:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
@@ -322,7 +308,7 @@ class Run:
             self.dims.micro_batches,
             self.groups,
         )
-        lr = learning_rate(state.step, training.num_steps, optimizer_settings.lr, self.settings["schedule"])
+        lr = learning_rate(state.step, training.num_steps, optimizer.lr, self.config.schedule)
         set_learning_rate(state.optimizer, lr)
         grad_norm = gradient_norm(state.optimizer)
         step_sums = torch.zeros_like(loss_sums)
@@ -332,7 +318,7 @@ class Run:
             # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
             suspects = find_suspects(step_sums[0].item(), self.batches.consumed.keys[seen:])
             check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, suspects)
-        apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
+        apply_update(state.optimizer, grad_norm, optimizer.clip_grad)
         loss_sums += step_sums
         state.step += 1
         if state.ema is not None:
@@ -362,9 +348,7 @@ class Run:
         load = expert_load(state.chunks, self.device)
         if self.sinks is None or self.progress is None:
             return
-        lr = learning_rate(
-            state.step - 1, self.training.num_steps, self.settings["optimizer"].lr, self.settings["schedule"]
-        )
+        lr = learning_rate(state.step - 1, self.training.num_steps, self.config.optimizer.lr, self.config.schedule)
         values = {
             "loss": loss,
             "grad_norm": grad_norm,
@@ -406,7 +390,7 @@ class Run:
         folder = Path(self.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
         with self._averaged():
             # Every rank generates all samples: those that share a model must, the others would only wait.
-            network = over_whole_packs(self.network, self.groups.cp, self.settings["parallel"].context_split)
+            network = over_whole_packs(self.network, self.groups.cp, self.config.parallel.context_split)
             frames = self.pictures.draw(network, self._latent_size(), self.batches.fps, self.device)
         if self.sinks is not None and self.progress is not None:
             path = self.pictures.save(frames, folder / ("ema.png" if self.state.ema else "raw.png"), self.batches.fps)
@@ -449,7 +433,7 @@ class Run:
         self.progress.message(went)
         frames = 1 if self.batches.largest_grid is None else self._latent_size()[0]
         encoder = None if self.model.context_size is None else self.text_encoder
-        prompts = self.settings["sampling"].prompts
+        prompts = self.config.sampling.prompts
         self.progress.message(f"draw from it: {drawing_command(run_dir, frames, encoder, prompts)}")
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from dit.models.base import ModelConfig
 from dit.monitoring import run_lock
 from dit.monitoring.run_lock import RunLock
 from dit.objectives.base import Objective
-from dit.training.pretrain import Run, check_settings
+from dit.training.pretrain import Run
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -141,16 +141,13 @@ def full_disk(arguments: Sequence[str], limits: Sequence[int]) -> list[tuple[int
 
 def open_run(arguments: Sequence[str]) -> Run:
     """Build a run as `pretrain` does, without its loop and logs."""
-    import fiddle
-
     from dit.backends import process_groups
-    from launch import cli
+    from launch import cli, config_file
     from launch.train import resolve
 
-    settings = fiddle.build(resolve(cli.parse(arguments))).keywords
-    named = ("model", "data", "optimizer", "schedule", "parallel", "training")
-    dims, spec = check_settings(*(settings[name] for name in named))
-    return Run(settings, dims, spec, process_groups.initialize(settings["parallel"]), quiet=True)
+    config = config_file.built(resolve(cli.parse(arguments)))
+    dims, spec = config.check_here()
+    return Run(config, dims, spec, process_groups.initialize(config.parallel), quiet=True)
 
 
 @contextlib.contextmanager

@@ -155,27 +155,19 @@ def traffic(case: dict) -> dict:
 def run_in_full(case: dict) -> list[dict]:
     """Run the training loop with everything that looks at batches, and return what rank 0 logged."""
     from dit.monitoring.guards import PreemptionFlag
-    from dit.settings import (
-        CheckpointConfig,
-        LoggingConfig,
-        OptimizerConfig,
-        SamplingConfig,
-        ScheduleConfig,
-        TrainingConfig,
-    )
-    from dit.training.pretrain import Run, check_settings
+    from dit.run_config import RunConfig
+    from dit.settings import LoggingConfig, SamplingConfig, TrainingConfig
+    from dit.training.pretrain import Run
     from energon_data.mock import MockData
 
-    settings: dict[str, Any] = {
-        "model": tiny_model(num_layers=LAYERS),
-        "data": MockData(
+    config = RunConfig(
+        model=tiny_model(num_layers=LAYERS),
+        data=MockData(
             shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_micro_batches=2, num_streams=1
         ),
-        "objective": FlowMatching(),
-        "optimizer": OptimizerConfig(),
-        "schedule": ScheduleConfig(),
-        "parallel": ParallelConfig(**case["parallel"]),
-        "training": TrainingConfig(
+        objective=FlowMatching(),
+        parallel=ParallelConfig(**case["parallel"]),
+        training=TrainingConfig(
             run_dir=case["run_dir"],
             num_steps=2,
             global_batch_size=2,
@@ -184,14 +176,12 @@ def run_in_full(case: dict) -> list[dict]:
             validation_interval=2,
             sample_interval=2,
         ),
-        "checkpoint": CheckpointConfig(),
-        "logging": LoggingConfig(tensorboard=False),
-        "sampling": SamplingConfig(num_steps=2),
-    }
-    names = ("model", "data", "optimizer", "schedule", "parallel", "training")
-    dims, spec = check_settings(*(settings[name] for name in names))
-    groups = process_groups.initialize(settings["parallel"])
-    run = Run(settings, dims, spec, groups)
+        logging=LoggingConfig(tensorboard=False),
+        sampling=SamplingConfig(num_steps=2),
+    )
+    dims, spec = config.check_here()
+    groups = process_groups.initialize(config.parallel)
+    run = Run(config, dims, spec, groups)
     run.train(SimpleNamespace(step=0), PreemptionFlag())  # type: ignore[arg-type]
     run.close()
     process_groups.release()
