@@ -115,7 +115,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
     counted = batches.reset()
     conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
-    again = recomputed_share(training, parallel, model.megatron_sizes()["num_layers"])
+    again = recomputed_share(training, parallel, model.megatron_sizes().num_layers)
     flops = [
         sum(
             training_flops(model, *layouts, grids=grids, convention=c, recomputed=again)

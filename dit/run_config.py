@@ -105,17 +105,7 @@ class RunConfig:
             part.validate()
         check_recompute(self.training.recompute, self.training.recompute_layers)
         check_schedule(self.training.num_steps, self.optimizer.lr, self.schedule)
-        sizes = self.model.megatron_sizes()
-        dims = check_parallel(
-            self.parallel,
-            world_size=world_size or fewest_ranks(self.parallel),
-            num_attention_heads=sizes["num_attention_heads"],
-            num_layers=sizes["num_layers"],
-            micro_batch_size=self.training.micro_batch_size,
-            global_batch_size=self.training.global_batch_size,
-            num_experts=sizes.get("num_moe_experts"),
-            num_query_groups=sizes.get("num_query_groups"),
-        )
+        dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))
         spec = self.batch_spec(dims.micro_batch_size, dims.token_multiple)
         self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
         # A table of noise levels has no more of them than the network was trained with.

@@ -142,7 +142,7 @@ def _rank_memory(
         parallel.expert_model_parallel_size,
     )
     cut = (parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_layers)
-    num_layers = model.megatron_sizes()["num_layers"]
+    num_layers = model.megatron_sizes().num_layers
     chunks = [build_on_meta(model, stage) for stage in stages(num_layers, pp, pp_rank, *cut)]
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     dense = local_parameters((p for p in parameters if not is_expert(p)), tp)
@@ -192,7 +192,7 @@ def _activations(
         token, text = (_numbers(kept, recompute, tp, sp) for kept in (saved.token, saved.text))
         return (rows * token + text_rows * text) * (2 if form.half else 4)
 
-    num_layers = model.megatron_sizes()["num_layers"]
+    num_layers = model.megatron_sizes().num_layers
     split = split_layers(num_layers, pp, parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_layers)
     first, per_stage, redone = 0, [], [0.0]
     for stage, count in enumerate(split):

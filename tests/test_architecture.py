@@ -41,7 +41,7 @@ MAY_IMPORT = {
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.layers"),
     },
     "dit.parallel": {
-        *("dit.errors", "dit.ranges", "dit.layout", "dit.batch"),
+        *("dit.errors", "dit.ranges", "dit.settings", "dit.layout", "dit.batch"),
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
     },
     "dit.optimizer": {"dit.errors", "dit.settings", "dit.backends", "dit.parallel"},

@@ -18,6 +18,7 @@ from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch
 from dit.run_config import RunConfig
 from dit.sampling.generate import empty_pack, generate
+from dit.settings import TrainingConfig
 
 
 class Generator:
@@ -117,7 +118,7 @@ def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") 
     config, facts = read_settings(folder)
     slot = slot_of(folder, config, weights)
     groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
-    chunks = build_model(config.model, ParallelConfig(), "fp32", groups, seed=0)
+    chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
     load_weights(folder, chunks, groups, slot=slot)
     network = chunks[0].eval()
     return Generator(config, facts, network, step)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional, Self
 
 from torch import Tensor, nn
@@ -25,6 +25,37 @@ class Stage:
     layers: range
     first: bool = True
     last: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSizes:
+    """What Megatron-Core's `TransformerConfig` must know of a model, by its names.
+
+    A layout splits layers, heads and experts, so `check_parallel` reads them here, too.
+
+    Attributes:
+        num_query_groups: heads of keys and values; None for as many as of queries.
+        num_moe_experts: experts of each layer; None for none, and for the other numbers about experts.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: Optional[int] = None
+    ffn_hidden_size: Optional[int] = None
+    add_bias_linear: bool = True
+    layernorm_epsilon: float = 1e-5
+    qk_layernorm: bool = False
+    num_moe_experts: Optional[int] = None
+    moe_ffn_hidden_size: Optional[int] = None
+    moe_router_topk: Optional[int] = None
+    moe_router_pre_softmax: Optional[bool] = None
+    moe_router_dtype: Optional[str] = None
+    moe_expert_capacity_factor: Optional[float] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `TransformerConfig`; it has its own defaults for what is None here."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(kw_only=True)
@@ -64,7 +95,7 @@ class ModelConfig(ABC):
         """Check the sizes against each other; raise `ConfigError` with the numbers."""
 
     @abstractmethod
-    def megatron_sizes(self) -> dict[str, Any]:
+    def megatron_sizes(self) -> TransformerSizes:
         """Return what Megatron-Core's `TransformerConfig` must know of this model."""
 
     @abstractmethod

@@ -188,17 +188,7 @@ class Run:
 
     def _build(self) -> TrainState:
         parallel, training, groups = self.config.parallel, self.training, self.groups
-        chunks = build_model(
-            self.model,
-            parallel,
-            training.precision,
-            groups,
-            training.seed,
-            attention=training.attention,
-            linears=training.linears,
-            recompute=training.recompute,
-            recompute_layers=training.recompute_layers,
-        )
+        chunks = build_model(self.model, parallel, training, groups)
         wrapped = wrap(chunks, parallel, groups)
         optimizer = build_optimizer(wrapped, self.config.optimizer, parallel, training.precision, groups)
         shards = master_shards(optimizer, chunks)

@@ -24,6 +24,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import attention_path, build_model
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.sampling.generate import empty_pack, generate
+from dit.settings import TrainingConfig
 from dit.training.validate import held_out_loss
 from tests.parallel.traffic import bytes_sent
 from tests.unit.kernels.attention_cases import AttentionCase, exact, run
@@ -37,14 +38,8 @@ def start(case: dict) -> tuple[ParallelConfig, ParallelDims, ProcessGroups]:
 
 
 def check(parallel: ParallelConfig) -> ParallelDims:
-    return check_parallel(
-        parallel,
-        world_size=process_groups.world_size_from_environment(),
-        num_attention_heads=4,
-        num_layers=LAYERS,
-        micro_batch_size=1,
-        global_batch_size=4,
-    )
+    model, world_size = tiny_model(num_layers=LAYERS), process_groups.world_size_from_environment()
+    return check_parallel(model, parallel, TrainingConfig(global_batch_size=4), world_size)
 
 
 def attention(case: dict) -> dict:
@@ -96,7 +91,9 @@ def _errors(
 
 def build(parallel: ParallelConfig, groups: ProcessGroups) -> Backbone:
     """Build the tiny model with zero-initialised parameters moved, so that every part of it counts."""
-    (backbone,) = build_model(tiny_model(num_layers=LAYERS), parallel, "fp32", groups, SEED)
+    (backbone,) = build_model(
+        tiny_model(num_layers=LAYERS), parallel, TrainingConfig(precision="fp32", seed=SEED), groups
+    )
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
             generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -156,7 +153,7 @@ def run_in_full(case: dict) -> list[dict]:
     """Run the training loop with everything that looks at batches, and return what rank 0 logged."""
     from dit.monitoring.guards import PreemptionFlag
     from dit.run_config import RunConfig
-    from dit.settings import LoggingConfig, SamplingConfig, TrainingConfig
+    from dit.settings import LoggingConfig, SamplingConfig
     from dit.training.pretrain import Run
     from energon_data.mock import MockData
 

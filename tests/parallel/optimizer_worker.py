@@ -44,7 +44,7 @@ def formulas(case: dict) -> dict:
     _, spec = config.check_here()
     training, optimizer = config.training, config.optimizer
     groups = process_groups.initialize(config.parallel)
-    (network,) = build_model(config.model, config.parallel, training.precision, groups, training.seed)
+    (network,) = build_model(config.model, config.parallel, training, groups)
     parameters = dict(network.named_parameters())
     weights = {name: p.detach().float().clone() for name, p in parameters.items()}
     average, zeros = dict(weights), {name: torch.zeros_like(w) for name, w in weights.items()}
