@@ -59,6 +59,10 @@ class DataConfig(ABC):
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check what needs no look at the data, as a dry run does; the arguments are those of `validate`."""
 
+    def mixes_shapes(self, spec: BatchSpec) -> bool:
+        """Tell whether samples of different shapes may share a micro-batch, which not every backbone supports."""
+        return True
+
     @abstractmethod
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check settings, folder, sizes and stream count before anything is built.

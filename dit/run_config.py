@@ -108,6 +108,9 @@ class RunConfig:
         dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))
         spec = self.batch_spec(dims.micro_batch_size, dims.token_multiple)
         self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
+        if self.data.mixes_shapes(spec):
+            cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
+            self.model.check_supports("mixed_shapes", f"data={type(self.data).__name__}", cure)
         # A table of noise levels has no more of them than the network was trained with.
         self.objective.sampling_grid(self.sampling.num_steps)
         return dims, spec

@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Optional, Self
+from typing import Any, ClassVar, Optional, Self
 
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, SavedActivations
 
@@ -58,9 +59,53 @@ class TransformerSizes:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Supports:
+    """What a backbone can do beside plain data parallelism in fp32; a flag that it sets to False is refused by name.
+
+    Attributes:
+        tensor: linear layers and heads split over tensor-parallel ranks.
+        sequence: activations between the linear layers split over the tensor-parallel ranks.
+        pipeline: layers split over pipeline stages.
+        context: tokens of a sample split over context-parallel ranks.
+        expert: experts split over expert-parallel ranks, where the backbone has any.
+        fsdp: weights, gradients and optimizer sharded by Megatron-FSDP.
+        bf16: bf16 weights with fp32 masters.
+        mixed_shapes: samples of different shapes in one micro-batch, packed or not.
+    """
+
+    tensor: bool = True
+    sequence: bool = True
+    pipeline: bool = True
+    context: bool = True
+    expert: bool = True
+    fsdp: bool = True
+    bf16: bool = True
+    mixed_shapes: bool = True
+
+    def __str__(self) -> str:
+        words = [word for name, word in SUPPORT_WORDS.items() if getattr(self, name)]
+        return ", ".join(["data parallelism", "fp32", *words])
+
+
+SUPPORT_WORDS = {
+    "tensor": "tensor parallelism",
+    "sequence": "sequence parallelism",
+    "pipeline": "pipeline parallelism",
+    "context": "context parallelism",
+    "expert": "expert parallelism",
+    "fsdp": "FSDP",
+    "bf16": "bf16",
+    "mixed_shapes": "samples of different shapes in one micro-batch",
+}
+"""What the flags of `Supports` stand for, in messages."""
+
+
 @dataclass(kw_only=True)
 class ModelConfig(ABC):
     """Sizes of a backbone, as recipes write them. Subclasses add their own fields.
+
+    A backbone that cannot do everything says so in `supports`.
 
     Attributes:
         in_channels: channels of a latent before patchifying.
@@ -72,6 +117,8 @@ class ModelConfig(ABC):
             recipes have 0.2. Of a model with classes and texts, the smaller of the two shares is trained without both.
     """
 
+    supports: ClassVar[Supports] = Supports()
+
     in_channels: int = 4
     patch_spatial: int = 2
     patch_temporal: int = 1
@@ -79,6 +126,23 @@ class ModelConfig(ABC):
     class_dropout: float = 0.1
     context_size: Optional[int] = None
     context_dropout: float = 0.1
+
+    def check_supports(self, what: str, asked: str, cure: str) -> None:
+        """Check that the backbone can do something that was asked of it.
+
+        Args:
+            what: a flag of `Supports`.
+            asked: the setting that asks for it, with its value.
+            cure: settings that do without.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if not getattr(self.supports, what):
+            raise ConfigError(
+                f"{type(self).__name__} does not support {SUPPORT_WORDS[what]}, which {asked} asks for; "
+                f"it supports {self.supports}. Use {cure}"
+            )
 
     @property
     def token_channels(self) -> int:

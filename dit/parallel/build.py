@@ -20,7 +20,7 @@ from dit.kernels.attention import Attention, AttentionChoice, resolve_attention
 from dit.kernels.attention_blocks import resolve_blocks
 from dit.kernels.recompute import recompute_activations
 from dit.models.base import Backbone, ModelConfig, Stage
-from dit.parallel.dims import ParallelConfig
+from dit.parallel.dims import ParallelConfig, check_supported
 from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
 from dit.parallel.pipeline import split_layers, stages
 from dit.settings import OptimizerConfig, TrainingConfig
@@ -126,8 +126,12 @@ def build_model(
 
     Args:
         training: says precision, seed, recompute, and whose attention and linears are used.
+
+    Raises:
+        ConfigError: the backbone cannot do what is asked of it.
     """
     model.validate()
+    check_supported(model, parallel, training)
     config = megatron_config(model, parallel, training.precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]

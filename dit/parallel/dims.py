@@ -169,6 +169,32 @@ def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None
         )
 
 
+def check_supported(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> None:
+    """Check that the backbone can do what the layout and the precision ask of it.
+
+    Training, the dry run and sampling all come by here before anything is built.
+
+    Raises:
+        ConfigError: it cannot; the message names the backbone, what was asked, and what it supports.
+    """
+    sizes = {
+        "tensor": "tensor_model_parallel_size",
+        "pipeline": "pipeline_model_parallel_size",
+        "context": "context_parallel_size",
+        "expert": "expert_model_parallel_size",
+    }
+    for what, name in sizes.items():
+        if getattr(parallel, name) > 1:
+            model.check_supports(what, f"parallel.{name}={getattr(parallel, name)}", f"parallel.{name}=1")
+    if parallel.sequence_parallel:
+        model.check_supports("sequence", "parallel.sequence_parallel=True", "parallel.sequence_parallel=False")
+    if parallel.data_parallel == "fsdp":
+        cure = "parallel.data_parallel=distributed_optimizer"
+        model.check_supports("fsdp", "parallel.data_parallel=fsdp", cure)
+    if training.precision == "bf16":
+        model.check_supports("bf16", "training.precision=bf16", "training.precision=fp32")
+
+
 def check_parallel(
     model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, world_size: int
 ) -> ParallelDims:
@@ -181,6 +207,7 @@ def check_parallel(
         ConfigError: the sizes do not fit; the message names the numbers and the nearest legal choice.
     """
     parallel.validate()
+    check_supported(model, parallel, training)
     sizes = model.megatron_sizes()
     _check_heads(parallel, sizes)
     if parallel.data_parallel == "fsdp":
