@@ -161,6 +161,13 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
     )
 
 
+def any_rank(says_so: bool) -> bool:
+    """Return on every rank whether any rank says so; every rank calls this."""
+    flag = torch.tensor([float(says_so)], device=local_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
 def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:
     """Raise on every rank if any rank failed; every rank calls this.
 
@@ -168,11 +175,10 @@ def raise_together(failure: Optional[BaseException], otherwise: BaseException) -
         failure: what went wrong on this rank, raised here.
         otherwise: raised on ranks where nothing went wrong while it did elsewhere.
     """
-    flag = torch.tensor([float(failure is not None)], device=local_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    failed = any_rank(failure is not None)
     if failure is not None:
         raise failure
-    if flag.item():
+    if failed:
         raise otherwise
 
 

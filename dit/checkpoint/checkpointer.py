@@ -5,7 +5,6 @@ import json
 import logging
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -18,11 +17,9 @@ from dit.checkpoint.manifest import CURE, FileRecord, HeldOut, hash_file, verify
 from dit.checkpoint.resume_check import check_same_experiment
 from dit.checkpoint.sharded_state import fails_together, load_state, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
-from dit.data_api import DataStream
+from dit.checkpoint.train_state import TrainState
 from dit.durable_files import read_regular
 from dit.errors import CheckpointError, ConfigError
-from dit.models.base import Backbone
-from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import MasterShard
 from dit.run_config import RunConfig
 
@@ -30,29 +27,6 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "facts.json"
-
-
-@dataclass
-class TrainState:
-    """Everything a step changes.
-
-    Attributes:
-        chunks: this rank's bare model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
-        step: optimizer steps done.
-        consumed_samples: samples trained on by all ranks.
-        held_out: the newest held-out loss; None before the first.
-    """
-
-    wrapped: Sequence[Any]
-    chunks: Sequence[Backbone]
-    optimizer: Any
-    shards: list[MasterShard]
-    ema: Optional[EMA]
-    stream: DataStream
-    groups: ProcessGroups
-    step: int = 0
-    consumed_samples: int = 0
-    held_out: Optional[HeldOut] = None
 
 
 def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:

@@ -1,7 +1,7 @@
 """The first line of a run: what is trained, on what, and how it is laid out."""
 
 from dit.backends.device import describe, local_device
-from dit.checkpoint.checkpointer import TrainState
+from dit.checkpoint.train_state import TrainState
 from dit.kernels.attention import resolve_attention
 from dit.parallel.build import DTYPES
 from dit.parallel.dims import ParallelDims

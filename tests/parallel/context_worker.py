@@ -154,7 +154,7 @@ def run_in_full(case: dict) -> list[dict]:
     from dit.monitoring.guards import PreemptionFlag
     from dit.run_config import RunConfig
     from dit.settings import LoggingConfig, SamplingConfig
-    from dit.training.pretrain import Run
+    from dit.training.pretrain import Run, train
     from energon_data.mock import MockData
 
     config = RunConfig(
@@ -179,7 +179,7 @@ def run_in_full(case: dict) -> list[dict]:
     dims, spec = config.check_here()
     groups = process_groups.initialize(config.parallel)
     run = Run(config, dims, spec, groups)
-    run.train(SimpleNamespace(step=0), PreemptionFlag())  # type: ignore[arg-type]
+    train(run, SimpleNamespace(step=0), PreemptionFlag())  # type: ignore[arg-type]
     run.close()
     process_groups.release()
     lines = (Path(case["run_dir"]) / "metrics.jsonl").read_text().splitlines() if groups.rank == 0 else []

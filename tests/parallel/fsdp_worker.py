@@ -79,7 +79,7 @@ def look(run: Run) -> dict:
         options = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
         return generate(run.network, FlowMatching(), pack, run.spec, **options)
 
-    run._validate()
+    run.validate()
     with run.state.ema.applied(run.state.optimizer, run.state.wrapped):
         averaged = draw()
     return {"held_out": run.state.held_out.loss, "averaged": averaged, "raw": draw()}
@@ -98,7 +98,7 @@ def train(case: dict) -> dict:
         result["looks_after"] = look(run)
         result["after_looking"] = state_of(run)
     if case.get("save"):
-        run._save()
+        run.save()
     if "steps_after" in case:
         result["grad_norms"] += [run.step(loss_sums) for _ in range(case["steps_after"])]
         result["at_end"] = state_of(run)

@@ -167,7 +167,7 @@ def run_legs(case: dict) -> dict:
     from dit.monitoring.guards import PreemptionFlag
     from dit.run_config import RunConfig
     from dit.settings import LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
-    from dit.training.pretrain import Run
+    from dit.training.pretrain import Run, train
     from energon_data.mock import MockData
 
     for parallel, num_steps in case["legs"]:
@@ -192,7 +192,7 @@ def run_legs(case: dict) -> dict:
         )
         dims, spec = config.check_here()
         run = Run(config, dims, spec, process_groups.initialize(config.parallel))
-        run.train(SimpleNamespace(step=0), PreemptionFlag())
+        train(run, SimpleNamespace(step=0), PreemptionFlag())
         run.close()
         process_groups.release()
     lines = (Path(case["folder"]) / "metrics.jsonl").read_text().splitlines() if Path(case["folder"]).exists() else []
