@@ -17,11 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
-from benchmarks.step import revision, settings_of, table
+from benchmarks.step import config_of, revision, table
 from dit.errors import told_in_one_line
 from launch import environment
+
+if TYPE_CHECKING:
+    from dit.run_config import RunConfig
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(settings: dict[str, Any], rounds: int, folder: Path) -> dict[str, Any]:
+def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
     """Save and load one state `rounds` times in both ways; every rank calls this.
 
     Returns:
@@ -48,12 +51,11 @@ def measure(settings: dict[str, Any], rounds: int, folder: Path) -> dict[str, An
     from dit.backends.device import describe, synchronize
     from dit.checkpoint.sharded_state import load_state, save_state
     from dit.optimizer.master_weights import SLOTS
-    from dit.training.pretrain import Run, check_settings
+    from dit.training.pretrain import Run
 
-    named = ("model", "data", "optimizer", "schedule", "parallel", "training")
-    dims, spec = check_settings(*(settings[name] for name in named))
-    groups = process_groups.initialize(settings["parallel"])
-    state = Run(settings, dims, spec, groups, quiet=True).state
+    dims, spec = config.check_here()
+    groups = process_groups.initialize(config.parallel)
+    state = Run(config, dims, spec, groups, quiet=True).state
     plain: dict[str, torch.Tensor] = {}
     for i, shard in enumerate(state.shards):
         shard.ensure_state()
@@ -98,7 +100,7 @@ def measure(settings: dict[str, Any], rounds: int, folder: Path) -> dict[str, An
         "device": describe(),
         "revision": revision(),
         "world_size": groups.world_size,
-        "data_parallel": settings["parallel"].data_parallel,
+        "data_parallel": config.parallel.data_parallel,
         "state_gib_of_rank_0": sum(4 * value.numel() for value in plain.values()) / 2**30,
         "rounds": rounds,
     }
@@ -122,7 +124,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as run_dir:
         record = {"recipe": args.factory, "overrides": args.overrides}
-        record |= measure(settings_of(args, run_dir), args.rounds, folder)
+        record |= measure(config_of(args, run_dir), args.rounds, folder)
     if int(os.environ.get("RANK", "0")) == 0:
         print(table(record))
         print(json.dumps(record))

@@ -137,23 +137,17 @@ def build(case: dict[str, Any]) -> SimpleNamespace:
     """Build what a case trains: groups, model chunks, optimizer, all on this rank."""
     from dit.optimizer import master_weights as optim
     from dit.parallel.build import build_model, build_optimizer, wrap
-    from dit.settings import OptimizerConfig
+    from dit.settings import OptimizerConfig, TrainingConfig
 
     parallel = ParallelConfig(**case["parallel"])
     model = tiny_model(**case.get("model", {}))
     num_micro = case.get("micro_batches", 4)
-    dims = check_parallel(
-        parallel,
-        world_size=dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment(),
-        num_attention_heads=4,
-        num_layers=model.megatron_sizes()["num_layers"],
-        micro_batch_size=1,
-        global_batch_size=num_micro,
-        num_experts=model.megatron_sizes().get("num_moe_experts"),
-    )
-    groups = process_groups.initialize(parallel)
     precision = case.get("precision", "fp32")
-    chunks = build_model(model, parallel, precision, groups, SEED, **case.get("recompute", {}))
+    training = TrainingConfig(global_batch_size=num_micro, precision=precision, seed=SEED, **case.get("recompute", {}))
+    world_size = dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment()
+    dims = check_parallel(model, parallel, training, world_size)
+    groups = process_groups.initialize(parallel)
+    chunks = build_model(model, parallel, training, groups)
     with torch.no_grad():  # a zero-initialised network would hide most gradients
         for name, parameter in named_parameters(chunks):
             if parameter.init.kind == "constant":  # type: ignore[attr-defined]

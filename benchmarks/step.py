@@ -11,13 +11,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, told_in_one_line
 from launch import cli, environment
 from launch.train import resolve
+
+if TYPE_CHECKING:
+    from dit.run_config import RunConfig
 
 PEAK_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 """Dense bf16 peak by a word of the device's name; other devices have no utilisation column."""
@@ -60,28 +64,27 @@ class Recording(Iterator):
         return getattr(self.batches, name)
 
 
-def settings_of(args: argparse.Namespace, run_dir: str) -> dict[str, Any]:
+def config_of(args: argparse.Namespace, run_dir: str) -> "RunConfig":
     """Build a recipe's settings with real data replaced by synthetic latents, unless it is asked for."""
-    import fiddle
-
     from energon_data.mock import MockData
+    from launch import config_file
 
     cli.check_factory(args.factory)
     task = resolve(cli.Options(factory=args.factory, overrides=list(args.overrides)))
     task.training.run_dir = run_dir
     task.logging.tensorboard = task.logging.wandb = False
-    settings = fiddle.build(task).keywords
-    made_up = isinstance(settings["data"], MockData) and args.shape is None
+    config = config_file.built(task)
+    made_up = isinstance(config.data, MockData) and args.shape is None
     if not args.real_data and not made_up:
-        model = settings["model"]
+        model = config.model
         side = 16 * model.patch_spatial
         # Few enough samples to be kept in memory: the step is timed, not the drawing.
         shape = args.shape or f"{model.patch_temporal}x{side}x{side}"
-        settings["data"] = MockData(shapes=[shape], dataset_size=64)
-    return settings
+        return replace(config, data=MockData(shapes=[shape], dataset_size=64))
+    return config
 
 
-def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]:
+def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     """Run `warmup + steps` optimizer steps and return one record; rank 0's clock counts."""
     import torch
     import torch.distributed as dist
@@ -91,14 +94,13 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
     from dit.kernels.resolve import resolve_attention
     from dit.parallel.build import DTYPES
     from dit.planner.flops import Convention, recomputed_share, training_flops
-    from dit.training.pretrain import Run, check_settings
+    from dit.training.pretrain import Run
 
-    named = ("model", "data", "optimizer", "schedule", "parallel", "training")
-    dims, spec = check_settings(*(settings[name] for name in named))
-    groups = process_groups.initialize(settings["parallel"])
-    run = Run(settings, dims, spec, groups, quiet=True)
+    dims, spec = config.check_here()
+    groups = process_groups.initialize(config.parallel)
+    run = Run(config, dims, spec, groups, quiet=True)
     batches = run.batches = Recording(run.batches)  # type: ignore[assignment]
-    model, training, parallel = settings["model"], settings["training"], settings["parallel"]
+    model, training, parallel = config.model, config.training, config.parallel
     losses = torch.zeros(2, device=run.device)
     seconds = []
     for i in range(warmup + steps):
@@ -113,7 +115,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
         seconds.append(time.perf_counter() - started)
     counted = batches.reset()
     conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
-    again = recomputed_share(training, parallel, model.megatron_sizes()["num_layers"])
+    again = recomputed_share(training, parallel, model.megatron_sizes().num_layers)
     flops = [
         sum(
             training_flops(model, *layouts, grids=grids, convention=c, recomputed=again)
@@ -199,7 +201,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     record: dict[str, Any] = {"recipe": args.factory, "overrides": args.overrides, "status": "ok"}
     with tempfile.TemporaryDirectory() as run_dir:
         try:
-            record |= measure(settings_of(args, run_dir), args.steps, args.warmup)
+            record |= measure(config_of(args, run_dir), args.steps, args.warmup)
         except RuntimeError as error:
             if "out of memory" not in str(error).lower():
                 raise

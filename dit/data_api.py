@@ -4,10 +4,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Protocol
+from typing import Any, NoReturn, Optional, Protocol
 
 from dit.batch import PackedBatch
-from dit.errors import DataError
+from dit.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,10 @@ class DataConfig(ABC):
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check what needs no look at the data, as a dry run does; the arguments are those of `validate`."""
 
+    def mixes_shapes(self, spec: BatchSpec) -> bool:
+        """Tell whether samples of different shapes may share a micro-batch, which not every backbone supports."""
+        return True
+
     @abstractmethod
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check settings, folder, sizes and stream count before anything is built.
@@ -87,6 +91,34 @@ class DataConfig(ABC):
     def text_encoder(self) -> Optional[str]:
         """Return the encoder of `dit.encoders.text` that embedded the texts, or None if it is not known."""
         return None
+
+
+@dataclass(kw_only=True)
+class NoData(DataConfig):
+    """The data of imported weights: there are none to train on or to validate with."""
+
+    def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> NoReturn:
+        """Refuse to train.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("imported weights come without data; choose a recipe, and start from them in another run")
+
+    validate = check_settings
+
+    def build_train(
+        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+    ) -> DataStream:
+        """Never called: no check lets a run get here."""
+        raise AssertionError("no data to train on")
+
+    def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
+        """Return an empty pass."""
+        return iter(())
+
+    def class_names(self) -> None:
+        """Return None: nobody has named the classes."""
 
 
 def sample_id(key: str) -> int:

@@ -68,6 +68,10 @@ class EnergonData(DataConfig):
     validation_split: str = "val"
     validation_micro_batches: Optional[int] = 64
 
+    def mixes_shapes(self, spec: BatchSpec) -> bool:
+        """Tell whether samples of different shapes may share a micro-batch; only their settings are looked at."""
+        return self.max_tokens_per_pack is not None or (spec.micro_batch_size > 1 and not self.bucket_by_shape)
+
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check settings, streams, folder and every shard's size against its index.
 

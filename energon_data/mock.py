@@ -68,6 +68,11 @@ class MockData(DataConfig):
             raise ConfigError("data.shapes is empty; name at least one shape such as '1x16x16', or leave it out")
         return sizes
 
+    def mixes_shapes(self, spec: BatchSpec) -> bool:
+        """Tell whether samples of different shapes may share a micro-batch."""
+        together = self.max_tokens_per_pack is not None or spec.micro_batch_size > 1
+        return together and len(set(self.sizes())) > 1
+
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check the settings: there is nothing else."""
         self.check_settings(spec, dp_size, micro_batches_per_step)

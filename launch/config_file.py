@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fiddle
 import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.checkpointer import CONFIG_FILE
 from dit.config_record import CLASS_KEY, current_module
 from dit.errors import ConfigError
+from dit.run_config import RunConfig
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
 from recipes.registry import TRAINING_FUNCTION
 
@@ -48,6 +50,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def built(task: Partial) -> RunConfig:
+    """Build the parts of a configured run.
+
+    Raises:
+        ConfigError: a part refuses its settings.
+    """
+    return RunConfig(**fiddle.build(task).keywords)
 
 
 def summary(task: Partial) -> str:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from launch.sample import (
     open_generator,
     sampling_settings,
 )
+
+if TYPE_CHECKING:
+    from dit.inference.generator import Generator
 
 EXIT_BELOW_MINIMUM = 1
 DEFAULT_DATA = "data/letters"
@@ -108,11 +111,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def data_folder(args: argparse.Namespace, generator: Any) -> str:
+def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
     """Return the data set to learn reading from: the flag, else what the run trained on."""
     if args.data:
         return args.data
-    return getattr(generator.config["data"], "path", "") or DEFAULT_DATA
+    return getattr(generator.config.data, "path", "") or DEFAULT_DATA
 
 
 def evaluate(args: argparse.Namespace) -> Score:
@@ -128,12 +131,12 @@ def evaluate(args: argparse.Namespace) -> Score:
     generator = open_generator(args)
     folder = data_folder(args, generator)
     reader = load_reader(folder)
-    if generator.config["model"].num_classes:
+    if generator.config.model.num_classes:
         return _judge_classes(args, generator, reader, folder)
     return _judge_texts(args, generator, reader, folder)
 
 
-def _judge_classes(args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str) -> Score:
+def _judge_classes(args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str) -> Score:
     """Ask for every class; the first word of its name is the letter, a second one the direction it moves in."""
     names = [name.split() for name in names_of_classes(generator)]
     if {words[0] for words in names} != set(reader.class_names):
@@ -159,7 +162,7 @@ def _judge_clips(samples: Tensor, directions: list[str], folder: str) -> list[Ch
     return judge_motion(samples, directions, torch.stack([clip for clip, _ in clips]), [d for _, d in clips])
 
 
-def _judge_texts(args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str) -> Score:
+def _judge_texts(args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str) -> Score:
     """Ask for every letter by text, and for what else the captions of the data set tell."""
     from energon_data.folder import check_folder
 
@@ -170,13 +173,13 @@ def _judge_texts(args: argparse.Namespace, generator: Any, reader: LetterReader,
     return judge(args, generator, reader, folder, description["splits"]["train"]["faces"])
 
 
-def _ask(args: argparse.Namespace, generator: Any, prompts: Sequence[str], *, moving: bool = False) -> Tensor:
+def _ask(args: argparse.Namespace, generator: "Generator", prompts: Sequence[str], *, moving: bool = False) -> Tensor:
     contexts = encode_prompts(generator, prompts)
     return _checked(generator.generate(contexts=contexts, **sampling_settings(args)), moving)
 
 
 def _judge_moving_texts(
-    args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str, faces: list[dict[str, Any]]
+    args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str, faces: list[dict[str, Any]]
 ) -> Score:
     """Ask for every letter in every direction, at each speed in turn."""
     from energon_data.prepare.moving_letters import DIRECTIONS, SPEEDS, caption
@@ -190,7 +193,7 @@ def _judge_moving_texts(
 
 
 def _judge_styled_texts(
-    args: argparse.Namespace, generator: Any, reader: LetterReader, folder: str, faces: list[dict[str, Any]]
+    args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str, faces: list[dict[str, Any]]
 ) -> Score:
     """Ask for every letter in each style of the training fonts in turn, and for pairs of styles."""
     from energon_data.letters import load_letters

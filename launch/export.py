@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dit.convert.diffusers_format import TrainedModel
+    from dit.run_config import RunConfig
 
 FORMATS = ("diffusers", "dit")
 DESCRIPTION = "Write a run's averaged weights as a folder of diffusers, or as a state dict of facebookresearch/DiT."
@@ -85,18 +86,18 @@ def run(args: argparse.Namespace) -> list[str]:
     return write_diffusers_folder(trained, lambda: read_whole_weights(found, slot), out, pipeline=args.pipeline)
 
 
-def trained_model(config: dict[str, Any], facts: dict[str, Any]) -> "TrainedModel":
+def trained_model(config: "RunConfig", facts: dict[str, Any]) -> "TrainedModel":
     """Return what travels with the weights of a run, from its settings and the metadata of its checkpoint."""
     from dit.convert.diffusers_format import TrainedModel
 
     frames, height, width = facts["latent_size"]
     return TrainedModel(
-        model=config["model"],
-        objective=config["objective"],
+        model=config.model,
+        objective=config.objective,
         latent_size=(frames, height, width),
-        sampling=asdict(config["sampling"]),
+        sampling=asdict(config.sampling),
         # Of a data set with classes, whether the model takes them or not.
-        class_names=None if config["model"].num_classes is None else facts["class_names"],
+        class_names=None if config.model.num_classes is None else facts["class_names"],
         text_encoder=facts.get("text_encoder"),
         fps=facts.get("fps"),
     )

@@ -8,7 +8,7 @@ layers, as each backbone counts it (`ModelConfig.saved_activations`); its formul
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 import fiddle
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from dit.errors import ConfigError
 from dit.models.activations import BatchForm, Kept
 from dit.models.base import ModelConfig
-from dit.parallel.dims import ParallelConfig, ParallelDims
+from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from energon_data.mock import MockData
 
@@ -142,7 +142,7 @@ def _rank_memory(
         parallel.expert_model_parallel_size,
     )
     cut = (parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_layers)
-    num_layers = model.megatron_sizes()["num_layers"]
+    num_layers = model.megatron_sizes().num_layers
     chunks = [build_on_meta(model, stage) for stage in stages(num_layers, pp, pp_rank, *cut)]
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     dense = local_parameters((p for p in parameters if not is_expert(p)), tp)
@@ -192,7 +192,7 @@ def _activations(
         token, text = (_numbers(kept, recompute, tp, sp) for kept in (saved.token, saved.text))
         return (rows * token + text_rows * text) * (2 if form.half else 4)
 
-    num_layers = model.megatron_sizes()["num_layers"]
+    num_layers = model.megatron_sizes().num_layers
     split = split_layers(num_layers, pp, parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_layers)
     first, per_stage, redone = 0, [], [0.0]
     for stage, count in enumerate(split):
@@ -262,24 +262,6 @@ def _formula(model: ModelConfig, training: TrainingConfig, form: BatchForm) -> s
     return FORMULA.format(numbers=numbers) + RECOMPUTE_FORMULAS[training.recompute].format(left=left)
 
 
-def checked(task: "run.Partial", world_size: Optional[int]) -> tuple[dict[str, Any], ParallelDims]:
-    """Build the parts of a run and make the checks of training that need neither device nor data.
-
-    Args:
-        world_size: ranks to plan for; None for the smallest world that fits the layout.
-
-    Raises:
-        ConfigError: a setting is out of its range, or settings do not fit together.
-    """
-    from dit.inference.preview import check_pictures
-    from dit.training.checks import CHECKED, check_run
-
-    parts: dict[str, Any] = fiddle.build(task).keywords
-    dims, _ = check_run(*(parts[name] for name in CHECKED), world_size=world_size)
-    check_pictures(parts["sampling"], parts["objective"])
-    return parts, dims
-
-
 def report(
     task: "run.Partial",
     world_size: Optional[int],
@@ -299,12 +281,12 @@ def report(
     from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
     from dit.parallel.build import count_parameters
     from dit.planner.flops import flops_per_token
-    from dit.training.checks import adapted
-    from launch.config_file import summary
+    from launch.config_file import built, summary
 
-    parts, dims = checked(task, world_size)
-    model, training, parallel = parts["model"], parts["training"], parts["parallel"]
-    changes = adapted(parts["schedule"], training, dims)
+    config = built(task)
+    dims, _ = config.check(world_size)
+    model, training, parallel = config.model, config.training, config.parallel
+    changes = config.adaptations(dims)
     training = replace(training, micro_batch_size=dims.micro_batch_size)
     sample = planned_sample(task, model, tokens, text_tokens)
     need = estimate_memory(model, training, parallel, dims.data_parallel_size, sample)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Optional, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from dit.errors import CheckpointError, ConfigError, told_in_one_line
 from dit.sampling.grid import spread
 from dit.settings import SamplingConfig
 from launch import environment
+
+if TYPE_CHECKING:
+    from dit.inference.generator import Generator
 
 SOLVERS = get_args(get_type_hints(SamplingConfig)["solver"])
 MAX_DEFAULT_CLASSES = 36
@@ -94,7 +97,7 @@ def frame_rate(text: str) -> float:
     return fps
 
 
-def open_generator(args: argparse.Namespace) -> Any:
+def open_generator(args: argparse.Namespace) -> "Generator":
     """Load what samples from the checkpoint the arguments name.
 
     Raises:
@@ -144,13 +147,13 @@ def read_labels(text: str, class_names: Sequence[str]) -> list[int]:
     return labels
 
 
-def names_of_classes(generator: Any) -> list[str]:
+def names_of_classes(generator: "Generator") -> list[str]:
     """Return the name of each class, its number where it has none.
 
     Raises:
         ConfigError: the model was trained without classes.
     """
-    count = generator.config["model"].num_classes
+    count = generator.config.model.num_classes
     if not count:
         raise ConfigError("the model of this checkpoint takes no class; give --prompt or only --count")
     if generator.class_names:
@@ -206,13 +209,13 @@ def read_pooled(files: Optional[Sequence[str]], texts: int, pooled_size: Optiona
     return found
 
 
-def encode_prompts(generator: Any, prompts: Sequence[str]) -> list[Tensor]:
+def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> list[Tensor]:
     """Embed texts as those of the training data were.
 
     Raises:
         ConfigError: the model takes no text, or its encoder is not known or not installed.
     """
-    if not generator.config["model"].context_size:
+    if not generator.config.model.context_size:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
     if generator.text_encoder is None:
         raise ConfigError(
@@ -231,31 +234,31 @@ def telling_words(prompts: Sequence[str]) -> list[str]:
 
 
 def read_texts(
-    args: argparse.Namespace, prompts: Optional[Sequence[str]], generator: Any
+    args: argparse.Namespace, prompts: Optional[Sequence[str]], generator: "Generator"
 ) -> tuple[list[Tensor], list[str]]:
     """Return the embedding and the caption of each text, or of each embedding asked for."""
     if prompts:
         return encode_prompts(generator, prompts), telling_words(prompts)
-    model = generator.config["model"]
+    model = generator.config.model
     if not model.context_size:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
     contexts = [read_embedding(path, model.context_size) for path in args.text_embedding]
     return contexts, [Path(path).stem for path in args.text_embedding]
 
 
-def draw(args: argparse.Namespace, generator: Any) -> tuple[Tensor, list[str]]:
+def draw(args: argparse.Namespace, generator: "Generator") -> tuple[Tensor, list[str]]:
     """Generate what the arguments ask for.
 
     Returns:
         Samples `[N, C, T, H, W]` and a caption for each.
     """
-    settings, model = sampling_settings(args), generator.config["model"]
+    settings, model = sampling_settings(args), generator.config.model
     if args.frames is not None:
         settings["frames"] = args.frames
     chosen = args.labels if args.label is None else args.label
     prompts = args.prompt
     if chosen is None and not (prompts or args.text_embedding) and generator.text_encoder:
-        prompts = generator.config["sampling"].prompts
+        prompts = generator.config.sampling.prompts
     if prompts or args.text_embedding:
         contexts, captions = read_texts(args, prompts, generator)
         contexts = [context for context in contexts for _ in range(args.count)]

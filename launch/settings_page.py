@@ -49,7 +49,7 @@ def meanings(kind: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         lines = inspect.cleandoc(base.__doc__ or "").splitlines()
-        inside, names = False, []
+        inside, names = False, list[str]()
         for line in lines:
             if not line.startswith(" "):
                 inside, names = line in ("Attributes:", "Args:") or (inside and not line), []
@@ -86,7 +86,7 @@ def rows(kind: type) -> Iterator[str]:
             raise ValueError(f"{kind.__name__}.{field.name} has no line under `Attributes` or `Args` of its docstring")
         default: Any = field.default
         if default is dataclasses.MISSING:
-            factory = field.default_factory
+            factory: Any = field.default_factory
             default = "required" if factory is dataclasses.MISSING else factory()
         shown = "required" if default == "required" else f"`{default}`"
         meaning = said[field.name].replace("|", "\\|")

@@ -129,19 +129,19 @@ def _check_run(task: "run.Partial") -> None:
 
     from dit.monitoring.exit_record import ExitRecord
     from dit.monitoring.run_lock import RunLock
-    from dit.training.checks import CHECKED
-    from dit.training.pretrain import check_settings, pretrain
+    from dit.training.pretrain import pretrain
+    from launch import config_file
 
     if fiddle.get_callable(task) is not pretrain:
         return
-    parts = fiddle.build(task).keywords
-    run_dir = parts["training"].run_dir
+    config = config_file.built(task)
+    run_dir = config.training.run_dir
     check_path("training.run_dir", run_dir)  # an error of this or of the lock would have no place for its record
     if environment.world_size() == 1:  # several ranks must learn of it together, which `pretrain` sees to
         with RunLock(run_dir) as lock:
             lock.check()
     try:
-        check_settings(*(parts[name] for name in CHECKED))
+        config.check_here()
     except UserError:
         with RunLock(run_dir, environment.rank()) as lock, ExitRecord(run_dir, environment.rank(), lock.is_ours):
             raise

@@ -45,10 +45,13 @@ def build_model(one_rank_world: ProcessGroups) -> BuildModel:
     def build(model_config: ModelConfig, *, seed: int = 3, perturb: float = 0.0) -> Backbone:
         sizes = model_config.megatron_sizes()
         config = TransformerConfig(
-            **sizes, perform_initialization=False, gradient_accumulation_fusion=False, params_dtype=torch.float32
+            **sizes.arguments(),
+            perform_initialization=False,
+            gradient_accumulation_fusion=False,
+            params_dtype=torch.float32,
         )
         provider = LayerProvider(config, one_rank_world.collection)
-        model = build_backbone(model_config, provider, segment_sdpa, Stage(range(sizes["num_layers"])))
+        model = build_backbone(model_config, provider, segment_sdpa, Stage(range(sizes.num_layers)))
         initialize_weights(model, seed, tp_rank=0, tp_size=1)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

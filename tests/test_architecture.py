@@ -41,10 +41,14 @@ MAY_IMPORT = {
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.layers"),
     },
     "dit.parallel": {
-        *("dit.errors", "dit.ranges", "dit.layout", "dit.batch"),
+        *("dit.errors", "dit.ranges", "dit.settings", "dit.layout", "dit.batch"),
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
     },
     "dit.optimizer": {"dit.errors", "dit.settings", "dit.backends", "dit.parallel"},
+    "dit.run_config": {
+        *("dit.settings", "dit.config_record", "dit.data_api", "dit.objectives", "dit.kernels", "dit.backends"),
+        *("dit.models", "dit.parallel", "dit.optimizer"),
+    },
     "dit.planner": {"dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.models", "dit.parallel"},
     "dit.encoders": {"dit.errors", "dit.backends"},
     "dit.convert": {
@@ -58,21 +62,21 @@ MAY_IMPORT = {
     },
     "dit.checkpoint": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.config_record", "dit.data_api"),
-        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.convert"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config", "dit.convert"),
     },
     "dit.monitoring": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.kernels", "dit.backends", "dit.layers"),
-        *("dit.models", "dit.parallel", "dit.checkpoint"),
+        *("dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
-        *("dit.backends", "dit.models", "dit.parallel", "dit.checkpoint", "dit.encoders"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.encoders"),
     },
     "dit.training": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.config_record", "dit.layout"),
         *("dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.context_parallel"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.planner", "dit.checkpoint"),
-        *("dit.monitoring", "dit.inference"),
+        *("dit.run_config", "dit.monitoring", "dit.inference"),
     },
     "energon_data": {
         "dit.errors",

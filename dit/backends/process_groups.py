@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,18 @@ import torch.distributed as dist
 from dit.backends import megatron_cpu
 from dit.backends.device import local_device, use_cuda
 from dit.errors import ConfigError, page_of
+
+
+class GroupSizes(Protocol):
+    """The sizes that decide which ranks make a group; `dit.parallel.dims.ParallelConfig` has them."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: Optional[int]
+    context_parallel_size: int
+    context_a2a_size: Optional[int]
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
 
 
 @dataclass(frozen=True)
@@ -110,11 +122,11 @@ def connect(*, timeout_s: float = 600.0) -> None:
         ) from error
 
 
-def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
+def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGroups:
     """Start torch.distributed where it is not started yet, and build Megatron-Core's groups.
 
     Args:
-        parallel: a checked `ParallelConfig`.
+        parallel: checked sizes.
         timeout_s: a rank that waits longer for its peers fails.
 
     Raises:
@@ -149,6 +161,13 @@ def initialize(parallel: Any, *, timeout_s: float = 600.0) -> ProcessGroups:
     )
 
 
+def any_rank(says_so: bool) -> bool:
+    """Return on every rank whether any rank says so; every rank calls this."""
+    flag = torch.tensor([float(says_so)], device=local_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
 def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:
     """Raise on every rank if any rank failed; every rank calls this.
 
@@ -156,11 +175,10 @@ def raise_together(failure: Optional[BaseException], otherwise: BaseException) -
         failure: what went wrong on this rank, raised here.
         otherwise: raised on ranks where nothing went wrong while it did elsewhere.
     """
-    flag = torch.tensor([float(failure is not None)], device=local_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    failed = any_rank(failure is not None)
     if failure is not None:
         raise failure
-    if flag.item():
+    if failed:
         raise otherwise
 
 

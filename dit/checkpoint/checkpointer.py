@@ -5,7 +5,6 @@ import json
 import logging
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -18,41 +17,18 @@ from dit.checkpoint.manifest import CURE, FileRecord, HeldOut, hash_file
 from dit.checkpoint.resume_check import check_same_experiment
 from dit.checkpoint.sharded_state import fails_together, load_state, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
+from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import agree, newest_valid_together
-from dit.data_api import DataStream, merge_states
+from dit.data_api import merge_states
 from dit.durable_files import read_regular
 from dit.errors import CheckpointError, ConfigError, DataError
-from dit.models.base import Backbone
-from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import MasterShard
+from dit.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "facts.json"
-
-
-@dataclass
-class TrainState:
-    """Everything a step changes.
-
-    Attributes:
-        chunks: this rank's bare model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
-        step: optimizer steps done.
-        consumed_samples: samples trained on by all ranks.
-        held_out: the newest held-out loss; None before the first.
-    """
-
-    wrapped: Sequence[Any]
-    chunks: Sequence[Backbone]
-    optimizer: Any
-    shards: list[MasterShard]
-    ema: Optional[EMA]
-    stream: DataStream
-    groups: ProcessGroups
-    step: int = 0
-    consumed_samples: int = 0
-    held_out: Optional[HeldOut] = None
 
 
 def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
@@ -73,17 +49,15 @@ class Checkpointer:
 
     Args:
         store: the folder of checkpoints.
-        settings: of the run, by the names of `pretrain`'s arguments.
-        record: the same as plain values.
+        config: of the run.
 
     Attributes:
         resumed_facts: what `save` was given as `facts` when the resumed checkpoint was saved; empty for a new run.
     """
 
-    def __init__(self, store: CheckpointStore, settings: dict[str, Any], record: dict[str, Any]) -> None:
+    def __init__(self, store: CheckpointStore, config: RunConfig) -> None:
         self.store = store
-        self.settings = settings
-        self.record = record
+        self.config = config
         self.resumed_facts: dict[str, Any] = {}
 
     def save(self, state: TrainState, facts: dict[str, Any]) -> Path:
@@ -112,7 +86,7 @@ class Checkpointer:
                 (folder / name).write_bytes(position.getbuffer())
                 records[name] = hash_file(folder / name, flush=True)
             if groups.rank == 0:
-                (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.record, sort_keys=False))
+                (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.config.to_record(), sort_keys=False))
                 (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
         parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
         dist.gather_object(records, parts)
@@ -185,8 +159,7 @@ class Checkpointer:
         check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
         saved = read_record(folder)
         self._check_ema(state, folder, saved)
-        accepted = self.settings["checkpoint"].accept_changes or []
-        changes = check_same_experiment(folder, saved, self.settings, accepted)
+        changes = check_same_experiment(folder, saved, self.config, self.config.checkpoint.accept_changes or [])
         restarts_data = any(change.restarts_data for change in changes)
         if state.groups.rank == 0:
             for change in changes:
@@ -211,7 +184,7 @@ class Checkpointer:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the settings in a checkpoint's config.yaml, as plain values by the names of `pretrain`'s arguments.
+    """Return the settings in a checkpoint's config.yaml, as plain values, see `RunConfig.to_record`.
 
     Raises:
         CheckpointError: the file is missing or is no such record.

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from dit.checkpoint.checkpointer import read_facts, read_record
 from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.store import CheckpointStore
-from dit.config_record import CLASS_KEY, from_record
 from dit.errors import CheckpointError
+from dit.run_config import RunConfig
 from dit.settings import CheckpointConfig
 
 
@@ -47,17 +47,16 @@ def find_checkpoint(path: Path | str) -> tuple[Path, int]:
     return found[0], found[1].step
 
 
-def read_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a verified checkpoint, by the names of `pretrain`'s arguments, and its facts.
+def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the settings of a verified checkpoint and its facts.
 
     Raises:
         CheckpointError: they cannot be read.
     """
-    config = {name: from_record(part) for name, part in read_record(folder).items() if name != CLASS_KEY}
-    return config, read_facts(folder)
+    return RunConfig.from_record(read_record(folder)), read_facts(folder)
 
 
-def slot_of(folder: Path, config: dict[str, Any], weights: Literal["ema", "raw"]) -> str:
+def slot_of(folder: Path, config: RunConfig, weights: Literal["ema", "raw"]) -> str:
     """Return the name under which a proven checkpoint holds its averaged or raw weights; imported ones are both.
 
     Raises:
@@ -65,6 +64,6 @@ def slot_of(folder: Path, config: dict[str, Any], weights: Literal["ema", "raw"]
     """
     if weights == "raw" or read_manifest(folder).is_imported:
         return "weight"
-    if config["training"].ema_decay is None:
+    if config.training.ema_decay is None:
         raise CheckpointError(f"{folder} holds no weight average; ask for the raw weights")
     return "ema"

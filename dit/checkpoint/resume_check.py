@@ -14,6 +14,7 @@ from typing import Any
 
 from dit.config_record import CLASS_KEY, to_record
 from dit.errors import ConfigError
+from dit.run_config import RunConfig
 
 EVERY = "*"
 """Every setting of a part, also those that it does not have yet."""
@@ -81,16 +82,17 @@ class Change:
         return any(self.path == path or self.path.startswith(f"{path}.") for path in paths)
 
 
-def changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Change]:
+def changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
     """Return every setting that differs from a checkpoint's record, in the order of the settings.
 
     A setting that the record does not have, since it was written by an older version, counts as its default.
 
     Args:
-        saved: the record in the checkpoint, see `config_record`.
-        settings: of this run, by the names of `pretrain`'s arguments.
+        saved: the record in the checkpoint, see `RunConfig.to_record`.
+        config: of this run.
     """
-    return [change for name, part in settings.items() for change in _part_changes(name, saved.get(name, {}), part)]
+    parts = config.parts()
+    return [change for name, part in parts.items() for change in _part_changes(name, saved.get(name, {}), part)]
 
 
 def _part_changes(name: str, saved: Mapping[str, Any], part: Any) -> Iterator[Change]:
@@ -117,14 +119,14 @@ def _defaults(part: Any) -> dict[str, Any]:
 
 
 def check_same_experiment(
-    folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any], accepted: Sequence[str]
+    folder: Path, saved: Mapping[str, Any], config: RunConfig, accepted: Sequence[str]
 ) -> list[Change]:
     """Check that going on from a checkpoint continues its experiment.
 
     Args:
         folder: of the checkpoint.
-        saved: its settings, see `config_record`.
-        settings: of this run, by the names of `pretrain`'s arguments.
+        saved: its settings, see `RunConfig.to_record`.
+        config: of this run.
         accepted: paths of settings, or parts, that may have changed all the same.
 
     Returns:
@@ -134,8 +136,8 @@ def check_same_experiment(
         ConfigError: what is trained, or on what, changed, and `accepted` does not name it; or `accepted` names no
             setting.
     """
-    _check_names(accepted, saved, settings)
-    found = changes(saved, settings)
+    _check_names(accepted, saved, config)
+    found = changes(saved, config)
     refused = [change for change in found if change.is_refused and not change.is_in(accepted)]
     if refused:
         accept = json.dumps([*accepted, *(change.path for change in refused)], separators=(",", ":"))
@@ -147,8 +149,8 @@ def check_same_experiment(
     return found
 
 
-def _check_names(accepted: Sequence[str], saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    record = to_record(dict(settings))
+def _check_names(accepted: Sequence[str], saved: Mapping[str, Any], config: RunConfig) -> None:
+    record = to_record(config.parts())
     known = {f"{name}.{key}" for parts in (record, saved) for name in record for key in parts.get(name, {})}
     unknown = [path for path in accepted if path not in known and path not in record]
     if unknown:

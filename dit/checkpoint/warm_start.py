@@ -5,11 +5,12 @@ from pathlib import Path
 import torch
 
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.checkpointer import TrainState, global_shapes, read_record
+from dit.checkpoint.checkpointer import global_shapes, read_record
 from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.reading import candidates, no_checkpoint
 from dit.checkpoint.sharded_state import load_masters
 from dit.checkpoint.store import check_same_model, model_fingerprint
+from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import agree, newest_valid_together
 from dit.errors import CheckpointError
 from dit.optimizer.master_weights import publish_masters

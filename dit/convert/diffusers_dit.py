@@ -60,25 +60,25 @@ class DiffusersDiT(DiffusersFormat):
     }
     samples_by_class = True
 
-    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
-        out_channels = settings["out_channels"]
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        out_channels = published["out_channels"]
         model = DiTConfig(
-            hidden_size=settings["num_attention_heads"] * settings["attention_head_dim"],
-            num_layers=settings["num_layers"],
-            num_attention_heads=settings["num_attention_heads"],
-            in_channels=settings["in_channels"],
-            out_channels=None if out_channels == settings["in_channels"] else out_channels,
-            patch_spatial=settings["patch_size"],
-            num_classes=settings["num_embeds_ada_norm"],
+            hidden_size=published["num_attention_heads"] * published["attention_head_dim"],
+            num_layers=published["num_layers"],
+            num_attention_heads=published["num_attention_heads"],
+            in_channels=published["in_channels"],
+            out_channels=None if out_channels == published["in_channels"] else out_channels,
+            patch_spatial=published["patch_size"],
+            num_classes=published["num_embeds_ada_norm"],
             time_frequency_shift=1,
         )
         notes = []
-        if settings["norm_eps"] != model.layernorm_epsilon:
+        if published["norm_eps"] != model.layernorm_epsilon:
             notes.append(
-                f"norm_eps={settings['norm_eps']:g} holds for the norm before the MLP alone; ours has "
+                f"norm_eps={published['norm_eps']:g} holds for the norm before the MLP alone; ours has "
                 f"{model.layernorm_epsilon:g} everywhere, as the paper's code"
             )
-        size = (1, settings["sample_size"], settings["sample_size"])
+        size = (1, published["sample_size"], published["sample_size"])
         return TrainedModel(model, trained_objective(), size, SAMPLING, notes=notes)
 
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:

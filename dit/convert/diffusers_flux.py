@@ -71,9 +71,9 @@ class DiffusersFlux(DiffusersFormat):
     }
     fixed: Mapping[str, Any] = {"patch_size": 1}
 
-    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
-        channels, out_channels = settings["in_channels"], settings["out_channels"]
-        width = settings["num_attention_heads"] * settings["attention_head_dim"]
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        channels, out_channels = published["in_channels"], published["out_channels"]
+        width = published["num_attention_heads"] * published["attention_head_dim"]
         if channels % PATCH**2 or (out_channels or 0) % PATCH**2:
             raise ConfigError(
                 f"in_channels={channels}, out_channels={out_channels}: tokens are patches of {PATCH} x {PATCH}, so "
@@ -82,18 +82,18 @@ class DiffusersFlux(DiffusersFormat):
         model = FluxConfig(
             in_channels=channels // PATCH**2,
             out_channels=None if out_channels in (None, channels) else out_channels // PATCH**2,
-            context_size=settings["joint_attention_dim"],
-            pooled_size=settings["pooled_projection_dim"],
+            context_size=published["joint_attention_dim"],
+            pooled_size=published["pooled_projection_dim"],
             hidden_size=width,
-            num_attention_heads=settings["num_attention_heads"],
-            num_joint_layers=settings["num_layers"],
-            num_single_layers=settings["num_single_layers"],
+            num_attention_heads=published["num_attention_heads"],
+            num_joint_layers=published["num_layers"],
+            num_single_layers=published["num_single_layers"],
             ffn_hidden_size=4 * width,
-            rope_axes=list(settings["axes_dims_rope"]),
-            guidance=DEV_GUIDANCE if settings["guidance_embeds"] else None,
+            rope_axes=list(published["axes_dims_rope"]),
+            guidance=DEV_GUIDANCE if published["guidance_embeds"] else None,
         )
         notes = [f"config.json names no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is taken"]
-        if settings["guidance_embeds"]:
+        if published["guidance_embeds"]:
             notes.append(f"the network is told a guidance scale of {DEV_GUIDANCE:g} (model.guidance)")
         sampling = {"solver": "euler", "num_steps": 28, "guidance_scale": 1.0}
         return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)

@@ -63,8 +63,8 @@ class DiffusersFormat(ABC):
     samples_by_class: bool = False
 
     @abstractmethod
-    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
-        """Turn their complete, checked settings into ours; raise `ConfigError` for what ours cannot follow."""
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        """Turn their published settings, complete and checked, into ours; `ConfigError` for what ours cannot follow."""
 
     @abstractmethod
     def write(self, model: Any, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:

@@ -78,33 +78,33 @@ class DiffusersPixArt(DiffusersFormat):
         "attention_type": "default",
     }
 
-    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
-        size, width = settings["sample_size"], settings["num_attention_heads"] * settings["attention_head_dim"]
-        extra = settings["use_additional_conditions"]
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        size, width = published["sample_size"], published["num_attention_heads"] * published["attention_head_dim"]
+        extra = published["use_additional_conditions"]
         shown = {
             "use_additional_conditions": size == 128 if extra is None else extra,
-            "cross_attention_dim": settings["cross_attention_dim"],
+            "cross_attention_dim": published["cross_attention_dim"],
         }
         wanted = {"use_additional_conditions": False, "cross_attention_dim": width}
         require(f"{self.class_name} unlike our model", shown, wanted, "such weights cannot be imported")
-        if settings["caption_channels"] is None:
+        if published["caption_channels"] is None:
             raise ConfigError(f"{self.class_name} with caption_channels=None has no text projection; ours has one")
         # They default to a whole number of base resolutions.
-        scale = settings["interpolation_scale"]
+        scale = published["interpolation_scale"]
         scale = max(size // 64, 1) if scale is None else scale
-        out_channels = settings["out_channels"]
+        out_channels = published["out_channels"]
         model = STDiTConfig(
             layer_pattern=["full"],
             hidden_size=width,
-            num_layers=settings["num_layers"],
-            num_attention_heads=settings["num_attention_heads"],
-            in_channels=settings["in_channels"],
-            out_channels=None if out_channels == settings["in_channels"] else out_channels,
-            patch_spatial=settings["patch_size"],
-            context_size=settings["caption_channels"],
+            num_layers=published["num_layers"],
+            num_attention_heads=published["num_attention_heads"],
+            in_channels=published["in_channels"],
+            out_channels=None if out_channels == published["in_channels"] else out_channels,
+            patch_spatial=published["patch_size"],
+            context_size=published["caption_channels"],
             qk_layernorm=False,
             fps_conditioning=False,
-            position_span=size // settings["patch_size"] / scale,
+            position_span=size // published["patch_size"] / scale,
         )
         objective = DDPM(schedule="linear", discrete_steps=1000, prediction="noise")
         sampling = {"solver": "dpmpp_2m", "num_steps": 20, "guidance_scale": 4.5}

@@ -71,24 +71,24 @@ class DiffusersWan(DiffusersFormat):
         "pos_embed_seq_len": None,
     }
 
-    def read(self, settings: Mapping[str, Any]) -> TrainedModel:
-        patch_temporal, *patch = settings["patch_size"]
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        patch_temporal, *patch = published["patch_size"]
         if len(patch) != 2 or patch[0] != patch[1]:
             raise ConfigError(
-                f"patch_size={list(settings['patch_size'])}: our patches are (t, p, p), equally high and wide"
+                f"patch_size={list(published['patch_size'])}: our patches are (t, p, p), equally high and wide"
             )
-        channels, out_channels = settings["in_channels"], settings["out_channels"]
+        channels, out_channels = published["in_channels"], published["out_channels"]
         model = WanConfig(
             in_channels=channels,
             out_channels=None if out_channels in (None, channels) else out_channels,
             patch_temporal=patch_temporal,
             patch_spatial=patch[0],
-            context_size=settings["text_dim"],
-            hidden_size=settings["num_attention_heads"] * settings["attention_head_dim"],
-            num_layers=settings["num_layers"],
-            num_attention_heads=settings["num_attention_heads"],
-            ffn_hidden_size=settings["ffn_dim"],
-            layernorm_epsilon=settings["eps"],
+            context_size=published["text_dim"],
+            hidden_size=published["num_attention_heads"] * published["attention_head_dim"],
+            num_layers=published["num_layers"],
+            num_attention_heads=published["num_attention_heads"],
+            ffn_hidden_size=published["ffn_dim"],
+            layernorm_epsilon=published["eps"],
         )
         notes = [f"config.json names no latent size; {' x '.join(map(str, LATENT_SIZE))} is taken"]
         sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 5.0}

@@ -12,40 +12,32 @@ from dit.backends.device import local_device
 from dit.batch import DEFAULT_FPS
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.sharded_state import load_weights
-from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch
+from dit.run_config import RunConfig
 from dit.sampling.generate import empty_pack, generate
+from dit.settings import TrainingConfig
 
 
 class Generator:
     """A model with trained weights, on one rank.
 
     Attributes:
-        config: the settings it was trained with, by the names of `pretrain`'s arguments.
+        config: the settings it was trained with.
         class_names: name of each class, or None.
         text_encoder: encoder of `dit.encoders.text` whose embeddings it was trained on, or None.
         fps: frames per second of its training data; `DEFAULT_FPS` where the run did not record it.
         step: optimizer step of its weights.
     """
 
-    def __init__(self, config: dict[str, Any], facts: dict[str, Any], network: torch.nn.Module, step: int) -> None:
+    def __init__(self, config: RunConfig, facts: dict[str, Any], network: torch.nn.Module, step: int) -> None:
         self.config, self.network, self.step = config, network, step
         self.class_names: Optional[list[str]] = facts["class_names"]
         self.text_encoder: Optional[str] = facts.get("text_encoder")
         self.fps: float = facts.get("fps", DEFAULT_FPS)
-        model = config["model"]
-        self.spec = BatchSpec(
-            patch_temporal=model.patch_temporal,
-            patch_spatial=model.patch_spatial,
-            latent_channels=model.in_channels,
-            num_classes=model.num_classes,
-            context_size=model.context_size,
-            pooled_size=model.pooled_size,
-            micro_batch_size=1,
-        )
+        self.spec = config.batch_spec()
         frames, height, width = facts["latent_size"]
         self.latent_size = (frames, height, width)
 
@@ -76,7 +68,7 @@ class Generator:
         Raises:
             ConfigError: a label is out of range, the solver is unknown, or the model cannot draw so many frames.
         """
-        own = self.config["sampling"]
+        own = self.config.sampling
         device = local_device()
         latent_frames, height, width = self.latent_size
         frames = latent_frames if frames is None else frames
@@ -100,7 +92,7 @@ class Generator:
         )
         latents = generate(
             self.network,
-            self.config["objective"],
+            self.config.objective,
             batch,
             self.spec,
             solver=own.solver if solver is None else solver,
@@ -126,7 +118,7 @@ def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") 
     config, facts = read_settings(folder)
     slot = slot_of(folder, config, weights)
     groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
-    chunks = build_model(config["model"], ParallelConfig(), "fp32", groups, seed=0)
+    chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
     load_weights(folder, chunks, groups, slot=slot)
     network = chunks[0].eval()
     return Generator(config, facts, network, step)

@@ -23,15 +23,6 @@ UNLABELLED_SAMPLES = 16
 MAX_CLASSES_SHOWN = 32
 
 
-def check_pictures(sampling: SamplingConfig, objective: Objective) -> None:
-    """Check that the objective has as many noise levels as sampling asks for.
-
-    Raises:
-        ConfigError: with the numbers and the cure.
-    """
-    objective.sampling_grid(sampling.num_steps)  # a table of noise levels has no more than it was trained with
-
-
 class PictureWriter:
     """Draws the grid of a class-conditional, text-conditional or unconditional model.
 

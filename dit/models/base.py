@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Optional, Self
 
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, SavedActivations
 
@@ -27,9 +28,84 @@ class Stage:
     last: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransformerSizes:
+    """What Megatron-Core's `TransformerConfig` must know of a model, by its names.
+
+    A layout splits layers, heads and experts, so `check_parallel` reads them here, too.
+
+    Attributes:
+        num_query_groups: heads of keys and values; None for as many as of queries.
+        num_moe_experts: experts of each layer; None for none, and for the other numbers about experts.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: Optional[int] = None
+    ffn_hidden_size: Optional[int] = None
+    add_bias_linear: bool = True
+    layernorm_epsilon: float = 1e-5
+    qk_layernorm: bool = False
+    num_moe_experts: Optional[int] = None
+    moe_ffn_hidden_size: Optional[int] = None
+    moe_router_topk: Optional[int] = None
+    moe_router_pre_softmax: Optional[bool] = None
+    moe_router_dtype: Optional[str] = None
+    moe_expert_capacity_factor: Optional[float] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `TransformerConfig`; it has its own defaults for what is None here."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supports:
+    """What a backbone can do beside plain data parallelism in fp32; a flag that it sets to False is refused by name.
+
+    Attributes:
+        tensor: linear layers and heads split over tensor-parallel ranks.
+        sequence: activations between the linear layers split over the tensor-parallel ranks.
+        pipeline: layers split over pipeline stages.
+        context: tokens of a sample split over context-parallel ranks.
+        expert: experts split over expert-parallel ranks, where the backbone has any.
+        fsdp: weights, gradients and optimizer sharded by Megatron-FSDP.
+        bf16: bf16 weights with fp32 masters.
+        mixed_shapes: samples of different shapes in one micro-batch, packed or not.
+    """
+
+    tensor: bool = True
+    sequence: bool = True
+    pipeline: bool = True
+    context: bool = True
+    expert: bool = True
+    fsdp: bool = True
+    bf16: bool = True
+    mixed_shapes: bool = True
+
+    def __str__(self) -> str:
+        words = [word for name, word in SUPPORT_WORDS.items() if getattr(self, name)]
+        return ", ".join(["data parallelism", "fp32", *words])
+
+
+SUPPORT_WORDS = {
+    "tensor": "tensor parallelism",
+    "sequence": "sequence parallelism",
+    "pipeline": "pipeline parallelism",
+    "context": "context parallelism",
+    "expert": "expert parallelism",
+    "fsdp": "FSDP",
+    "bf16": "bf16",
+    "mixed_shapes": "samples of different shapes in one micro-batch",
+}
+"""What the flags of `Supports` stand for, in messages."""
+
+
 @dataclass(kw_only=True)
 class ModelConfig(ABC):
     """Sizes of a backbone, as recipes write them. Subclasses add their own fields.
+
+    A backbone that cannot do everything says so in `supports`.
 
     Attributes:
         in_channels: channels of a latent before patchifying.
@@ -44,6 +120,7 @@ class ModelConfig(ABC):
     """
 
     model_path: ClassVar[Optional[str]] = None
+    supports: ClassVar[Supports] = Supports()
 
     in_channels: int = 4
     patch_spatial: int = 2
@@ -52,6 +129,23 @@ class ModelConfig(ABC):
     class_dropout: float = 0.1
     context_size: Optional[int] = None
     context_dropout: float = 0.1
+
+    def check_supports(self, what: str, asked: str, cure: str) -> None:
+        """Check that the backbone can do something that was asked of it.
+
+        Args:
+            what: a flag of `Supports`.
+            asked: the setting that asks for it, with its value.
+            cure: settings that do without.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if not getattr(self.supports, what):
+            raise ConfigError(
+                f"{type(self).__name__} does not support {SUPPORT_WORDS[what]}, which {asked} asks for; "
+                f"it supports {self.supports}. Use {cure}"
+            )
 
     @property
     def token_channels(self) -> int:
@@ -68,7 +162,7 @@ class ModelConfig(ABC):
         """Check the sizes against each other; raise `ConfigError` with the numbers."""
 
     @abstractmethod
-    def megatron_sizes(self) -> dict[str, Any]:
+    def megatron_sizes(self) -> TransformerSizes:
         """Return what Megatron-Core's `TransformerConfig` must know of this model."""
 
     @abstractmethod

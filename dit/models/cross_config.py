@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, Optional
 
 from dit.errors import ConfigError
-from dit.models.base import ModelConfig
+from dit.models.base import ModelConfig, TransformerSizes
 from dit.ranges import (
     COUNT,
     EXPERTS,
@@ -239,16 +239,16 @@ class CrossAttentionModelConfig(ModelConfig, RotarySettings):
                 "embeddings (1024 for T5-large), or use the DiT backbone, which needs no text"
             )
 
-    def megatron_sizes(self) -> dict[str, Any]:
-        return {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_query_groups": self.num_query_groups or self.num_attention_heads,
-            "ffn_hidden_size": self.ffn_size,
-            "layernorm_epsilon": self.layernorm_epsilon,
-            "qk_layernorm": self.qk_layernorm,
-        }
+    def megatron_sizes(self) -> TransformerSizes:
+        return TransformerSizes(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            ffn_hidden_size=self.ffn_size,
+            layernorm_epsilon=self.layernorm_epsilon,
+            qk_layernorm=self.qk_layernorm,
+        )
 
     def build_conditioner(self, provider: Any) -> Any:
         """Build the `Conditioner` of these settings."""

@@ -1,12 +1,13 @@
 """Sizes of a mixture of experts, for any backbone whose layers may have one."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Optional, get_args
 
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, experts, mlp, swiglu
+from dit.models.base import TransformerSizes
 from dit.models.cross_config import check_unused
 
 Router = Literal["expert_choice", "top_k"]
@@ -66,19 +67,25 @@ class ExpertOptions:
         """
         return dense_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
-    def expert_megatron_sizes(self, dense_size: int) -> dict[str, Any]:
-        """Return what Megatron-Core's `TransformerConfig` must know of the experts."""
+    def with_experts(self, sizes: TransformerSizes, dense_size: int) -> TransformerSizes:
+        """Add what Megatron-Core must know of the experts, if there are any.
+
+        Args:
+            sizes: of the backbone with a plain MLP.
+            dense_size: inner width of that MLP.
+        """
         if self.num_experts is None:
-            return {}
-        return {
-            "num_moe_experts": self.num_experts,
-            "moe_ffn_hidden_size": self.expert_size(dense_size),
-            "moe_router_topk": self.moe_top_k,
-            "moe_router_pre_softmax": True,
-            "moe_router_dtype": "fp32",
+            return sizes
+        return replace(
+            sizes,
+            num_moe_experts=self.num_experts,
+            moe_ffn_hidden_size=self.expert_size(dense_size),
+            moe_router_topk=self.moe_top_k,
+            moe_router_pre_softmax=True,
+            moe_router_dtype="fp32",
             # Read as "the number of chosen pairs varies": padding is never chosen, and experts choose as they like.
-            "moe_expert_capacity_factor": self.moe_capacity_factor,
-        }
+            moe_expert_capacity_factor=self.moe_capacity_factor,
+        )
 
     def moe_arguments(self, dense_size: int) -> dict[str, Any]:
         """Return the sizes and the routing arguments of `dit.layers.moe.MoE`."""

@@ -1,25 +1,20 @@
 """The first line of a run: what is trained, on what, and how it is laid out."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from dit.backends.device import describe, local_device
-from dit.checkpoint.checkpointer import TrainState
+from dit.checkpoint.train_state import TrainState
 from dit.kernels.resolve import resolve_attention
 from dit.parallel.build import DTYPES
-from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.settings import TrainingConfig
+from dit.parallel.dims import ParallelDims
+from dit.run_config import RunConfig
 
 
-def headline(settings: Mapping[str, Any], dims: ParallelDims, state: TrainState, *, resumed: bool) -> str:
+def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> str:
     """Say in one line what a run is.
 
     Args:
-        settings: by the names of `pretrain`'s arguments.
         resumed: it goes on from a checkpoint.
     """
-    parallel: ParallelConfig = settings["parallel"]
-    training: TrainingConfig = settings["training"]
+    parallel, training = config.parallel, config.training
     count = sum(shard.parameter.numel() for shard in state.shards)
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
@@ -30,7 +25,7 @@ def headline(settings: Mapping[str, Any], dims: ParallelDims, state: TrainState,
     ep = parallel.expert_model_parallel_size
     sharing = parallel.data_parallel + (f", EP {ep}" if ep > 1 else "")
     return (
-        f"{type(settings['model']).__name__} {count:,} parameters on rank 0 | {type(settings['objective']).__name__} | "
+        f"{type(config.model).__name__} {count:,} parameters on rank 0 | {type(config.objective).__name__} | "
         f"{dims.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
         f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {dims.data_parallel_size} "
         f"({sharing}) | {training.precision}, attention {attention} | "

@@ -14,16 +14,17 @@ from torch import nn
 from dit.backends.device import local_device
 from dit.backends.init import initialize_weights
 from dit.backends.process_groups import ProcessGroups
-from dit.backends.provider import LayerProvider, LinearChoice
+from dit.backends.provider import LayerProvider
 from dit.context_parallel.attention import ContextAttention
 from dit.kernels.attention import Attention
-from dit.kernels.recompute import RecomputeChoice, recompute_activations
+from dit.kernels.recompute import recompute_activations
 from dit.kernels.resolve import AttentionChoice, resolve_attention, resolve_blocks
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.models.registry import build_backbone
-from dit.parallel.dims import ParallelConfig
+from dit.parallel.dims import ParallelConfig, check_supported
 from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
 from dit.parallel.pipeline import split_layers, stages
+from dit.settings import OptimizerConfig, TrainingConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -41,9 +42,9 @@ def megatron_config(
     sizes = model.megatron_sizes()
     layout = None  # equal shares
     if parallel.pipeline_layers is not None and pp > 1:
-        layout = _megatron_layout(split_layers(sizes["num_layers"], pp, vpp, parallel.pipeline_layers))
+        layout = _megatron_layout(split_layers(sizes.num_layers, pp, vpp, parallel.pipeline_layers))
     return TransformerConfig(
-        **sizes,
+        **sizes.arguments(),
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         pipeline_model_parallel_size=pp,
@@ -120,29 +121,23 @@ def attention_path(
 
 
 def build_model(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    precision: str,
-    groups: ProcessGroups,
-    seed: int,
-    *,
-    attention: AttentionChoice = "auto",
-    linears: LinearChoice = "auto",
-    recompute: RecomputeChoice = "none",
-    recompute_layers: Optional[int] = None,
+    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, groups: ProcessGroups
 ) -> list[Backbone]:
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights.
 
     Args:
-        recompute: what layers make again in the backward pass.
-        recompute_layers: only the first so many layers of each chunk; None for all.
+        training: says precision, seed, recompute, and whose attention and linears are used.
+
+    Raises:
+        ConfigError: the backbone cannot do what is asked of it.
     """
     model.validate()
-    config = megatron_config(model, parallel, precision)
+    check_supported(model, parallel, training)
+    config = megatron_config(model, parallel, training.precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]
-    provider = LayerProvider(config, groups.collection, linears)
-    path = attention_path(parallel, groups, DTYPES[precision], attention)
+    provider = LayerProvider(config, groups.collection, training.linears)
+    path = attention_path(parallel, groups, DTYPES[training.precision], training.attention)
     mine = stages(
         config.num_layers,
         groups.pp.size(),
@@ -153,11 +148,11 @@ def build_model(
     chunks = [build_backbone(model, provider, path, stage) for stage in mine]
     for chunk in chunks:
         chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
-        initialize_weights(chunk, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
+        initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
         if groups.pp.size() > 1:
             _mark_copies(chunk)
-        for layer in list(chunk.units())[:recompute_layers]:
-            recompute_activations(layer, recompute)
+        for layer in list(chunk.units())[: training.recompute_layers]:
+            recompute_activations(layer, training.recompute)
     return chunks
 
 
@@ -220,7 +215,7 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
 
 def build_optimizer(
     wrapped: Sequence[Any],
-    settings: Any,
+    settings: OptimizerConfig,
     parallel: ParallelConfig,
     precision: str,
     groups: ProcessGroups,
@@ -228,9 +223,6 @@ def build_optimizer(
     """Build Megatron-Core's AdamW over the wrapped chunks of the model.
 
     Its weight decay is set here for good: neither `set_learning_rate` nor loading a checkpoint touches it.
-
-    Args:
-        settings: the recipe's `OptimizerConfig`.
     """
     config = MegatronOptimizerConfig(
         optimizer="adam",

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Literal, Optional, get_args
 
 from dit.errors import ConfigError
+from dit.models.base import ModelConfig, TransformerSizes
 from dit.parallel.pipeline import split_layers
 from dit.ranges import LAYERS, RANKS, check_ranges
+from dit.settings import TrainingConfig
 
 FSDPSharding = Literal["optim", "optim_grads", "optim_grads_params"]
 
@@ -167,67 +169,118 @@ def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None
         )
 
 
+def check_supported(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> None:
+    """Check that the backbone can do what the layout and the precision ask of it.
+
+    Training, the dry run and sampling all come by here before anything is built.
+
+    Raises:
+        ConfigError: it cannot; the message names the backbone, what was asked, and what it supports.
+    """
+    sizes = {
+        "tensor": "tensor_model_parallel_size",
+        "pipeline": "pipeline_model_parallel_size",
+        "context": "context_parallel_size",
+        "expert": "expert_model_parallel_size",
+    }
+    for what, name in sizes.items():
+        if getattr(parallel, name) > 1:
+            model.check_supports(what, f"parallel.{name}={getattr(parallel, name)}", f"parallel.{name}=1")
+    if parallel.sequence_parallel:
+        model.check_supports("sequence", "parallel.sequence_parallel=True", "parallel.sequence_parallel=False")
+    if parallel.data_parallel == "fsdp":
+        cure = "parallel.data_parallel=distributed_optimizer"
+        model.check_supports("fsdp", "parallel.data_parallel=fsdp", cure)
+    if training.precision == "bf16":
+        model.check_supports("bf16", "training.precision=bf16", "training.precision=fp32")
+
+
 def check_parallel(
-    parallel: ParallelConfig,
-    *,
-    world_size: int,
-    num_attention_heads: int,
-    num_layers: int,
-    micro_batch_size: int,
-    global_batch_size: int,
-    num_experts: Optional[int] = None,
-    num_query_groups: Optional[int] = None,
+    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, world_size: int
 ) -> ParallelDims:
-    """Check a layout against the job and the model.
+    """Check a layout against the model, the batch and the job.
 
     Args:
-        micro_batch_size: the most samples of a forward pass; see `TrainingConfig`.
-        num_query_groups: heads of keys and values where they are fewer than those of queries.
+        world_size: ranks of the job.
 
     Raises:
         ConfigError: the sizes do not fit; the message names the numbers and the nearest legal choice.
     """
     parallel.validate()
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
+    check_supported(model, parallel, training)
+    sizes = model.megatron_sizes()
+    _check_heads(parallel, sizes)
+    if parallel.data_parallel == "fsdp":
+        _check_fsdp(parallel)
+    _check_pipeline(parallel, sizes.num_layers)
+    _check_experts(parallel, sizes.num_moe_experts)
+    _check_sequence(parallel)
+    _check_context(parallel, sizes.num_query_groups or sizes.num_attention_heads)
+    _check_overlaps(parallel)
+    dp = _replicas(parallel, world_size)
+    _check_expert_ranks(parallel, sizes.num_moe_experts, dp)
+    micro_batch_size, micro_batches = _micro_batches(parallel, training, dp)
+    return ParallelDims(
+        world_size=world_size,
+        data_parallel_size=dp,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        token_multiple=_token_multiple(parallel),
     )
-    if num_attention_heads % tp:
+
+
+def _check_heads(parallel: ParallelConfig, sizes: TransformerSizes) -> None:
+    tp, heads = parallel.tensor_model_parallel_size, sizes.num_attention_heads
+    if heads % tp:
         raise ConfigError(
-            f"num_attention_heads={num_attention_heads} cannot be split over tensor_model_parallel_size={tp}; "
-            f"use one of {_divisors(num_attention_heads)} or change the number of heads"
+            f"num_attention_heads={heads} cannot be split over tensor_model_parallel_size={tp}; "
+            f"use one of {_divisors(heads)} or change the number of heads"
         )
-    groups = num_query_groups or num_attention_heads
+    groups = sizes.num_query_groups or heads
     if groups % tp:
         raise ConfigError(
             f"num_query_groups={groups} cannot be split over tensor_model_parallel_size={tp}; "
             f"use one of {_divisors(groups)} or change the number of groups"
         )
-    if parallel.data_parallel == "fsdp":
-        _check_fsdp(parallel)
-    _check_pipeline(parallel, num_layers)
-    _check_experts(parallel, num_experts)
-    if parallel.sequence_parallel and tp == 1:
+
+
+def _check_sequence(parallel: ParallelConfig) -> None:
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         raise ConfigError(
             "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
             "raise it or switch sequence_parallel off"
         )
-    _check_context(parallel, groups)
+
+
+def _check_overlaps(parallel: ParallelConfig) -> None:
     if parallel.overlap_param_gather and parallel.data_parallel == "ddp":
         raise ConfigError(
             "parallel.overlap_param_gather=True needs data_parallel=distributed_optimizer or fsdp, got 'ddp'"
         )
     if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         raise ConfigError("parallel.overlap_param_gather=True needs parallel.overlap_grad_reduce=True")
+
+
+def _replicas(parallel: ParallelConfig, world_size: int) -> int:
+    """Return how many replicas of the model a world has, which read different samples."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
     model_ranks = tp * pp * cp
     if world_size % model_ranks:
         raise ConfigError(
             f"world size {world_size} is not a multiple of TP {tp} x PP {pp} x CP {cp} = {model_ranks}; "
             f"start {max(1, round(world_size / model_ranks)) * model_ranks} ranks or shrink the layout"
         )
-    dp = world_size // model_ranks
-    ep = parallel.expert_model_parallel_size
+    return world_size // model_ranks
+
+
+def _check_expert_ranks(parallel: ParallelConfig, num_experts: Optional[int], dp: int) -> None:
+    """Check that the ranks of a pipeline stage can share the experts."""
+    tp, cp, ep = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
+    )
     if tp * cp * dp % ep:
         fits = [n for n in _divisors(tp * cp * dp) if num_experts is not None and num_experts % n == 0]
         raise ConfigError(
@@ -242,18 +295,17 @@ def check_parallel(
             "gradients twice; use a smaller expert_model_parallel_size, fsdp_sharding='optim' or "
             "data_parallel=distributed_optimizer"
         )
+
+
+def _micro_batches(parallel: ParallelConfig, training: TrainingConfig, dp: int) -> tuple[int, int]:
+    """Return the samples of a micro-batch and the micro-batches of a step on one of `dp` replicas."""
+    total, pp = training.global_batch_size, parallel.pipeline_model_parallel_size
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     parts = dp * pp if interleaved else dp  # the interleaved schedule takes micro-batches by the number of its stages
-    if global_batch_size % parts:
-        raise ConfigError(_does_not_share(global_batch_size, dp, pp, interleaved))
-    micro_batch_size = fitting_micro_batch(micro_batch_size, global_batch_size // parts)
-    return ParallelDims(
-        world_size=world_size,
-        data_parallel_size=dp,
-        micro_batch_size=micro_batch_size,
-        micro_batches=global_batch_size // (micro_batch_size * dp),
-        token_multiple=_token_multiple(parallel),
-    )
+    if total % parts:
+        raise ConfigError(_does_not_share(total, dp, pp, interleaved))
+    size = fitting_micro_batch(training.micro_batch_size, total // parts)
+    return size, total // (size * dp)
 
 
 def _does_not_share(global_batch_size: int, dp: int, pp: int, interleaved: bool) -> str:

@@ -40,7 +40,7 @@ def forward_flops(
         grids: (t, h, w) in patches of its samples, for models that attend inside frames and columns.
     """
     if convention == "nemo":
-        h, layers = config.megatron_sizes()["hidden_size"], config.megatron_sizes()["num_layers"]
+        h, layers = config.megatron_sizes().hidden_size, config.megatron_sizes().num_layers
         pairs = sum(n * n for n in layout.lengths)
         return 2 * config.nemo_weights() * layout.valid_tokens + 4 * layers * h * pairs
     dense = config.forward_flops(layout, context_layout, padding=convention == "hardware")

@@ -67,6 +67,12 @@ class DeviceBatches(Iterator[PackedBatch]):
                 self.largest_grid, self.fps = grid, fps
         return self._share(batch).to(self._device, non_blocking=True)
 
+    def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
+        """Return (T, H, W) of the largest latent so far."""
+        assert self.largest_grid is not None
+        t, h, w = self.largest_grid
+        return t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial
+
     def recall_largest(self, facts: Mapping[str, Any], spec: BatchSpec) -> None:
         """Take the largest sample so far from what a checkpoint says: its `latent_size` (T, H, W) and `fps`."""
         t, h, w = facts["latent_size"]

@@ -30,8 +30,9 @@ from dit.errors import exit_code
 from dit.models.base import ModelConfig
 from dit.monitoring import run_lock
 from dit.monitoring.run_lock import RunLock
+from dit.monitoring.run_log import RunLog, open_log
 from dit.objectives.base import Objective
-from dit.training.pretrain import Run, check_settings
+from dit.training.pretrain import Run
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -122,18 +123,18 @@ def full_disk(arguments: Sequence[str], limits: Sequence[int]) -> list[tuple[int
 
     run = open_run(arguments)
     run.step(torch.zeros(2))
-    run._save()
+    run.save()
     found = []
     for limit in limits:
         run.step(torch.zeros(2))
         with no_file_beyond(limit):
             try:
-                run._save()
+                run.save()
                 code, message = 0, ""
             except Exception as error:
                 code, message = exit_code(error), f"{type(error).__name__}: {error}"
         found.append((code, message, sorted(path.name for path in run.checkpointer.store.root.iterdir())))
-    run._save()
+    run.save()
     run.close()
     process_groups.destroy()
     return found
@@ -141,16 +142,13 @@ def full_disk(arguments: Sequence[str], limits: Sequence[int]) -> list[tuple[int
 
 def open_run(arguments: Sequence[str]) -> Run:
     """Build a run as `pretrain` does, without its loop and logs."""
-    import fiddle
-
     from dit.backends import process_groups
-    from launch import cli
+    from launch import cli, config_file
     from launch.train import resolve
 
-    settings = fiddle.build(resolve(cli.parse(arguments))).keywords
-    named = ("model", "data", "optimizer", "schedule", "parallel", "training")
-    dims, spec = check_settings(*(settings[name] for name in named))
-    return Run(settings, dims, spec, process_groups.initialize(settings["parallel"]), quiet=True)
+    config = config_file.built(resolve(cli.parse(arguments)))
+    dims, spec = config.check_here()
+    return Run(config, dims, spec, process_groups.initialize(config.parallel), quiet=True)
 
 
 @contextlib.contextmanager
@@ -167,13 +165,13 @@ def no_file_beyond(limit: int) -> Iterator[None]:
 @contextlib.contextmanager
 def saving_fails(limit: int, rank: int) -> Iterator[None]:
     """Let no file of this rank's checkpoints grow beyond `limit` bytes."""
-    original = Run._save
+    original = Run.save
 
     def save(self: Run) -> None:
         with no_file_beyond(limit) if self.groups.rank == rank else contextlib.nullcontext():
             original(self)
 
-    with mock.patch.object(Run, "_save", save):
+    with mock.patch.object(Run, "save", save):
         yield
 
 
@@ -231,13 +229,12 @@ def out_of_memory(method: str) -> Iterator[None]:
 @contextlib.contextmanager
 def no_room_for_logs(limit: int) -> Iterator[None]:
     """Let no file that is opened with the logs grow beyond `limit` bytes."""
-    original = Run._open_logs
 
-    def open_logs(*args: Any) -> None:
+    def limited(*args: Any, **kwargs: Any) -> RunLog:
         with no_file_beyond(limit):
-            original(*args)
+            return open_log(*args, **kwargs)
 
-    with mock.patch.object(Run, "_open_logs", open_logs):
+    with mock.patch("dit.training.pretrain.open_log", limited):
         yield
 
 

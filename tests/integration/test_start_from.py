@@ -20,17 +20,15 @@ def training(run_dir: Path, ranks: int = 1, **settings: Any) -> Job:
 
 
 def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.Tensor]:
-    import yaml
-
-    from dit.checkpoint.reading import find_checkpoint
+    from dit.checkpoint.reading import find_checkpoint, read_settings
     from dit.checkpoint.sharded_state import load_weights
-    from dit.config_record import from_record
     from dit.parallel.build import build_model
     from dit.parallel.dims import ParallelConfig
+    from dit.settings import TrainingConfig
 
     folder, _ = find_checkpoint(run_dir)
-    model = from_record(yaml.safe_load((folder / "config.yaml").read_text())["model"])
-    chunks = build_model(model, ParallelConfig(), "fp32", groups, 0)
+    config, _ = read_settings(folder)
+    chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
     load_weights(folder, chunks, groups, slot=slot)
     return {name: parameter.detach() for chunk in chunks for name, parameter in chunk.named_parameters()}
 

@@ -67,7 +67,7 @@ def ended(folder: Path) -> dict[str, Any]:
         jobs[name] = Job(actions.train, {"arguments": packs(folder / (at or name), **settings), "fault": fault}, ranks)
 
     inside, store = partial(partial, actions.terminated_inside), "dit.checkpoint.store.CheckpointStore"
-    loop = "dit.training.pretrain.Run"
+    loop = "dit.training.pretrain"
     add("whole", fault=partial(actions.flushes_counted, folder / "whole", folder / "flushes.json"))
     # Between two validations, and where one is due: in the step, and while its checkpoint is saved.
     for name, fault in {
@@ -81,13 +81,13 @@ def ended(folder: Path) -> dict[str, Any]:
     last = {"checkpoint__interval": 0, "training__num_steps": 6, "training__sample_interval": 6}
     stuck = partial(actions.stuck_inside, f"{store}.newest_first", 0.8)
     add("last save", fault=partial(actions.together, inside(f"{store}.publish"), stuck), **last)
-    add("looks fail", fault=partial(actions.out_of_memory, f"{loop}._validate"))
-    add("pictures fail", fault=partial(actions.out_of_memory, f"{loop}._sample"), training__sample_interval=3)
+    add("looks fail", fault=partial(actions.out_of_memory, f"{loop}.Run.validate"))
+    add("pictures fail", fault=partial(actions.out_of_memory, f"{loop}.Run.sample"), training__sample_interval=3)
     add("no pictures", sampling__num_steps=0)
     # Before the first step: of a new run, and of one that would resume.
     short = {"at": "finished", "training__num_steps": 3}
     add("finished", **short)
-    add("building", ranks=2, fault=inside(f"{loop}._build"))
+    add("building", ranks=2, fault=inside(f"{loop}.build_state"))
     add("hashing", at="finished", fault=inside(f"{store}.newest_first"), training__num_steps=9)
     add("loading", at="finished", fault=inside("dit.checkpoint.checkpointer.load_state"), training__num_steps=9)
     for name, (_, settings) in OTHERS.items():

@@ -24,6 +24,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import attention_path, build_model
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.sampling.generate import empty_pack, generate
+from dit.settings import TrainingConfig
 from dit.training.validate import held_out_loss
 from tests.parallel.traffic import bytes_sent
 from tests.unit.kernels.attention_cases import AttentionCase, exact, run
@@ -37,14 +38,8 @@ def start(case: dict) -> tuple[ParallelConfig, ParallelDims, ProcessGroups]:
 
 
 def check(parallel: ParallelConfig) -> ParallelDims:
-    return check_parallel(
-        parallel,
-        world_size=process_groups.world_size_from_environment(),
-        num_attention_heads=4,
-        num_layers=LAYERS,
-        micro_batch_size=1,
-        global_batch_size=4,
-    )
+    model, world_size = tiny_model(num_layers=LAYERS), process_groups.world_size_from_environment()
+    return check_parallel(model, parallel, TrainingConfig(global_batch_size=4), world_size)
 
 
 def attention(case: dict) -> dict:
@@ -96,7 +91,9 @@ def _errors(
 
 def build(parallel: ParallelConfig, groups: ProcessGroups) -> Backbone:
     """Build the tiny model with zero-initialised parameters moved, so that every part of it counts."""
-    (backbone,) = build_model(tiny_model(num_layers=LAYERS), parallel, "fp32", groups, SEED)
+    (backbone,) = build_model(
+        tiny_model(num_layers=LAYERS), parallel, TrainingConfig(precision="fp32", seed=SEED), groups
+    )
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
             generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -155,27 +152,19 @@ def traffic(case: dict) -> dict:
 def run_in_full(case: dict) -> list[dict]:
     """Run the training loop with everything that looks at batches, and return what rank 0 logged."""
     from dit.monitoring.guards import PreemptionFlag
-    from dit.settings import (
-        CheckpointConfig,
-        LoggingConfig,
-        OptimizerConfig,
-        SamplingConfig,
-        ScheduleConfig,
-        TrainingConfig,
-    )
-    from dit.training.pretrain import Run, check_settings
+    from dit.run_config import RunConfig
+    from dit.settings import LoggingConfig, SamplingConfig
+    from dit.training.pretrain import Run, train
     from energon_data.mock import MockData
 
-    settings: dict[str, Any] = {
-        "model": tiny_model(num_layers=LAYERS),
-        "data": MockData(
+    config = RunConfig(
+        model=tiny_model(num_layers=LAYERS),
+        data=MockData(
             shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_micro_batches=2, num_streams=1
         ),
-        "objective": FlowMatching(),
-        "optimizer": OptimizerConfig(),
-        "schedule": ScheduleConfig(),
-        "parallel": ParallelConfig(**case["parallel"]),
-        "training": TrainingConfig(
+        objective=FlowMatching(),
+        parallel=ParallelConfig(**case["parallel"]),
+        training=TrainingConfig(
             run_dir=case["run_dir"],
             num_steps=2,
             global_batch_size=2,
@@ -184,15 +173,13 @@ def run_in_full(case: dict) -> list[dict]:
             validation_interval=2,
             sample_interval=2,
         ),
-        "checkpoint": CheckpointConfig(),
-        "logging": LoggingConfig(tensorboard=False),
-        "sampling": SamplingConfig(num_steps=2),
-    }
-    names = ("model", "data", "optimizer", "schedule", "parallel", "training")
-    dims, spec = check_settings(*(settings[name] for name in names))
-    groups = process_groups.initialize(settings["parallel"])
-    run = Run(settings, dims, spec, groups)
-    run.train(SimpleNamespace(step=0), PreemptionFlag())  # type: ignore[arg-type]
+        logging=LoggingConfig(tensorboard=False),
+        sampling=SamplingConfig(num_steps=2),
+    )
+    dims, spec = config.check_here()
+    groups = process_groups.initialize(config.parallel)
+    run = Run(config, dims, spec, groups)
+    train(run, SimpleNamespace(step=0), PreemptionFlag())  # type: ignore[arg-type]
     run.close()
     process_groups.release()
     lines = (Path(case["run_dir"]) / "metrics.jsonl").read_text().splitlines() if groups.rank == 0 else []

@@ -7,27 +7,26 @@ from torch import nn
 
 from benchmarks.parallel_training import gathered, of_all_stages, whole
 from dit.backends import process_groups
-from dit.data_api import BatchSpec
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.master_weights import SLOTS, get_step_count, gradient_norm, master_shards
 from dit.parallel.build import build_optimizer, megatron_config, wrap
-from dit.parallel.dims import ParallelConfig, ParallelDims
+from dit.parallel.dims import ParallelConfig
+from dit.run_config import RunConfig
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
-    SamplingConfig,
     ScheduleConfig,
     TrainingConfig,
 )
-from dit.training.pretrain import Run, check_settings
+from dit.training.pretrain import Run
 from energon_data.mock import MockData
 
 
-def settings_of(case: dict) -> dict[str, Any]:
+def config_of(case: dict) -> RunConfig:
     """Return the settings of a run on synthetic ragged packs that every layout shares alike.
 
     `case` may change the fields of some parts, such as `{"model": {"num_experts": 4}}`.
@@ -38,33 +37,26 @@ def settings_of(case: dict) -> dict[str, Any]:
 
     run_dir, precision = str(case["run_dir"]), case.get("precision", "fp32")
     sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 2, "position_embedding": "sincos_3d"}
-    return {
-        "model": part("model", DiTConfig, **sizes, num_classes=3),
-        "data": MockData(shapes=["1x8x8", "1x4x8"], num_streams=4, max_tokens_per_pack=40),
-        "objective": FlowMatching(),
-        "optimizer": part("optimizer", OptimizerConfig, lr=1e-2, weight_decay=0.1),
-        "schedule": part("schedule", ScheduleConfig),
-        "parallel": ParallelConfig(**case["parallel"]),
-        "training": part(
+    return RunConfig(
+        model=part("model", DiTConfig, **sizes, num_classes=3),
+        data=MockData(shapes=["1x8x8", "1x4x8"], num_streams=4, max_tokens_per_pack=40),
+        objective=FlowMatching(),
+        optimizer=part("optimizer", OptimizerConfig, lr=1e-2, weight_decay=0.1),
+        schedule=part("schedule", ScheduleConfig),
+        parallel=ParallelConfig(**case["parallel"]),
+        training=part(
             "training", TrainingConfig, run_dir=run_dir, global_batch_size=4, precision=precision, ema_decay=0.5
         ),
-        "checkpoint": CheckpointConfig(interval=0),
-        "logging": LoggingConfig(tensorboard=False),
-        "sampling": SamplingConfig(),
-    }
-
-
-def checked(settings: dict[str, Any]) -> tuple[ParallelDims, BatchSpec]:
-    """Check the settings as a run does."""
-    named = ("model", "data", "optimizer", "schedule", "parallel", "training")
-    return check_settings(*(settings[name] for name in named))
+        checkpoint=CheckpointConfig(interval=0),
+        logging=LoggingConfig(tensorboard=False),
+    )
 
 
 def start(case: dict) -> Run:
     """Start or resume the run in `case["run_dir"]`."""
-    settings = settings_of(case)
-    dims, spec = checked(settings)
-    return Run(settings, dims, spec, process_groups.initialize(settings["parallel"]), quiet=True)
+    config = config_of(case)
+    dims, spec = config.check_here()
+    return Run(config, dims, spec, process_groups.initialize(config.parallel), quiet=True)
 
 
 def state_of(run: Run) -> dict[str, torch.Tensor]:
@@ -87,7 +79,7 @@ def look(run: Run) -> dict:
         options = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
         return generate(run.network, FlowMatching(), pack, run.spec, **options)
 
-    run._validate()
+    run.validate()
     with run.state.ema.applied(run.state.optimizer, run.state.wrapped):
         averaged = draw()
     return {"held_out": run.state.held_out.loss, "averaged": averaged, "raw": draw()}
@@ -106,7 +98,7 @@ def train(case: dict) -> dict:
         result["looks_after"] = look(run)
         result["after_looking"] = state_of(run)
     if case.get("save"):
-        run._save()
+        run.save()
     if "steps_after" in case:
         result["grad_norms"] += [run.step(loss_sums) for _ in range(case["steps_after"])]
         result["at_end"] = state_of(run)

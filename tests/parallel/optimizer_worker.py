@@ -9,7 +9,7 @@ from dit.backends import process_groups
 from dit.parallel.build import build_model
 from dit.settings import OptimizerConfig, ScheduleConfig
 from dit.training.step import training_forward_step
-from tests.parallel.fsdp_worker import checked, settings_of
+from tests.parallel.fsdp_worker import config_of
 
 
 def rate(n: int, num_steps: int, peak: float, schedule: ScheduleConfig) -> float:
@@ -40,19 +40,19 @@ def adamw(weight: Tensor, m: Tensor, v: Tensor, gradient: Tensor, n: int, lr: fl
 
 def formulas(case: dict) -> dict:
     """Train the bare model of `case` on one rank, without wrapper, optimizer or average of the project's."""
-    settings = settings_of(case)
-    _, spec = checked(settings)
-    training, optimizer = settings["training"], settings["optimizer"]
-    groups = process_groups.initialize(settings["parallel"])
-    (network,) = build_model(settings["model"], settings["parallel"], training.precision, groups, training.seed)
+    config = config_of(case)
+    _, spec = config.check_here()
+    training, optimizer = config.training, config.optimizer
+    groups = process_groups.initialize(config.parallel)
+    (network,) = build_model(config.model, config.parallel, training, groups)
     parameters = dict(network.named_parameters())
     weights = {name: p.detach().float().clone() for name, p in parameters.items()}
     average, zeros = dict(weights), {name: torch.zeros_like(w) for name, w in weights.items()}
     m, v = ({name: z.clone() for name, z in zeros.items()} for _ in range(2))
-    stream = settings["data"].build_train(spec, dp_rank=0, dp_size=1, seed=training.seed, log_dir=None)
+    stream = config.data.build_train(spec, dp_rank=0, dp_size=1, seed=training.seed, log_dir=None)
     norms = []
     for n in range(1, training.num_steps + 1):
-        forward_step = training_forward_step(settings["objective"], settings["model"], training.seed, n - 1)
+        forward_step = training_forward_step(config.objective, config.model, training.seed, n - 1)
         gradients, tokens = {name: z.clone() for name, z in zeros.items()}, 0
         for _ in range(training.global_batch_size):
             prediction_TC, loss_function = forward_step(stream, network)
@@ -65,7 +65,7 @@ def formulas(case: dict) -> dict:
                     parameter.grad = None
         gradients, norm = clipped({name: g / tokens for name, g in gradients.items()}, optimizer.clip_grad)
         norms.append(norm)
-        lr = rate(n, training.num_steps, optimizer.lr, settings["schedule"])
+        lr = rate(n, training.num_steps, optimizer.lr, config.schedule)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 adamw(weights[name], m[name], v[name], gradients[name], n, lr, optimizer)

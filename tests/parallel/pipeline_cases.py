@@ -165,26 +165,19 @@ def run_legs(case: dict) -> dict:
     """Run the loop itself in legs, each resuming the one before on its own layout; return what it logged."""
     from dit.backends import process_groups
     from dit.monitoring.guards import PreemptionFlag
-    from dit.settings import (
-        CheckpointConfig,
-        LoggingConfig,
-        OptimizerConfig,
-        SamplingConfig,
-        ScheduleConfig,
-        TrainingConfig,
-    )
-    from dit.training.pretrain import Run, check_settings
+    from dit.run_config import RunConfig
+    from dit.settings import LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
+    from dit.training.pretrain import Run, train
     from energon_data.mock import MockData
 
     for parallel, num_steps in case["legs"]:
-        settings = {
-            "model": tiny_model(),
-            "data": MockData(shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, num_streams=1),
-            "objective": FlowMatching(),
-            "optimizer": OptimizerConfig(lr=1e-3),
-            "schedule": ScheduleConfig(),
-            "parallel": ParallelConfig(**parallel),
-            "training": TrainingConfig(
+        config = RunConfig(
+            model=tiny_model(),
+            data=MockData(shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, num_streams=1),
+            objective=FlowMatching(),
+            optimizer=OptimizerConfig(lr=1e-3),
+            parallel=ParallelConfig(**parallel),
+            training=TrainingConfig(
                 run_dir=case["folder"],
                 num_steps=num_steps,
                 global_batch_size=4,
@@ -194,14 +187,12 @@ def run_legs(case: dict) -> dict:
                 validation_interval=2,
                 sample_interval=2,
             ),
-            "checkpoint": CheckpointConfig(),
-            "logging": LoggingConfig(tensorboard=False),
-            "sampling": SamplingConfig(num_steps=2),
-        }
-        names = ("model", "data", "optimizer", "schedule", "parallel", "training")
-        dims, spec = check_settings(*(settings[name] for name in names))
-        run = Run(settings, dims, spec, process_groups.initialize(settings["parallel"]))
-        run.train(SimpleNamespace(step=0), PreemptionFlag())
+            logging=LoggingConfig(tensorboard=False),
+            sampling=SamplingConfig(num_steps=2),
+        )
+        dims, spec = config.check_here()
+        run = Run(config, dims, spec, process_groups.initialize(config.parallel))
+        train(run, SimpleNamespace(step=0), PreemptionFlag())
         run.close()
         process_groups.release()
     lines = (Path(case["folder"]) / "metrics.jsonl").read_text().splitlines() if Path(case["folder"]).exists() else []

@@ -13,6 +13,7 @@ from dit.context_parallel.shard_batch import shard
 from dit.layout import SequenceLayout
 from dit.parallel.build import build_model
 from dit.patchify import grid_positions
+from dit.settings import TrainingConfig
 from tests.parallel.context_worker import start
 from tests.parallel.traffic import bytes_sent
 
@@ -45,7 +46,7 @@ def traffic(case: dict) -> dict:
         kind, comm, split, name = key
         settings = replace(parallel, spatial_temporal_comm=comm, context_split=split)
         model = tiny_model("stdit", num_layers=1, layer_pattern=[kind], qk_layernorm=False)
-        (backbone,) = build_model(model, settings, "fp32", groups, SEED)
+        (backbone,) = build_model(model, settings, TrainingConfig(precision="fp32", seed=SEED), groups)
         with torch.no_grad():
             for parameter in backbone.parameters():
                 nn.init.normal_(parameter, 0.0, 0.1)

@@ -135,7 +135,7 @@ def count_on_meta(config: DiTConfig) -> int:
 
     with torch.device("meta"):
         megatron = TransformerConfig(
-            **config.megatron_sizes(),
+            **config.megatron_sizes().arguments(),
             use_cpu_initialization=True,
             perform_initialization=False,
             gradient_accumulation_fusion=False,

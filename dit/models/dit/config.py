@@ -1,11 +1,11 @@
 """Sizes of the original DiT."""
 
 from dataclasses import dataclass
-from typing import Any, Optional, get_args
+from typing import Optional, get_args
 
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, self_attention
-from dit.models.base import ModelConfig
+from dit.models.base import ModelConfig, TransformerSizes
 from dit.models.cross_config import Positions, RotarySettings, check_heads, check_numbers
 from dit.models.expert_options import ExpertOptions
 
@@ -63,17 +63,17 @@ class DiTConfig(ExpertOptions, ModelConfig, RotarySettings):
         self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
         self.validate_experts()
 
-    def megatron_sizes(self) -> dict[str, Any]:
-        return {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "ffn_hidden_size": self.ffn_size,
-            "add_bias_linear": self.add_bias,
-            "layernorm_epsilon": self.layernorm_epsilon,
-            "qk_layernorm": self.qk_layernorm,
-            **self.expert_megatron_sizes(self.ffn_size),
-        }
+    def megatron_sizes(self) -> TransformerSizes:
+        sizes = TransformerSizes(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            ffn_hidden_size=self.ffn_size,
+            add_bias_linear=self.add_bias,
+            layernorm_epsilon=self.layernorm_epsilon,
+            qk_layernorm=self.qk_layernorm,
+        )
+        return self.with_experts(sizes, self.ffn_size)
 
     def num_parameters(self) -> int:
         h, bias = self.hidden_size, int(self.add_bias)

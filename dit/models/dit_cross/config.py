@@ -1,7 +1,7 @@
 """Sizes of the DiT with text cross-attention."""
 
-from dataclasses import dataclass
-from typing import Any, Optional, get_args
+from dataclasses import dataclass, replace
+from typing import Optional, get_args
 
 from dit.layout import SequenceLayout
 from dit.models.activations import (
@@ -14,6 +14,7 @@ from dit.models.activations import (
     self_attention,
     text_keys,
 )
+from dit.models.base import TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig, Positions
 
 
@@ -35,8 +36,8 @@ class DiTCrossConfig(CrossAttentionModelConfig):
         self.check_sizes()
         self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
 
-    def megatron_sizes(self) -> dict[str, Any]:
-        return {**super().megatron_sizes(), "add_bias_linear": self.add_bias}
+    def megatron_sizes(self) -> TransformerSizes:
+        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias)
 
     def num_parameters(self) -> int:
         h, f, c, kv, bias = self.hidden_size, self.ffn_size, self.context_size or 0, self.kv_size, int(self.add_bias)

@@ -1,12 +1,12 @@
 """Sizes of FLUX."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Optional, Self, get_args
+from typing import Literal, Optional, Self, get_args
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, mlp
-from dit.models.base import ModelConfig
+from dit.models.base import ModelConfig, TransformerSizes
 from dit.models.cross_config import (
     CONDITION_FEATURES,
     RotarySettings,
@@ -90,15 +90,15 @@ class FluxConfig(ModelConfig, RotarySettings):
             where = f"with model.position_embedding={self.position_embedding!r}"
             check_unused(self, ["rope_axes"], where, "use 'rope_3d'")
 
-    def megatron_sizes(self) -> dict[str, Any]:
-        return {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "layernorm_epsilon": self.layernorm_epsilon,
-            "qk_layernorm": True,
-        }
+    def megatron_sizes(self) -> TransformerSizes:
+        return TransformerSizes(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            ffn_hidden_size=self.ffn_hidden_size,
+            layernorm_epsilon=self.layernorm_epsilon,
+            qk_layernorm=True,
+        )
 
     def _matrices(self) -> tuple[int, int]:
         """Return the weights that every row meets in one stream of a joint block, and in a single-stream block."""

@@ -1,7 +1,7 @@
 """Sizes of the Movie Gen backbone."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, Optional, get_args
+from dataclasses import dataclass, field, replace
+from typing import Literal, Optional, get_args
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
@@ -15,6 +15,7 @@ from dit.models.activations import (
     self_attention,
     text_keys,
 )
+from dit.models.base import TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig, check_unused
 from dit.models.expert_options import ExpertOptions
 
@@ -58,9 +59,9 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
             where = f"with model.position_embedding={self.position_embedding!r}"
             check_unused(self, ["max_grid"], where, "use 'learned_3d'")
 
-    def megatron_sizes(self) -> dict[str, Any]:
-        sizes = {**super().megatron_sizes(), "add_bias_linear": False}
-        return {**sizes, **self.expert_megatron_sizes(self.ffn_size)}
+    def megatron_sizes(self) -> TransformerSizes:
+        sizes = replace(super().megatron_sizes(), add_bias_linear=False)
+        return self.with_experts(sizes, self.ffn_size)
 
     def num_parameters(self) -> int:
         h, c, kv = self.hidden_size, self.context_size or 0, self.kv_size

@@ -1,8 +1,8 @@
 """Sizes of the spatial-temporal DiT."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Optional, get_args
+from dataclasses import dataclass, field, replace
+from typing import Optional, get_args
 
 from dit.context_parallel.segments import AttentionKind
 from dit.errors import ConfigError
@@ -17,6 +17,7 @@ from dit.models.activations import (
     self_attention,
     text_keys,
 )
+from dit.models.base import TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig, Positions
 
 
@@ -98,8 +99,8 @@ class STDiTConfig(CrossAttentionModelConfig):
                 "self-attentions, but one modulation serves all layers; give each layer equally many"
             )
 
-    def megatron_sizes(self) -> dict[str, Any]:
-        return {**super().megatron_sizes(), "add_bias_linear": self.add_bias}
+    def megatron_sizes(self) -> TransformerSizes:
+        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias)
 
     def num_parameters(self) -> int:
         h, f, c, kv, bias = self.hidden_size, self.ffn_size, self.context_size or 0, self.kv_size, int(self.add_bias)

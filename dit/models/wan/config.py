@@ -1,7 +1,7 @@
 """Sizes of the Wan-shaped backbone."""
 
-from dataclasses import dataclass
-from typing import Any, Literal, Optional, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, Optional, get_args
 
 from dit.layout import SequenceLayout
 from dit.models.activations import (
@@ -15,6 +15,7 @@ from dit.models.activations import (
     self_attention,
     text_keys,
 )
+from dit.models.base import TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
 
 Positions = Literal["rope_3d", "sincos_3d"]
@@ -44,9 +45,9 @@ class WanConfig(CrossAttentionModelConfig):
         self.check_sizes()
         self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
 
-    def megatron_sizes(self) -> dict[str, Any]:
+    def megatron_sizes(self) -> TransformerSizes:
         # The norms of queries and keys are split with the heads: no gradient of theirs is summed over ranks.
-        return {**super().megatron_sizes(), "qk_layernorm": False}
+        return replace(super().megatron_sizes(), qk_layernorm=False)
 
     def num_parameters(self) -> int:
         h, f, c, kv = self.hidden_size, self.ffn_size, self.context_size or 0, self.kv_size

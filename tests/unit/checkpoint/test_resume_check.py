@@ -13,20 +13,13 @@ import dit.models
 import dit.objectives
 import energon_data
 from dit.checkpoint.resume_check import EVERY, SETTINGS, changes, check_same_experiment
-from dit.config_record import CLASS_KEY, to_record
+from dit.config_record import CLASS_KEY
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.parallel.dims import ParallelConfig
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    ScheduleConfig,
-    TrainingConfig,
-)
+from dit.run_config import RunConfig
+from dit.settings import OptimizerConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
@@ -34,20 +27,9 @@ from energon_data.mock import MockData
 FOLDER = Path("runs/x/checkpoints/iter_0000006")
 
 
-def settings_of(**changed):
-    parts = {
-        "model": DiTConfig(num_classes=3),
-        "data": MockData(shapes=["1x8x8"]),
-        "objective": FlowMatching(),
-        "optimizer": OptimizerConfig(),
-        "schedule": ScheduleConfig(),
-        "parallel": ParallelConfig(),
-        "training": TrainingConfig(),
-        "checkpoint": CheckpointConfig(),
-        "logging": LoggingConfig(),
-        "sampling": SamplingConfig(),
-    }
-    return {**parts, **changed}
+def config_of(**changed):
+    parts = {"model": DiTConfig(num_classes=3), "data": MockData(shapes=["1x8x8"]), "objective": FlowMatching()}
+    return RunConfig(**{**parts, **changed})
 
 
 def classes_of(base):
@@ -86,22 +68,22 @@ def test_every_setting_of_every_class_is_refused_or_reported():
 @pytest.mark.parametrize("data", [MockData(shapes=["1x8x8"]), EnergonData(path="x")], ids=["mock", "energon"])
 def test_each_changed_setting_is_found_alone(data):
     """One after the other: its path, both values, and whether it is refused are those of the table."""
-    settings = settings_of(data=data)
-    assert changes(to_record(settings), settings) == []
-    for part, value in settings.items():
+    config = config_of(data=data)
+    assert changes(config.to_record(), config) == []
+    for part, value in config.parts().items():
         for field in dataclasses.fields(value):
             new = changed_value(getattr(value, field.name))
-            other = {**settings, part: copy.copy(value)}
-            setattr(other[part], field.name, new)  # past the checks of a constructor
-            (change,) = changes(to_record(settings), other)
+            other = dataclasses.replace(config, **{part: copy.copy(value)})
+            setattr(getattr(other, part), field.name, new)  # past the checks of a constructor
+            (change,) = changes(config.to_record(), other)
             assert (change.path, change.old, change.new) == (f"{part}.{field.name}", getattr(value, field.name), new)
             refused = SETTINGS[part][0].split()
             assert change.is_refused == (field.name in refused or EVERY in refused), change
             if change.is_refused:
                 with pytest.raises(ConfigError, match=rf"{part}\.{field.name}: .*accept_changes=\[\"{change.path}\"\]"):
-                    check_same_experiment(FOLDER, to_record(settings), other, [])
+                    check_same_experiment(FOLDER, config.to_record(), other, [])
             for accepted in ([change.path], [part]):
-                assert check_same_experiment(FOLDER, to_record(settings), other, accepted) == [change]
+                assert check_same_experiment(FOLDER, config.to_record(), other, accepted) == [change]
 
 
 def test_what_the_issue_is_about():
@@ -127,37 +109,37 @@ def test_what_the_issue_is_about():
 
 
 def test_another_class_is_one_change_and_a_moved_one_is_none():
-    record = to_record(settings_of())
-    settings = settings_of(objective=EDM(p_mean=0.0))
-    assert list(map(str, changes(record, settings))) == ["objective: FlowMatching -> EDM"]
+    record = config_of().to_record()
+    config = config_of(objective=EDM(p_mean=0.0))
+    assert list(map(str, changes(record, config))) == ["objective: FlowMatching -> EDM"]
     with pytest.raises(ConfigError) as raised:
-        check_same_experiment(FOLDER, record, settings, [])
+        check_same_experiment(FOLDER, record, config, [])
     for words in (str(FOLDER), "FlowMatching -> EDM", "training.run_dir", "start_from", 'accept_changes=["objective"]'):
         assert words in str(raised.value)
-    assert len(check_same_experiment(FOLDER, record, settings, ["objective"])) == 1
+    assert len(check_same_experiment(FOLDER, record, config, ["objective"])) == 1
 
     record["objective"][CLASS_KEY] = "dit.elsewhere.FlowMatching"
-    assert changes(record, settings_of()) == []
+    assert changes(record, config_of()) == []
 
 
 def test_settings_of_another_version():
     """One that is new counts as its default; one that is gone is a change that nobody can judge, so it is refused."""
-    record = to_record(settings_of())
+    record = config_of().to_record()
     del record["model"]["rope_factors"], record["optimizer"]["beta2"], record["sampling"]
-    assert changes(record, settings_of()) == []
-    (change,) = changes(record, settings_of(optimizer=OptimizerConfig(beta2=0.5)))
+    assert changes(record, config_of()) == []
+    (change,) = changes(record, config_of(optimizer=OptimizerConfig(beta2=0.5)))
     assert str(change) == "optimizer.beta2: 0.999 -> 0.5"
     record["training"]["former"] = 3
-    (change,) = changes(record, settings_of())
+    (change,) = changes(record, config_of())
     assert (str(change), change.is_refused) == ("training.former: 3 -> no longer a setting", True)
-    assert check_same_experiment(FOLDER, record, settings_of(), ["training.former"]) == [change]
+    assert check_same_experiment(FOLDER, record, config_of(), ["training.former"]) == [change]
 
 
 def test_the_message_names_all_refused_settings_and_what_is_accepted_already():
-    record = to_record(settings_of())
-    settings = settings_of(optimizer=OptimizerConfig(beta1=0.5, beta2=0.5, lr=1.0), objective=EDM())
+    record = config_of().to_record()
+    config = config_of(optimizer=OptimizerConfig(beta1=0.5, beta2=0.5, lr=1.0), objective=EDM())
     with pytest.raises(ConfigError) as raised:
-        check_same_experiment(FOLDER, record, settings, ["objective"])
+        check_same_experiment(FOLDER, record, config, ["objective"])
     assert "optimizer.beta1: 0.9 -> 0.5; optimizer.beta2: 0.999 -> 0.5." in str(raised.value)
     assert str(raised.value).endswith('accept_changes=["objective","optimizer.beta1","optimizer.beta2"]\'')
 
@@ -165,4 +147,4 @@ def test_the_message_names_all_refused_settings_and_what_is_accepted_already():
 @pytest.mark.parametrize("name", ["optimizer.beta3", "optimiser", "optimizer.", "beta1"])
 def test_an_accepted_change_must_name_a_setting(name):
     with pytest.raises(ConfigError, match="accept_changes names"):
-        check_same_experiment(FOLDER, to_record(settings_of()), settings_of(), [name])
+        check_same_experiment(FOLDER, config_of().to_record(), config_of(), [name])

@@ -14,12 +14,14 @@ from dit.convert.diffusers_dit import DiffusersDiT
 from dit.convert.diffusers_format import TrainedModel, formats
 from dit.convert.run_record import CONFIG_KEY, METADATA_KEY, build, from_record, name_of, objective_of, to_record
 from dit.convert.state_files import INDEX, read_diffusers, read_tensors, write_diffusers, write_tensors
+from dit.data_api import NoData
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives import OBJECTIVES
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
 from dit.settings import SamplingConfig
 from launch import export, import_weights
 from recipes import registry
@@ -222,13 +224,14 @@ def test_a_record_that_a_stranger_wrote_is_checked(tmp_path, capsys, change, mes
 def test_a_record_survives_json_for_each_format(form):
     """The data's class names travel with a model that takes classes, and with no other."""
     model = form.config_class(**({"num_classes": 3} if form.samples_by_class else {}))
-    config = {"model": model, "objective": EDM(sigma_data=0.7), "sampling": SamplingConfig(prompts=["a", "b"])}
+    sampling = SamplingConfig(prompts=["a", "b"])
+    config = RunConfig(model=model, data=NoData(), objective=EDM(sigma_data=0.7), sampling=sampling)
     facts = {"class_names": ["x", "y", "z"], "latent_size": [2, 8, 6], "fps": 12.5, "text_encoder": "some"}
     trained = export.trained_model(config, facts)
     assert trained.class_names == (["x", "y", "z"] if form.samples_by_class else None)
     again = from_record(json.loads(json.dumps(to_record(trained))), form.config_class)
     assert again == trained
-    assert build(SamplingConfig, again.sampling, "sampling") == config["sampling"]
+    assert build(SamplingConfig, again.sampling, "sampling") == sampling
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", "[]"])

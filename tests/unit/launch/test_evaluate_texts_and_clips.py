@@ -65,7 +65,7 @@ def judge(monkeypatch):
 
         model = SimpleNamespace(num_classes=num_classes, context_size=None if num_classes else 8)
         generator = SimpleNamespace(
-            config={"model": model, "data": SimpleNamespace(path="here")},
+            config=SimpleNamespace(model=model, data=SimpleNamespace(path="here")),
             class_names=CLASS_NAMES,
             text_encoder="words",
             generate=generate,

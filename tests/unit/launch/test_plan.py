@@ -15,6 +15,7 @@ from dit.parallel.dims import ParallelConfig
 from dit.planner.flops import flops_per_token
 from dit.settings import TrainingConfig
 from launch import plan
+from launch.config_file import built
 from launch.train import call_recipe
 
 MODEL = DiTConfig(hidden_size=64, num_layers=2, num_attention_heads=4, num_classes=10)
@@ -190,10 +191,10 @@ def test_the_micro_batch_is_the_largest_that_fits():
     """Both by arithmetic: the largest divisor of a replica's share of 256 that is at most 32, and its memory."""
     task = call_recipe("dit_xl2_imagenet")
     for ranks, size in ((1, 32), (8, 32), (16, 16), (32, 8), (256, 1)):
-        _, dims = plan.checked(task, ranks)
+        dims, _ = built(task).check(ranks)
         assert (dims.micro_batch_size, dims.micro_batches) == (size, 256 // ranks // size)
     task.training.micro_batch_size = 48
-    assert plan.checked(task, 1)[1].micro_batch_size == 32
+    assert built(task).check(1)[0].micro_batch_size == 32
     task.training.micro_batch_size = 32
     text, asked = plan.report(task, 32), "micro-batches of 8, not training.micro_batch_size=32: a global batch of 256"
     assert asked in text

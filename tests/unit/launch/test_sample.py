@@ -36,7 +36,9 @@ class FakeGenerator:
     def config(self):
         sizes = {"context_size": self.context_size, "pooled_size": self.pooled_size}
         model = SimpleNamespace(num_classes=self.num_classes, **sizes)
-        return {"model": model, "data": SimpleNamespace(path="somewhere"), "sampling": SimpleNamespace(prompts=None)}
+        return SimpleNamespace(
+            model=model, data=SimpleNamespace(path="somewhere"), sampling=SimpleNamespace(prompts=None)
+        )
 
     def generate(self, labels=None, *, count=None, contexts=None, **settings):
         self.calls.append({"labels": labels, "count": count, "contexts": contexts, **settings})

@@ -68,10 +68,10 @@ def build(one_rank_world, monkeypatch):
     def build(config, dtype):
         sizes = config.megatron_sizes()
         view = TransformerConfig(
-            **sizes, perform_initialization=False, gradient_accumulation_fusion=False, params_dtype=dtype
+            **sizes.arguments(), perform_initialization=False, gradient_accumulation_fusion=False, params_dtype=dtype
         )
         provider = LayerProvider(view, one_rank_world.collection)
-        model = build_backbone(config, provider, segment_sdpa, Stage(range(sizes["num_layers"])))
+        model = build_backbone(config, provider, segment_sdpa, Stage(range(sizes.num_layers)))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -3,19 +3,14 @@
 import pytest
 
 from dit.errors import ConfigError
+from dit.models.dit_cross.config import DiTCrossConfig
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.settings import TrainingConfig
 
 
 def check(world_size: int = 8, heads: int = 12, groups: int | None = None, **parallel) -> ParallelDims:
-    return check_parallel(
-        ParallelConfig(**parallel),
-        world_size=world_size,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        num_layers=4,
-        micro_batch_size=1,
-        global_batch_size=8,
-    )
+    model = DiTCrossConfig(num_attention_heads=heads, num_query_groups=groups, num_layers=4)
+    return check_parallel(model, ParallelConfig(**parallel), TrainingConfig(global_batch_size=8), world_size)
 
 
 def test_context_ranks_share_samples():

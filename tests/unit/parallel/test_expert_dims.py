@@ -5,19 +5,14 @@ from typing import Optional
 import pytest
 
 from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.settings import TrainingConfig
 
 
 def check(num_experts: Optional[int], world_size: int, **parallel) -> ParallelDims:
-    return check_parallel(
-        ParallelConfig(**parallel),
-        world_size=world_size,
-        num_attention_heads=8,
-        num_layers=4,
-        micro_batch_size=1,
-        global_batch_size=24,
-        num_experts=num_experts,
-    )
+    model = DiTConfig(num_attention_heads=8, num_layers=4, num_experts=num_experts)
+    return check_parallel(model, ParallelConfig(**parallel), TrainingConfig(global_batch_size=24), world_size)
 
 
 @pytest.mark.parametrize(

@@ -8,20 +8,15 @@ from dit.errors import ConfigError
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.parallel.dims import ParallelConfig, check_parallel
+from dit.settings import TrainingConfig
 
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 
 
 def checked(world_size=4, num_experts=None, **parallel):
-    return check_parallel(
-        ParallelConfig(data_parallel="fsdp", **parallel),
-        world_size=world_size,
-        num_attention_heads=4,
-        num_layers=4,
-        micro_batch_size=1,
-        global_batch_size=8,
-        num_experts=num_experts,
-    )
+    model = DiTConfig(num_attention_heads=4, num_layers=4, num_experts=num_experts)
+    parallel = ParallelConfig(data_parallel="fsdp", **parallel)
+    return check_parallel(model, parallel, TrainingConfig(global_batch_size=8), world_size)
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)
@@ -91,7 +86,7 @@ def test_one_data_parallel_rank_shards_nothing(one_rank_world: ProcessGroups, ki
     parallel = ParallelConfig(data_parallel="fsdp", fsdp_sharding=kind)
     for precision, has_masters in (("fp32", False), ("bf16", True)):
         model = DiTConfig(hidden_size=8, num_layers=1, num_attention_heads=1)
-        chunks = build_model(model, parallel, precision, one_rank_world, seed=0)
+        chunks = build_model(model, parallel, TrainingConfig(precision=precision), one_rank_world)
         (wrapped,) = wrap(chunks, parallel, one_rank_world)
         assert wrapped.ddp_config.data_parallel_sharding_strategy == "optim"
         assert wrapped.ddp_config.grad_reduce_in_fp32

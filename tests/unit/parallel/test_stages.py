@@ -3,8 +3,10 @@
 import pytest
 
 from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
 from dit.parallel.dims import ParallelConfig, check_parallel
 from dit.parallel.pipeline import layers_in_flight, split_layers, stages
+from dit.settings import TrainingConfig
 
 SPLITS = [
     (8, 1, None, None),
@@ -67,14 +69,8 @@ def test_interleaving_keeps_more_by_its_longer_warm_up():
 
 
 def checked(world_size=8, num_layers=8, global_batch_size=8, **parallel):
-    return check_parallel(
-        ParallelConfig(**parallel),
-        world_size=world_size,
-        num_attention_heads=4,
-        num_layers=num_layers,
-        micro_batch_size=1,
-        global_batch_size=global_batch_size,
-    )
+    model, training = DiTConfig(num_layers=num_layers), TrainingConfig(global_batch_size=global_batch_size)
+    return check_parallel(model, ParallelConfig(**parallel), training, world_size)
 
 
 def test_pipeline_ranks_share_their_samples():

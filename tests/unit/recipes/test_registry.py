@@ -11,6 +11,7 @@ from nemo_run.config import get_type_namespace
 
 from dit.models.base import ModelConfig
 from launch import plan
+from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
 
@@ -106,7 +107,7 @@ def test_a_recipe_fits_the_gpus_that_its_line_names(entry):
 @pytest.mark.parametrize("entry", [e for e in registry.recipes() if " or more" in e.line], ids=lambda entry: entry.name)
 def test_a_recipe_fits_more_gpus_where_its_line_says_so(entry):
     for factor in (2, 4):
-        plan.checked(call_recipe(entry.name), factor * stated_ranks(entry.line))
+        built(call_recipe(entry.name)).check(factor * stated_ranks(entry.line))
 
 
 def test_recipes_are_fresh_each_time():

@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from dit.batch import DEFAULT_FPS, PackedBatch
+from dit.data_api import NoData
 from dit.inference.generator import Generator
 from dit.inference.preview import PictureWriter
 from dit.layout import SequenceLayout
@@ -16,6 +17,7 @@ from dit.models.base import ModelConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
 from dit.settings import SamplingConfig
 from dit.training.device_batches import DeviceBatches
 from tests.conftest import BuildModel
@@ -38,7 +40,7 @@ CONDITIONED = {
 
 
 def generator_of(network: Any, model: ModelConfig, **facts: Any) -> Generator:
-    config = {"model": model, "objective": FlowMatching(), "sampling": SAMPLING}
+    config = RunConfig(model=model, data=NoData(), objective=FlowMatching(), sampling=SAMPLING)
     return Generator(config, {"class_names": None, "latent_size": list(LATENT_SIZE), **facts}, network, 0)
 
 

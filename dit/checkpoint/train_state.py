@@ -1,0 +1,65 @@
+"""Everything that a step changes: what a run builds, trains and saves."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.manifest import HeldOut
+from dit.data_api import BatchSpec, DataStream
+from dit.models.base import Backbone
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import MasterShard, master_shards
+from dit.parallel.build import build_model, build_optimizer, wrap
+from dit.run_config import RunConfig
+
+
+@dataclass
+class TrainState:
+    """Everything a step changes.
+
+    Attributes:
+        chunks: this rank's bare model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
+        step: optimizer steps done.
+        consumed_samples: samples trained on by all ranks.
+        held_out: the newest held-out loss; None before the first.
+    """
+
+    wrapped: Sequence[Any]
+    chunks: Sequence[Backbone]
+    optimizer: Any
+    shards: list[MasterShard]
+    ema: Optional[EMA]
+    stream: DataStream
+    groups: ProcessGroups
+    step: int = 0
+    consumed_samples: int = 0
+    held_out: Optional[HeldOut] = None
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the newest held-out loss is that of the present weights."""
+        return self.held_out is not None and self.held_out.step == self.step
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Run the model with the weight average where there is one."""
+        return nullcontext() if self.ema is None else self.ema.applied(self.optimizer, self.wrapped)
+
+
+def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> TrainState:
+    """Build this rank's part of a run at step 0: model, wrappers, optimizer, average, data, in this order."""
+    training = config.training
+    chunks = build_model(config.model, config.parallel, training, groups)
+    wrapped = wrap(chunks, config.parallel, groups)
+    optimizer = build_optimizer(wrapped, config.optimizer, config.parallel, training.precision, groups)
+    shards = master_shards(optimizer, chunks)
+    ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, training.ema_start_step)
+    stream = config.data.build_train(
+        spec,
+        dp_rank=groups.dp_rank,
+        dp_size=groups.dp_size,
+        seed=training.seed,
+        log_dir=training.run_dir if groups.is_data_reader else None,
+    )
+    return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups)

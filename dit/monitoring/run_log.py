@@ -1,0 +1,137 @@
+"""What rank 0 reports of a run: the records in its folder, their mirrors, and the console."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+import yaml
+
+from dit.backends.device import local_device
+from dit.backends.provider import resolve_linears
+from dit.checkpoint.checkpointer import CONFIG_FILE, held_out_meta
+from dit.checkpoint.train_state import TrainState
+from dit.durable_files import write_record
+from dit.kernels.resolve import table
+from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
+from dit.monitoring.headline import headline
+from dit.monitoring.progress import ConsoleProgress
+from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
+from dit.monitoring.summary import drawing_command, how_it_went
+from dit.parallel.build import DTYPES
+from dit.parallel.dims import ParallelDims
+from dit.run_config import RunConfig
+
+
+class RunLog:
+    """Where a run reports what it does; ranks that do not report have one without places, which is silent.
+
+    Args:
+        sinks: for scalars, pictures and checkpoints.
+        progress: the console.
+    """
+
+    def __init__(self, sinks: Optional[Sink] = None, progress: Optional[ConsoleProgress] = None) -> None:
+        self._sinks, self._progress = sinks, progress
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nobody reads what is reported here."""
+        return self._sinks is None
+
+    def start(self, step: int) -> None:
+        """Start the clock of the console at `step` steps done."""
+        if self._progress is not None:
+            self._progress.start(step)
+
+    def scalars(self, state: TrainState, values: Mapping[str, float]) -> None:
+        """Report the numbers of a step."""
+        if self._sinks is not None and self._progress is not None:
+            self._sinks.scalars(state.step, values, state.consumed_samples)
+            self._progress.update(state.step, values)
+
+    def held_out(self, state: TrainState, losses: Mapping[str, float]) -> None:
+        """Report the held-out losses of a step, safe from a power loss."""
+        if self._sinks is not None:
+            named = {f"held_out/{name}": value for name, value in losses.items()}
+            self._sinks.scalars(state.step, named, state.consumed_samples)
+            self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}")
+            self._sinks.sync()
+
+    def samples(self, state: TrainState, path: Path) -> None:
+        """Report a file of samples."""
+        if self._sinks is not None:
+            self._sinks.image("samples", state.step, path, "one sample per class or prompt")
+            self.message(f"step {state.step}: samples {path}")
+
+    def checkpoint(self, state: TrainState, path: Path) -> None:
+        """Report a checkpoint."""
+        if self._sinks is not None:
+            self._sinks.artifact(path, {"step": state.step, **held_out_meta(state.held_out)})
+            self.message(f"step {state.step}: checkpoint {path}")
+
+    def message(self, text: str) -> None:
+        """Print a line."""
+        if self._progress is not None:
+            self._progress.message(text)
+
+    def sync(self) -> None:
+        """Make what was recorded so far survive a power loss."""
+        if self._sinks is not None:
+            self._sinks.sync()
+
+    def summarize(
+        self, config: RunConfig, state: TrainState, *, seconds: float, frames: int, text_encoder: Optional[str]
+    ) -> None:
+        """End the output with two lines: how the run went, and the command that draws from it.
+
+        Args:
+            seconds: since this attempt started.
+            frames: of a sample.
+            text_encoder: that embeds prompts; None where the model takes none.
+        """
+        if self._progress is None:
+            return
+        self._progress.close()  # the live line comes before them
+        run_dir, num_steps = config.training.run_dir, config.training.num_steps
+        self.message(how_it_went(Path(run_dir) / METRICS_FILE, state.step, num_steps, seconds))
+        self.message(f"draw from it: {drawing_command(run_dir, frames, text_encoder, config.sampling.prompts)}")
+
+    def close(self) -> None:
+        """Leave the last line standing and write out what is held back."""
+        if self._progress is not None:
+            self._progress.close()
+        if self._sinks is not None:
+            self._sinks.close()
+
+
+def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> RunLog:
+    """Write what the run is into its folder, open its sinks, and print its first line; rank 0 calls this.
+
+    Args:
+        resumed: it goes on from a checkpoint.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    training, run_dir, record = config.training, Path(config.training.run_dir), config.to_record()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_record(run_dir / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False))
+    kernels = table(local_device(), DTYPES[training.precision], training.attention)
+    linear, _ = resolve_linears(training.linears)
+    ran = environment_record(state.groups.world_size, kernels, linear.__name__)
+    append_attempt(run_dir / ENV_FILE, {**ran, "micro_batch_size": dims.micro_batch_size})
+    sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), _mirrors(config, record, state.step if resumed else None))
+    return RunLog(sinks, ConsoleProgress(headline(config, dims, state, resumed=resumed), training.num_steps))
+
+
+def _mirrors(
+    config: RunConfig, record: Mapping[str, Any], resumed_step: Optional[int]
+) -> dict[str, Callable[[], Sink]]:
+    """Return what builds each mirror that the run asks for."""
+    run_dir, logging = Path(config.training.run_dir), config.logging
+    mirrors: dict[str, Callable[[], Sink]] = {}
+    if logging.tensorboard:
+        mirrors["TensorBoard"] = lambda: TensorBoardSink(run_dir / "events", resumed_step)
+    if logging.wandb:
+        mirrors["wandb"] = lambda: WandbSink(run_dir, logging.wandb_project, record, artifacts=logging.wandb_artifacts)
+    return mirrors

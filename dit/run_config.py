@@ -1,0 +1,155 @@
+"""One run, typed: the ten parts that a recipe writes, checked together before anything is built."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Optional, Self
+
+from dit.config_record import CLASS_KEY, from_record, to_record
+from dit.data_api import BatchSpec, DataConfig, NoData
+from dit.kernels.recompute import check_recompute
+from dit.models.base import ModelConfig
+from dit.objectives.base import Objective
+from dit.optimizer.schedules import check_schedule
+from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
+from dit.settings import (
+    CheckpointConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+
+TRAINING_FUNCTION = "dit.training.pretrain.pretrain"
+"""What a record starts, so that the `config.yaml` of a run folder starts the same run with `--yaml`."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """The settings of a run, by the names of `pretrain`'s arguments.
+
+    Attributes:
+        model: sizes of the backbone.
+        data: where samples come from.
+        objective: what is learned.
+        optimizer, schedule: how weights move.
+        parallel: how the model and the data are placed on ranks.
+        training: length, batch sizes, precision, seed, intervals.
+        checkpoint, logging: what is left on disk.
+        sampling: pictures while training, and the defaults of the sample command.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    objective: Objective
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        """Rebuild a run from plain values, as `to_record` or an earlier version wrote them.
+
+        A part that the record lacks has its defaults; imported weights come without data.
+
+        Raises:
+            CheckpointError: a part names a class that is not one of this project's, or its settings changed.
+        """
+        parts = {name: from_record(record[name]) for name in PARTS if record.get(name) is not None}
+        return cls(**{"data": NoData(), **parts})
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the settings as plain values, in the form of `config.yaml`."""
+        return {**to_record(self), CLASS_KEY: TRAINING_FUNCTION}
+
+    def parts(self) -> dict[str, Any]:
+        """Return the ten parts by name."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    def batch_spec(self, micro_batch_size: int = 1, multiple_of: int = 1) -> BatchSpec:
+        """Return what the model fixes about every micro-batch.
+
+        Args:
+            micro_batch_size: samples per micro-batch when not packing.
+            multiple_of: every sample is padded to a multiple of this many tokens.
+        """
+        return BatchSpec(
+            patch_temporal=self.model.patch_temporal,
+            patch_spatial=self.model.patch_spatial,
+            latent_channels=self.model.in_channels,
+            num_classes=self.model.num_classes,
+            context_size=self.model.context_size,
+            pooled_size=self.model.pooled_size,
+            micro_batch_size=micro_batch_size,
+            multiple_of=multiple_of,
+        )
+
+    def check(self, world_size: Optional[int] = None) -> tuple[ParallelDims, BatchSpec]:
+        """Check every setting by itself, then against each other; neither device nor data are looked at.
+
+        Training, the dry run and the benchmarks all make these checks.
+
+        Args:
+            world_size: ranks of the run; None for the fewest that the layout needs.
+
+        Raises:
+            ConfigError: with the numbers and the cure.
+        """
+        self.model.validate()
+        settings = (self.optimizer, self.schedule, self.parallel, self.training)
+        for part in (*settings, self.checkpoint, self.logging, self.sampling):
+            part.validate()
+        check_recompute(self.training.recompute, self.training.recompute_layers)
+        check_schedule(self.training.num_steps, self.optimizer.lr, self.schedule)
+        dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))
+        spec = self.batch_spec(dims.micro_batch_size, dims.token_multiple)
+        self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
+        if self.data.mixes_shapes(spec):
+            cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
+            self.model.check_supports("mixed_shapes", f"data={type(self.data).__name__}", cure)
+        # A table of noise levels has no more of them than the network was trained with.
+        self.objective.sampling_grid(self.sampling.num_steps)
+        return dims, spec
+
+    def check_here(self) -> tuple[ParallelDims, BatchSpec]:
+        """Check the settings against the ranks that were started, the libraries of this machine, and the data.
+
+        Raises:
+            ConfigError, DataError: with the numbers and the cure.
+        """
+        # Megatron-Core takes seconds to import, and a plan needs none of this.
+        from dit.backends.device import local_device
+        from dit.backends.process_groups import world_size_from_environment
+        from dit.backends.provider import resolve_linears
+        from dit.kernels.resolve import resolve_attention
+        from dit.parallel.build import DTYPES
+
+        dims, spec = self.check(world_size_from_environment())
+        resolve_attention(local_device(), DTYPES[self.training.precision], self.training.attention)
+        resolve_linears(self.training.linears)
+        self.data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
+        return dims, spec
+
+    def adaptations(self, dims: ParallelDims) -> list[str]:
+        """Say which settings were adapted to the run's size, one line each."""
+        training, schedule, lines = self.training, self.schedule, []
+        if dims.micro_batch_size < training.micro_batch_size:
+            lines.append(
+                f"micro-batches of {dims.micro_batch_size}, not training.micro_batch_size={training.micro_batch_size}: "
+                f"a global batch of {training.global_batch_size} is shared by {dims.data_parallel_size} replicas in "
+                f"{dims.micro_batches} micro-batch{'es' if dims.micro_batches > 1 else ''} each"
+            )
+        if schedule.warmup_steps > training.num_steps:
+            lines.append(
+                f"a warm-up of {training.num_steps} steps, not schedule.warmup_steps={schedule.warmup_steps}: "
+                f"the run has no more"
+            )
+        return lines
+
+
+PARTS = tuple(part.name for part in fields(RunConfig))
+"""The names of the parts, in the order of `pretrain`'s arguments."""

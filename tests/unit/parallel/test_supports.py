@@ -1,0 +1,135 @@
+"""What a backbone does not support is refused by name before anything is built: in training, dry run and sampling."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NoReturn
+
+import nemo_run as run
+import pytest
+
+from dit.backends.process_groups import ProcessGroups
+from dit.errors import ConfigError
+from dit.models.base import Supports
+from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.build import build_model
+from dit.parallel.dims import ParallelConfig
+from dit.run_config import RunConfig
+from dit.settings import TrainingConfig
+from energon_data.dataset import EnergonData
+from energon_data.mock import MockData
+from launch import plan
+from recipes.tiny import tiny_dit
+
+NOTHING = dict.fromkeys(Supports.__dataclass_fields__, False)
+
+
+@dataclass(kw_only=True)
+class DataParallelOnly(DiTConfig):
+    """A backbone with experts that runs on replicas in fp32, on samples of one shape, and can do nothing else."""
+
+    supports: ClassVar[Supports] = Supports(**NOTHING)
+    num_experts: Any = 4
+    num_classes: Any = 3
+
+    def build(self, *_: Any) -> NoReturn:
+        raise AssertionError("built")
+
+
+ASKED = {
+    "tensor": ({"tensor_model_parallel_size": 2}, "tensor parallelism, which parallel.tensor_model_parallel_size=2"),
+    "pipeline": ({"pipeline_model_parallel_size": 2}, "pipeline parallelism, which parallel.pipeline_model_parallel"),
+    "context": ({"context_parallel_size": 2}, "context parallelism, which parallel.context_parallel_size=2"),
+    "expert": ({"expert_model_parallel_size": 2}, "expert parallelism, which parallel.expert_model_parallel_size=2"),
+    "sequence": ({"sequence_parallel": True}, "sequence parallelism, which parallel.sequence_parallel=True"),
+    "fsdp": ({"data_parallel": "fsdp"}, "FSDP, which parallel.data_parallel=fsdp"),
+    "bf16": ({}, "bf16, which training.precision=bf16"),
+}
+
+
+def run_of(parallel: dict, precision: str, model: DiTConfig | None = None, data: Any = None) -> RunConfig:
+    return RunConfig(
+        model=DataParallelOnly() if model is None else model,
+        data=MockData(shapes=["1x16x16"]) if data is None else data,
+        objective=FlowMatching(),
+        parallel=ParallelConfig(**parallel),
+        training=TrainingConfig(precision=precision, global_batch_size=8, micro_batch_size=2),
+    )
+
+
+def dry_run(config: RunConfig) -> None:
+    task = tiny_dit()
+    task.model = run.Config(DataParallelOnly)
+    for part in ("parallel", "training"):
+        for name, value in vars(getattr(config, part)).items():
+            setattr(getattr(task, part), name, value)
+    plan.report(task, None)
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_more_than_a_backbone_supports_is_refused_alike_everywhere(one_rank_world: ProcessGroups, what: str) -> None:
+    """Training, the dry run, and the builder that samples come by one check; the message says what is supported."""
+    parallel, says = ASKED[what]
+    config = run_of(parallel, "bf16" if what == "bf16" else "fp32")
+    doors = {
+        "training": config.check_here,
+        "dry run": lambda: dry_run(config),
+        "sampling": lambda: build_model(config.model, config.parallel, config.training, one_rank_world),
+    }
+    found = []
+    for door in doors.values():
+        with pytest.raises(ConfigError) as raised:
+            door()
+        found.append(str(raised.value))
+    assert len(set(found)) == 1
+    assert found[0].startswith(f"DataParallelOnly does not support {says}")
+    assert "it supports data parallelism, fp32. Use " in found[0]
+
+
+def test_each_flag_is_refused_and_listed_alone() -> None:
+    """So no flag stands for another, and a message lists the other seven."""
+    from dit.models.base import SUPPORT_WORDS
+
+    assert SUPPORT_WORDS.keys() == NOTHING.keys() == ASKED.keys() | {"mixed_shapes"}
+    for what, (parallel, says) in ASKED.items():
+
+        @dataclass(kw_only=True)
+        class Lacks(DataParallelOnly):
+            supports: ClassVar[Supports] = replace(Supports(), **{what: False})
+
+        if what == "sequence":
+            parallel = {**parallel, "tensor_model_parallel_size": 2}
+        with pytest.raises(ConfigError, match=says) as raised:
+            run_of(parallel, "bf16", Lacks()).check()
+        listed = str(raised.value).partition("it supports ")[2].partition(". Use")[0].split(", ")
+        assert listed == ["data parallelism", "fp32", *(w for name, w in SUPPORT_WORDS.items() if name != what)]
+
+
+def test_what_is_supported_is_not_refused() -> None:
+    """On replicas in fp32 the same backbone passes; one that says nothing supports everything."""
+    assert run_of({}, "fp32").check(world_size=4)[0].data_parallel_size == 4
+    assert Supports() == DiTConfig.supports == Supports(**dict.fromkeys(NOTHING, True))
+    everything = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
+    everything |= {"context_parallel_size": 2, "expert_model_parallel_size": 2}
+    run_of(everything, "bf16", DiTConfig(num_experts=4)).check()
+
+
+@pytest.mark.parametrize(
+    ("data", "mixes"),
+    [
+        (MockData(shapes=["1x16x16"], max_tokens_per_pack=256), False),
+        (MockData(shapes=["1x16x16", "1x16x8"]), True),
+        (EnergonData(path="x", bucket_by_shape=True), False),
+        (EnergonData(path="x"), True),
+    ],
+)
+def test_samples_of_different_shapes_are_refused_where_they_are_not_supported(data: Any, mixes: bool) -> None:
+    config = run_of({}, "fp32", data=data)
+    config.training.micro_batch_size = 1 if getattr(data, "max_tokens_per_pack", None) else 2
+    replace(config, model=DiTConfig()).check()
+    if not mixes:
+        config.check()
+        return
+    with pytest.raises(ConfigError, match=r"samples of different shapes in one micro-batch, which data=.*bucket_by"):
+        config.check()
+    config.training.micro_batch_size = 1
+    config.check()

@@ -1,0 +1,95 @@
+"""One run, typed: the parts are `pretrain`'s arguments, and a record is read back as the run that wrote it."""
+
+import dataclasses
+import typing
+from dataclasses import fields, replace
+
+import pytest
+import yaml
+
+from dit.config_record import CLASS_KEY, to_record
+from dit.data_api import NoData
+from dit.errors import CheckpointError, ConfigError
+from dit.models.dit.config import DiTConfig
+from dit.objectives.ddpm import DDPM
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.run_config import TRAINING_FUNCTION, RunConfig
+from dit.settings import SamplingConfig, TrainingConfig
+from dit.training.pretrain import pretrain
+from energon_data.mock import MockData
+
+RUN = RunConfig(
+    model=DiTConfig(hidden_size=32, num_layers=2, num_attention_heads=2, num_classes=3),
+    data=MockData(shapes=["1x8x8"]),
+    objective=DDPM(prediction="v", discrete_steps=1000),
+    parallel=ParallelConfig(pipeline_model_parallel_size=2, pipeline_layers=[1, 1]),
+    training=TrainingConfig(run_dir="runs/x", precision="fp32", global_batch_size=8, micro_batch_size=4),
+    sampling=SamplingConfig(prompts=["a", "b"]),
+)
+
+
+def test_the_parts_are_the_arguments_of_pretrain_with_their_types():
+    """So the flat signature that recipes configure and the typed run cannot drift apart."""
+    hints = typing.get_type_hints(pretrain)
+    assert hints.pop("return") is type(None)
+    assert list(hints.items()) == [(part.name, part.type) for part in fields(RunConfig)]
+    assert f"{pretrain.__module__}.{pretrain.__qualname__}" == TRAINING_FUNCTION
+
+
+def test_a_record_is_read_back_as_the_run_that_wrote_it():
+    """Through YAML, as on disk; every part is the record of its own, under the name of its class."""
+    record = RUN.to_record()
+    assert RunConfig.from_record(yaml.safe_load(yaml.safe_dump(record, sort_keys=False))) == RUN
+    assert list(record) == [CLASS_KEY, *(part.name for part in fields(RUN))]
+    assert record[CLASS_KEY] == TRAINING_FUNCTION
+    assert all(record[name] == to_record(part) for name, part in RUN.parts().items())
+
+
+def test_records_of_other_versions_and_of_imported_weights_are_read():
+    """A part that is missing has its defaults, what is no part is passed by, and imported weights have no data."""
+    record = {**RUN.to_record(), "class_names": ["a"], "latent_size": [1, 8, 8], "data": None}
+    del record["logging"]
+    found = RunConfig.from_record(record)
+    assert replace(found, data=RUN.data) == RUN
+    assert found.data == NoData()
+    with pytest.raises(ConfigError, match="without data"):
+        found.check()
+
+
+def test_a_record_of_foreign_classes_is_refused():
+    record = RUN.to_record()
+    record["objective"][CLASS_KEY] = "shutil.rmtree"
+    with pytest.raises(CheckpointError, match=r"shutil\.rmtree"):
+        RunConfig.from_record(record)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "says"),
+    [
+        ("model", {"num_attention_heads": 3}, "num_attention_heads=3"),
+        ("sampling", {"num_steps": 2000}, "2000"),
+        ("training", {"recompute_layers": 2}, "recompute_layers=2"),
+        ("schedule", {"min_lr": 1.0}, "min_lr=1.0"),
+        ("logging", {"profile_steps": [3]}, r"profile_steps=\[3\]"),
+        ("parallel", {"tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4"),
+        ("data", {"shapes": ["1x9x9"]}, "patches"),
+    ],
+)
+def test_every_part_is_checked_by_itself_or_against_the_others(part, changes, says):
+    """The sampling steps are those of the objective's table."""
+    RUN.check()
+    with pytest.raises(ConfigError, match=says):
+        replace(RUN, **{part: replace(getattr(RUN, part), **changes)}).check()
+
+
+def test_what_was_adapted_is_said():
+    dims, spec = replace(RUN, training=replace(RUN.training, global_batch_size=6)).check(world_size=4)
+    assert (dims.micro_batch_size, spec.micro_batch_size, dims.micro_batches) == (3, 3, 1)
+    adapted = replace(RUN, training=replace(RUN.training, global_batch_size=6, num_steps=5))
+    adapted = replace(adapted, schedule=dataclasses.replace(adapted.schedule, warmup_steps=9))
+    lines = adapted.adaptations(dims)
+    assert len(lines) == 2
+    assert "micro-batches of 3, not training.micro_batch_size=4" in lines[0]
+    assert "a warm-up of 5 steps, not schedule.warmup_steps=9" in lines[1]
+    assert replace(RUN, objective=FlowMatching()).adaptations(RUN.check()[0]) == []
