@@ -44,7 +44,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.ranges", "dit.layout", "dit.batch"),
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
     },
-    "dit.optimizer": {"dit.errors", "dit.settings", "dit.backends", "dit.parallel"},
+    "dit.optimizer": {"dit.errors", "dit.ranges", "dit.settings", "dit.backends", "dit.parallel"},
     "dit.planner": {"dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.models", "dit.parallel"},
     "dit.encoders": {"dit.errors", "dit.backends"},
     "dit.convert": {

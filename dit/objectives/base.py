@@ -6,13 +6,12 @@ Network, loss and solver meet only here: the step, the backbones and the solvers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 
@@ -78,16 +77,6 @@ class Objective(ABC):
     @abstractmethod
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return `num_steps + 1` falling path positions, float64, from pure noise to 0."""
-
-
-def check_choice(name: str, value: str, choices: Any) -> None:
-    """Check that the setting `name` holds one of the words of the `Literal` type `choices`.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if value not in get_args(choices):
-        raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def sample_weights(batch: PackedBatch) -> Tensor:

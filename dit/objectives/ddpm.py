@@ -17,12 +17,11 @@ from dit.objectives.base import (
     Objective,
     Path,
     Prepared,
-    check_choice,
     sample_weights,
     shared_time,
 )
 from dit.objectives.noise_levels import ScheduleName, make_schedule
-from dit.ranges import check_ranges, whole
+from dit.ranges import check_choice, check_ranges, whole
 
 Prediction = Literal["noise", "x0", "v"]
 

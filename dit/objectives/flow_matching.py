@@ -17,12 +17,11 @@ from dit.objectives.base import (
     Objective,
     Path,
     Prepared,
-    check_choice,
     sample_weights,
     shared_time,
 )
 from dit.objectives.noise_levels import logit_normal, shift_time
-from dit.ranges import FINITE, check_ranges
+from dit.ranges import FINITE, check_choice, check_ranges
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dit.errors import ConfigError
-from dit.objectives.base import check_choice
+from dit.ranges import check_choice
 
 ScheduleName = Literal["linear", "cosine", "scaled_linear"]
 

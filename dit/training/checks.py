@@ -5,14 +5,13 @@ from typing import Optional
 from dit.data_api import BatchSpec, DataConfig
 from dit.kernels.recompute import check_recompute
 from dit.models.base import ModelConfig
-from dit.optimizer.schedules import check_schedule
+from dit.optimizer.schedules import Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 
@@ -24,7 +23,7 @@ def check_run(
     model: ModelConfig,
     data: DataConfig,
     optimizer: OptimizerConfig,
-    schedule: ScheduleConfig,
+    schedule: Schedule,
     parallel: ParallelConfig,
     training: TrainingConfig,
     *others: CheckpointConfig | LoggingConfig | SamplingConfig,
@@ -40,10 +39,10 @@ def check_run(
         ConfigError: with the numbers and the cure.
     """
     model.validate()
-    for part in (optimizer, schedule, parallel, training, *others):
+    for part in (optimizer, parallel, training, *others):
         part.validate()
     check_recompute(training.recompute, training.recompute_layers)
-    check_schedule(training.num_steps, optimizer.lr, schedule)
+    schedule.check(training.num_steps, optimizer.lr)
     sizes = model.megatron_sizes()
     dims = check_parallel(
         parallel,
@@ -69,7 +68,7 @@ def check_run(
     return dims, spec
 
 
-def adapted(schedule: ScheduleConfig, training: TrainingConfig, dims: ParallelDims) -> list[str]:
+def adapted(schedule: Schedule, training: TrainingConfig, dims: ParallelDims) -> list[str]:
     """Say which settings were adapted to the run's size, one line each."""
     lines = []
     if dims.micro_batch_size < training.micro_batch_size:
@@ -78,9 +77,4 @@ def adapted(schedule: ScheduleConfig, training: TrainingConfig, dims: ParallelDi
             f"a global batch of {training.global_batch_size} is shared by {dims.data_parallel_size} replicas in "
             f"{dims.micro_batches} micro-batch{'es' if dims.micro_batches > 1 else ''} each"
         )
-    if schedule.warmup_steps > training.num_steps:
-        lines.append(
-            f"a warm-up of {training.num_steps} steps, not schedule.warmup_steps={schedule.warmup_steps}: "
-            f"the run has no more"
-        )
-    return lines
+    return lines + schedule.adapted(training.num_steps)

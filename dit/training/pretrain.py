@@ -43,8 +43,8 @@ from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBo
 from dit.monitoring.summary import drawing_command, how_it_went
 from dit.objectives.base import Objective
 from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import apply_update, gradient_norm, master_shards, set_learning_rate
-from dit.optimizer.schedules import learning_rate
+from dit.optimizer.master_weights import apply_update, gradient_norm, master_shards, set_rates
+from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.build import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import WholeNetwork, forward_backward
@@ -55,7 +55,6 @@ from dit.settings import (
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 from dit.training.checks import adapted, check_run
@@ -73,7 +72,7 @@ def pretrain(
     data: DataConfig,
     objective: Objective,
     optimizer: OptimizerConfig,
-    schedule: ScheduleConfig,
+    schedule: Schedule,
     parallel: ParallelConfig,
     training: TrainingConfig,
     checkpoint: CheckpointConfig,
@@ -129,7 +128,7 @@ def check_settings(
     model: ModelConfig,
     data: DataConfig,
     optimizer: OptimizerConfig,
-    schedule: ScheduleConfig,
+    schedule: Schedule,
     parallel: ParallelConfig,
     training: TrainingConfig,
     *others: CheckpointConfig | LoggingConfig | SamplingConfig,
@@ -323,7 +322,8 @@ class Run:
             self.groups,
         )
         lr = learning_rate(state.step, training.num_steps, optimizer_settings.lr, self.settings["schedule"])
-        set_learning_rate(state.optimizer, lr)
+        beta1 = momentum(state.step, training.num_steps, optimizer_settings.beta1, self.settings["schedule"])
+        set_rates(state.optimizer, lr, beta1)
         grad_norm = gradient_norm(state.optimizer)
         step_sums = torch.zeros_like(loss_sums)
         for output in outputs:  # on the last pipeline stage; the others report none

@@ -113,15 +113,15 @@ MUTANTS = (
     Mutant(
         "schedule: the first update has rate 0",
         "dit/optimizer/schedules.py",
-        "update, warmup = step + 1,",
-        "update, warmup = step,",
+        "schedule.rate(step + 1, num_steps",
+        "schedule.rate(step, num_steps",
         (SCHEDULES,),
     ),
     Mutant(
         "schedule: the cosine ends before the floor",
         "dit/optimizer/schedules.py",
-        "(update - summit) / (num_steps - summit)",
-        "(update - summit) / num_steps",
+        "(update - start) / (num_steps - start)",
+        "(update - start) / num_steps",
         (SCHEDULES,),
     ),
     Mutant(

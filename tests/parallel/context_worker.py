@@ -155,12 +155,12 @@ def traffic(case: dict) -> dict:
 def run_in_full(case: dict) -> list[dict]:
     """Run the training loop with everything that looks at batches, and return what rank 0 logged."""
     from dit.monitoring.guards import PreemptionFlag
+    from dit.optimizer.schedules import Constant
     from dit.settings import (
         CheckpointConfig,
         LoggingConfig,
         OptimizerConfig,
         SamplingConfig,
-        ScheduleConfig,
         TrainingConfig,
     )
     from dit.training.pretrain import Run, check_settings
@@ -173,7 +173,7 @@ def run_in_full(case: dict) -> list[dict]:
         ),
         "objective": FlowMatching(),
         "optimizer": OptimizerConfig(),
-        "schedule": ScheduleConfig(),
+        "schedule": Constant(),
         "parallel": ParallelConfig(**case["parallel"]),
         "training": TrainingConfig(
             run_dir=case["run_dir"],

@@ -12,6 +12,7 @@ from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.master_weights import SLOTS, get_step_count, gradient_norm, master_shards
+from dit.optimizer.schedules import Constant
 from dit.parallel.build import build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.sampling.generate import empty_pack, generate
@@ -20,7 +21,6 @@ from dit.settings import (
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 from dit.training.pretrain import Run, check_settings
@@ -43,7 +43,7 @@ def settings_of(case: dict) -> dict[str, Any]:
         "data": MockData(shapes=["1x8x8", "1x4x8"], num_streams=4, max_tokens_per_pack=40),
         "objective": FlowMatching(),
         "optimizer": part("optimizer", OptimizerConfig, lr=1e-2, weight_decay=0.1),
-        "schedule": part("schedule", ScheduleConfig),
+        "schedule": case.get("schedule", Constant()),
         "parallel": ParallelConfig(**case["parallel"]),
         "training": part(
             "training", TrainingConfig, run_dir=run_dir, global_batch_size=4, precision=precision, ema_decay=0.5

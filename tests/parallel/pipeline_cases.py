@@ -165,12 +165,12 @@ def run_legs(case: dict) -> dict:
     """Run the loop itself in legs, each resuming the one before on its own layout; return what it logged."""
     from dit.backends import process_groups
     from dit.monitoring.guards import PreemptionFlag
+    from dit.optimizer.schedules import Constant
     from dit.settings import (
         CheckpointConfig,
         LoggingConfig,
         OptimizerConfig,
         SamplingConfig,
-        ScheduleConfig,
         TrainingConfig,
     )
     from dit.training.pretrain import Run, check_settings
@@ -182,7 +182,7 @@ def run_legs(case: dict) -> dict:
             "data": MockData(shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, num_streams=1),
             "objective": FlowMatching(),
             "optimizer": OptimizerConfig(lr=1e-3),
-            "schedule": ScheduleConfig(),
+            "schedule": Constant(),
             "parallel": ParallelConfig(**parallel),
             "training": TrainingConfig(
                 run_dir=case["folder"],

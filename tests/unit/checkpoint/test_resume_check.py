@@ -18,13 +18,13 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.schedules import Cosine
 from dit.parallel.dims import ParallelConfig
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 from dit.training.pretrain import pretrain
@@ -40,7 +40,7 @@ def settings_of(**changed):
         "data": MockData(shapes=["1x8x8"]),
         "objective": FlowMatching(),
         "optimizer": OptimizerConfig(),
-        "schedule": ScheduleConfig(),
+        "schedule": Cosine(),
         "parallel": ParallelConfig(),
         "training": TrainingConfig(),
         "checkpoint": CheckpointConfig(),
