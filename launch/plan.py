@@ -272,11 +272,12 @@ def checked(task: "run.Partial", world_size: Optional[int]) -> tuple[dict[str, A
         ConfigError: a setting is out of its range, or settings do not fit together.
     """
     from dit.inference.preview import check_pictures
-    from dit.training.checks import CHECKED, check_run
+    from dit.training.checks import CHECKED, check_outputs, check_run
 
     parts: dict[str, Any] = fiddle.build(task).keywords
     dims, _ = check_run(*(parts[name] for name in CHECKED), world_size=world_size)
     check_pictures(parts["sampling"], parts["objective"])
+    check_outputs(parts["objective"], parts["model"])
     return parts, dims
 
 

@@ -3,8 +3,11 @@
 from typing import Optional
 
 from dit.data_api import BatchSpec, DataConfig
+from dit.errors import ConfigError
 from dit.kernels.recompute import check_recompute
 from dit.models.base import ModelConfig
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
 from dit.optimizer.schedules import Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
 from dit.settings import (
@@ -66,6 +69,27 @@ def check_run(
     )
     data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
     return dims, spec
+
+
+def check_outputs(objective: Objective, model: ModelConfig) -> None:
+    """Check that the model predicts as many outputs as the objective trains.
+
+    Raises:
+        ConfigError: with the numbers and the cure.
+    """
+    predicted, wanted = model.output_features, objective.num_outputs * model.token_channels
+    if predicted == wanted:
+        return
+    channels = model.in_channels
+    cure = f"set model.out_channels={objective.num_outputs * channels}"
+    if predicted == 2 * model.token_channels and isinstance(objective, DDPM):
+        cure += ", or objective.learned_variance=true to train the second half as a variance"
+    elif objective.num_outputs == 2:
+        cure += ", or objective.learned_variance=false"
+    raise ConfigError(
+        f"the model predicts {predicted} numbers for a token of {model.token_channels} "
+        f"(model.in_channels={channels}) and the objective trains {wanted}; {cure}"
+    )
 
 
 def adapted(schedule: Schedule, training: TrainingConfig, dims: ParallelDims) -> list[str]:

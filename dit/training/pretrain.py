@@ -57,10 +57,10 @@ from dit.settings import (
     SamplingConfig,
     TrainingConfig,
 )
-from dit.training.checks import adapted, check_run
+from dit.training.checks import adapted, check_outputs, check_run
 from dit.training.device_batches import DeviceBatches
 from dit.training.step import find_suspects, training_forward_step
-from dit.training.validate import held_out_loss
+from dit.training.validate import held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
 
@@ -105,6 +105,7 @@ def pretrain(
             others = (checkpoint, logging, sampling)
             dims, spec = check_settings(model, data, optimizer, schedule, parallel, training, *others)
             check_pictures(sampling, objective)
+            check_outputs(objective, model)
             for line in adapted(schedule, training, dims) if rank == 0 else ():
                 logger.info(line)
         with StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog:
@@ -274,7 +275,7 @@ class Run:
         traced = self.settings["logging"].profile_steps if self.groups.rank == 0 else None
         with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
             started = time.perf_counter()
-            loss_sums = torch.zeros(2, device=self.device)
+            loss_sums = torch.zeros(len(self.objective.terms) + 1, device=self.device)
             while state.step < training.num_steps:
                 trace.before(state.step + 1)
                 grad_norm = self.step(loss_sums)
@@ -327,10 +328,10 @@ class Run:
         grad_norm = gradient_norm(state.optimizer)
         step_sums = torch.zeros_like(loss_sums)
         for output in outputs:  # on the last pipeline stage; the others report none
-            step_sums += torch.stack([output["loss_sum"], output["tokens"]])
+            step_sums += output["sums"]
         if not math.isfinite(grad_norm):
             # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
-            suspects = find_suspects(step_sums[0].item(), self.batches.consumed.keys[seen:])
+            suspects = find_suspects(step_sums[:-1].sum().item(), self.batches.consumed.keys[seen:])
             check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, suspects)
         apply_update(state.optimizer, grad_norm, optimizer_settings.clip_grad)
         loss_sums += step_sums
@@ -341,14 +342,18 @@ class Run:
 
     def mean_loss(self, loss_sums: torch.Tensor) -> float:
         """Return the mean loss over all ranks of what `step` added up; every rank calls this and gets it."""
+        return sum(self.mean_terms(loss_sums))
+
+    def mean_terms(self, loss_sums: torch.Tensor) -> list[float]:
+        """Return the same of each term of the loss."""
         sums = loss_sums.clone()
         dist.all_reduce(sums, group=self.groups.dp_cp)
         dist.all_reduce(sums, group=self.groups.pp)  # the last stage alone has losses
-        return (sums[0] / sums[1]).item()
+        return (sums[:-1] / sums[-1]).tolist()
 
     def _log(self, loss_sums: torch.Tensor, grad_norm: float, seconds: float) -> None:
         """Reduce what was counted since the last log line, and write it."""
-        loss = self.mean_loss(loss_sums)
+        terms = self.mean_terms(loss_sums)
         mine, lost = self.batches.reset(), sum(self.state.stream.skipped().values())
         counts = torch.tensor(
             [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops, lost],
@@ -366,7 +371,7 @@ class Run:
             state.step - 1, self.training.num_steps, self.settings["optimizer"].lr, self.settings["schedule"]
         )
         values = {
-            "loss": loss,
+            **named_losses(self.objective, terms),
             "grad_norm": grad_norm,
             "learning_rate": lr,
             "samples_per_s": samples / seconds,
@@ -388,7 +393,9 @@ class Run:
         """Measure the held-out loss; of weights that were saved already, their checkpoint gets it, too."""
         batches = self.data.build_validation(self.spec, dp_rank=self.groups.dp_rank, dp_size=self.groups.dp_size)
         with self._averaged():
-            losses = held_out_loss(self.network, batches, self.objective, self.device, self.groups, self._share)
+            losses = held_out_loss(
+                self.network, batches, self.objective, self.model, self.device, self.groups, self._share
+            )
         self.state.held_out = HeldOut(losses["loss"], self.state.step)
         if self.sinks is not None and self.progress is not None:
             named = {f"held_out/{name}": value for name, value in losses.items()}

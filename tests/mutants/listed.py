@@ -133,9 +133,9 @@ MUTANTS = (
     ),
     Mutant(
         "held-out loss forgets the sample weights",
-        "dit/training/validate.py",
-        "sum_per_sample(error_T) * prepared.weight_S",
-        "sum_per_sample(error_T)",
+        "dit/objectives/base.py",
+        "layout.sum_per_sample(self.error_T) * self.weight_S",
+        "layout.sum_per_sample(self.error_T)",
         (LOSSES,),
     ),
     # Objectives and the loss.
@@ -198,8 +198,8 @@ MUTANTS = (
     Mutant(
         "loss: padding counts as tokens",
         "dit/objectives/base.py",
-        "valid_T.sum().float()",
-        "torch.ones_like(valid_T).sum().float()",
+        "layout.valid_T.sum().float()",
+        "torch.ones_like(layout.valid_T).sum().float()",
         (OBJECTIVES,),
     ),
     Mutant(

@@ -129,7 +129,7 @@ def sample_and_validate(case: dict) -> dict:
         latents = generate(network, FlowMatching(), pack, spec, **settings)
         packs = (micro_batch(i, packed=True, multiple_of=max(4, multiple_of)) for i in range(3))
         share = partial(shard, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), split=split)
-        losses = held_out_loss(backbone, packs, FlowMatching(), torch.device("cpu"), groups, share)
+        losses = held_out_loss(backbone, packs, FlowMatching(), model, torch.device("cpu"), groups, share)
         found[split] = {"latents": latents, "losses": losses}
     process_groups.release()
     return found

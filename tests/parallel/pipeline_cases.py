@@ -89,7 +89,7 @@ def predict(case: dict) -> dict:
     with ema.applied(it.optimizer, it.wrapped):
         mine = range(groups.dp_rank, 4, groups.dp_size)
         batches = (micro_batch(i, packed=True, multiple_of=4) for i in mine)
-        losses = held_out_loss(network, batches, FlowMatching(), torch.device("cpu"), groups)
+        losses = held_out_loss(network, batches, FlowMatching(), tiny_model(), torch.device("cpu"), groups)
         options = {"solver": "heun", "num_steps": 2, "guidance_scale": 2.0, "seed": 3}
         samples = generate(network, FlowMatching(), pack, spec, **options)
     after = [p for chunk in it.chunks for p in chunk.parameters()]
