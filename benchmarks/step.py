@@ -99,7 +99,7 @@ def measure(settings: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]
     run = Run(settings, dims, spec, groups, quiet=True)
     batches = run.batches = Recording(run.batches)  # type: ignore[assignment]
     model, training, parallel = settings["model"], settings["training"], settings["parallel"]
-    losses = torch.zeros(2, device=run.device)
+    losses = torch.zeros(len(run.objective.terms) + 1, device=run.device)
     seconds = []
     for i in range(warmup + steps):
         if i == warmup:

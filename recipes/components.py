@@ -219,6 +219,12 @@ def ddpm() -> run.Config[DDPM]:
     return run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise")
 
 
+@run.cli.factory(target=Objective)
+def ddpm_learned_variance() -> run.Config[DDPM]:
+    """DDPM that learns its variance as the original DiT does; set model.out_channels to twice model.in_channels."""
+    return run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise", learned_variance=True)
+
+
 @run.cli.factory(target=OptimizerConfig)
 def adamw() -> run.Config[OptimizerConfig]:
     """AdamW as for the original DiT: lr 1e-4, betas 0.9 and 0.999, no weight decay."""

@@ -90,8 +90,8 @@ class DDPM(Objective):
         if self.learned_variance:
             if not isinstance(self.noise_schedule, TableSchedule) or self.noise_schedule.num_steps < 2:
                 raise ConfigError(
-                    f"objective.learned_variance lies between the two of a step of a table, and discrete_steps is "
-                    f"{self.discrete_steps}; use 1000, or leave the variance out"
+                    "objective.learned_variance needs a table of at least 2 steps, and objective.discrete_steps is "
+                    f"{self.discrete_steps}; use 1000, or learned_variance=false"
                 )
             self._bound = VariationalBound(self.noise_schedule)
 
@@ -141,8 +141,9 @@ class DDPM(Objective):
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the mean's output with its target and, of a learned variance, the reverse step with the true one."""
-        if self._bound is None or prepared.bound_weight_S is None:
+        if self._bound is None:
             return super().loss_terms(prediction_TC, prepared, layout)
+        assert prepared.bound_weight_S is not None  # `prepare` made it
         valid_T1 = layout.valid_T[:, None]
         output_TC, v_TC = prediction_TC.chunk(2, dim=-1)
         simple_T = token_error(output_TC, prepared.target_TC, layout, self.loss_kind)

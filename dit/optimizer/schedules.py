@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dit.errors import ConfigError
-from dit.ranges import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, SHARE_BELOW_1, Range, check_choice, check_ranges
+from dit.ranges import (
+    COUNT,
+    COUNT_OR_NONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SHARE_BELOW_1,
+    Range,
+    check_choice,
+    check_ranges,
+)
 
 Decay = Literal["linear", "one_minus_sqrt"]
 Anneal = Literal["cos", "linear"]
@@ -18,7 +28,7 @@ Anneal = Literal["cos", "linear"]
 
 @dataclass(kw_only=True)
 class Schedule(ABC):
-    """The learning rate, and where it follows it the momentum, of every update of a run."""
+    """The learning rate of every update of a run, and the momentum where that follows."""
 
     @abstractmethod
     def rate(self, update: int, num_steps: int, peak: float) -> float:
@@ -221,7 +231,7 @@ class WSD(Falling):
 class InverseSqrt(WarmUp):
     """Fall as `peak / sqrt(max(n / reference_steps, 1))`, times the linear rise of the warm-up.
 
-    The rate does not depend on the length of the run.
+    After the warm-up the rate does not depend on the length of the run.
 
     Attributes:
         reference_steps: updates until the fall starts.
@@ -237,7 +247,7 @@ class InverseSqrt(WarmUp):
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         # The rise and the fall may overlap, so they are multiplied.
         warmup = max(min(self.warmup_steps, num_steps), 1)
-        return self.after(update, 1, num_steps, self.rise(min(update / warmup, 1.0), peak))
+        return self.rise(min(update / warmup, 1.0), self.after(update, warmup, num_steps, peak))
 
     def after(self, update: int, summit: int, num_steps: int, peak: float) -> float:
         return peak / math.sqrt(max(update / self.reference_steps, 1.0))
@@ -273,7 +283,7 @@ class TorchOneCycle(Schedule):
     def validate(self) -> None:
         momentum = dict.fromkeys(("base_momentum", "max_momentum"), SHARE_BELOW_1)
         factors = dict.fromkeys(("div_factor", "final_div_factor"), POSITIVE)
-        check_ranges("schedule", self, {"pct_start": Range(0, 1), **factors, **momentum})
+        check_ranges("schedule", self, {"pct_start": SHARE, **factors, **momentum})
         check_choice("schedule.anneal_strategy", self.anneal_strategy, Anneal)
 
     def rate(self, update: int, num_steps: int, peak: float) -> float:

@@ -20,6 +20,7 @@ from dit.data_api import BatchSpec
 from dit.kernels.attention import Attention
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
+from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import attention_path, build_model
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
@@ -167,11 +168,11 @@ def run_in_full(case: dict) -> list[dict]:
     from energon_data.mock import MockData
 
     settings: dict[str, Any] = {
-        "model": tiny_model(num_layers=LAYERS),
+        "model": tiny_model(num_layers=LAYERS, out_channels=8),
         "data": MockData(
             shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_micro_batches=2, num_streams=1
         ),
-        "objective": FlowMatching(),
+        "objective": DDPM(schedule="cosine", discrete_steps=50, learned_variance=True, min_snr_gamma=5.0),
         "optimizer": OptimizerConfig(),
         "schedule": Constant(),
         "parallel": ParallelConfig(**case["parallel"]),

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.parallel_training import build, gathered, micro_batch, of_all_stages, tiny_model, train, whole
 from dit.data_api import BatchSpec
+from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 
@@ -178,9 +179,9 @@ def run_legs(case: dict) -> dict:
 
     for parallel, num_steps in case["legs"]:
         settings = {
-            "model": tiny_model(),
+            "model": tiny_model(out_channels=8),
             "data": MockData(shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, num_streams=1),
-            "objective": FlowMatching(),
+            "objective": DDPM(schedule="cosine", discrete_steps=50, learned_variance=True, min_snr_gamma=5.0),
             "optimizer": OptimizerConfig(lr=1e-3),
             "schedule": Constant(),
             "parallel": ParallelConfig(**parallel),
