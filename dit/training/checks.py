@@ -7,7 +7,6 @@ from dit.errors import ConfigError
 from dit.kernels.recompute import check_recompute
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
-from dit.objectives.ddpm import DDPM
 from dit.optimizer.schedules import Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
 from dit.settings import (
@@ -78,18 +77,13 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
         ConfigError: with the numbers and the cure.
     """
     predicted, wanted = model.output_features, objective.num_outputs * model.token_channels
-    if predicted == wanted:
-        return
-    channels = model.in_channels
-    cure = f"set model.out_channels={objective.num_outputs * channels}"
-    if predicted == 2 * model.token_channels and isinstance(objective, DDPM):
-        cure += ", or objective.learned_variance=true to train the second half as a variance"
-    elif objective.num_outputs == 2:
-        cure += ", or objective.learned_variance=false"
-    raise ConfigError(
-        f"the model predicts {predicted} numbers for a token of {model.token_channels} "
-        f"(model.in_channels={channels}) and the objective trains {wanted}; {cure}"
-    )
+    if predicted != wanted:
+        raise ConfigError(
+            f"the model predicts {predicted} numbers for a token of {model.token_channels} "
+            f"(model.in_channels={model.in_channels}), and the objective trains {wanted}; "
+            f"set model.out_channels={objective.num_outputs * model.in_channels}, or choose an objective with as many "
+            "outputs (objective=ddpm_learned_variance has two, the others have one)"
+        )
 
 
 def adapted(schedule: Schedule, training: TrainingConfig, dims: ParallelDims) -> list[str]:
