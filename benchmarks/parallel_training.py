@@ -199,7 +199,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         batches = (shard(pack, groups.cp.rank(), groups.cp.size(), it.parallel.context_split) for pack in packs)
         forward_step = training_forward_step(FlowMatching(), it.model, SEED, step)
         out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
-        sums = torch.tensor([sum(float(o[name]) for o in out) for name in ("loss_sum", "tokens")], dtype=torch.float32)
+        sums = sum((o["sums"].double() for o in out), torch.zeros(2, dtype=torch.float64)).float()
         dist.all_reduce(sums, group=groups.dp_cp)
         dist.all_reduce(sums, group=groups.pp)
         result["losses"].append((sums[0] / sums[1]).item())

@@ -6,6 +6,7 @@ are rebuilt, so reading a record runs no foreign code.
 
 import dataclasses
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from dit.errors import CheckpointError
@@ -14,11 +15,25 @@ CLASS_KEY = "_target_"
 PACKAGES = ("dit.", "energon_data.")
 MOVED = {"dit.training.settings": "dit.settings"}
 """Modules whose classes older records name, and where these are now."""
+FORMER_SCHEDULES = {"constant": "Constant", "cosine": "Cosine", "one_cycle": "OneCycle"}
+"""The classes that were one class of schedules, by its setting `kind`."""
 
 
 def current_module(name: str) -> str:
     """Return where a module that a record names is in this version."""
     return MOVED.get(name, name)
+
+
+def current(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of one part as this version writes it; a record of this version is returned as it is."""
+    found = dict(part)
+    module, _, name = str(part.get(CLASS_KEY, "")).rpartition(".")
+    if current_module(module) == "dit.settings" and name == "ScheduleConfig":
+        kind = str(found.pop("kind", "constant"))
+        if kind == "constant":
+            found.pop("min_lr", None)  # which nothing fell to
+        found[CLASS_KEY] = f"dit.optimizer.schedules.{FORMER_SCHEDULES.get(kind, kind)}"
+    return found
 
 
 def to_record(value: Any) -> Any:
@@ -45,6 +60,7 @@ def from_record(record: Any) -> Any:
         return [from_record(v) for v in record]
     if not isinstance(record, dict):
         return record
+    record = current(record)
     name = record.get(CLASS_KEY)
     values = {k: from_record(v) for k, v in record.items() if k != CLASS_KEY}
     if name is None:

@@ -49,6 +49,26 @@ def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[T
     return tokens, (frames // patch_temporal, height // patch_spatial, width // patch_spatial)
 
 
+def outputs_apart(prediction_TC: Tensor, token_channels: int, latent_channels: int) -> Tensor:
+    """Sort a prediction by output: what belongs to the latent's channels first, then the rest, such as a variance.
+
+    Networks predict all outputs of one position of a patch before those of the next:
+
+        (mean mean var var)(mean mean var var) becomes (mean mean)(mean mean)(var var)(var var)
+
+    Args:
+        prediction_TC: one token per row.
+        token_channels: width of a patchified latent.
+        latent_channels: of them at each position.
+
+    Source: the channel order of Nichol and Dhariwal 2021, arXiv:2102.09672, and DiT.
+    """
+    if prediction_TC.shape[1] == token_channels:
+        return prediction_TC
+    at_position = prediction_TC.unflatten(1, (token_channels // latent_channels, -1))
+    return torch.cat([at_position[..., :latent_channels].flatten(1), at_position[..., latent_channels:].flatten(1)], 1)
+
+
 def unpatchify(tokens: Tensor, grid: Grid, patch_temporal: int, patch_spatial: int) -> Tensor:
     """Undo `patchify`: tokens `[(t h w), (ph pw pt C)]` become a latent `[C, T, H, W]`."""
     t, h, w = grid

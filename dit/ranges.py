@@ -7,7 +7,7 @@ afternoon while a run is only planned.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from dit.errors import ConfigError
 
@@ -80,6 +80,16 @@ def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None
         if any(entry is not None and entry not in allowed for entry in entries):
             kind = "of numbers, each " if isinstance(value, list) else ""
             raise ConfigError(f"{part}.{name}={value} must be {kind}{allowed}")
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Check that the setting `name` holds one of the words of the `Literal` type `choices`.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if value not in get_args(choices):
+        raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def check_path(key: str, path: str) -> None:

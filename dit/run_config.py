@@ -6,17 +6,17 @@ from typing import Any, Optional, Self
 
 from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
+from dit.errors import ConfigError
 from dit.kernels.recompute import check_recompute
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
-from dit.optimizer.schedules import check_schedule
+from dit.optimizer.schedules import Constant, Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 
@@ -43,7 +43,7 @@ class RunConfig:
     data: DataConfig
     objective: Objective
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: Schedule = field(default_factory=Constant)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -100,11 +100,11 @@ class RunConfig:
             ConfigError: with the numbers and the cure.
         """
         self.model.validate()
-        settings = (self.optimizer, self.schedule, self.parallel, self.training)
-        for part in (*settings, self.checkpoint, self.logging, self.sampling):
+        for part in (self.optimizer, self.parallel, self.training, self.checkpoint, self.logging, self.sampling):
             part.validate()
         check_recompute(self.training.recompute, self.training.recompute_layers)
-        check_schedule(self.training.num_steps, self.optimizer.lr, self.schedule)
+        self.schedule.check(self.training.num_steps, self.optimizer.lr)
+        check_outputs(self.objective, self.model)
         dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))
         spec = self.batch_spec(dims.micro_batch_size, dims.token_multiple)
         self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
@@ -136,19 +136,30 @@ class RunConfig:
 
     def adaptations(self, dims: ParallelDims) -> list[str]:
         """Say which settings were adapted to the run's size, one line each."""
-        training, schedule, lines = self.training, self.schedule, []
+        training, lines = self.training, list[str]()
         if dims.micro_batch_size < training.micro_batch_size:
             lines.append(
                 f"micro-batches of {dims.micro_batch_size}, not training.micro_batch_size={training.micro_batch_size}: "
                 f"a global batch of {training.global_batch_size} is shared by {dims.data_parallel_size} replicas in "
                 f"{dims.micro_batches} micro-batch{'es' if dims.micro_batches > 1 else ''} each"
             )
-        if schedule.warmup_steps > training.num_steps:
-            lines.append(
-                f"a warm-up of {training.num_steps} steps, not schedule.warmup_steps={schedule.warmup_steps}: "
-                f"the run has no more"
-            )
-        return lines
+        return lines + self.schedule.adapted(training.num_steps)
+
+
+def check_outputs(objective: Objective, model: ModelConfig) -> None:
+    """Check that the model predicts as many outputs as the objective trains.
+
+    Raises:
+        ConfigError: with the numbers and the cure.
+    """
+    predicted, wanted = model.output_features, objective.num_outputs * model.token_channels
+    if predicted != wanted:
+        raise ConfigError(
+            f"the model predicts {predicted} numbers for a token of {model.token_channels} "
+            f"(model.in_channels={model.in_channels}), and the objective trains {wanted}; "
+            f"set model.out_channels={objective.num_outputs * model.in_channels}, or choose an objective with as many "
+            "outputs (objective=ddpm_learned_variance has two, the others have one)"
+        )
 
 
 PARTS = tuple(part.name for part in fields(RunConfig))

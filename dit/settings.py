@@ -54,26 +54,6 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True)
-class ScheduleConfig:
-    """Learning rate over optimizer steps.
-
-    Attributes:
-        kind: after the linear warm-up, hold the peak, or fall as a cosine to `min_lr` at the last step; `one_cycle`
-            rises and falls as a cosine (Smith and Topin 2017), `warmup_steps` being the length of the rise.
-        warmup_steps: optimizer steps until the peak; a shorter run rises through all of its steps.
-        min_lr: lowest learning rate after the peak.
-    """
-
-    kind: Literal["constant", "cosine", "one_cycle"] = "constant"
-    warmup_steps: int = 0
-    min_lr: float = 0.0
-
-    def validate(self) -> None:
-        """Check every field by itself; `check_schedule` checks them against each other."""
-        check_ranges("schedule", self, {"warmup_steps": COUNT_OR_NONE, "min_lr": NOT_NEGATIVE})
-
-
-@dataclass(kw_only=True)
 class TrainingConfig:
     """The run itself.
 

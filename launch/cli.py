@@ -17,7 +17,6 @@ from dit.settings import (
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 from recipes import registry
@@ -111,16 +110,10 @@ _ELSEWHERE = {
 }
 
 PlainPart = (
-    type[OptimizerConfig]
-    | type[ScheduleConfig]
-    | type[TrainingConfig]
-    | type[CheckpointConfig]
-    | type[LoggingConfig]
-    | type[SamplingConfig]
+    type[OptimizerConfig] | type[TrainingConfig] | type[CheckpointConfig] | type[LoggingConfig] | type[SamplingConfig]
 )
 PLAIN_PARTS: dict[str, PlainPart] = {
     "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
     "training": TrainingConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,

@@ -19,7 +19,7 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.checkpointer import CONFIG_FILE
-from dit.config_record import CLASS_KEY, current_module
+from dit.config_record import CLASS_KEY, current, current_module
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
@@ -148,7 +148,7 @@ def _fill(node: Config | Partial, raw: dict[str, Any], path: str, load_component
 def _read(value: Any, annotation: Any, key: str, load_component: Callable[[str], None]) -> Any:
     targets = component_types(annotation)
     if isinstance(value, dict) and (targets or CLASS_KEY in value):
-        settings = dict(value)
+        settings = current(value)
         config = Config(_target(settings.pop(CLASS_KEY, None), targets, key))
         _fill(config, settings, key, load_component)
         return config

@@ -24,7 +24,10 @@ PARTS = {
     "data": ["energon_data.dataset:EnergonData", "energon_data.mock:MockData"],
     "objective": list(OBJECTIVES.values()),
     "optimizer": ["dit.settings:OptimizerConfig"],
-    "schedule": ["dit.settings:ScheduleConfig"],
+    "schedule": [
+        f"dit.optimizer.schedules:{name}"
+        for name in ("Constant", "Cosine", "Linear", "OneCycle", "WSD", "InverseSqrt", "TorchOneCycle")
+    ],
     "parallel": ["dit.parallel.dims:ParallelConfig"],
     "training": ["dit.settings:TrainingConfig"],
     "checkpoint": ["dit.settings:CheckpointConfig"],

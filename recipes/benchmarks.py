@@ -8,8 +8,9 @@ which reports TFLOPS in three labelled conventions, tokens/s per GPU and peak me
 import nemo_run as run
 
 from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.schedules import Constant
 from dit.parallel.dims import ParallelConfig
-from dit.settings import CheckpointConfig, LoggingConfig, SamplingConfig, ScheduleConfig, TrainingConfig
+from dit.settings import CheckpointConfig, LoggingConfig, SamplingConfig, TrainingConfig
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
 from recipes import moviegen
@@ -153,7 +154,7 @@ def _matrix(name: str, *, pipeline: bool = False, experts: bool = False, fsdp: b
         data=run.Config(MockData, frames=4, height=32, width=32, dataset_size=64, num_streams=8),
         objective=run.Config(FlowMatching),
         optimizer=adamw_large(),
-        schedule=run.Config(ScheduleConfig, kind="constant"),
+        schedule=run.Config(Constant),
         parallel=parallel,
         training=run.Config(
             TrainingConfig,

@@ -18,7 +18,17 @@ from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.settings import OptimizerConfig, ScheduleConfig
+from dit.optimizer.schedules import (
+    WSD,
+    Constant,
+    Cosine,
+    InverseSqrt,
+    Linear,
+    OneCycle,
+    Schedule,
+    TorchOneCycle,
+)
+from dit.settings import OptimizerConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 
@@ -209,6 +219,12 @@ def ddpm() -> run.Config[DDPM]:
     return run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise")
 
 
+@run.cli.factory(target=Objective)
+def ddpm_learned_variance() -> run.Config[DDPM]:
+    """DDPM that learns its variance as the original DiT does; set model.out_channels to twice model.in_channels."""
+    return run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise", learned_variance=True)
+
+
 @run.cli.factory(target=OptimizerConfig)
 def adamw() -> run.Config[OptimizerConfig]:
     """AdamW as for the original DiT: lr 1e-4, betas 0.9 and 0.999, no weight decay."""
@@ -221,22 +237,58 @@ def adamw_large() -> run.Config[OptimizerConfig]:
     return run.Config(OptimizerConfig, lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
 
 
-@run.cli.factory(target=ScheduleConfig)
-def constant() -> run.Config[ScheduleConfig]:
+@run.cli.factory(target=Schedule)
+def constant() -> run.Config[Constant]:
     """Hold the peak learning rate from the first step."""
-    return run.Config(ScheduleConfig, kind="constant", warmup_steps=0)
+    return run.Config(Constant)
 
 
-@run.cli.factory(target=ScheduleConfig)
-def warmup_hold() -> run.Config[ScheduleConfig]:
+@run.cli.factory(target=Schedule)
+def cosine() -> run.Config[Cosine]:
+    """Fall as a cosine to 0 at the last step."""
+    return run.Config(Cosine)
+
+
+@run.cli.factory(target=Schedule)
+def linear() -> run.Config[Linear]:
+    """Fall as a straight line to 0 at the last step."""
+    return run.Config(Linear)
+
+
+@run.cli.factory(target=Schedule)
+def one_cycle() -> run.Config[OneCycle]:
+    """Rise as a cosine from 0 over schedule.warmup_steps (set it), and fall as one to 0 at the last step."""
+    return run.Config(OneCycle)
+
+
+@run.cli.factory(target=Schedule)
+def torch_one_cycle() -> run.Config[TorchOneCycle]:
+    """One cycle as torch's OneCycleLR: from 1/25 of the peak up over 30 % of the run, and down to 1/250,000 of it."""
+    return run.Config(TorchOneCycle)
+
+
+@run.cli.factory(target=Schedule)
+def inverse_sqrt() -> run.Config[InverseSqrt]:
+    """Hold the peak for 70,000 steps, then fall with one over the root of the step (EDM2)."""
+    return run.Config(InverseSqrt)
+
+
+@run.cli.factory(target=Schedule)
+def wsd() -> run.Config[WSD]:
+    """Rise over 100 steps, hold the peak, and fall as a straight line to 0 over the last 1000 steps."""
+    return run.Config(WSD, warmup_steps=100, decay_steps=1000)
+
+
+@run.cli.factory(target=Schedule)
+def warmup_hold() -> run.Config[Constant]:
     """Rise linearly over 100 steps, then hold the peak learning rate."""
-    return run.Config(ScheduleConfig, kind="constant", warmup_steps=100)
+    return run.Config(Constant, warmup_steps=100)
 
 
-@run.cli.factory(target=ScheduleConfig)
-def warmup_cosine() -> run.Config[ScheduleConfig]:
+@run.cli.factory(target=Schedule)
+def warmup_cosine() -> run.Config[Cosine]:
     """Rise linearly over 100 steps, then fall as a cosine to 0 at the last step."""
-    return run.Config(ScheduleConfig, kind="cosine", warmup_steps=100, min_lr=0.0)
+    return run.Config(Cosine, warmup_steps=100)
 
 
 @run.cli.factory(target=DataConfig)

@@ -13,13 +13,13 @@ from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
+from dit.optimizer.schedules import Constant, Cosine
 from dit.parallel.dims import ParallelConfig
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 from dit.training.pretrain import pretrain
@@ -55,7 +55,7 @@ def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
         data=run.Config(EnergonData, path="data/imagenet_latents_256"),
         objective=run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise"),
         optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
-        schedule=run.Config(ScheduleConfig, kind="constant"),
+        schedule=run.Config(Constant),
         parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
         training=run.Config(
             TrainingConfig,
@@ -130,7 +130,7 @@ def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
         data=run.Config(EnergonData, path="data/latents", max_tokens_per_sample=2048),
         objective=run.Config(EDM, sigma_data=1.0, p_mean=math.log(2), p_std=1.0, sigma_min=0.004, sigma_max=160.0),
         optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
-        schedule=run.Config(ScheduleConfig, kind="constant"),
+        schedule=run.Config(Constant),
         parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
         training=run.Config(
             TrainingConfig,
@@ -152,7 +152,7 @@ def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 def as_large_model(recipe: run.Partial, *, lr: float = 1e-4) -> run.Partial:
     """Give a recipe the optimizer of NeMo's large models: warm-up over 100 steps, betas 0.9 and 0.95, decay 0.1."""
     recipe.optimizer = run.Config(OptimizerConfig, lr=lr, beta1=0.9, beta2=0.95, weight_decay=0.1)
-    recipe.schedule = run.Config(ScheduleConfig, kind="constant", warmup_steps=100)
+    recipe.schedule = run.Config(Constant, warmup_steps=100)
     return recipe
 
 
@@ -162,7 +162,7 @@ def as_mock(recipe: run.Partial, latent: tuple[int, int, int], *, text_tokens: i
     recipe.data = run.Config(
         MockData, frames=frames, height=height, width=width, text_tokens=text_tokens, dataset_size=16
     )
-    recipe.schedule = run.Config(ScheduleConfig, kind="constant")
+    recipe.schedule = run.Config(Constant)
     recipe.training.num_steps = 15
     recipe.training.log_interval = 1
     recipe.training.validation_interval = 0
@@ -233,7 +233,7 @@ def pretrain_xl_dfm() -> run.Partial:
     recipe.model.adaln_lora_rank = 256
     recipe.data = run.Config(EnergonData, path="data/latents", max_tokens_per_pack=8000, packing_buffer_size=40)
     recipe.optimizer = run.Config(OptimizerConfig, lr=0.9e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, clip_grad=1.0)
-    recipe.schedule = run.Config(ScheduleConfig, kind="cosine", warmup_steps=2000)
+    recipe.schedule = run.Config(Cosine, warmup_steps=2000)
     recipe.training.num_steps = 10_000
     recipe.training.global_batch_size = 2
     return recipe
@@ -348,7 +348,7 @@ def in_seconds(recipe: run.Partial) -> run.Partial:
         MockData, shapes=["1x8x8", "4x8x8", "1x8x12"], text_tokens=8, max_tokens_per_pack=128, num_streams=2
     )
     recipe.optimizer = run.Config(OptimizerConfig, lr=1e-3)
-    recipe.schedule = run.Config(ScheduleConfig, kind="cosine", warmup_steps=5)
+    recipe.schedule = run.Config(Cosine, warmup_steps=5)
     recipe.parallel = run.Config(ParallelConfig)
     recipe.training.num_steps = 20
     recipe.training.global_batch_size = 4

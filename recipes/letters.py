@@ -4,13 +4,13 @@ import nemo_run as run
 
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.schedules import Cosine
 from dit.parallel.dims import ParallelConfig
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 from dit.training.pretrain import pretrain
@@ -40,7 +40,7 @@ def letters_dit() -> run.Partial:
         data=run.Config(EnergonData, path="data/letters", num_streams=2),
         objective=run.Config(FlowMatching),
         optimizer=run.Config(OptimizerConfig, lr=1e-3),
-        schedule=run.Config(ScheduleConfig, kind="cosine", warmup_steps=100, min_lr=1e-5),
+        schedule=run.Config(Cosine, warmup_steps=100, min_lr=1e-5),
         parallel=run.Config(ParallelConfig),
         training=run.Config(
             TrainingConfig,

@@ -18,6 +18,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
+_FORMER_SETTINGS = {"schedule.kind": "a schedule is chosen by its name: schedule=constant, cosine or one_cycle"}
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
 
 
@@ -118,7 +119,7 @@ def no_such_setting(owner: Callable, path: str, name: str, known: Iterable[str])
     at, known = f"{path}." if path else "", list(known)
     near = [at + key for key in closest(name, known)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
-    return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"
+    return f"{at}{name}: {owner.__name__} has no setting {name!r}; {_FORMER_SETTINGS.get(at + name, hint)}"
 
 
 def listing() -> str:

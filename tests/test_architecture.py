@@ -44,10 +44,10 @@ MAY_IMPORT = {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.layout", "dit.batch"),
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
     },
-    "dit.optimizer": {"dit.errors", "dit.settings", "dit.backends", "dit.parallel"},
+    "dit.optimizer": {"dit.errors", "dit.ranges", "dit.settings", "dit.backends", "dit.parallel"},
     "dit.run_config": {
-        *("dit.settings", "dit.config_record", "dit.data_api", "dit.objectives", "dit.kernels", "dit.backends"),
-        *("dit.models", "dit.parallel", "dit.optimizer"),
+        *("dit.errors", "dit.settings", "dit.config_record", "dit.data_api", "dit.objectives", "dit.kernels"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
     },
     "dit.planner": {"dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.models", "dit.parallel"},
     "dit.encoders": {"dit.errors", "dit.backends"},

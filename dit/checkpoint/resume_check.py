@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit.config_record import CLASS_KEY, to_record
+from dit.config_record import CLASS_KEY, current, to_record
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 
@@ -33,7 +33,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "validation_micro_batches",
     ),
     "optimizer": ("beta1 beta2 eps weight_decay", "lr clip_grad"),
-    "schedule": ("", "kind warmup_steps min_lr"),
+    "schedule": ("", EVERY),
     "parallel": ("", EVERY),
     "training": (
         "global_batch_size precision seed ema_decay ema_start_step",
@@ -96,6 +96,7 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
 
 
 def _part_changes(name: str, saved: Mapping[str, Any], part: Any) -> Iterator[Change]:
+    saved = current(saved)
     # The class alone counts, not the module: files move between versions.
     old_class, new_class = saved.get(CLASS_KEY, type(part).__name__).rpartition(".")[2], type(part).__name__
     if old_class != new_class:

@@ -153,6 +153,11 @@ class ModelConfig(ABC):
         return self.in_channels * self.patch_temporal * self.patch_spatial**2
 
     @property
+    def output_features(self) -> int:
+        """Width of what the model predicts for a token: a multiple of `token_channels` where outputs are several."""
+        return self.token_channels
+
+    @property
     def pooled_size(self) -> Optional[int]:
         """Width of the single vector that the model wants of each text besides its tokens; None for none."""
         return None

@@ -6,13 +6,12 @@ Network, loss and solver meet only here: the step, the backbones and the solvers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 
@@ -29,13 +28,36 @@ class Prepared:
         inputs_TC: what the network sees.
         time_S: conditioning value per sample; in [0, 1] for flow matching and DDPM, log(sigma) / 4 for EDM.
         target_TC: what the network must output.
-        weight_S: weight of each sample's squared error.
+        weight_S: weight of each sample's error.
+        bound_weight_S: weight of each sample's variational bound; None where the loss has none.
     """
 
     inputs_TC: Tensor
     time_S: Tensor
     target_TC: Tensor
     weight_S: Tensor
+    bound_weight_S: Optional[Tensor] = None
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a loss: an error of each token, weighted by sample. All are float32.
+
+    Attributes:
+        error_T: of each local token, the mean over its channels; 0 in padding.
+        weight_S: of each sample.
+    """
+
+    error_T: Tensor
+    weight_S: Tensor
+
+    def sum(self, layout: SequenceLayout) -> Tensor:
+        """Return the weighted sum over the local tokens."""
+        return (self.error_T * layout.per_token(self.weight_S)[:, 0]).sum()
+
+    def sum_per_sample(self, layout: SequenceLayout) -> Tensor:
+        """Return the weighted sum over the local tokens of each sample `[S]`."""
+        return layout.sum_per_sample(self.error_T) * self.weight_S
 
 
 class Path(ABC):
@@ -59,9 +81,50 @@ class Objective(ABC):
     path: Path
     loss_kind: LossKind = "l2"
 
+    @property
+    def num_outputs(self) -> int:
+        """How many times the width of a latent the network predicts."""
+        return 1
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of the summands of the loss, in the order of `loss_terms`."""
+        return ("error",)
+
     @abstractmethod
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Corrupt a packed micro-batch; every sample's noise level grows with its `noise.level_S()`."""
+
+    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        """Compare a prediction with its target.
+
+        Tokens weigh the same whether packed or not, so sums over micro-batches and ranks are divided by the count of
+        all their tokens.
+
+        Args:
+            prediction_TC: of the local tokens, `[T, num_outputs * token_channels]`, one output behind another.
+
+        Returns:
+            The summands of the loss by name.
+        """
+        error_T = token_error(prediction_TC, prepared.target_TC, layout, self.loss_kind)
+        return {"error": Term(error_T, prepared.weight_S)}
+
+    def loss(
+        self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Sum the loss over the real local tokens; divide by the count after both were added up.
+
+        Args:
+            prediction_TC: as for `loss_terms`.
+
+        Returns:
+            Loss sum and number of real tokens (float32 scalars), and what each summand adds to the sum, by name,
+            detached.
+        """
+        sums = {name: term.sum(layout) for name, term in self.loss_terms(prediction_TC, prepared, layout).items()}
+        total = torch.stack(list(sums.values())).sum()
+        return total, layout.valid_T.sum().float(), {name: value.detach() for name, value in sums.items()}
 
     @abstractmethod
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
@@ -78,16 +141,6 @@ class Objective(ABC):
     @abstractmethod
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return `num_steps + 1` falling path positions, float64, from pure noise to 0."""
-
-
-def check_choice(name: str, value: str, choices: Any) -> None:
-    """Check that the setting `name` holds one of the words of the `Literal` type `choices`.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if value not in get_args(choices):
-        raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def sample_weights(batch: PackedBatch) -> Tensor:
@@ -112,21 +165,22 @@ def pointwise_error(prediction: Tensor, target: Tensor, kind: LossKind) -> Tenso
     return torch.nn.functional.huber_loss(prediction.float(), target.float(), reduction="none")
 
 
-def masked_loss(
-    prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout, kind: LossKind = "l2"
-) -> tuple[Tensor, Tensor]:
-    """Sum the weighted error over the real tokens held here.
-
-    The mean over channels is taken per token; tokens weigh the same whether packed or not. Divide the sum by the count
-    after both were added up over micro-batches and ranks.
-
-    Returns:
-        Weighted error sum (float32 scalar) and number of real tokens (float32 scalar).
-    """
-    valid_T = layout.valid_T
+def token_error(prediction_TC: Tensor, target_TC: Tensor, layout: SequenceLayout, kind: LossKind) -> Tensor:
+    """Return the error of each local token, the mean over its channels, float32 `[T]`; 0 in padding."""
+    valid_T1 = layout.valid_T[:, None]
     # Mask before the error, not after: a NaN in a padding row would come back as 0 * NaN in the gradient.
-    prediction_TC, target_TC = (
-        torch.where(valid_T[:, None], x_TC.float(), 0.0) for x_TC in (prediction_TC, prepared.target_TC)
-    )
-    error_T = pointwise_error(prediction_TC, target_TC, kind).mean(-1)
-    return (error_T * layout.per_token(prepared.weight_S)[:, 0]).sum(), valid_T.sum().float()
+    prediction_TC, target_TC = (torch.where(valid_T1, x_TC.float(), 0.0) for x_TC in (prediction_TC, target_TC))
+    return pointwise_error(prediction_TC, target_TC, kind).mean(-1)
+
+
+def min_snr_weight(alpha: Tensor, sigma: Tensor, slope: Tensor, gamma: float) -> Tensor:
+    """Return the weight of an output's squared error that makes it that of x0, weighted by min(SNR, gamma).
+
+    Args:
+        alpha, sigma: of the path; SNR = (alpha / sigma)**2.
+        slope: d x0 / d output.
+        gamma: largest weight of the error of x0; 5 in the paper.
+
+    Source: Hang et al. 2023, arXiv:2303.09556, section 3.4.
+    """
+    return (alpha / sigma).square().clamp(max=gamma) * slope.square()

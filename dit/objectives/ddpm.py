@@ -17,12 +17,15 @@ from dit.objectives.base import (
     Objective,
     Path,
     Prepared,
-    check_choice,
+    Term,
+    min_snr_weight,
     sample_weights,
     shared_time,
+    token_error,
 )
-from dit.objectives.noise_levels import ScheduleName, make_schedule
-from dit.ranges import check_ranges, whole
+from dit.objectives.noise_levels import ScheduleName, TableSchedule, make_schedule
+from dit.objectives.variational_bound import VariationalBound
+from dit.ranges import NOT_NEGATIVE, POSITIVE, check_choice, check_ranges, whole
 
 Prediction = Literal["noise", "x0", "v"]
 
@@ -45,7 +48,7 @@ class AnglePath(Path):
 
 @dataclass(kw_only=True)
 class DDPM(Objective):
-    """DDPM with the simple (unweighted) loss, one time per packed sample.
+    """DDPM with the simple (unweighted) loss, one time per packed sample; the network may predict its variance, too.
 
     Args:
         schedule: how noise grows over time.
@@ -54,24 +57,51 @@ class DDPM(Objective):
         discrete_steps: length of the table of steps; step k is told to the network as k / discrete_steps. None for
             continuous time in [0, 1].
         loss_kind: pointwise error.
+        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), 5 in the paper; None for the simple loss.
+        learned_variance: the network predicts a second output for every channel, v: the reverse steps have the variance
+            exp(w log beta + (1 - w) log beta~) with w = (v + 1) / 2. It learns from the variational bound, which leaves
+            the mean alone: loss = simple + vlb_weight * bound. Solvers take the mean.
+        vlb_weight: of the bound, the sum over all steps in bits per dimension.
 
     Raises:
-        ConfigError: an unknown choice, or a table too short for its schedule.
+        ConfigError: an unknown choice, a table too short for its schedule, or a learned variance without a table.
 
-    Source: Ho et al. 2020, arXiv:2006.11239, Eq. 4 and 14; v, Salimans and Ho 2022, arXiv:2202.00512, Appendix D.
+    Source: Ho et al. 2020, arXiv:2006.11239, Eq. 4 and 14; v prediction, Salimans and Ho 2022, arXiv:2202.00512,
+    Appendix D; learned variance, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and 16 with their published code's
+    bits; min-SNR, Hang et al. 2023, arXiv:2303.09556.
     """
 
     schedule: ScheduleName = "linear"
     prediction: Prediction = "noise"
     discrete_steps: Optional[int] = None
     loss_kind: LossKind = "l2"
+    min_snr_gamma: Optional[float] = None
+    learned_variance: bool = False
+    vlb_weight: float = 1e-3
 
     def __post_init__(self) -> None:
         self.path = AnglePath()
         check_choice("prediction", self.prediction, Prediction)
         check_choice("loss_kind", self.loss_kind, LossKind)
-        check_ranges("objective", self, {"discrete_steps": whole(1, 1_000_000)})
+        ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "vlb_weight": NOT_NEGATIVE}
+        check_ranges("objective", self, ranges)
         self.noise_schedule = make_schedule(self.schedule, self.discrete_steps)
+        self._bound: Optional[VariationalBound] = None
+        if self.learned_variance:
+            if not isinstance(self.noise_schedule, TableSchedule) or self.noise_schedule.num_steps < 2:
+                raise ConfigError(
+                    "objective.learned_variance needs a table of at least 2 steps, and objective.discrete_steps is "
+                    f"{self.discrete_steps}; use 1000, or learned_variance=false"
+                )
+            self._bound = VariationalBound(self.noise_schedule)
+
+    @property
+    def num_outputs(self) -> int:
+        return 2 if self.learned_variance else 1
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return ("simple", "vlb") if self.learned_variance else super().terms
 
     def level(self, quantile_S: Tensor) -> Tensor:
         """Return the angle drawn by each quantile, float64."""
@@ -82,7 +112,7 @@ class DDPM(Objective):
 
         Returns:
             Prepared, all float32: inputs_TC = alpha x0 + sigma eps, time_S in [0, 1], target_TC as `prediction` says
-            and the batch's own loss weights.
+            and the batch's own loss weights, times those of min-SNR and of the bound.
         """
         x0_TC = batch.latents_TC.float()
         # The S scalars are made in float64: alpha = cos(phi) has few digits left near pure noise.
@@ -96,22 +126,64 @@ class DDPM(Objective):
             target_TC = x0_TC
         else:
             target_TC = alpha_T1 * eps_TC - sigma_T1 * x0_TC
+        own_S = sample_weights(batch)
+        weight_S = own_S
+        if self.min_snr_gamma is not None:
+            slope_S = self._slope(alpha_S, sigma_S)
+            weight_S = own_S * min_snr_weight(alpha_S, sigma_S, slope_S, self.min_snr_gamma).float()
         return Prepared(
             inputs_TC=alpha_T1 * x0_TC + sigma_T1 * eps_TC,
             time_S=t_S.float(),
             target_TC=target_TC,
-            weight_S=sample_weights(batch),
+            weight_S=weight_S,
+            bound_weight_S=self.vlb_weight * own_S if self.learned_variance else None,
         )
 
-    def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return x0 from the network's noise, x0 or v at the angle `u`."""
-        alpha, sigma = self.path.alpha_sigma(u)
-        output_TC = network(x_TC.float(), shared_time(self.noise_schedule.time(u), layout)).to(x_TC.dtype)
+    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        """Compare the mean's output with its target and, of a learned variance, the reverse step with the true one."""
+        if self._bound is None:
+            return super().loss_terms(prediction_TC, prepared, layout)
+        assert prepared.bound_weight_S is not None  # `prepare` made it
+        valid_T1 = layout.valid_T[:, None]
+        output_TC, v_TC = prediction_TC.chunk(2, dim=-1)
+        simple_T = token_error(output_TC, prepared.target_TC, layout, self.loss_kind)
+        t_S = prepared.time_S.double()
+        alpha_S, sigma_S = self.path.alpha_sigma(self.noise_schedule.angle(t_S))
+        alpha_T1, sigma_T1, slope_T1 = (
+            layout.per_token(x_S.float()) for x_S in (alpha_S, sigma_S, self._slope(alpha_S, sigma_S))
+        )
+        x_TC, target_TC, output_TC, v_TC = (
+            torch.where(valid_T1, part_TC.float(), 0.0)
+            for part_TC in (prepared.inputs_TC, prepared.target_TC, output_TC.detach(), v_TC)
+        )
+        bound_T = self._bound.bits(
+            step_T1=layout.per_token(self._bound.table.step(t_S)),
+            x0_TC=self._clean(x_TC, target_TC, alpha_T1, sigma_T1),
+            difference_TC=slope_T1 * (target_TC - output_TC),
+            v_TC=v_TC,
+        )
+        bound_T = torch.where(layout.valid_T, bound_T, 0.0)
+        return {"simple": Term(simple_T, prepared.weight_S), "vlb": Term(bound_T, prepared.bound_weight_S)}
+
+    def _clean(self, x_TC: Tensor, output_TC: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """Return x0 from the noised latents and the network's noise, x0 or v."""
         if self.prediction == "noise":
             return (x_TC - sigma * output_TC) / alpha.clamp(min=TINY_ALPHA)
         if self.prediction == "x0":
             return output_TC
         return alpha * x_TC - sigma * output_TC
+
+    def _slope(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """Return d x0 / d output."""
+        if self.prediction == "noise":
+            return -sigma / alpha.clamp(min=TINY_ALPHA)
+        return torch.ones_like(sigma) if self.prediction == "x0" else -sigma
+
+    def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return x0 from the network's noise, x0 or v at the angle `u`."""
+        alpha, sigma = self.path.alpha_sigma(u)
+        output_TC = network(x_TC.float(), shared_time(self.noise_schedule.time(u), layout)).to(x_TC.dtype)
+        return self._clean(x_TC, output_TC, alpha, sigma)
 
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return angles evenly spaced in time, then 0; on a table, only angles the network was trained at.

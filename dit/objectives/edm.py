@@ -16,12 +16,11 @@ from dit.objectives.base import (
     Objective,
     Path,
     Prepared,
-    check_choice,
     sample_weights,
     shared_time,
 )
 from dit.objectives.noise_levels import log_normal
-from dit.ranges import FINITE, check_ranges
+from dit.ranges import FINITE, check_choice, check_ranges
 
 _PAPER = {"sigma_data": 0.5, "p_std": 1.2, "rho": 7.0}
 

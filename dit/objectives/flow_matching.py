@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ from dit.objectives.base import (
     Objective,
     Path,
     Prepared,
-    check_choice,
+    min_snr_weight,
     sample_weights,
     shared_time,
 )
 from dit.objectives.noise_levels import logit_normal, shift_time
-from dit.ranges import FINITE, check_ranges
+from dit.ranges import FINITE, POSITIVE, check_choice, check_ranges
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
@@ -55,12 +55,15 @@ class FlowMatching(Objective):
         time_shift: moves t towards noise, in training and on the sampling grid; 1 for none. More tokens per sample
             want a larger one.
         loss_kind: pointwise error.
+        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), SNR = ((1 - t) / t)**2; None for the error of
+            the velocity.
 
     Raises:
         ConfigError: a constant lies outside its range.
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
-    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; prediction of x0, Li and He 2025, arXiv:2511.13720.
+    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; prediction of x0, Li and He 2025, arXiv:2511.13720;
+    min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
     """
 
     prediction: Prediction = "velocity"
@@ -69,13 +72,14 @@ class FlowMatching(Objective):
     logit_std: float = 1.0
     time_shift: float = 1.0
     loss_kind: LossKind = "l2"
+    min_snr_gamma: Optional[float] = None
 
     def __post_init__(self) -> None:
         self.path = StraightPath()
         check_choice("prediction", self.prediction, Prediction)
         check_choice("time_distribution", self.time_distribution, TimeDistribution)
         check_choice("loss_kind", self.loss_kind, LossKind)
-        check_ranges("objective", self, {"logit_mean": FINITE})
+        check_ranges("objective", self, {"logit_mean": FINITE, "min_snr_gamma": POSITIVE})
         for name in ("logit_std", "time_shift"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
@@ -91,7 +95,8 @@ class FlowMatching(Objective):
 
         Returns:
             Prepared, all float32: inputs_TC = (1 - t) x0 + t eps, time_S = t, and target_TC = eps - x0 with the batch's
-            own loss weights, or x0 with these divided by t squared, which makes the error that of the velocity.
+            own loss weights, or x0 with these divided by t squared, which makes the error that of the velocity; the
+            weights are others with min-SNR.
         """
         x0_TC = batch.latents_TC.float()
         t_S = self.level(noise.level_S())
@@ -99,7 +104,12 @@ class FlowMatching(Objective):
         eps_TC = noise.normal_TC("eps", x0_TC.shape[-1])
         target_TC, weight_S = eps_TC - x0_TC, sample_weights(batch)
         if self.prediction == "x0":
-            target_TC, weight_S = x0_TC, weight_S / t_S.clamp(min=MIN_TIME) ** 2
+            target_TC = x0_TC
+        if self.min_snr_gamma is not None:
+            slope_S = torch.ones_like(t_S) if self.prediction == "x0" else -t_S
+            weight_S = weight_S * min_snr_weight(1 - t_S, t_S, slope_S, self.min_snr_gamma)
+        elif self.prediction == "x0":
+            weight_S = weight_S / t_S.clamp(min=MIN_TIME) ** 2
         return Prepared(
             inputs_TC=(1 - t_T1) * x0_TC + t_T1 * eps_TC, time_S=t_S, target_TC=target_TC, weight_S=weight_S
         )

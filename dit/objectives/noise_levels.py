@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dit.errors import ConfigError
-from dit.objectives.base import check_choice
+from dit.ranges import check_choice
 
 ScheduleName = Literal["linear", "cosine", "scaled_linear"]
 
@@ -144,6 +144,7 @@ class TableSchedule(Schedule):
     def __init__(self, betas: Tensor) -> None:
         self._angles = {torch.device("cpu"): _angle_of_decay(-torch.log1p(-betas).cumsum(0))}
         self.num_steps = len(betas)
+        self.betas = betas
 
     def angles(self, device: torch.device) -> Tensor:
         """Return phi of every step, float64 `[N]`, on `device` (copied there once)."""
@@ -155,8 +156,11 @@ class TableSchedule(Schedule):
         return (quantile * self.num_steps).floor().clamp(0, self.num_steps - 1) / self.num_steps
 
     def angle(self, t: Tensor) -> Tensor:
-        step = (t * self.num_steps).round().long().clamp(0, self.num_steps - 1)
-        return self.angles(t.device)[step].to(t.dtype)
+        return self.angles(t.device)[self.step(t)].to(t.dtype)
+
+    def step(self, t: Tensor) -> Tensor:
+        """Return the number of the step at time `t`, int64."""
+        return (t * self.num_steps).round().long().clamp(0, self.num_steps - 1)
 
     def time(self, angle: Tensor) -> Tensor:
         angles = self.angles(angle.device)

@@ -174,10 +174,11 @@ def publish_masters(optimizer: Any, wrapped: Sequence[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of every parameter group."""
+def set_rates(optimizer: Any, lr: float, beta1: float) -> None:
+    """Set the learning rate and Adam's beta1 of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+        group["betas"] = (beta1, group["betas"][1])
 
 
 def gradient_norm(optimizer: Any) -> float:

@@ -1,62 +1,321 @@
-"""Learning rate over optimizer steps, as a pure function of the step: nothing to save, nothing to restore."""
+"""Learning rate over optimizer steps, as a pure function of the step: nothing to save, nothing to restore.
+
+A schedule is a class with flat settings, as an objective is; a recipe names one, or brings its own. Updates are counted
+from 1, so that the first one already moves the weights.
+"""
 
 import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
 
 from dit.errors import ConfigError
-from dit.settings import ScheduleConfig
+from dit.ranges import (
+    COUNT,
+    COUNT_OR_NONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SHARE_BELOW_1,
+    Range,
+    check_choice,
+    check_ranges,
+)
+
+Decay = Literal["linear", "one_minus_sqrt"]
+Anneal = Literal["cos", "linear"]
 
 
-def check_schedule(num_steps: int, peak_lr: float, config: ScheduleConfig) -> None:
-    """Check that a schedule is possible before anything is built.
+@dataclass(kw_only=True)
+class Schedule(ABC):
+    """The learning rate of every update of a run, and the momentum where that follows."""
 
-    Raises:
-        ConfigError: a number lies outside its range, the lowest rate is above the peak, or `one_cycle` has no rise.
+    @abstractmethod
+    def rate(self, update: int, num_steps: int, peak: float) -> float:
+        """Return the learning rate of an update.
+
+        Args:
+            update: number of the update, 1 for the first one; after the last one of the run the rate stays.
+            num_steps: updates of the run.
+            peak: the highest rate, `optimizer.lr`.
+        """
+
+    def momentum(self, update: int, num_steps: int, beta1: float) -> float:
+        """Return Adam's beta1 for an update: `optimizer.beta1` unless the schedule moves it."""
+        return beta1
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Check every field by itself; raise `ConfigError` with the number and its range."""
+
+    def check(self, num_steps: int, peak: float) -> None:
+        """Check that the schedule is possible in a run, before anything is built.
+
+        Raises:
+            ConfigError: a number lies outside its range, or does not fit the run or the peak.
+        """
+        if num_steps < 1:
+            raise ConfigError(f"training.num_steps={num_steps} leaves nothing to do; use at least 1")
+        if peak not in NOT_NEGATIVE:
+            raise ConfigError(f"optimizer.lr={peak} must be {NOT_NEGATIVE}")
+        self.validate()
+
+    def adapted(self, num_steps: int) -> list[str]:
+        """Say which settings were adapted to the length of the run, one line each."""
+        return []
+
+
+@dataclass(kw_only=True)
+class WarmUp(Schedule):
+    """A linear rise to the peak, then what a subclass makes of it.
+
+    Update n of the warm-up has `peak * n / warmup_steps`; its last one has the peak.
+
+    Attributes:
+        warmup_steps: updates until the peak; a shorter run rises through all of its updates.
     """
-    if config.kind not in ("constant", "cosine", "one_cycle"):
-        raise ConfigError(f"schedule.kind={config.kind!r} is unknown; use constant, cosine or one_cycle")
-    if num_steps < 1:
-        raise ConfigError(f"training.num_steps={num_steps} leaves nothing to do; use at least 1")
-    config.validate()
-    if not (math.isfinite(peak_lr) and 0 <= config.min_lr <= peak_lr):
-        raise ConfigError(
-            f"schedule.min_lr={config.min_lr} must lie between 0 and the peak, optimizer.lr={peak_lr}; change one"
-        )
-    if config.kind == "one_cycle" and config.warmup_steps == 0:
-        raise ConfigError(
-            f"schedule.kind=one_cycle rises over warmup_steps, which is 0; use about {max(1, num_steps * 3 // 10)} "
-            "(30 % of the run) or kind=cosine"
-        )
+
+    warmup_steps: int = 0
+
+    def validate(self) -> None:
+        check_ranges("schedule", self, {"warmup_steps": COUNT_OR_NONE, **self.ranges()})
+
+    def ranges(self) -> dict[str, Range]:
+        """Return the ranges of a subclass's own fields."""
+        return {}
+
+    def adapted(self, num_steps: int) -> list[str]:
+        if self.warmup_steps <= num_steps:
+            return []
+        return [f"a warm-up of {num_steps} steps, not schedule.warmup_steps={self.warmup_steps}: the run has no more"]
+
+    def rate(self, update: int, num_steps: int, peak: float) -> float:
+        warmup = min(self.warmup_steps, num_steps)
+        if update < warmup:
+            return self.rise(update / warmup, peak)
+        summit = max(warmup, 1)
+        return peak if update <= summit else self.after(update, summit, num_steps, peak)
+
+    def rise(self, part: float, peak: float) -> float:
+        """Return the rate after this part of the warm-up, in (0, 1)."""
+        return peak * part
+
+    @abstractmethod
+    def after(self, update: int, summit: int, num_steps: int, peak: float) -> float:
+        """Return the rate of an update after update `summit`, which has the peak."""
 
 
-def learning_rate(step: int, num_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
+@dataclass(kw_only=True)
+class Constant(WarmUp):
+    """Hold the peak after the warm-up."""
+
+    def after(self, update: int, summit: int, num_steps: int, peak: float) -> float:
+        return peak
+
+
+@dataclass(kw_only=True)
+class Falling(WarmUp):
+    """A fall from the peak to `min_lr` at the last update of the run.
+
+    Attributes:
+        min_lr: lowest rate after the peak.
+    """
+
+    min_lr: float = 0.0
+
+    def ranges(self) -> dict[str, Range]:
+        return {"min_lr": NOT_NEGATIVE}
+
+    def check(self, num_steps: int, peak: float) -> None:
+        super().check(num_steps, peak)
+        if self.min_lr > peak:
+            raise ConfigError(
+                f"schedule.min_lr={self.min_lr} must lie between 0 and the peak, optimizer.lr={peak}; change one"
+            )
+
+    def after(self, update: int, summit: int, num_steps: int, peak: float) -> float:
+        start = self.fall_start(summit, num_steps)
+        if update <= start:
+            return peak
+        done = min(1.0, (update - start) / (num_steps - start)) if num_steps > start else 1.0
+        return self.fall(done, peak)
+
+    def fall_start(self, summit: int, num_steps: int) -> int:
+        """Return the last update with the peak."""
+        return summit
+
+    @abstractmethod
+    def fall(self, done: float, peak: float) -> float:
+        """Return the rate after this part of the fall, in (0, 1]."""
+
+
+@dataclass(kw_only=True)
+class Cosine(Falling):
+    """After the warm-up, half a cosine down to `min_lr`.
+
+    Source: Loshchilov and Hutter 2016, arXiv:1608.03983, Eq. 5, without restarts.
+    """
+
+    def fall(self, done: float, peak: float) -> float:
+        return self.min_lr + (peak - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(kw_only=True)
+class Linear(Falling):
+    """After the warm-up, a straight line down to `min_lr`."""
+
+    def fall(self, done: float, peak: float) -> float:
+        return peak + (self.min_lr - peak) * done
+
+
+@dataclass(kw_only=True)
+class OneCycle(Cosine):
+    """Half a cosine up from 0 over `warmup_steps`, and half a cosine down to `min_lr`.
+
+    Source: Smith and Topin 2017, arXiv:1708.07120, with cosine ramps; `TorchOneCycle` starts and ends as torch does.
+    """
+
+    def check(self, num_steps: int, peak: float) -> None:
+        super().check(num_steps, peak)
+        if self.warmup_steps == 0:
+            raise ConfigError(
+                "schedule=one_cycle rises over schedule.warmup_steps, which is 0; use about "
+                f"{max(1, num_steps * 3 // 10)} (30 % of the run) or schedule=cosine"
+            )
+
+    def rise(self, part: float, peak: float) -> float:
+        return peak * (1 - math.cos(math.pi * part)) / 2
+
+
+@dataclass(kw_only=True)
+class WSD(Falling):
+    """Warm-up, stable, decay: hold the peak, and fall to `min_lr` over the last `decay_steps` updates.
+
+    A run can be made longer from any checkpoint of the stable part. A run without room for all of the fall starts it
+    at the end of the warm-up.
+
+    Attributes:
+        decay_steps: updates of the fall.
+        decay: shape of the fall: a straight line, or `1 - sqrt` of its part that is done, which falls faster at first.
+
+    Source: Hu et al. 2024 (MiniCPM), arXiv:2404.06395, section 4.1; both shapes, Haegele et al. 2024, arXiv:2405.18392,
+    Eq. 1 and 2.
+    """
+
+    decay_steps: int = 1000
+    decay: Decay = "linear"
+
+    def validate(self) -> None:
+        super().validate()
+        check_choice("schedule.decay", self.decay, Decay)
+
+    def ranges(self) -> dict[str, Range]:
+        return {**super().ranges(), "decay_steps": COUNT}
+
+    def adapted(self, num_steps: int) -> list[str]:
+        room = num_steps - max(min(self.warmup_steps, num_steps), 1)
+        lines = super().adapted(num_steps)
+        if self.decay_steps > room:
+            lines.append(f"a decay of {room} steps, not schedule.decay_steps={self.decay_steps}: the run has no more")
+        return lines
+
+    def fall_start(self, summit: int, num_steps: int) -> int:
+        return max(summit, num_steps - self.decay_steps)
+
+    def fall(self, done: float, peak: float) -> float:
+        done = math.sqrt(done) if self.decay == "one_minus_sqrt" else done
+        return peak + (self.min_lr - peak) * done
+
+
+@dataclass(kw_only=True)
+class InverseSqrt(WarmUp):
+    """Fall as `peak / sqrt(max(n / reference_steps, 1))`, times the linear rise of the warm-up.
+
+    After the warm-up the rate does not depend on the length of the run.
+
+    Attributes:
+        reference_steps: updates until the fall starts.
+
+    Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, learning rate decay, with their linear ramp-up.
+    """
+
+    reference_steps: int = 70_000
+
+    def ranges(self) -> dict[str, Range]:
+        return {"reference_steps": COUNT}
+
+    def rate(self, update: int, num_steps: int, peak: float) -> float:
+        # The rise and the fall may overlap, so they are multiplied.
+        warmup = max(min(self.warmup_steps, num_steps), 1)
+        return self.rise(min(update / warmup, 1.0), self.after(update, warmup, num_steps, peak))
+
+    def after(self, update: int, summit: int, num_steps: int, peak: float) -> float:
+        return peak / math.sqrt(max(update / self.reference_steps, 1.0))
+
+
+@dataclass(kw_only=True)
+class TorchOneCycle(Schedule):
+    """The one-cycle policy as `torch.optim.lr_scheduler.OneCycleLR` has it, over all updates of the run.
+
+    The rate rises from `peak / div_factor` to the peak, which it has at update `pct_start * num_steps`, and falls to
+    `peak / div_factor / final_div_factor`. Where `cycle_momentum` is set, Adam's beta1 goes the other way, from
+    `max_momentum` to `base_momentum` at the peak and back, and `optimizer.beta1` is not used.
+
+    Attributes:
+        pct_start: part of the run that rises.
+        div_factor: peak over first rate.
+        final_div_factor: first over last rate.
+        anneal_strategy: both ramps are half cosines, or straight lines.
+        cycle_momentum: beta1 follows; torch's own default is true.
+        base_momentum, max_momentum: beta1 at the peak and at both ends.
+
+    Source: torch.optim.lr_scheduler.OneCycleLR; Smith and Topin 2017, arXiv:1708.07120.
+    """
+
+    pct_start: float = 0.3
+    div_factor: float = 25.0
+    final_div_factor: float = 1e4
+    anneal_strategy: Anneal = "cos"
+    cycle_momentum: bool = False
+    base_momentum: float = 0.85
+    max_momentum: float = 0.95
+
+    def validate(self) -> None:
+        momentum = dict.fromkeys(("base_momentum", "max_momentum"), SHARE_BELOW_1)
+        factors = dict.fromkeys(("div_factor", "final_div_factor"), POSITIVE)
+        check_ranges("schedule", self, {"pct_start": SHARE, **factors, **momentum})
+        check_choice("schedule.anneal_strategy", self.anneal_strategy, Anneal)
+
+    def rate(self, update: int, num_steps: int, peak: float) -> float:
+        first = peak / self.div_factor
+        return self._cycle(update, num_steps, first, peak, first / self.final_div_factor)
+
+    def momentum(self, update: int, num_steps: int, beta1: float) -> float:
+        if not self.cycle_momentum:
+            return beta1
+        return self._cycle(update, num_steps, self.max_momentum, self.base_momentum, self.max_momentum)
+
+    def _cycle(self, update: int, num_steps: int, start: float, middle: float, end: float) -> float:
+        update, summit = min(update, num_steps), self.pct_start * num_steps  # not rounded, as in torch
+        if update <= summit:
+            return self._between(start, middle, (update - 1) / (summit - 1) if summit > 1 else 1.0)
+        return self._between(middle, end, (update - summit) / (num_steps - summit))
+
+    def _between(self, start: float, end: float, part: float) -> float:
+        if self.anneal_strategy == "linear":
+            return start + (end - start) * part
+        return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
+
+
+def learning_rate(step: int, num_steps: int, peak_lr: float, schedule: Schedule) -> float:
     """Return the learning rate of one optimizer update.
-
-    With n = step + 1 the number of the update, N the run and W = min(warmup_steps, N) the warm-up, so that a run
-    shorter than `warmup_steps` rises all the way:
-
-    * rise, n <= W: `peak_lr * n / W`, or `peak_lr * (1 - cos(pi * n / W)) / 2` for `one_cycle`. Update W has the peak;
-      the first update already moves the weights.
-    * after it: `constant` holds the peak; `cosine` and `one_cycle` fall as half a cosine from the peak at update
-      max(W, 1) to `min_lr` at update N, and stay there for any later update.
 
     Args:
         step: optimizer updates already done, 0 for the first one.
-
-    Raises:
-        ConfigError: the schedule is impossible, or `step` is negative.
-
-    Source: Loshchilov and Hutter 2016, arXiv:1608.03983, Eq. 5, without restarts; Smith and Topin 2017,
-        arXiv:1708.07120, with cosine ramps.
     """
-    check_schedule(num_steps, peak_lr, config)
-    if step < 0:
-        raise ConfigError(f"step={step}: the first update is step 0")
-    update, warmup = step + 1, min(config.warmup_steps, num_steps)
-    if update < warmup:
-        part = update / warmup
-        return peak_lr * (1 - math.cos(math.pi * part)) / 2 if config.kind == "one_cycle" else peak_lr * part
-    summit = max(warmup, 1)
-    if config.kind == "constant" or update <= summit:
-        return peak_lr
-    done = min(1.0, (update - summit) / (num_steps - summit)) if num_steps > summit else 1.0
-    return config.min_lr + (peak_lr - config.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    return schedule.rate(step + 1, num_steps, peak_lr)
+
+
+def momentum(step: int, num_steps: int, beta1: float, schedule: Schedule) -> float:
+    """Return Adam's beta1 of one optimizer update; arguments as in `learning_rate`."""
+    return schedule.momentum(step + 1, num_steps, beta1)

@@ -222,7 +222,7 @@ def build_optimizer(
 ) -> Any:
     """Build Megatron-Core's AdamW over the wrapped chunks of the model.
 
-    Its weight decay is set here for good: neither `set_learning_rate` nor loading a checkpoint touches it.
+    Its weight decay is set here for good: neither `set_rates` nor loading a checkpoint touches it.
     """
     config = MegatronOptimizerConfig(
         optimizer="adam",

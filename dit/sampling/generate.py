@@ -13,7 +13,7 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
-from dit.patchify import grid_positions, unpatchify
+from dit.patchify import grid_positions, outputs_apart, unpatchify
 from dit.sampling.guidance import doubled_layout, guided_pair, needs_unconditional
 from dit.sampling.solvers import solve
 
@@ -136,19 +136,6 @@ def without_conditions(
     return replace(batch, **changes)
 
 
-def predicted_mean(prediction_TC: Tensor, token_channels: int, latent_channels: int) -> Tensor:
-    """Drop what a network predicts behind the latent's channels at every position of a patch: a learned variance.
-
-    Solvers choose the variance themselves.
-
-    Source: the channel order of Nichol and Dhariwal 2021, arXiv:2102.09672, and DiT.
-    """
-    if prediction_TC.shape[1] == token_channels:
-        return prediction_TC
-    positions = token_channels // latent_channels
-    return prediction_TC.unflatten(1, (positions, -1))[..., :latent_channels].flatten(1)
-
-
 @torch.no_grad()
 def generate(
     network: ConditionalNetwork,
@@ -180,7 +167,9 @@ def generate(
         batch = replace(batch, context_dropped_S=none_dropped)
 
     def predict(inputs_TC: Tensor, time_S: Tensor, of: PackedBatch) -> Tensor:
-        return predicted_mean(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
+        # The mean; solvers choose the variance themselves.
+        prediction_TC = outputs_apart(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
+        return prediction_TC[:, :channels]
 
     if needs_unconditional(guidance_scale):
         pair = join(batch, without_conditions(batch, spec, negative, negative_pooled))

@@ -32,8 +32,8 @@ from dit.monitoring.profile import StepProfile
 from dit.monitoring.run_lock import RunLock
 from dit.monitoring.run_log import RunLog, open_log
 from dit.objectives.base import Objective
-from dit.optimizer.master_weights import apply_update, gradient_norm, set_learning_rate
-from dit.optimizer.schedules import learning_rate
+from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
+from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import WholeNetwork, forward_backward
 from dit.planner.flops import training_flops
@@ -44,12 +44,11 @@ from dit.settings import (
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 from dit.training.device_batches import DeviceBatches
 from dit.training.step import find_suspects, training_forward_step
-from dit.training.validate import held_out_loss
+from dit.training.validate import held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
 
@@ -61,7 +60,7 @@ def pretrain(
     data: DataConfig,
     objective: Objective,
     optimizer: OptimizerConfig,
-    schedule: ScheduleConfig,
+    schedule: Schedule,
     parallel: ParallelConfig,
     training: TrainingConfig,
     checkpoint: CheckpointConfig,
@@ -144,7 +143,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
     with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
         started = time.perf_counter()
-        loss_sums = torch.zeros(2, device=run.device)
+        loss_sums = torch.zeros(len(config.objective.terms) + 1, device=run.device)
         while state.step < training.num_steps:
             trace.before(state.step + 1)
             grad_norm = run.step(loss_sums)
@@ -229,7 +228,7 @@ class Run:
         """Make one optimizer step; nothing but the gradient norm comes back to the host.
 
         Args:
-            loss_sums: gets this rank's loss and tokens of the step added.
+            loss_sums: gets this rank's sums of the step added: of each term of the loss, then the tokens.
 
         Raises:
             NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
@@ -245,14 +244,15 @@ class Run:
             self.dims.micro_batches,
             self.groups,
         )
-        set_learning_rate(state.optimizer, self.learning_rate(state.step))
+        length, schedule, beta1 = config.training.num_steps, config.schedule, config.optimizer.beta1
+        set_rates(state.optimizer, self.learning_rate(state.step), momentum(state.step, length, beta1, schedule))
         grad_norm = gradient_norm(state.optimizer)
         step_sums = torch.zeros_like(loss_sums)
         for output in outputs:  # on the last pipeline stage; the others report none
-            step_sums += torch.stack([output["loss_sum"], output["tokens"]])
+            step_sums += output["sums"]
         if not math.isfinite(grad_norm):
             # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
-            suspects = find_suspects(step_sums[0].item(), self.batches.consumed.keys[seen:])
+            suspects = find_suspects(step_sums[:-1].sum().item(), self.batches.consumed.keys[seen:])
             check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, suspects)
         apply_update(state.optimizer, grad_norm, config.optimizer.clip_grad)
         loss_sums += step_sums
@@ -267,10 +267,14 @@ class Run:
 
     def mean_loss(self, loss_sums: torch.Tensor) -> float:
         """Return the mean loss over all ranks of what `step` added up; every rank calls this and gets it."""
+        return sum(self.mean_terms(loss_sums))
+
+    def mean_terms(self, loss_sums: torch.Tensor) -> list[float]:
+        """Return the same of each term of the loss."""
         sums = loss_sums.clone()
         dist.all_reduce(sums, group=self.groups.dp_cp)
         dist.all_reduce(sums, group=self.groups.pp)  # the last stage alone has losses
-        return (sums[0] / sums[1]).item()
+        return (sums[:-1] / sums[-1]).tolist()
 
     def report(self, loss_sums: torch.Tensor, grad_norm: float, seconds: float) -> None:
         """Reduce what was counted since the last line, and report it.
@@ -280,7 +284,7 @@ class Run:
             grad_norm: of the newest step.
             seconds: that these steps took.
         """
-        loss, state, ranks = self.mean_loss(loss_sums), self.state, self.groups.world_size
+        terms, state, ranks = self.mean_terms(loss_sums), self.state, self.groups.world_size
         mine, lost = self.batches.reset(), sum(state.stream.skipped().values())
         counts = torch.tensor(
             [mine.samples, mine.valid_tokens, mine.padded_tokens, mine.flops, lost],
@@ -292,7 +296,7 @@ class Run:
         state.consumed_samples += int(samples)
         load = expert_load(state.chunks, self.device)
         values = {
-            "loss": loss,
+            **named_losses(self.config.objective, terms),
             "grad_norm": grad_norm,
             "learning_rate": self.learning_rate(state.step - 1),
             "samples_per_s": samples / seconds,
@@ -320,7 +324,9 @@ class Run:
         state, groups = self.state, self.groups
         batches = self.config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
         with state.averaged():
-            losses = held_out_loss(self.network, batches, self.config.objective, self.device, groups, self.shard)
+            losses = held_out_loss(
+                self.network, batches, self.config.objective, self.config.model, self.device, groups, self.shard
+            )
         state.held_out = HeldOut(losses["loss"], state.step)
         self.log.held_out(state, losses)
         if saved:

@@ -14,7 +14,8 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Objective, Prepared, masked_loss
+from dit.objectives.base import Objective, Prepared
+from dit.patchify import outputs_apart
 
 ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, Callable]]
 
@@ -50,13 +51,14 @@ class LevelsOnly(AddressedNoise):
 def training_forward_step(objective: Objective, model: ModelConfig, seed: int, step: int) -> ForwardStep:
     """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
 
-    Its loss function returns (loss sum, real tokens, what the step logs); Megatron-Core's `finalize_model_grads`
-    divides the gradients by the real tokens of the whole global batch.
+    Its loss function returns (loss sum, real tokens, what the step logs: the sum of each term, then the tokens);
+    Megatron-Core's `finalize_model_grads` divides the gradients by the real tokens of the whole global batch.
     """
 
     def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, dict]:
-        total, count = masked_loss(prediction_TC, prepared, batch.layout, objective.loss_kind)
-        return total, count.int(), {"loss_sum": total.detach(), "tokens": count.detach()}
+        outputs_TC = outputs_apart(prediction_TC, model.token_channels, model.in_channels)
+        total, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
+        return total, count.int(), {"sums": torch.stack([*terms.values(), count])}
 
     def forward_step(batches: Iterator[PackedBatch], network: Any) -> tuple[Tensor, Callable]:
         batch = next(batches)

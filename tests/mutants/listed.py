@@ -2,6 +2,7 @@
 
 from tests.mutants.runner import Mutant
 
+BOUND = "tests/unit/objectives/test_variational_bound.py"
 OBJECTIVES = "tests/unit/objectives/test_objectives.py"
 NOISE_LEVELS = "tests/unit/objectives/test_noise_levels.py"
 NOISE = "tests/unit/objectives/test_addressed_noise.py"
@@ -113,15 +114,29 @@ MUTANTS = (
     Mutant(
         "schedule: the first update has rate 0",
         "dit/optimizer/schedules.py",
-        "update, warmup = step + 1,",
-        "update, warmup = step,",
+        "schedule.rate(step + 1, num_steps",
+        "schedule.rate(step, num_steps",
         (SCHEDULES,),
+    ),
+    Mutant(
+        "schedule: torch's one-cycle peaks on a whole update",
+        "dit/optimizer/schedules.py",
+        "min(update, num_steps), self.pct_start * num_steps",
+        "min(update, num_steps), int(self.pct_start * num_steps)",
+        (SCHEDULES,),
+    ),
+    Mutant(
+        "schedule: beta1 stays",
+        "dit/optimizer/master_weights.py",
+        '(beta1, group["betas"][1])',
+        'group["betas"]',
+        (OPTIMIZER,),
     ),
     Mutant(
         "schedule: the cosine ends before the floor",
         "dit/optimizer/schedules.py",
-        "(update - summit) / (num_steps - summit)",
-        "(update - summit) / num_steps",
+        "(update - start) / (num_steps - start)",
+        "(update - start) / num_steps",
         (SCHEDULES,),
     ),
     Mutant(
@@ -133,9 +148,9 @@ MUTANTS = (
     ),
     Mutant(
         "held-out loss forgets the sample weights",
-        "dit/training/validate.py",
-        "sum_per_sample(error_T) * prepared.weight_S",
-        "sum_per_sample(error_T)",
+        "dit/objectives/base.py",
+        "layout.sum_per_sample(self.error_T) * self.weight_S",
+        "layout.sum_per_sample(self.error_T)",
         (LOSSES,),
     ),
     # Objectives and the loss.
@@ -198,8 +213,8 @@ MUTANTS = (
     Mutant(
         "loss: padding counts as tokens",
         "dit/objectives/base.py",
-        "valid_T.sum().float()",
-        "torch.ones_like(valid_T).sum().float()",
+        "layout.valid_T.sum().float()",
+        "torch.ones_like(layout.valid_T).sum().float()",
         (OBJECTIVES,),
     ),
     Mutant(
@@ -208,6 +223,41 @@ MUTANTS = (
         "pointwise_error(prediction_TC, target_TC, kind).mean(-1)",
         "pointwise_error(prediction_TC, target_TC, kind).sum(-1)",
         (OBJECTIVES,),
+    ),
+    Mutant(
+        "learned variance: the bound moves the mean",
+        "dit/objectives/ddpm.py",
+        "(prepared.inputs_TC, prepared.target_TC, output_TC.detach(), v_TC)",
+        "(prepared.inputs_TC, prepared.target_TC, output_TC, v_TC)",
+        (BOUND,),
+    ),
+    Mutant(
+        "learned variance: interpolated between variances",
+        "dit/objectives/variational_bound.py",
+        "log_variance_TC = part_TC * log_beta_T1 + (1 - part_TC) * log_posterior_T1",
+        "log_variance_TC = (part_TC * log_beta_T1.exp() + (1 - part_TC) * log_posterior_T1.exp()).log()",
+        (BOUND,),
+    ),
+    Mutant(
+        "learned variance: the first step has a divergence",
+        "dit/objectives/variational_bound.py",
+        "step_T1 == 0,",
+        "step_T1 < 0,",
+        (BOUND,),
+    ),
+    Mutant(
+        "min-SNR: the SNR is that of amplitudes",
+        "dit/objectives/base.py",
+        "(alpha / sigma).square().clamp(max=gamma)",
+        "(alpha / sigma).clamp(max=gamma)",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "outputs of a patch: not sorted apart",
+        "dit/patchify.py",
+        "at_position = prediction_TC.unflatten(1, (token_channels // latent_channels, -1))",
+        "return prediction_TC",
+        (LOSSES,),
     ),
     Mutant(
         "loss: half of l1",

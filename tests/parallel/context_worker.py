@@ -20,6 +20,7 @@ from dit.data_api import BatchSpec
 from dit.kernels.attention import Attention
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
+from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import attention_path, build_model
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
@@ -126,7 +127,7 @@ def sample_and_validate(case: dict) -> dict:
         latents = generate(network, FlowMatching(), pack, spec, **settings)
         packs = (micro_batch(i, packed=True, multiple_of=max(4, multiple_of)) for i in range(3))
         share = partial(shard, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), split=split)
-        losses = held_out_loss(backbone, packs, FlowMatching(), torch.device("cpu"), groups, share)
+        losses = held_out_loss(backbone, packs, FlowMatching(), model, torch.device("cpu"), groups, share)
         found[split] = {"latents": latents, "losses": losses}
     process_groups.release()
     return found
@@ -158,11 +159,11 @@ def run_in_full(case: dict) -> list[dict]:
     from energon_data.mock import MockData
 
     config = RunConfig(
-        model=tiny_model(num_layers=LAYERS),
+        model=tiny_model(num_layers=LAYERS, out_channels=8),
         data=MockData(
             shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_micro_batches=2, num_streams=1
         ),
-        objective=FlowMatching(),
+        objective=DDPM(schedule="cosine", discrete_steps=50, learned_variance=True, min_snr_gamma=5.0),
         parallel=ParallelConfig(**case["parallel"]),
         training=TrainingConfig(
             run_dir=case["run_dir"],

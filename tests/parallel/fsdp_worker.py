@@ -11,6 +11,7 @@ from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.master_weights import SLOTS, get_step_count, gradient_norm, master_shards
+from dit.optimizer.schedules import Constant
 from dit.parallel.build import build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
@@ -19,7 +20,6 @@ from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 from dit.training.pretrain import Run
@@ -42,7 +42,7 @@ def config_of(case: dict) -> RunConfig:
         data=MockData(shapes=["1x8x8", "1x4x8"], num_streams=4, max_tokens_per_pack=40),
         objective=FlowMatching(),
         optimizer=part("optimizer", OptimizerConfig, lr=1e-2, weight_decay=0.1),
-        schedule=part("schedule", ScheduleConfig),
+        schedule=case.get("schedule", Constant()),
         parallel=ParallelConfig(**case["parallel"]),
         training=part(
             "training", TrainingConfig, run_dir=run_dir, global_batch_size=4, precision=precision, ema_decay=0.5

@@ -3,21 +3,27 @@
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dit.backends import process_groups
+from dit.optimizer.schedules import TorchOneCycle
 from dit.parallel.build import build_model
-from dit.settings import OptimizerConfig, ScheduleConfig
+from dit.settings import OptimizerConfig
 from dit.training.step import training_forward_step
 from tests.parallel.fsdp_worker import config_of
 
 
-def rate(n: int, num_steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of update `n`, counted from 1: a linear rise, then half a cosine."""
-    warmup, low = schedule.warmup_steps, schedule.min_lr
-    if n <= warmup:
-        return peak * n / warmup
-    return low + (peak - low) * (1 + math.cos(math.pi * (n - warmup) / (num_steps - warmup))) / 2
+def rates(num_steps: int, peak: float, schedule: TorchOneCycle) -> list[tuple[float, float]]:
+    """Return the learning rate and beta1 of every update, from torch's own schedule over an AdamW of its own."""
+    group = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=peak)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(group, peak, total_steps=num_steps, **vars(schedule))
+    found = []
+    for _ in range(num_steps):
+        found.append((group.param_groups[0]["lr"], group.param_groups[0]["betas"][0]))
+        group.step()
+        if len(found) < num_steps:
+            theirs.step()
+    return found
 
 
 def clipped(gradients: dict[str, Tensor], limit: float) -> tuple[dict[str, Tensor], float]:
@@ -26,15 +32,17 @@ def clipped(gradients: dict[str, Tensor], limit: float) -> tuple[dict[str, Tenso
     return {name: g * min(1.0, limit / norm) for name, g in gradients.items()}, norm
 
 
-def adamw(weight: Tensor, m: Tensor, v: Tensor, gradient: Tensor, n: int, lr: float, s: OptimizerConfig) -> None:
-    """Make update `n` of one parameter, in place.
+def adamw(
+    weight: Tensor, m: Tensor, v: Tensor, gradient: Tensor, n: int, lr: float, beta1: float, s: OptimizerConfig
+) -> None:
+    """Make update `n` of one parameter, in place; beta1 may change from update to update, as in torch.
 
     Source: Loshchilov and Hutter 2017, arXiv:1711.05101, Algorithm 2; no decay of one-dimensional parameters.
     """
-    m.copy_(s.beta1 * m + (1 - s.beta1) * gradient)
+    m.copy_(beta1 * m + (1 - beta1) * gradient)
     v.copy_(s.beta2 * v + (1 - s.beta2) * gradient.square())
     decay = s.weight_decay if weight.dim() > 1 else 0.0
-    direction = (m / (1 - s.beta1**n)) / ((v / (1 - s.beta2**n)).sqrt() + s.eps)
+    direction = (m / (1 - beta1**n)) / ((v / (1 - s.beta2**n)).sqrt() + s.eps)
     weight.copy_(weight - lr * (direction + decay * weight))
 
 
@@ -65,10 +73,10 @@ def formulas(case: dict) -> dict:
                     parameter.grad = None
         gradients, norm = clipped({name: g / tokens for name, g in gradients.items()}, optimizer.clip_grad)
         norms.append(norm)
-        lr = rate(n, training.num_steps, optimizer.lr, config.schedule)
+        lr, beta1 = rates(training.num_steps, optimizer.lr, config.schedule)[n - 1]
         with torch.no_grad():
             for name, parameter in parameters.items():
-                adamw(weights[name], m[name], v[name], gradients[name], n, lr, optimizer)
+                adamw(weights[name], m[name], v[name], gradients[name], n, lr, beta1, optimizer)
                 parameter.copy_(weights[name])
         d = 0.0 if n <= training.ema_start_step else training.ema_decay
         average = {name: d * average[name] + (1 - d) * weights[name] for name in weights}

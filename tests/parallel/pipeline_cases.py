@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.parallel_training import build, gathered, micro_batch, of_all_stages, tiny_model, train, whole
 from dit.data_api import BatchSpec
+from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 
@@ -89,7 +90,7 @@ def predict(case: dict) -> dict:
     with ema.applied(it.optimizer, it.wrapped):
         mine = range(groups.dp_rank, 4, groups.dp_size)
         batches = (micro_batch(i, packed=True, multiple_of=4) for i in mine)
-        losses = held_out_loss(network, batches, FlowMatching(), torch.device("cpu"), groups)
+        losses = held_out_loss(network, batches, FlowMatching(), tiny_model(), torch.device("cpu"), groups)
         options = {"solver": "heun", "num_steps": 2, "guidance_scale": 2.0, "seed": 3}
         samples = generate(network, FlowMatching(), pack, spec, **options)
     after = [p for chunk in it.chunks for p in chunk.parameters()]
@@ -172,9 +173,9 @@ def run_legs(case: dict) -> dict:
 
     for parallel, num_steps in case["legs"]:
         config = RunConfig(
-            model=tiny_model(),
+            model=tiny_model(out_channels=8),
             data=MockData(shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, num_streams=1),
-            objective=FlowMatching(),
+            objective=DDPM(schedule="cosine", discrete_steps=50, learned_variance=True, min_snr_gamma=5.0),
             optimizer=OptimizerConfig(lr=1e-3),
             parallel=ParallelConfig(**parallel),
             training=TrainingConfig(

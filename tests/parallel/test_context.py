@@ -160,7 +160,8 @@ def test_a_run_logs_what_one_rank_logs(results):
     assert len(scalars[0]) == len(scalars[1]) == 2
     for a, b in zip(*scalars):
         assert a["consumed_samples"] == b["consumed_samples"] > 0
-        for name in (n for n in a if n in ("loss", "grad_norm") or n.startswith("held_out/")):
+        names = ("loss", "loss_simple", "loss_vlb", "grad_norm", *(name for name in a if name.startswith("held_out/")))
+        for name in (name for name in names if name in a):
             assert b[name] == pytest.approx(a[name], rel=1e-5), name
     a, b = scalars[0][0], scalars[1][0]
     for name, ranks in (("tokens_per_s", 1), ("padded_tokens_per_s_per_rank", 2), ("tflops_per_rank", 2)):

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.parallel_world import run_world
+from dit.optimizer.schedules import TorchOneCycle
 from tests.parallel.test_fsdp import assert_close
 
 DDP, DISTRIBUTED, FSDP = ({"data_parallel": kind} for kind in ("ddp", "distributed_optimizer", "fsdp"))
@@ -26,7 +27,8 @@ SETTINGS = {
     # The norms of queries and keys start as ones, so a decay of theirs shows; eps is of the size of the gradients.
     "model": {"qk_layernorm": True},
     "optimizer": {"lr": 2e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.5, "clip_grad": 0.5},
-    "schedule": {"kind": "cosine", "warmup_steps": 2, "min_lr": 2e-3},
+    # Both the rate and beta1 rise and fall; the first update has a third of the peak.
+    "schedule": TorchOneCycle(pct_start=0.5, div_factor=3.0, final_div_factor=4.0, cycle_momentum=True),
     "training": {"num_steps": NUM_STEPS, "global_batch_size": 4, "ema_decay": 0.7, "ema_start_step": 2},
 }
 EXPERTS = {**SETTINGS, "model": {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}}

@@ -18,6 +18,7 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.schedules import Cosine
 from dit.run_config import RunConfig
 from dit.settings import OptimizerConfig
 from dit.training.pretrain import pretrain
@@ -28,7 +29,8 @@ FOLDER = Path("runs/x/checkpoints/iter_0000006")
 
 
 def config_of(**changed):
-    parts = {"model": DiTConfig(num_classes=3), "data": MockData(shapes=["1x8x8"]), "objective": FlowMatching()}
+    model, data = DiTConfig(num_classes=3), MockData(shapes=["1x8x8"])
+    parts = {"model": model, "data": data, "objective": FlowMatching(), "schedule": Cosine()}
     return RunConfig(**{**parts, **changed})
 
 

@@ -6,8 +6,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dit.config_record import from_record, to_record
+from dit.checkpoint.resume_check import changes
+from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.errors import ConfigError
+from dit.optimizer.schedules import WSD, Constant, Cosine, OneCycle
 from dit.training.pretrain import pretrain
 from launch import config_file
 from launch.overrides import apply_overrides
@@ -117,8 +119,40 @@ def test_a_record_of_an_older_version_names_modules_that_moved(tmp_path):
     """`dit.training.settings` became `dit.settings`; runs recorded before still resume, sample and start again."""
     config_file.write(tiny_dit(), tmp_path / "now.yaml")
     old = (tmp_path / "now.yaml").read_text().replace("dit.settings.", "dit.training.settings.")
-    assert old.count("dit.training.settings.") == 6
+    assert old.count("dit.training.settings.") == 5
     (tmp_path / "old.yaml").write_text(old)
     assert built(config_file.load(tmp_path / "old.yaml", pretrain, load_component)) == built(tiny_dit())
     recorded = yaml.safe_load(old)
     assert from_record(recorded["training"]) == fiddle.build(tiny_dit().training)
+
+
+OLD_SCHEDULES = [
+    ({"kind": "constant", "warmup_steps": 7, "min_lr": 1e-5}, Constant(warmup_steps=7)),
+    ({"kind": "cosine", "warmup_steps": 7, "min_lr": 1e-5}, Cosine(warmup_steps=7, min_lr=1e-5)),
+    ({"kind": "one_cycle", "warmup_steps": 7, "min_lr": 0.0}, OneCycle(warmup_steps=7)),
+    ({}, Constant()),
+]
+
+
+@pytest.mark.parametrize("module", ["dit.settings", "dit.training.settings"])
+@pytest.mark.parametrize(("values", "expected"), OLD_SCHEDULES)
+def test_a_record_of_an_older_version_names_a_schedule_by_its_kind(tmp_path, module, values, expected):
+    """`ScheduleConfig(kind=...)` became a class per kind; such a run starts again, resumes and is read."""
+    config_file.write(tiny_dit(), tmp_path / "config.yaml")
+    record = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    record["schedule"] = {CLASS_KEY: f"{module}.ScheduleConfig", **values}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
+    assert fiddle.build(config_file.load(tmp_path, pretrain, load_component).schedule) == expected
+    assert from_record(record["schedule"]) == expected
+    assert changes({"schedule": record["schedule"]}, {"schedule": expected}) == []
+    (change,) = changes({"schedule": record["schedule"]}, {"schedule": WSD()})
+    assert str(change) == f"schedule: {type(expected).__name__} -> WSD"
+    assert not change.is_refused
+
+
+def test_the_former_setting_says_how_a_schedule_is_chosen_now():
+    with pytest.raises(ConfigError, match=r"schedule\.kind: .* schedule=constant, cosine or one_cycle"):
+        apply_overrides(tiny_dit(), ["schedule.kind=cosine"], load_component)
+    task = tiny_dit()
+    apply_overrides(task, ["schedule.warmup_steps=3", "schedule=cosine"], load_component)
+    assert fiddle.build(task.schedule) == Cosine(warmup_steps=3)

@@ -236,7 +236,9 @@ def test_the_fewest_ranks_are_taken_when_none_are_given():
 
 
 @pytest.mark.parametrize(
-    "change", [{"schedule.min_lr": 1.0}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}], ids=str
+    "change",
+    [{"schedule.min_lr": 1.0}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}, {"model.out_channels": 2}],
+    ids=str,
 )
 def test_what_training_would_refuse_is_not_planned(change):
     task = call_recipe("letters_dit")

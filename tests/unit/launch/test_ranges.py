@@ -1,6 +1,7 @@
 """Nonsense in any numeric setting of any configuration class is refused by name, or is in the table of what may be."""
 
 import copy
+import inspect
 import math
 import typing
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from dit.data_api import DataConfig
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.optimizer.schedules import Schedule
 from dit.parallel.dims import ParallelConfig
 from dit.ranges import FINITE, SHARE_BELOW_1, Range, check_path, whole
 from launch import cli, config_file, plan
@@ -26,10 +28,16 @@ NONSENSE = {int: (-1, 0, 0.5, HUGE), float: (-1.0, 0.0, math.inf, -math.inf, mat
 
 # Every configuration class once: recipe, overrides, and the parts that are tried.
 SETTINGS = ("optimizer", "schedule", "parallel", "training", "checkpoint", "logging", "sampling")
+RISE = ("schedule=one_cycle", "schedule.warmup_steps=5")
+SCHEDULES = (
+    *(("constant",), ("cosine",), ("linear",), ("one_cycle", RISE[1]), ("wsd",), ("inverse_sqrt",)),
+    ("torch_one_cycle",),
+)
 BASES = {
     ("tiny_dit",): ("model", "data", "objective", *SETTINGS),
     ("tiny_dit", "objective=edm"): ("objective",),
     ("tiny_dit", "objective=ddpm"): ("objective",),
+    **{("tiny_dit", f"schedule={name}", *more): ("schedule",) for name, *more in SCHEDULES},
     ("tiny_ecdit",): ("model",),
     ("tiny_dit_cross",): ("model",),
     ("tiny_moviegen",): ("model",),
@@ -42,18 +50,21 @@ BASES = {
 MAY_BE_ZERO = {
     *("optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay", "optimizer.clip_grad"),
     *("schedule.warmup_steps", "schedule.min_lr"),
+    *("schedule.pct_start", "schedule.base_momentum", "schedule.max_momentum"),
     *("training.seed", "training.ema_decay", "training.ema_start_step"),
     *("training.validation_interval", "training.sample_interval"),
     *("checkpoint.interval", "checkpoint.keep_every", "checkpoint.keep_best"),
     *("sampling.guidance_scale", "sampling.seed"),
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score"),
-    *("objective.logit_mean", "objective.p_mean"),
+    *("objective.logit_mean", "objective.p_mean", "objective.vlb_weight"),
     *("model.class_dropout", "model.context_dropout", "model.time_frequency_shift", "model.guidance"),
 }
 MAY_BE_NEGATIVE = {"sampling.guidance_scale", "objective.logit_mean", "objective.p_mean", "data.min_aesthetic_score"}
 MAY_BE_HUGE = {
     *("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_grad", "sampling.guidance_scale"),
+    *("schedule.div_factor", "schedule.final_div_factor"),
     *("objective.logit_mean", "objective.logit_std", "objective.time_shift"),
+    *("objective.min_snr_gamma", "objective.vlb_weight"),
     *("objective.p_mean", "objective.p_std", "objective.sigma_data", "objective.sigma_max", "objective.rho"),
     *("data.fps", "data.max_abs_latent", "data.min_aesthetic_score"),
     *("model.layernorm_epsilon", "model.time_scale", "model.guidance", "model.position_span"),
@@ -83,7 +94,9 @@ def cases() -> Iterator[tuple[tuple[str, ...], str, str, Any]]:
                     yield from ((words, part, name, [x] * 3 if several else x) for x in NONSENSE[kind])
 
 
-def may_be(key: str, value: Any) -> bool:
+def may_be(words: tuple[str, ...], key: str, value: Any) -> bool:
+    if (words[-2:], key, value) == (RISE, "schedule.warmup_steps", 0):
+        return False  # of this schedule alone, the rise is needed
     table = {-1: MAY_BE_NEGATIVE, 0: MAY_BE_ZERO, HUGE: MAY_BE_HUGE, 1e30: MAY_BE_HUGE}
     return not isinstance(value, list) and key in table.get(value, ())
 
@@ -99,7 +112,7 @@ def test_nonsense_is_refused_by_name_or_is_in_the_table():
             replace(built[words], **{part: changed}).check()
         except ConfigError as error:
             refused = str(error)
-        if bool(refused) == may_be(key, value) or (refused and name not in refused):
+        if bool(refused) == may_be(words, key, value) or (refused and name not in refused):
             wrong.append(f"{words}: {key}={value}: {refused or 'accepted'}")
         elif not refused and part in ("model", "data"):
             task = copy.deepcopy(base(*words))
@@ -114,11 +127,15 @@ def test_every_configuration_class_is_tried():
     for entry in registry.components():
         load_component(entry.name)
     kinds = [*ModelConfig.__subclasses__(), *Objective.__subclasses__(), *DataConfig.__subclasses__()]
-    kinds += [kind for middle in kinds for kind in middle.__subclasses__()]
+    kinds += Schedule.__subclasses__()
+    for middle in kinds:  # to which those below it are added
+        kinds += middle.__subclasses__()
     ours = {
         kind
         for kind in kinds
-        if kind.__module__.startswith(("dit.", "energon_data.")) and fields(kind) and not kind.__subclasses__()
+        if kind.__module__.startswith(("dit.", "energon_data."))
+        and fields(kind)
+        and not (inspect.isabstract(kind) or (issubclass(kind, ModelConfig | DataConfig) and kind.__subclasses__()))
     }
     assert tried >= ours | set(cli.PLAIN_PARTS.values()) | {ParallelConfig}
 

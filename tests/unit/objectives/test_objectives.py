@@ -1,6 +1,7 @@
 """Laws every objective obeys, and the constants of each."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Objective, masked_loss, pointwise_error
+from dit.objectives.base import Objective, pointwise_error
 from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import MIN_TIME, FlowMatching
@@ -20,6 +21,15 @@ DDPMS = [
     for prediction in ("noise", "x0", "v")
     for steps in (None, 1000)
 ]
+WEIGHTED = [
+    *(DDPM(prediction=prediction, min_snr_gamma=5.0) for prediction in ("noise", "x0", "v")),
+    FlowMatching(min_snr_gamma=2.0),
+    FlowMatching(prediction="x0", min_snr_gamma=5.0, time_shift=3.0),
+]
+LEARNED = [
+    DDPM(prediction=prediction, schedule="cosine", discrete_steps=20, learned_variance=True, vlb_weight=0.01)
+    for prediction in ("noise", "x0", "v")
+]
 OBJECTIVES: list[Objective] = [
     EDM(),
     EDM(sigma_data=1.0, p_mean=0.0, p_std=1.0),
@@ -27,6 +37,7 @@ OBJECTIVES: list[Objective] = [
     FlowMatching(time_distribution="logit_normal", logit_mean=0.2, logit_std=0.9, time_shift=3.0),
     FlowMatching(prediction="x0", time_shift=3.0),
     *DDPMS,
+    *WEIGHTED,
 ]
 PREDICTIONS = ("noise", "x0", "v")
 WEIGHT_RTOL = 1e-4  # float32 against float64
@@ -54,6 +65,11 @@ def pack(lengths: list[int], channels: int = 4, *, std: float = 1.0, multiple_of
 
 def noise_for(batch: PackedBatch, step: int = 0) -> AddressedNoise:
     return AddressedNoise(1234, step, batch.sample_ids_S, batch.layout)
+
+
+def guess(objective: Objective, inputs_TC: torch.Tensor) -> torch.Tensor:
+    """Return some prediction of all that the objective trains."""
+    return torch.cat([torch.sin((i + 1) * inputs_TC) for i in range(objective.num_outputs)], -1)
 
 
 @every_objective
@@ -168,15 +184,16 @@ def test_pointwise_errors_are_their_formulas():
         torch.testing.assert_close(pointwise_error(target + difference, target, kind), expected)
 
 
-@every_objective
+@pytest.mark.parametrize("objective", OBJECTIVES + LEARNED, ids=repr)
 @pytest.mark.parametrize("kind", ["l2", "l1", "huber"])
 def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
     """Sum and count over a padded pack equal those of every sample alone: packing weighs every token the same."""
-    lengths = [5, 9, 3]
+    lengths, objective = [5, 9, 3], replace(objective, loss_kind=kind)
     batch = pack(lengths, multiple_of=4)
     batch.loss_weight_S = torch.tensor([1.0, 0.5, 2.0])
     prepared = objective.prepare(batch, noise_for(batch))
-    total, count = masked_loss(torch.sin(prepared.inputs_TC), prepared, batch.layout, kind)
+    total, count, terms = objective.loss(guess(objective, prepared.inputs_TC), prepared, batch.layout)
+    per_sample = objective.loss_terms(guess(objective, prepared.inputs_TC), prepared, batch.layout)
     parts = []
     for n, weight in zip(lengths, (1.0, 0.5, 2.0)):
         single = pack([n])
@@ -184,9 +201,15 @@ def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
         own_S = objective.prepare(single, noise_for(single)).weight_S  # of its noise level
         single.loss_weight_S = torch.tensor([weight])
         ready = objective.prepare(single, noise_for(single))
-        parts.append(masked_loss(torch.sin(ready.inputs_TC), ready, single.layout, kind))
+        parts.append(objective.loss(guess(objective, ready.inputs_TC), ready, single.layout))
         by_hand = pointwise_error(torch.sin(ready.inputs_TC), ready.target_TC, kind).mean() * (weight * own_S[0]) * n
-        torch.testing.assert_close(parts[-1][0], by_hand)
+        torch.testing.assert_close(parts[-1][2][objective.terms[0]], by_hand)
+    assert tuple(terms) == objective.terms
+    for name, value in terms.items():
+        own_S = per_sample[name].sum_per_sample(batch.layout)  # what validation adds up
+        torch.testing.assert_close(own_S, torch.stack([part[2][name] for part in parts]))
+        torch.testing.assert_close(value, own_S.sum())
+    torch.testing.assert_close(total, sum(terms.values()))
     torch.testing.assert_close(total, sum(p[0] for p in parts))
     assert count == sum(lengths) == sum(p[1] for p in parts)
 
@@ -204,17 +227,19 @@ def test_the_loss_of_x0_is_that_of_its_velocity():
     torch.testing.assert_close(-weighed, as_velocity * (t_T1 / MIN_TIME).clamp(max=1), rtol=1e-4, atol=1e-4)
 
 
-def test_padding_may_hold_anything():
+@pytest.mark.parametrize("objective", [FlowMatching(), *LEARNED], ids=repr)
+def test_padding_may_hold_anything(objective):
     """NaN in padding rows reaches neither the loss nor its gradient."""
     batch = pack([5, 3], multiple_of=4)
-    prepared = FlowMatching().prepare(batch, noise_for(batch))
-    clean = torch.sin(prepared.inputs_TC)
-    expected, _ = masked_loss(clean, prepared, batch.layout)
+    prepared = objective.prepare(batch, noise_for(batch))
+    clean = guess(objective, prepared.inputs_TC)
+    expected, _, _ = objective.loss(clean, prepared, batch.layout)
     prediction = clean.clone()
     prediction[~batch.layout.valid_T] = math.nan
     prepared.target_TC[~batch.layout.valid_T] = math.nan
+    prepared.inputs_TC[~batch.layout.valid_T] = math.nan
     prediction.requires_grad_()
-    loss, count = masked_loss(prediction, prepared, batch.layout)
+    loss, count, _ = objective.loss(prediction, prepared, batch.layout)
     loss.backward()
     assert loss == expected
     assert count == 8
@@ -223,18 +248,18 @@ def test_padding_may_hold_anything():
     assert (prediction.grad[batch.layout.valid_T] != 0).any(-1).all()
 
 
-@every_objective
+@pytest.mark.parametrize("objective", OBJECTIVES + LEARNED, ids=repr)
 def test_loss_over_slices_adds_up_to_the_loss_of_the_pack(objective):
     """Ranks that share the rows share the loss."""
     batch = pack([6, 5, 3], multiple_of=4)
     prepared = objective.prepare(batch, noise_for(batch))
-    whole = masked_loss(torch.sin(prepared.inputs_TC), prepared, batch.layout)
+    whole = objective.loss(guess(objective, prepared.inputs_TC), prepared, batch.layout)
     halves = []
     for rows in torch.arange(batch.layout.total_tokens).view(2, -1, 2).unbind(0):
         part = PackedBatch(**{**vars(batch), "latents_TC": batch.latents_TC[rows.flatten()]})
         part.layout = batch.layout.select(rows.flatten())
         ready = objective.prepare(part, noise_for(part))
-        halves.append(masked_loss(torch.sin(ready.inputs_TC), ready, part.layout))
+        halves.append(objective.loss(guess(objective, ready.inputs_TC), ready, part.layout))
     torch.testing.assert_close(halves[0][0] + halves[1][0], whole[0])
     assert halves[0][1] + halves[1][1] == whole[1]
 
@@ -246,6 +271,8 @@ def published_error(objective: Objective, batch: PackedBatch, output_TC: torch.T
     * Flow matching: the velocity's, v - (eps - x0); of a network that predicts x0, v = (x_t - x0) / t with t not below
       `MIN_TIME` in the quotient of the errors.
     * DDPM: that of the noise, of x0, or of v = alpha eps - sigma x0, unweighted.
+    * min-SNR-gamma, with SNR = (alpha / sigma)**2: that of x0 times min(SNR, gamma); a prediction of the noise has
+      min(SNR, gamma) / SNR, and of v min(SNR, gamma) / (SNR + 1). Hang et al. 2023, section 3.4.
     """
     noise = noise_for(batch)
     u_T1 = batch.layout.per_token(objective.level(noise.level_S())).double()
@@ -257,13 +284,23 @@ def published_error(objective: Objective, batch: PackedBatch, output_TC: torch.T
         denoised_TC = data**2 / total * x_TC + sigma_T1 * data / total.sqrt() * output_TC
         return (total / (sigma_T1 * data) ** 2).sqrt() * (denoised_TC - x0_TC)
     if isinstance(objective, FlowMatching):
+        if objective.min_snr_gamma is not None:
+            x_TC = (1 - u_T1) * x0_TC + u_T1 * eps_TC
+            estimate_TC = output_TC if objective.prediction == "x0" else x_TC - u_T1 * output_TC
+            return (estimate_TC - x0_TC) * (((1 - u_T1) / u_T1) ** 2).clamp(max=objective.min_snr_gamma).sqrt()
         if objective.prediction == "velocity":
             return output_TC - (eps_TC - x0_TC)
         velocity_TC = ((1 - u_T1) * x0_TC + u_T1 * eps_TC - output_TC) / u_T1
         return (velocity_TC - (eps_TC - x0_TC)) * (u_T1 / MIN_TIME).clamp(max=1)
     assert isinstance(objective, DDPM)
     targets_TC = {"noise": eps_TC, "x0": x0_TC, "v": u_T1.cos() * eps_TC - u_T1.sin() * x0_TC}
-    return output_TC - targets_TC[objective.prediction]
+    error_TC = output_TC - targets_TC[objective.prediction]
+    if objective.min_snr_gamma is None:
+        return error_TC
+    snr_T1 = u_T1.tan() ** -2
+    of_x0_T1 = snr_T1.clamp(max=objective.min_snr_gamma)
+    weights_T1 = {"noise": of_x0_T1 / snr_T1, "x0": of_x0_T1, "v": of_x0_T1 / (snr_T1 + 1)}
+    return error_TC * weights_T1[objective.prediction].sqrt()
 
 
 @every_objective
@@ -274,7 +311,7 @@ def test_every_noise_level_weighs_as_published(objective):
     batch.loss_weight_S = torch.rand(60, generator=generator) + 0.5
     output_TC = torch.randn(batch.layout.total_tokens, 4, generator=generator).requires_grad_()
     prepared = objective.prepare(batch, noise_for(batch))
-    total, _ = masked_loss(output_TC, prepared, batch.layout, objective.loss_kind)
+    total, _, _ = objective.loss(output_TC, prepared, batch.layout)
     weight_T1 = batch.layout.per_token(batch.loss_weight_S)
     expected = (published_error(objective, batch, output_TC).square() * weight_T1).mean(-1).sum()
     assert total.item() == pytest.approx(expected.item(), rel=WEIGHT_RTOL)
@@ -383,7 +420,7 @@ def test_objectives_compare_and_print_by_their_settings():
     assert DDPM(prediction="v") != DDPM()
     assert repr(FlowMatching(time_shift=3.0)) == (
         "FlowMatching(prediction='velocity', time_distribution='uniform', logit_mean=0.0, logit_std=1.0, "
-        "time_shift=3.0, loss_kind='l2')"
+        "time_shift=3.0, loss_kind='l2', min_snr_gamma=None)"
     )
 
 
@@ -404,6 +441,11 @@ def test_objectives_compare_and_print_by_their_settings():
         (lambda: DDPM(schedule="sqrt"), "schedule='sqrt' is unknown"),
         (lambda: DDPM(loss_kind="mse"), "loss_kind='mse'"),
         (lambda: DDPM(discrete_steps=10), "discrete_steps=10 is too short"),
+        (lambda: DDPM(learned_variance=True), "discrete_steps is None; use 1000"),
+        (lambda: DDPM(learned_variance=True, discrete_steps=1, schedule="cosine"), "discrete_steps is 1; use 1000"),
+        (lambda: DDPM(min_snr_gamma=0.0), "objective.min_snr_gamma=0.0 must be"),
+        (lambda: FlowMatching(min_snr_gamma=-1.0), "objective.min_snr_gamma=-1.0 must be"),
+        (lambda: DDPM(vlb_weight=-1.0), "objective.vlb_weight=-1.0 must be"),
         (lambda: EDM().sampling_grid(0), "num_steps=0"),
         (lambda: FlowMatching().sampling_grid(0), "num_steps=0"),
         (lambda: DDPM().sampling_grid(0), "num_steps=0"),

@@ -1,109 +1,197 @@
-"""Learning rates: closed forms at the end points, no jump where the parts meet."""
+"""Learning rates: closed forms at named updates, no jump where the parts meet, torch's one-cycle to the last digit."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import nn
 
 from dit.errors import ConfigError
-from dit.optimizer.schedules import check_schedule, learning_rate
-from dit.settings import ScheduleConfig
+from dit.optimizer.schedules import (
+    WSD,
+    Constant,
+    Cosine,
+    InverseSqrt,
+    Linear,
+    OneCycle,
+    Schedule,
+    TorchOneCycle,
+    WarmUp,
+    learning_rate,
+    momentum,
+)
 
 PEAK, LOW = 3e-4, 1e-5
-NUM_STEPS, WARMUP = 200, 40
-KINDS = ("constant", "cosine", "one_cycle")
+NUM_STEPS, WARMUP, DECAY = 200, 40, 60
+FALLING: dict[str, WarmUp] = {
+    "cosine": Cosine(warmup_steps=WARMUP, min_lr=LOW),
+    "one_cycle": OneCycle(warmup_steps=WARMUP, min_lr=LOW),
+    "linear": Linear(warmup_steps=WARMUP, min_lr=LOW),
+    "wsd": WSD(warmup_steps=WARMUP, min_lr=LOW, decay_steps=DECAY),
+    "wsd_root": WSD(warmup_steps=WARMUP, min_lr=LOW, decay_steps=DECAY, decay="one_minus_sqrt"),
+}
+RISING: dict[str, WarmUp] = {
+    **FALLING,
+    "constant": Constant(warmup_steps=WARMUP),
+    "inverse_sqrt": InverseSqrt(warmup_steps=WARMUP, reference_steps=WARMUP),
+}
+every_rising = pytest.mark.parametrize("schedule", RISING.values(), ids=RISING)
 
 
-def rates(num_steps=NUM_STEPS, **config):
-    schedule = ScheduleConfig(**config)
+def rates(schedule: Schedule, num_steps: int = NUM_STEPS) -> list[float]:
     return [learning_rate(step, num_steps, PEAK, schedule) for step in range(num_steps)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_peak_is_at_the_end_of_the_rise_and_only_there(kind):
+@every_rising
+def test_peak_is_at_the_end_of_the_rise_and_only_there(schedule):
     """The W-th update has exactly the peak; every earlier one less, later ones no more."""
-    lr = rates(kind=kind, warmup_steps=WARMUP, min_lr=LOW)
+    lr = rates(schedule)
     assert lr[WARMUP - 1] == PEAK
     assert all(a < b for a, b in pairwise(lr[:WARMUP]))
     assert lr[0] > 0  # the first update is not wasted
-    if kind == "constant":
-        assert set(lr[WARMUP - 1 :]) == {PEAK}
-    else:
-        assert all(a > b for a, b in pairwise(lr[WARMUP - 1 :]))
+    stable = NUM_STEPS - DECAY if isinstance(schedule, WSD) else WARMUP
+    if isinstance(schedule, Constant):
+        stable = NUM_STEPS
+    assert set(lr[WARMUP - 1 : stable]) == {PEAK}
+    assert all(a > b for a, b in pairwise(lr[stable - 1 :]))
 
 
-@pytest.mark.parametrize("kind", ["cosine", "one_cycle"])
-def test_the_last_update_has_the_lowest_rate(kind):
-    """The fall ends at `min_lr` in the last step of the run, stays there, and is half-way down half-way through."""
-    schedule = ScheduleConfig(kind=kind, warmup_steps=WARMUP, min_lr=LOW)
+@pytest.mark.parametrize("schedule", FALLING.values(), ids=FALLING)
+def test_the_last_update_has_the_lowest_rate(schedule):
+    """The fall ends at `min_lr` in the last step of the run, and stays there."""
     assert learning_rate(NUM_STEPS - 1, NUM_STEPS, PEAK, schedule) == pytest.approx(LOW, rel=1e-12)
     assert learning_rate(10 * NUM_STEPS, NUM_STEPS, PEAK, schedule) == pytest.approx(LOW, rel=1e-12)
-    middle = WARMUP - 1 + (NUM_STEPS - WARMUP) // 2
-    assert learning_rate(middle, NUM_STEPS, PEAK, schedule) == pytest.approx((PEAK + LOW) / 2, rel=1e-12)
-
-
-def test_rises_follow_their_closed_forms():
-    """Linear for warm-up, half a cosine for one_cycle."""
-    linear = rates(kind="cosine", warmup_steps=WARMUP)
-    cosine = rates(kind="one_cycle", warmup_steps=WARMUP)
-    for step in range(WARMUP):
-        part = (step + 1) / WARMUP
-        assert linear[step] == pytest.approx(PEAK * part, rel=1e-12)
-        assert cosine[step] == pytest.approx(PEAK * math.sin(math.pi * part / 2) ** 2, rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rise_and_fall_meet_without_a_jump(kind):
-    """A hundred times finer, the largest change from one update to the next is a hundred times smaller."""
-
-    def largest_jump(scale):
-        lr = rates(num_steps=NUM_STEPS * scale, kind=kind, warmup_steps=WARMUP * scale, min_lr=LOW)
-        return max(abs(a - b) for a, b in pairwise(lr))
-
-    assert largest_jump(100) == pytest.approx(largest_jump(1) / 100, rel=0.02)
-
-
-@pytest.mark.parametrize("kind", ["constant", "cosine"])
-def test_without_warmup_the_first_update_has_the_peak(kind):
-    assert rates(kind=kind)[0] == PEAK
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_steps", "warmup"), [(1, 1), (5, 5), (2, 1)])
-def test_shortest_runs_reach_the_peak(kind, num_steps, warmup):
-    """A run that is all rise ends at the peak."""
-    assert max(rates(num_steps=num_steps, kind=kind, warmup_steps=warmup)) == PEAK
-
-
-def test_a_run_shorter_than_its_warm_up_rises_all_the_way():
-    """Update n of N has n / N of the peak (one_cycle: the same part of half a cosine); the last one has the peak."""
-    for kind in KINDS:
-        assert rates(num_steps=10, kind=kind, warmup_steps=100, min_lr=LOW) == [
-            PEAK * ((1 - math.cos(math.pi * n / 10)) / 2 if kind == "one_cycle" else n / 10) for n in range(1, 10)
-        ] + [PEAK]
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "peak", "config", "names"),
+    ("schedule", "formula"),
     [
-        (10, PEAK, {"warmup_steps": -1}, ("warmup_steps=-1",)),
-        (0, PEAK, {}, ("num_steps=0",)),
-        (10, PEAK, {"min_lr": 1.0}, ("min_lr=1.0", f"optimizer.lr={PEAK}")),
-        (10, PEAK, {"min_lr": -1.0}, ("min_lr=-1.0",)),
-        (10, math.nan, {}, ("optimizer.lr=nan",)),
-        (10, PEAK, {"kind": "one_cycle"}, ("warmup_steps", "use about 3")),
-        (10, PEAK, {"kind": "linear"}, ("'linear'", "cosine")),
+        (FALLING["cosine"], lambda n: LOW + (PEAK - LOW) * math.cos(math.pi / 2 * (n - 40) / 160) ** 2),
+        (FALLING["one_cycle"], lambda n: LOW + (PEAK - LOW) * math.cos(math.pi / 2 * (n - 40) / 160) ** 2),
+        (FALLING["linear"], lambda n: (PEAK * (200 - n) + LOW * (n - 40)) / 160),
+        (FALLING["wsd"], lambda n: PEAK if n <= 140 else (PEAK * (200 - n) + LOW * (n - 140)) / 60),
+        (FALLING["wsd_root"], lambda n: PEAK if n <= 140 else PEAK - (PEAK - LOW) * ((n - 140) / 60) ** 0.5),
+        (RISING["constant"], lambda n: PEAK),
+        (RISING["inverse_sqrt"], lambda n: PEAK * (40 / n) ** 0.5),
     ],
 )
-def test_impossible_schedules_are_refused(num_steps, peak, config, names):
+def test_falls_follow_their_closed_forms(schedule, formula):
+    """Each as its paper writes it, from the peak at update 40 to update 200."""
+    for update in (40, 41, 80, 120, 140, 141, 155, 170, 199, 200):
+        expected = formula(update)
+        assert learning_rate(update - 1, NUM_STEPS, PEAK, schedule) == pytest.approx(expected, rel=1e-12), update
+
+
+@every_rising
+def test_rises_follow_their_closed_forms(schedule):
+    """Linear for warm-up, half a cosine for one_cycle."""
+    for update, lr in enumerate(rates(schedule)[:WARMUP], start=1):
+        part = update / WARMUP
+        shape = math.sin(math.pi * part / 2) ** 2 if isinstance(schedule, OneCycle) else part
+        assert lr == pytest.approx(PEAK * shape, rel=1e-12)
+
+
+@every_rising
+def test_rise_and_fall_meet_without_a_jump(schedule):
+    """A hundred times finer, the largest change from one update to the next is smaller: a hundred times, or ten."""
+
+    def largest_jump(scale):
+        lengths = {name: scale * n for name, n in vars(schedule).items() if name.endswith("_steps")}
+        lr = rates(replace(schedule, **lengths), NUM_STEPS * scale)
+        return max(abs(a - b) for a, b in pairwise(lr))
+
+    # The root is infinitely steep where the fall begins.
+    finer = 10 if isinstance(schedule, WSD) and schedule.decay == "one_minus_sqrt" else 100
+    assert largest_jump(100) == pytest.approx(largest_jump(1) / finer, rel=0.02)
+
+
+@every_rising
+def test_without_warmup_the_first_update_has_the_peak(schedule):
+    assert rates(replace(schedule, warmup_steps=0))[0] == PEAK
+
+
+@every_rising
+@pytest.mark.parametrize(("num_steps", "warmup"), [(1, 1), (5, 5), (2, 1)])
+def test_shortest_runs_reach_the_peak(schedule, num_steps, warmup):
+    """A run that is all rise ends at the peak."""
+    assert max(rates(replace(schedule, warmup_steps=warmup), num_steps)) == PEAK
+
+
+@every_rising
+def test_a_run_shorter_than_its_warm_up_rises_all_the_way(schedule):
+    """Update n of N has n / N of the peak (one_cycle: the same part of half a cosine); the last one has the peak."""
+    long = replace(schedule, warmup_steps=100)
+    cosine = isinstance(schedule, OneCycle)
+    parts = [(1 - math.cos(math.pi * n / 10)) / 2 if cosine else n / 10 for n in range(1, 10)]
+    assert rates(long, 10) == [*(PEAK * part for part in parts), PEAK]
+    assert "a warm-up of 10 steps, not schedule.warmup_steps=100" in long.adapted(10)[0]
+    assert not schedule.adapted(NUM_STEPS)
+
+
+def test_a_run_without_room_for_the_decay_falls_from_the_end_of_the_rise():
+    """40 of 70 updates rise: 30 are left to fall, not 60."""
+    schedule = FALLING["wsd"]
+    lr = rates(schedule, 70)
+    assert lr[39] == PEAK
+    assert lr[54] == pytest.approx((PEAK + LOW) / 2, rel=1e-12)
+    assert lr[69] == pytest.approx(LOW, rel=1e-12)
+    assert schedule.adapted(70) == ["a decay of 30 steps, not schedule.decay_steps=60: the run has no more"]
+
+
+def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():
+    """EDM2 multiplies the two: at update 100 of a ramp of 400, half of the fall's factor and a quarter of the peak."""
+    schedule = InverseSqrt(warmup_steps=400, reference_steps=25)
+    assert learning_rate(99, 1000, PEAK, schedule) == pytest.approx(PEAK / 4 / 2, rel=1e-12)
+    assert learning_rate(399, 1000, PEAK, schedule) == pytest.approx(PEAK / 4, rel=1e-12)
+    assert learning_rate(899, 1000, PEAK, schedule) == pytest.approx(PEAK / 6, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"anneal_strategy": "linear"}, {"pct_start": 0.1, "div_factor": 10.0, "final_div_factor": 5.0}],
+    ids=["default", "linear", "short rise"],
+)
+@pytest.mark.parametrize("num_steps", [7, 20, 1000])
+def test_torch_one_cycle_is_torchs(changes, num_steps):
+    """Rate and beta1 of every update are those of OneCycleLR over an AdamW, to 1e-12."""
+    schedule = TorchOneCycle(cycle_momentum=True, **changes)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0, betas=(0.9, 0.999))
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=num_steps, **changes)
+    for step in range(num_steps):
+        (group,) = optimizer.param_groups
+        assert learning_rate(step, num_steps, PEAK, schedule) == pytest.approx(group["lr"], rel=1e-12, abs=0)
+        assert momentum(step, num_steps, 0.9, schedule) == pytest.approx(group["betas"][0], rel=1e-12, abs=0)
+        optimizer.step()
+        if step < num_steps - 1:  # torch counts an update behind the last one as an error
+            theirs.step()
+    assert learning_rate(num_steps + 5, num_steps, PEAK, schedule) == pytest.approx(group["lr"], rel=1e-12, abs=0)
+
+
+def test_beta1_is_the_optimizers_unless_it_follows():
+    for schedule in (*RISING.values(), TorchOneCycle()):
+        assert momentum(3, NUM_STEPS, 0.123, schedule) == 0.123
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "peak", "schedule", "names"),
+    [
+        (10, PEAK, Constant(warmup_steps=-1), ("schedule.warmup_steps=-1",)),
+        (0, PEAK, Constant(), ("num_steps=0",)),
+        (10, PEAK, Cosine(min_lr=1.0), ("min_lr=1.0", f"optimizer.lr={PEAK}")),
+        (10, PEAK, Linear(min_lr=-1.0), ("schedule.min_lr=-1.0",)),
+        (10, math.nan, Constant(), ("optimizer.lr=nan",)),
+        (10, PEAK, OneCycle(), ("warmup_steps", "use about 3")),
+        (10, PEAK, WSD(decay_steps=0), ("schedule.decay_steps=0",)),
+        (10, PEAK, WSD(decay="root"), ("schedule.decay='root'", "'one_minus_sqrt'")),  # type: ignore[arg-type]
+        (10, PEAK, InverseSqrt(reference_steps=0), ("schedule.reference_steps=0",)),
+        (10, PEAK, TorchOneCycle(pct_start=1.5), ("schedule.pct_start=1.5",)),
+        (10, PEAK, TorchOneCycle(anneal_strategy="exp"), ("'exp'", "'cos'")),  # type: ignore[arg-type]
+    ],
+)
+def test_impossible_schedules_are_refused(num_steps, peak, schedule, names):
     """The message has the numbers and the names of the settings."""
     with pytest.raises(ConfigError) as raised:
-        check_schedule(num_steps, peak, ScheduleConfig(**config))
+        schedule.check(num_steps, peak)
     assert all(name in str(raised.value) for name in names)
-    with pytest.raises(ConfigError):
-        learning_rate(0, num_steps, peak, ScheduleConfig(**config))
-
-
-def test_negative_step_is_refused():
-    with pytest.raises(ConfigError, match="first update is step 0"):
-        learning_rate(-1, NUM_STEPS, PEAK, ScheduleConfig())

@@ -1,16 +1,23 @@
 """What a step and an evaluation make of the errors of a pack: sums over real tokens, weighted by sample."""
 
+from dataclasses import replace
+from typing import Optional
+
 import pytest
 import torch
 from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
+from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
-from dit.patchify import grid_positions
+from dit.patchify import grid_positions, patchify, unpatchify
+from dit.run_config import check_outputs
 from dit.training.step import training_forward_step
 from dit.training.validate import NUM_BUCKETS, VALIDATION_SEED, held_out_loss
 from tests.conftest import BuildModel
@@ -54,7 +61,70 @@ def test_a_step_reports_the_weighted_sum_and_the_real_tokens(build_model: BuildM
     expected = sum(weighted for weighted, _ in by_hand(batch, prediction_TC.detach() - prepared.target_TC))
     assert total.item() == pytest.approx(expected, rel=1e-5)
     assert int(count) == 9 + 25
-    assert {name: float(value) for name, value in logs.items()} == {"loss_sum": total.item(), "tokens": 34.0}
+    assert logs["sums"].tolist() == [total.item(), 34.0]
+
+
+def test_a_learned_variance_is_the_second_half_of_the_channels_of_a_picture(build_model: BuildModel) -> None:
+    """A step's loss is that of the pictures, mean and variance, that the predicted tokens lay side by side."""
+    model = replace(MODEL, patch_spatial=2, out_channels=4)
+    objective = DDPM(schedule="cosine", discrete_steps=20, learned_variance=True)
+    layout = SequenceLayout.from_lengths([4, 9])
+    batch = PackedBatch(
+        latents_TC=torch.randn(13, 8, generator=torch.Generator().manual_seed(0)),
+        positions_T3=torch.cat([grid_positions((1, side, side)) for side in (2, 3)]),
+        layout=layout,
+        sample_ids_S=torch.tensor([5, 6]),
+        grids=((1, 2, 2), (1, 3, 3)),
+        keys=("5", "6"),
+    )
+    network = build_model(model, perturb=0.1)
+    prediction_TC, loss_function = training_forward_step(objective, model, 3, 11)(iter([batch]), network)
+    total, _, logs = loss_function(prediction_TC)
+    tokens = []
+    for start, n, grid in zip(layout.starts, layout.lengths, batch.grids):
+        picture = unpatchify(prediction_TC[start : start + n], grid, 1, 2)
+        tokens.append(torch.cat([patchify(half, 1, 2)[0] for half in picture.chunk(2)], -1))
+    prepared = objective.prepare(batch, AddressedNoise(3, 11, batch.sample_ids_S, layout))
+    expected, count, terms = objective.loss(torch.cat(tokens), prepared, layout)
+    assert torch.equal(total, expected)
+    assert logs["sums"].tolist() == [terms["simple"].item(), terms["vlb"].item(), count.item()]
+    assert total.item() == pytest.approx(logs["sums"][:-1].sum().item(), rel=1e-6)
+
+
+def test_held_out_loss_has_the_terms_of_a_learned_variance(one_rank_world: ProcessGroups) -> None:
+    """What each adds to the loss, which is their sum, from the same terms as a step's."""
+    objective = DDPM(schedule="cosine", discrete_steps=20, learned_variance=True)
+
+    def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        return torch.cat([inputs_TC.sin(), inputs_TC.cos()], -1)
+
+    batches = [pack(10 * i, [2, 3, 4], [1.0, 0.5, 3.0]) for i in range(4)]
+    found = held_out_loss(network, iter(batches), objective, MODEL, torch.device("cpu"), one_rank_world)
+    sums = torch.zeros(3)
+    for batch in batches:
+        prepared = objective.prepare(batch, AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout))
+        outputs_TC = network(prepared.inputs_TC, prepared.time_S, batch)
+        _, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
+        sums += torch.stack([*terms.values(), count])
+    simple, vlb = (sums[:-1] / sums[-1]).tolist()
+    assert found["loss_simple"] == pytest.approx(simple, rel=1e-5)
+    assert found["loss_vlb"] == pytest.approx(vlb, rel=1e-5)
+    assert found["loss"] == pytest.approx(simple + vlb, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("out_channels", "objective", "channels"),
+    [(4, FlowMatching(), 2), (4, DDPM(), 2), (None, DDPM(discrete_steps=100, learned_variance=True), 4)],
+)
+def test_model_and_objective_must_agree_on_the_outputs(
+    out_channels: Optional[int], objective: Objective, channels: int
+) -> None:
+    """Said with both numbers before the run, by the dry run as well."""
+    model = replace(MODEL, out_channels=out_channels)
+    words = f"{out_channels or 2} numbers for a token of 2 .* trains {channels}; set model.out_channels={channels},"
+    with pytest.raises(ConfigError, match=words):
+        check_outputs(objective, model)
+    check_outputs(objective, replace(model, out_channels=channels))
 
 
 def test_held_out_loss_is_the_weighted_mean_over_real_tokens(one_rank_world: ProcessGroups) -> None:
@@ -64,7 +134,7 @@ def test_held_out_loss_is_the_weighted_mean_over_real_tokens(one_rank_world: Pro
         return torch.zeros_like(inputs_TC)
 
     batches = [pack(10 * i, [2, 3, 4], [1.0, 0.5, 3.0]) for i in range(4)]
-    found = held_out_loss(nothing, iter(batches), OBJECTIVE, torch.device("cpu"), one_rank_world)
+    found = held_out_loss(nothing, iter(batches), OBJECTIVE, MODEL, torch.device("cpu"), one_rank_world)
     by_level: dict[str, list[tuple[float, int]]] = {}
     for batch in batches:
         noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
