@@ -13,6 +13,7 @@ from dit.errors import CheckpointError, ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.schedules import Cosine
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import TRAINING_FUNCTION, RunConfig
 from dit.settings import SamplingConfig, TrainingConfig
@@ -23,6 +24,7 @@ RUN = RunConfig(
     model=DiTConfig(hidden_size=32, num_layers=2, num_attention_heads=2, num_classes=3),
     data=MockData(shapes=["1x8x8"]),
     objective=DDPM(prediction="v", discrete_steps=1000),
+    schedule=Cosine(),
     parallel=ParallelConfig(pipeline_model_parallel_size=2, pipeline_layers=[1, 1]),
     training=TrainingConfig(run_dir="runs/x", precision="fp32", global_batch_size=8, micro_batch_size=4),
     sampling=SamplingConfig(prompts=["a", "b"]),
