@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
+from dit.backends.sharding import sharding_of
 from dit.batch import PackedBatch
 from dit.layout import SequenceLayout
 from dit.models import BACKBONES
@@ -99,24 +100,17 @@ def gathered(shard: "MasterShard", values: Tensor) -> Tensor:
 
 def whole(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
     """Join a parameter-shaped tensor over the tensor-parallel ranks."""
-    if groups.tp.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    dim = sharding_of(parameter).split_dim
+    if groups.tp.size() == 1 or dim is None:
         return tensor.detach().clone()
     parts = [torch.empty_like(tensor) for _ in range(groups.tp.size())]
     dist.all_gather(parts, tensor.contiguous(), group=groups.tp)
-    return torch.cat(parts, parameter.partition_dim)  # type: ignore[attr-defined]
+    return torch.cat(parts, dim)
 
 
 def copies_differ(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Tell whether any two ranks that should hold the same values do not."""
-    from dit.parallel.build import is_expert
-
-    expert = is_expert(parameter)  # type: ignore[arg-type]
-    copied_over = [groups.collection.expt_dp if expert else groups.dp_cp]
-    if not getattr(parameter, "tensor_model_parallel", False) and not expert:
-        copied_over.append(groups.tp)
-    if getattr(parameter, "pipeline_parallel", False):
-        copied_over.append(groups.pp)
-    for group in copied_over:
+    for group in map(groups.along, sharding_of(parameter).replicated_over):
         copies = [torch.empty_like(parameter) for _ in range(group.size())]
         dist.all_gather(copies, parameter.detach().contiguous(), group=group)
         if any(not torch.equal(copies[0], c) for c in copies[1:]):
@@ -158,13 +152,11 @@ def build(case: dict[str, Any]) -> SimpleNamespace:
     with torch.no_grad():  # a zero-initialised network would hide most gradients
         for name, parameter in named_parameters(chunks):
             if parameter.init.kind == "constant":  # type: ignore[attr-defined]
-                shape = list(parameter.shape)
-                if getattr(parameter, "tensor_model_parallel", False):
-                    shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
+                sharding = sharding_of(parameter, name)
+                shape = sharding.global_shape(parameter.shape, groups.tp.size())
                 values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) * 0.1
-                if shape != list(parameter.shape):
-                    dim = parameter.partition_dim  # type: ignore[attr-defined]
-                    values = values.chunk(groups.tp.size(), dim)[groups.tp.rank()]
+                for dim, start in enumerate(sharding.origin(parameter.shape, groups.tp.rank())):
+                    values = values.narrow(dim, start, parameter.shape[dim])
                 parameter.add_(values)
     case.get("break", lambda chunks: None)(chunks)
     wrapped = wrap(chunks, parallel, groups)

@@ -7,6 +7,7 @@ from torch import nn
 
 from benchmarks.parallel_training import gathered, of_all_stages, whole
 from dit.backends import process_groups
+from dit.backends.sharding import ParameterSharding, state
 from dit.data_api import BatchSpec
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
@@ -139,6 +140,8 @@ class Awkward(Backbone):
         self.layers = nn.ModuleList(Unit() for _ in range(2))
         self.unused = nn.Linear(8, 8)
         self.embed = nn.Linear(4, 8)
+        for parameter in self.parameters():
+            state(parameter, ParameterSharding())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x) * self.scale
