@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.parallel_training import build, gathered, named_parameters, of_all_stages, whole
+from benchmarks.parallel_training import build
 from dit.backends import process_groups
 from dit.optimizer.ema import EMA
+from dit.verify.trial import gathered, named_parameters, of_all_stages, whole
 
 
 def state_of(it: SimpleNamespace, ema: EMA) -> dict[str, Any]:

@@ -74,6 +74,10 @@ MAY_IMPORT = {
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.planner", "dit.checkpoint"),
         *("dit.monitoring", "dit.inference"),
     },
+    "dit.verify": {
+        *("dit.errors", "dit.settings", "dit.batch", "dit.data_api", "dit.objectives", "dit.context_parallel"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.training"),
+    },
     "energon_data": {
         "dit.errors",
         "dit.ranges",

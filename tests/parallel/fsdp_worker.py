@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.parallel_training import gathered, of_all_stages, whole
 from dit.backends import process_groups
 from dit.backends.sharding import ParameterSharding, state
 from dit.data_api import BatchSpec
@@ -25,6 +24,7 @@ from dit.settings import (
     TrainingConfig,
 )
 from dit.training.pretrain import Run, check_settings
+from dit.verify.trial import gathered, of_all_stages, whole
 from energon_data.mock import MockData
 
 

@@ -8,10 +8,11 @@ from unittest import mock
 
 import torch
 
-from benchmarks.parallel_training import build, gathered, micro_batch, of_all_stages, tiny_model, train, whole
+from benchmarks.parallel_training import build, micro_batch, tiny_model, train
 from dit.data_api import BatchSpec
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
+from dit.verify.trial import gathered, of_all_stages, whole
 
 
 def forget_conditioners(chunks: list) -> None:
