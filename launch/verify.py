@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Optional
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, told_in_one_line
 from launch import cli, environment
 
+MOST_RANKS = 16
+
 if TYPE_CHECKING:
     from dit.backends.sharding import AxisSizes
     from dit.batch import PackedBatch
@@ -83,13 +85,19 @@ def world_size_of(parallel: Any, asked: Optional[int]) -> int:
     """Return the ranks of a layout: those asked for, or the fewest, which for plain data parallelism are 2.
 
     Raises:
-        ConfigError: one rank was asked for.
+        ConfigError: one rank was asked for, or the layout needs many and nobody asked for them.
     """
     from dit.parallel.dims import fewest_ranks
 
+    needed = max(2, fewest_ranks(parallel))
+    if asked is None and needed > MOST_RANKS:
+        raise ConfigError(
+            f"the layout needs {needed} ranks, many for one machine; set the sizes of parallel.* to 2, which shows the "
+            f"same faults, or start them nevertheless with --world-size {needed}"
+        )
     if asked is not None and asked < 2:
         raise ConfigError(f"--world-size {asked} leaves nothing to compare with one rank; use at least 2")
-    return asked or max(2, fewest_ranks(parallel))
+    return asked or needed
 
 
 def tiny_pair(parts: dict[str, Any], world_size: int) -> Pair:
@@ -102,7 +110,6 @@ def tiny_pair(parts: dict[str, Any], world_size: int) -> Pair:
         ConfigError: the layout cannot run, for the reasons for which training would refuse it.
     """
     from dit.parallel.dims import ParallelConfig
-    from dit.settings import TrainingConfig
     from dit.training.checks import check_run
     from dit.verify.report import axis_sizes
     from dit.verify.tiny import GRIDS, multiple_of, pack_tokens, tiny_layout, tiny_model
@@ -125,8 +132,15 @@ def tiny_pair(parts: dict[str, Any], world_size: int) -> Pair:
         max_tokens_per_pack=total,
         num_streams=micro_batches,
     )
-    recompute = parts["training"].recompute
-    training = TrainingConfig(global_batch_size=micro_batches, precision="fp32", recompute=recompute)
+    training = replace(
+        parts["training"],
+        micro_batch_size=1,
+        global_batch_size=micro_batches,
+        precision="fp32",
+        attention="auto",
+        linears="auto",
+        recompute_layers=None,
+    )
     dims, spec = check_run(
         model, data, parts["optimizer"], parts["schedule"], parallel, training, world_size=world_size
     )
@@ -137,7 +151,7 @@ def tiny_pair(parts: dict[str, Any], world_size: int) -> Pair:
         stream=stream,
         objective=parts["objective"],
         micro_batches=micro_batches,
-        recompute={"recompute": recompute},
+        recompute={"recompute": training.recompute},
         by_rank=True,
     )
     one = replace(many, parallel=ParallelConfig(data_parallel="ddp"), by_rank=False)

@@ -6,7 +6,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,18 @@ from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.sharding import sharding_of
 from dit.batch import PackedBatch
+from dit.context_parallel.shard_batch import shard
 from dit.models.base import Backbone, ModelConfig
+from dit.monitoring.expert_load import expert_load
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer import master_weights as optim
+from dit.optimizer.master_weights import MasterShard, master_shards
+from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.parallel.schedule import forward_backward
 from dit.settings import OptimizerConfig
-
-if TYPE_CHECKING:
-    from dit.optimizer.master_weights import MasterShard
+from dit.training.step import training_forward_step
 
 SEED = 5
 # Gradients that are zero in exact arithmetic (a bias of keys moves no softmax) are rounding noise, which Adam would
@@ -69,7 +73,7 @@ class Built:
     chunks: list[Backbone]
     wrapped: list[Any]
     optimizer: Any
-    shards: "list[MasterShard]"
+    shards: list[MasterShard]
 
     @property
     def model(self) -> ModelConfig:
@@ -81,7 +85,7 @@ def named_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
     return [pair for chunk in chunks for pair in chunk.named_parameters()]
 
 
-def gathered(shard: "MasterShard", values: Tensor) -> Tensor:
+def gathered(shard: MasterShard, values: Tensor) -> Tensor:
     """Join values that are split like a master shard into the parameter-shaped fp32 tensor, on every rank of its group.
 
     The shards are joined as integers: adding zero bits changes none, not even the sign of a zero.
@@ -139,9 +143,6 @@ def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> Non
 
 def build(trial: Trial) -> Built:
     """Build the groups, the model and the optimizer of a trial on this rank."""
-    from dit.optimizer.master_weights import master_shards
-    from dit.parallel.build import build_model, build_optimizer, wrap
-
     model, parallel = trial.model, trial.parallel
     sizes = model.megatron_sizes()
     dims = check_parallel(
@@ -182,12 +183,6 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
         `losses` and `grad_norms` of every step, `gradients` of the first step and `parameters` after the last one
         (global tensors by name), `drifted`, the parameters whose copies differ, and, where asked for, `by_rank`.
     """
-    from dit.context_parallel.shard_batch import shard
-    from dit.monitoring.expert_load import expert_load
-    from dit.optimizer import master_weights as optim
-    from dit.parallel.schedule import forward_backward
-    from dit.training.step import training_forward_step
-
     it = build(trial)
     groups, optimizer, shards = it.groups, it.optimizer, it.shards
     packs = trial.stream(groups.dp_rank, groups.dp_size, it.dims.token_multiple)
@@ -225,7 +220,7 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
     return result
 
 
-def _of_all_ranks(shards: "Sequence[MasterShard]", local: Sequence[Tensor], groups: ProcessGroups) -> dict[str, Any]:
+def _of_all_ranks(shards: Sequence[MasterShard], local: Sequence[Tensor], groups: ProcessGroups) -> dict[str, Any]:
     """Return the gradients of every rank, by the rank's place: the origin of its part by name, and the values."""
     place = " ".join(
         f"{name} {group.rank()}"

@@ -10,7 +10,7 @@ import pytest
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
 from dit.parallel.dims import ParallelConfig
-from dit.training import step
+from dit.training.step import training_forward_step
 from dit.verify.ranks import run_world
 from dit.verify.trial import train
 from launch.train import call_recipe
@@ -62,14 +62,23 @@ def sum_the_text_twice(chunks: list) -> None:
 
 
 def doubled_loss(case: dict) -> dict:
-    """Train with twice the loss, as one that every tensor-parallel rank adds."""
+    """Train with twice the loss, as one that every tensor-parallel rank adds; what is logged stays."""
 
-    def twice(*arguments):
-        total, count = masked_loss(*arguments)
-        return 2 * total, count
+    def doubling(*arguments):
+        inner = training_forward_step(*arguments)
 
-    masked_loss = step.masked_loss
-    with mock.patch.object(step, "masked_loss", twice):
+        def forward_step(batches, network):
+            prediction, loss_function = inner(batches, network)
+
+            def twice(output):
+                total, *rest = loss_function(output)
+                return (2 * total, *rest)
+
+            return prediction, twice
+
+        return forward_step
+
+    with mock.patch("dit.verify.trial.training_forward_step", doubling):
         return train(case["trial"])
 
 
@@ -135,7 +144,14 @@ def test_a_doubled_loss_is_no_fault_of_a_parameter(verdicts):
     verdict = verdicts["loss twice"]
     assert len(verdict.wrong) == verdict.compared
     assert {round(wrong.ratio, 4) for wrong in verdict.wrong} == {2.0}
-    assert "the first loss differs, too" in verdict.reading()
+    assert "every gradient is 2.000 times its size" in verdict.reading()
+
+
+def test_a_first_loss_that_differs_comes_before_any_gradient(verdicts):
+    verdict = verdicts["no sum"]
+    other = verdict.comparison.errors | {"losses": {"step 0": 0.1}}
+    verdict = replace(verdict, comparison=replace(verdict.comparison, errors=other))
+    assert verdict.reading().startswith("the first loss differs, too")
 
 
 @pytest.mark.parametrize("recipe", [entry.name for entry in registry.recipes()])
@@ -174,9 +190,10 @@ def test_the_command_explains_the_real_model(capsys):
         (["--factory", "tiny_dti"], "did you mean tiny_dit"),
         (["--factory", "tiny_dit", "--world-size", "1"], "--world-size 1 leaves nothing to compare"),
         (["--factory", "tiny_dit_tp2sp", "--world-size", "3"], "world size 3 is not a multiple"),
+        (["--factory", "tiny_dit", "parallel.tensor_model_parallel_size=32"], "needs 32 ranks.*--world-size 32"),
         (["--factory", "tiny_dit", "parallel.expert_model_parallel_size=2"], "the model has none"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_a_line(capsys, words, says):
     assert main(words) == EXIT_CONFIG
-    assert says in capsys.readouterr().err
+    assert re.search(says, capsys.readouterr().err)
