@@ -68,7 +68,9 @@ class MockStream:
     seed: int
 
     def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> "Iterator[PackedBatch]":
-        return self.data.build_train(self.spec, dp_rank=dp_rank, dp_size=dp_size, seed=self.seed, log_dir=None)
+        stream = self.data.build_train(self.spec, dp_rank=dp_rank, dp_size=dp_size, seed=self.seed, log_dir=None)
+        while True:
+            yield next(stream)
 
 
 @dataclass(frozen=True)
