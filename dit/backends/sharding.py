@@ -2,7 +2,7 @@
 
 A statement says over which ranks a parameter is split, over which it is replicated, and which tokens each rank's
 gradient covers; where that is a part of the tokens, the gradients are summed over the ranks that have the other parts.
-Four ranks with TP 2 + SP and PP 2, and where four kinds of parameters lie:
+Four ranks with TP 2 + SP and PP 2, and where four kinds of parameters are placed:
 
                         linear_qkv.weight    norm.weight     null text token   conditioner.time
                         split_dim=0          (the default)   all_tokens,       every_stage
@@ -35,7 +35,7 @@ GradientCovers = Literal["all_tokens", "sequence_shard", "own_heads"]
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """Where one parameter lies, and what each rank's gradient of it covers.
+    """Where one parameter is placed, and what each rank's gradient of it covers.
 
     Attributes:
         split_dim: dimension that is split over the tensor-parallel ranks; None where each of them has all of it.
@@ -234,7 +234,7 @@ class Row:
 
 
 def describe(name: str, shape: Sequence[int], sharding: ParameterSharding, sizes: AxisSizes) -> Row:
-    """Say where a parameter lies under a layout.
+    """Say how a parameter is sharded under a layout.
 
     Args:
         shape: of the complete parameter.

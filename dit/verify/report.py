@@ -113,7 +113,7 @@ class Verdict:
         ]
 
     def reading(self) -> str:
-        """Say where a fault with these ratios usually lies."""
+        """Say where a fault with these ratios is usually found."""
         first = self.wrong[0]
         if not self.comparison.errors["losses"]["step 0"] <= BOUNDS["losses"]:
             return "the first loss differs, too: look at the forward pass and at what it sums before any gradient"

@@ -17,7 +17,7 @@ GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 2, 4), (3, 2, 2))
 def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     """Shrink widths, depths and counts to the smallest that the layout can split; every other option stays.
 
-    What a field means is told by its name, which backbones share. Conditions are dropped for a good share of the
+    Fields are recognised by the names that backbones share. Conditions are dropped for a good share of the
     samples, so that the parameters that stand for a missing one have a gradient.
 
     Raises:
@@ -71,7 +71,7 @@ def pack_tokens(parallel: ParallelConfig) -> tuple[int, int]:
 
 
 def _depth(given: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]:
-    """Return layers of each kind: one for each stage of the pipeline, whole repeats of a pattern, at least two."""
+    """Return layers of each kind: one for each stage of the pipeline, full repeats of a pattern, at least two."""
     stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
     layers = multiple_of(math.lcm(stages, len(given.get("layer_pattern", [None]))), 2)
     return {"num_layers": layers, "num_joint_layers": layers // 2, "num_single_layers": layers - layers // 2}

@@ -1,4 +1,4 @@
-"""A short training under one layout, of which every rank reports global tensors that another layout can be held to.
+"""A short training under one layout, of which every rank reports global tensors.
 
 `dit.verify.compare` compares what two layouts report.
 """

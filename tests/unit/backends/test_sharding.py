@@ -1,4 +1,4 @@
-"""One statement of sharding per parameter: what Megatron-Core is told follows from it, and so does the table."""
+"""One statement of sharding per parameter: what Megatron-Core reads follows from it, and so does the table."""
 
 import pytest
 import torch
@@ -40,16 +40,16 @@ def test_gradients_are_summed_over_the_ranks_whose_tokens_differ(sharding, seque
     assert sharding.reduced_over(sequence_parallel=sequence_parallel) == summed
 
 
-def test_megatron_is_told_of_exactly_these_sums():
+def test_megatron_reads_exactly_these_sums():
     """`sequence_parallel`: over TP; `pipeline_parallel`: over stages; `allreduce=False`: over the expert's ranks."""
     for sharding in (ParameterSharding(), ParameterSharding(**EVERY_STAGE), TEXT, HEADS, SPLIT, EXPERT):
-        told = megatron_attributes(sharding, sequence_parallel=True, pipeline=True, first_stage=False)
+        read = megatron_attributes(sharding, sequence_parallel=True, pipeline=True, first_stage=False)
         summed = sharding.reduced_over(sequence_parallel=True)
-        assert (told["sequence_parallel"], told["pipeline_parallel"]) == ("tp" in summed, "pp" in summed)
-        assert told["allreduce"] == ("dp_cp" in summed)
-        assert told["tensor_model_parallel"] == (sharding == SPLIT)
-        assert told["partition_dim"] == (1 if sharding == SPLIT else -1)
-        assert told["shared"] == told["shared_embedding"] == sharding.every_stage
+        assert (read["sequence_parallel"], read["pipeline_parallel"]) == ("tp" in summed, "pp" in summed)
+        assert read["allreduce"] == ("dp_cp" in summed)
+        assert read["tensor_model_parallel"] == (sharding == SPLIT)
+        assert read["partition_dim"] == (1 if sharding == SPLIT else -1)
+        assert read["shared"] == read["shared_embedding"] == sharding.every_stage
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_megatron_is_told_of_exactly_these_sums():
 )
 def test_one_copy_of_several_stages_enters_the_gradient_norm(pipeline, first, shared):
     sharding = ParameterSharding(**EVERY_STAGE)
-    told = megatron_attributes(sharding, sequence_parallel=False, pipeline=pipeline, first_stage=first)
-    assert (told["shared"], told["shared_embedding"]) == (shared, pipeline)
+    read = megatron_attributes(sharding, sequence_parallel=False, pipeline=pipeline, first_stage=first)
+    assert (read["shared"], read["shared_embedding"]) == (shared, pipeline)
 
 
 def test_a_parameter_without_a_statement_is_named():
