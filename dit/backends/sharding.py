@@ -14,7 +14,7 @@ Four ranks with TP 2 + SP and PP 2, and where four kinds of parameters are place
     gradient summed     nowhere              TP              PP                TP and PP
     beside DP x CP
 
-Megatron-Core asks for this in seven attributes of a parameter, of which a missing one is taken for an answer.
+Megatron-Core reads this from eight attributes of a parameter, and takes a missing one for a default.
 `write_attributes` derives all of them; nothing else in this project sets one.
 """
 
@@ -42,8 +42,8 @@ class ParameterSharding:
         expert: one expert of a layer, complete on the ranks that have it.
         gradient_covers: of a parameter that every tensor-parallel rank has: `sequence_shard`, the tokens of this rank's
             shard under sequence parallelism, and all tokens without it; `all_tokens`, always, since the parameter meets
-            an input that is never sharded (text); `own_heads`, the attention heads of this rank, for Megatron-Core sums
-            norms of queries and keys by their names.
+            an input that is never sharded (text); `own_heads`, the attention heads of this rank (Megatron-Core knows
+            these norms of queries and keys by their names).
         every_stage: every pipeline stage has a copy and uses it in its own layers.
     """
 
