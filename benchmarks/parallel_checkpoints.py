@@ -1,17 +1,17 @@
 """Further tasks for the ranks of `benchmarks.parallel_world`: write and read checkpoints of a model with experts."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from benchmarks.parallel_training import build, gathered, named_parameters, of_all_stages, whole
+from benchmarks.parallel_training import build
 from dit.backends import process_groups
 from dit.optimizer.ema import EMA
+from dit.verify.trial import Built, gathered, named_parameters, of_all_stages, whole
 
 
-def state_of(it: SimpleNamespace, ema: EMA) -> dict[str, Any]:
+def state_of(it: Built, ema: EMA) -> dict[str, Any]:
     """Return every global tensor of the training state by name, and the fingerprint of the model."""
     from dit.checkpoint.checkpointer import global_shapes
     from dit.checkpoint.store import model_fingerprint

@@ -20,10 +20,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from benchmarks.equal_training import BOUNDS, Comparison, compare_training, largest_error
-from benchmarks.forks import ROOT
 from benchmarks.parallel_world import run_world
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
+from dit.verify.compare import BOUNDS, Comparison, compare_training, largest_error
+from dit.verify.ranks import FORKS, ROOT
 
 STEPS = 3
 PAGE = ROOT / "docs" / "parallelism.md"
@@ -230,6 +230,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.write and not PAGE.exists():
         parser.error(f"--write: {PAGE} does not exist; it is part of the repository, not of an installed copy")
     rows = [row for row in (*SMALL, *MISSION) if not args.only or args.only in row.name]
+    FORKS.set_forkserver_preload(["benchmarks.parallel_checkpoints"])
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run(rows, Path(folder))

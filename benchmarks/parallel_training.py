@@ -1,36 +1,26 @@
-"""One rank of a world of gloo ranks: train a tiny model under each case's layout and report global tensors.
+"""Tiny models and packs for tests and `benchmarks.parallel_matrix`, which compare layouts by `dit.verify`.
 
-The tests and `benchmarks.parallel_matrix` compare what two layouts report.
+A case is a dictionary: `parallel`, `packed`, `model` (settings of `tiny_model`), and what else `trial_of` reads.
 """
 
-import gc
-import pickle
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import fields
-from importlib import import_module
-from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
-from dit.backends import process_groups
-from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.registry import config_class
-from dit.objectives.flow_matching import FlowMatching
-from dit.parallel.dims import ParallelConfig, check_parallel
+from dit.parallel.dims import ParallelConfig
 from dit.patchify import grid_positions
+from dit.verify import trial
+from dit.verify.trial import Built, Trial
 
-if TYPE_CHECKING:
-    from dit.optimizer.master_weights import MasterShard
-
-SEED = 5
 ONE_TOKEN = (1, 1, 1)
 GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4, 4), (1, 2, 2)]
 
@@ -78,160 +68,32 @@ def micro_batch(
     )
 
 
-def named_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters of all chunks of this rank."""
-    return [pair for chunk in chunks for pair in chunk.named_parameters()]
+def packs(case: dict[str, Any], dp_rank: int, dp_size: int, token_multiple: int) -> Iterator[PackedBatch]:
+    """Return the packs of one data-parallel rank, without end."""
+    num_micro, one_token = case.get("micro_batches", 4), case.get("one_token_packs", 0)
+    for i in itertools.count(dp_rank, dp_size):
+        # Under context parallelism all ranks but the first then have nothing but padding.
+        grids = (ONE_TOKEN,) * 2 if i % num_micro >= num_micro - one_token else ()
+        yield micro_batch(i, packed=case["packed"], multiple_of=max(4, token_multiple), grids=grids)
 
 
-def gathered(shard: "MasterShard", values: Tensor) -> Tensor:
-    """Join values that are split like a master shard into the parameter-shaped fp32 tensor, on every rank of its group.
-
-    The shards are joined as integers: adding zero bits changes none, not even the sign of a zero.
-    """
-    if shard.group is None or shard.group.size() == 1:
-        return values.detach().view(shard.parameter.shape).clone()
-    flat = torch.zeros(shard.parameter.numel(), dtype=torch.float32, device=values.device)
-    flat[shard.start : shard.stop] = values.detach().flatten()
-    dist.all_reduce(flat.view(torch.int32), group=shard.group)
-    return flat.view(shard.parameter.shape)
-
-
-def whole(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
-    """Join a parameter-shaped tensor over the tensor-parallel ranks."""
-    if groups.tp.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return tensor.detach().clone()
-    parts = [torch.empty_like(tensor) for _ in range(groups.tp.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=groups.tp)
-    return torch.cat(parts, parameter.partition_dim)  # type: ignore[attr-defined]
+def trial_of(case: dict[str, Any]) -> Trial:
+    """Return the trial that a case describes."""
+    stated = {name: case[name] for name in ("micro_batches", "steps", "precision", "recompute") if name in case}
+    return Trial(
+        model=tiny_model(**case.get("model", {})),
+        parallel=ParallelConfig(**case["parallel"]),
+        stream=partial(packs, case),
+        alter=case.get("break"),
+        **stated,
+    )
 
 
-def copies_differ(parameter: Tensor, groups: ProcessGroups) -> bool:
-    """Tell whether any two ranks that should hold the same values do not."""
-    from dit.parallel.build import is_expert
-
-    expert = is_expert(parameter)  # type: ignore[arg-type]
-    copied_over = [groups.collection.expt_dp if expert else groups.dp_cp]
-    if not getattr(parameter, "tensor_model_parallel", False) and not expert:
-        copied_over.append(groups.tp)
-    if getattr(parameter, "pipeline_parallel", False):
-        copied_over.append(groups.pp)
-    for group in copied_over:
-        copies = [torch.empty_like(parameter) for _ in range(group.size())]
-        dist.all_gather(copies, parameter.detach().contiguous(), group=group)
-        if any(not torch.equal(copies[0], c) for c in copies[1:]):
-            return True
-    return False
-
-
-def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
-    """Join (name, tensor) pairs over the stages and experts; also list the names whose copies differ."""
-    parts: list[Any] = [None] * groups.different_parameters.size()
-    dist.all_gather_object(parts, named, group=groups.different_parameters)
-    found: dict[str, Tensor] = {}
-    pairs = [pair for part in parts for pair in part]
-    drifted = [name for name, tensor in pairs if not torch.equal(found.setdefault(name, tensor), tensor)]
-    return found, drifted
-
-
-def build(case: dict[str, Any]) -> SimpleNamespace:
+def build(case: dict[str, Any]) -> Built:
     """Build what a case trains: groups, model chunks, optimizer, all on this rank."""
-    from dit.optimizer import master_weights as optim
-    from dit.parallel.build import build_model, build_optimizer, wrap
-    from dit.settings import OptimizerConfig, TrainingConfig
-
-    parallel = ParallelConfig(**case["parallel"])
-    model = tiny_model(**case.get("model", {}))
-    num_micro = case.get("micro_batches", 4)
-    precision = case.get("precision", "fp32")
-    training = TrainingConfig(global_batch_size=num_micro, precision=precision, seed=SEED, **case.get("recompute", {}))
-    world_size = dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment()
-    dims = check_parallel(model, parallel, training, world_size)
-    groups = process_groups.initialize(parallel)
-    chunks = build_model(model, parallel, training, groups)
-    with torch.no_grad():  # a zero-initialised network would hide most gradients
-        for name, parameter in named_parameters(chunks):
-            if parameter.init.kind == "constant":  # type: ignore[attr-defined]
-                shape = list(parameter.shape)
-                if getattr(parameter, "tensor_model_parallel", False):
-                    shape[parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
-                values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) * 0.1
-                if shape != list(parameter.shape):
-                    dim = parameter.partition_dim  # type: ignore[attr-defined]
-                    values = values.chunk(groups.tp.size(), dim)[groups.tp.rank()]
-                parameter.add_(values)
-    case.get("break", lambda chunks: None)(chunks)
-    wrapped = wrap(chunks, parallel, groups)
-    # Gradients that are zero in exact arithmetic (a bias of keys moves no softmax) are rounding noise, which Adam would
-    # blow up to full steps if its eps were below it.
-    settings = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-6)
-    optimizer = build_optimizer(wrapped, settings, parallel, precision, groups)
-    shards = optim.master_shards(optimizer, chunks)
-    return SimpleNamespace(**locals())
+    return trial.build(trial_of(case))
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train a case's steps; return losses, gradient norms, global gradients and parameters, and copies that differ."""
-    from dit.context_parallel.shard_batch import shard
-    from dit.monitoring.expert_load import expert_load
-    from dit.optimizer import master_weights as optim
-    from dit.parallel.schedule import forward_backward
-    from dit.training.step import training_forward_step
-
-    it = build(case)
-    groups, optimizer, shards = it.groups, it.optimizer, it.shards
-    result: dict[str, Any] = {"losses": [], "grad_norms": []}
-    for step in range(case.get("steps", 2)):
-        for chunk in it.wrapped:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        mine = range(groups.dp_rank, it.num_micro, groups.dp_size)
-        multiple_of = max(4, it.dims.token_multiple)
-        packs = (
-            micro_batch(
-                it.num_micro * step + i,
-                packed=case["packed"],
-                multiple_of=multiple_of,
-                # Under context parallelism all ranks but the first then hold nothing but padding.
-                grids=(ONE_TOKEN,) * 2 if i >= it.num_micro - case.get("one_token_packs", 0) else (),
-            )
-            for i in mine
-        )
-        batches = (shard(pack, groups.cp.rank(), groups.cp.size(), it.parallel.context_split) for pack in packs)
-        forward_step = training_forward_step(FlowMatching(), it.model, SEED, step)
-        out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
-        sums = sum((o["sums"].double() for o in out), torch.zeros(2, dtype=torch.float64)).float()
-        dist.all_reduce(sums, group=groups.dp_cp)
-        dist.all_reduce(sums, group=groups.pp)
-        result["losses"].append((sums[0] / sums[1]).item())
-        result["grad_norms"].append(optim.gradient_norm(optimizer))
-        if step == 0:
-            named = [(s.name, whole(gathered(s, s.grad), s.parameter, groups)) for s in shards]
-            result["gradients"], _ = of_all_stages(named, groups)
-        optim.apply_update(optimizer, result["grad_norms"][-1], it.settings.clip_grad)
-    optim.publish_masters(optimizer, it.wrapped)  # with an overlapped gather the last update waits for the next forward
-    if it.parallel.data_parallel == "fsdp":
-        it.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
-    named = [(s.name, s.parameter) for s in shards]
-    result["parameters"], drifted = of_all_stages([(n, whole(p.data, p, groups)) for n, p in named], groups)
-    result["drifted"] = drifted + [n for n, p in named if copies_differ(p, groups)]
-    case.get("then", lambda it: None)(it)
-    result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
-    process_groups.release()
-    result["connections"] = len(list(Path("/proc/self/fd").glob("*")))
-    return result
-
-
-def main(folder: Path) -> None:
-    """Run the cases of a folder on this rank; rank 0 leaves the results there."""
-    torch.set_num_threads(1)
-    cases = pickle.loads((folder / "cases.pkl").read_bytes())
-    tasks = [case.get("task", "benchmarks.parallel_training:train").split(":") for case in cases]
-    functions = [getattr(import_module(module), name) for module, name in tasks]
-    gc.freeze()  # what is imported needs no visit by the collector, which Megatron-FSDP calls for every model
-    results = []
-    for case, function in zip(cases, functions):
-        results.append(function(case))
-        gc.collect()  # a case's models refer to its groups, which keep threads as long as they live
-    if dist.get_rank() == 0:
-        (folder / "results.pkl").write_bytes(pickle.dumps(results))
-    process_groups.destroy()
+    return trial.train(trial_of(case), case.get("then"))

@@ -34,6 +34,7 @@ COMMANDS = {
     "plan": Command(
         "launch.train", "a recipe's parameters, memory per rank and FLOPs, without training", ("--dryrun",)
     ),
+    "verify": Command("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
     "sample": Command("launch.sample", "draw samples from a run's checkpoint"),
     "evaluate": Command("launch.evaluate", "share of generated letters that are read correctly"),
     "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Optional
 import fiddle
 from torch import nn
 
+from dit.backends.sharding import sharding_of
 from dit.errors import ConfigError
 from dit.models.activations import BatchForm, Kept
 from dit.models.base import ModelConfig
@@ -96,14 +97,14 @@ def local_parameters(parameters: Iterable[nn.Parameter], tp: int) -> int:
     """
     total = 0
     for parameter in parameters:
-        split = getattr(parameter, "tensor_model_parallel", False)
-        side = parameter.shape[parameter.partition_dim] if split else tp  # type: ignore[attr-defined]
+        dim = sharding_of(parameter).split_dim
+        side = tp if dim is None else parameter.shape[dim]
         if side % tp:
             raise ConfigError(
                 f"a weight with {side} features cannot be split over parallel.tensor_model_parallel_size={tp}; "
                 "choose one that divides the model's sizes"
             )
-        total += parameter.numel() // (tp if split else 1)
+        total += parameter.numel() // (1 if dim is None else tp)
     return total
 
 
@@ -132,7 +133,7 @@ def _rank_memory(
     sample: Sample,
     pp_rank: int,
 ) -> Memory:
-    from dit.parallel.build import build_on_meta, is_expert
+    from dit.parallel.build import build_on_meta
     from dit.parallel.pipeline import stages
 
     tp, pp, cp, ep = (
@@ -145,8 +146,8 @@ def _rank_memory(
     num_layers = model.megatron_sizes().num_layers
     chunks = [build_on_meta(model, stage) for stage in stages(num_layers, pp, pp_rank, *cut)]
     parameters = [p for chunk in chunks for p in chunk.parameters()]
-    dense = local_parameters((p for p in parameters if not is_expert(p)), tp)
-    experts = sum(p.numel() for p in parameters if is_expert(p)) // ep
+    dense = local_parameters((p for p in parameters if not sharding_of(p).expert), tp)
+    experts = sum(p.numel() for p in parameters if sharding_of(p).expert) // ep
     count = dense + experts
     half = training.precision == "bf16"
     spread_parts = {

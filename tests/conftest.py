@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.forks import FORKS
 from dit.backends.process_groups import ProcessGroups
 from dit.models.base import Backbone, ModelConfig
 from dit.models.registry import build_backbone
+from dit.verify.ranks import FORKS
 
 FORKS.set_forkserver_preload(["tests.preload"])
 

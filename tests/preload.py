@@ -20,5 +20,6 @@ for name in (
     "tests.parallel.optimizer_worker",
     "tests.parallel.pipeline_cases",
     "benchmarks.parallel_training",
+    "dit.verify.trial",
 ):
     import_module(name)

@@ -78,6 +78,10 @@ MAY_IMPORT = {
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.planner", "dit.checkpoint"),
         *("dit.run_config", "dit.monitoring", "dit.inference"),
     },
+    "dit.verify": {
+        *("dit.errors", "dit.settings", "dit.batch", "dit.data_api", "dit.objectives", "dit.context_parallel"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.training"),
+    },
     "energon_data": {
         "dit.errors",
         "dit.ranges",
@@ -279,6 +283,35 @@ def test_cuda_is_named_in_backends_and_kernels_only():
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
                 found.append(f"{path}:{node.lineno}: torch.cuda; ask dit.backends.device")
     report(found)
+
+
+def assigned_attributes(node: ast.AST) -> list[ast.Attribute]:
+    """Return the attributes that a statement sets, by assignment or by `setattr` with a name in plain sight."""
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        parts = [part for target in targets for part in getattr(target, "elts", [target])]
+        return [part for part in parts if isinstance(part, ast.Attribute)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and isinstance(node.args[1], ast.Constant):
+        return [ast.Attribute(value=node.args[0], attr=node.args[1].value)]
+    return []
+
+
+def test_only_the_statement_of_sharding_writes_megatrons_attributes():
+    """Settings of the same name belong to a layout (`recipe.parallel.x`) or to Megatron-Core's config."""
+    names = {
+        *("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "allreduce"),
+        *("pipeline_parallel", "shared", "shared_embedding", "average_gradients_across_tp_domain", "sharding"),
+    }
+    report(
+        [
+            f"{path}:{node.lineno}: {ast.unparse(target)} is set; let dit.backends.sharding derive it"
+            for path in FILES
+            if str(path) != "dit/backends/sharding.py"
+            for node in ast.walk(tree(path))
+            for target in assigned_attributes(node)
+            if target.attr in names and ast.unparse(target.value).rpartition(".")[2] not in ("parallel", "config")
+        ]
+    )
 
 
 def test_importing_defines_names_and_does_nothing_else():

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from dit.backends.sharding import sharding_of
 from dit.philox import MASK32, philox, to_normal, to_uniform
 
 _CHUNK_ROWS_ELEMENTS = 1 << 22
@@ -71,17 +72,21 @@ def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
 def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: int) -> None:
     """Fill every parameter of a built model with its own slice of the addressed start.
 
-    A parameter split over tensor-parallel ranks carries Megatron-Core's `tensor_model_parallel` and `partition_dim`.
+    Which part of a split parameter a rank has, its statement says (`dit.backends.sharding`).
 
     Args:
         module: the model; its parameter names must be global (pipeline stages number layers globally).
         seed: seed of the run.
+
+    Raises:
+        ConfigError: a parameter has no statement of its sharding.
     """
     for name, parameter in module.named_parameters():
         matrix = parameter.data.view(parameter.shape[0], -1) if parameter.dim() > 1 else parameter.data[None]
         rows, columns = range(matrix.shape[0]), range(matrix.shape[1])
-        if getattr(parameter, "tensor_model_parallel", False) and tp_size > 1:
-            by_row = parameter.dim() > 1 and parameter.partition_dim == 0  # type: ignore[attr-defined]
+        sharding = sharding_of(parameter, name)
+        if sharding.is_split and tp_size > 1:
+            by_row = parameter.dim() > 1 and sharding.split_dim == 0
             start = tp_rank * matrix.shape[0 if by_row else 1]
             if by_row:
                 rows = range(start, start + len(rows))

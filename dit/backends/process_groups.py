@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dit.backends import megatron_cpu
 from dit.backends.device import local_device, use_cuda
+from dit.backends.sharding import Axis
 from dit.errors import ConfigError, page_of
 
 
@@ -74,6 +75,12 @@ class ProcessGroups:
     def different_parameters(self) -> dist.ProcessGroup:
         """Ranks that together hold one copy of every parameter: the pipeline stages, and the experts on each."""
         return self.collection.tp_ep_pp
+
+    def along(self, axis: Axis) -> dist.ProcessGroup:
+        """Return the ranks that differ from this one in one index."""
+        if axis == "expert_dp":
+            return self.collection.expt_dp
+        return {"tp": self.tp, "pp": self.pp, "dp_cp": self.dp_cp}[axis]
 
 
 def world_size_from_environment() -> int:

@@ -20,14 +20,10 @@ from torch import Tensor, nn
 from dit.backends.device import use_cuda
 from dit.backends.expert_dispatch import ExpertDispatch
 from dit.backends.init import ZEROS, Init, with_init
+from dit.backends.sharding import GradientCovers, ParameterSharding, state
 from dit.errors import ConfigError
 
-
-def _mark_split(weight: nn.Parameter, dim: int) -> None:
-    """Say which dimension of a weight is split; Megatron-Core leaves it unsaid when it does not initialise."""
-    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-    weight.partition_dim = dim  # type: ignore[attr-defined]
-    weight.partition_stride = 1  # type: ignore[attr-defined]
+REPLICATED, EXPERT = ParameterSharding(), ParameterSharding(expert=True)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -137,10 +133,7 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
-        _mark_split(layer.weight, 0)
-        with_init(layer.weight, init)
-        if bias:
-            with_init(layer.bias, ZEROS)
+        _start(layer, ParameterSharding(split_dim=0), ParameterSharding(split_dim=0), init)
         return layer
 
     def row_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> RowLinear:
@@ -157,18 +150,27 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
-        _mark_split(layer.weight, 1)
-        with_init(layer.weight, init)
-        if bias:
-            with_init(layer.bias, ZEROS)
+        # The bias joins this rank's tokens, behind the sum over ranks.
+        _start(layer, ParameterSharding(split_dim=1), REPLICATED, init)
         return layer
 
-    def replicated_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> nn.Linear:
-        """Build a linear layer that every tensor-parallel rank holds whole."""
+    def replicated_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        init: Init,
+        gradient_covers: GradientCovers = "sequence_shard",
+    ) -> nn.Linear:
+        """Build a linear layer that every tensor-parallel rank has a copy of.
+
+        Args:
+            gradient_covers: see `ParameterSharding`.
+        """
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
-        self.replicate(layer.weight, init)
-        if bias:
-            self.replicate(layer.bias, ZEROS)
+        sharding = ParameterSharding(gradient_covers=gradient_covers)
+        _start(layer, sharding, sharding, init)
         return layer
 
     def local_experts(self, num_experts: int) -> range:
@@ -191,10 +193,7 @@ class LayerProvider:
     def expert_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> nn.Linear:
         """Build a linear layer of one expert, which this rank holds whole."""
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
-        for name, parameter in layer.named_parameters():
-            # Megatron-Core reduces such a gradient over the ranks that hold the same expert, and over no others.
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            with_init(parameter, init if name == "weight" else ZEROS)
+        _start(layer, EXPERT, EXPERT, init)
         return layer
 
     def expert_dispatch(self, experts: range) -> Optional[ExpertDispatch]:
@@ -225,25 +224,22 @@ class LayerProvider:
     def split_vector(self, size: int, init: Init) -> nn.Parameter:
         """Build a vector of which every tensor-parallel rank holds its share."""
         empty = torch.empty(self.split(size, "features"), dtype=self.config.params_dtype, device=self._device)
-        vector = nn.Parameter(empty)
-        _mark_split(vector, 0)
-        with_init(vector, init)
-        return vector
+        return with_init(state(nn.Parameter(empty), ParameterSharding(split_dim=0)), init)
 
-    def parameter(self, shape: tuple[int, ...], init: Init, *, meets_all_rows: bool = False) -> nn.Parameter:
-        """Build a parameter that every tensor-parallel rank holds whole.
+    def parameter(
+        self, shape: tuple[int, ...], init: Init, *, gradient_covers: GradientCovers = "sequence_shard"
+    ) -> nn.Parameter:
+        """Build a parameter that every tensor-parallel rank has a copy of.
 
         Args:
-            meets_all_rows: also under sequence parallelism each rank's gradient is complete, because the parameter
-                joins an input that every rank holds whole.
+            gradient_covers: see `ParameterSharding`.
         """
         empty = torch.empty(shape, dtype=self.config.params_dtype, device=self._device)
-        parameter = self.replicate(nn.Parameter(empty), init)
-        if meets_all_rows:
-            parameter.sequence_parallel = False  # type: ignore[attr-defined]
-        return parameter
+        return with_init(state(nn.Parameter(empty), ParameterSharding(gradient_covers=gradient_covers)), init)
 
-    def replicate(self, parameter: Any, init: Init) -> nn.Parameter:
-        """Mark a whole parameter: under SP each rank's gradient covers its own tokens, so the ranks' sum is taken."""
-        parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-        return with_init(parameter, init)
+
+def _start(layer: Any, weight: ParameterSharding, bias: ParameterSharding, init: Init) -> None:
+    """State how the weight and the bias of a linear layer are sharded and how they start, biases at zero."""
+    with_init(state(layer.weight, weight), init)
+    if isinstance(layer.bias, nn.Parameter):
+        with_init(state(layer.bias, bias), ZEROS)

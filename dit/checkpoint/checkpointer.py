@@ -13,6 +13,7 @@ import torch.distributed as dist
 import yaml
 
 from dit.backends.process_groups import ProcessGroups
+from dit.backends.sharding import sharding_of
 from dit.checkpoint.manifest import CURE, FileRecord, HeldOut, hash_file
 from dit.checkpoint.resume_check import check_same_experiment
 from dit.checkpoint.sharded_state import fails_together, load_state, save_state
@@ -33,12 +34,10 @@ FACTS_FILE = "facts.json"
 
 def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
     """Return the shape of every whole parameter of all stages and experts by name, equal on every layout and rank."""
-    shapes = {}
-    for shard in shards:
-        shape = list(shard.parameter.shape)
-        if getattr(shard.parameter, "tensor_model_parallel", False):
-            shape[shard.parameter.partition_dim] *= groups.tp.size()  # type: ignore[attr-defined]
-        shapes[shard.name] = shape
+    shapes = {
+        shard.name: list(sharding_of(shard.parameter, shard.name).global_shape(shard.parameter.shape, groups.tp.size()))
+        for shard in shards
+    }
     parts: list[Any] = [None] * groups.different_parameters.size()
     dist.all_gather_object(parts, shapes, group=groups.different_parameters)
     return {name: shape for part in parts for name, shape in part.items()}

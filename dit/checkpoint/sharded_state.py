@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dit.backends.process_groups import ProcessGroups, raise_together
+from dit.backends.sharding import sharding_of
 from dit.checkpoint.boxes import Box, Part
 from dit.checkpoint.manifest import FileRecord
 from dit.checkpoint.state_files import StateReader, file_of_rank, write_boxes, write_index
 from dit.errors import CheckpointError
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, publish_masters, set_step_count
-from dit.parallel.build import is_expert, is_replicated_over_pipeline
 
 ADAM_STEP = "adam_step"
 MIN_SHARE_ELEMENTS = 1024
@@ -36,28 +36,18 @@ def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop
     """
     local = tuple(parameter.shape)
     stop = parameter.numel() if stop is None else stop
-    if is_expert(parameter) or not getattr(parameter, "tensor_model_parallel", False):
-        return Part(local, local, (0,) * len(local), start, stop)
-    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-    shape = tuple(size * groups.tp.size() if i == dim else size for i, size in enumerate(local))
-    origin = tuple(local[dim] * groups.tp.rank() if i == dim else 0 for i in range(len(local)))
-    return Part(shape, local, origin, start, stop)
+    sharding = sharding_of(parameter)
+    shape = sharding.global_shape(local, groups.tp.size())
+    return Part(shape, local, sharding.origin(local, groups.tp.rank()), start, stop)
 
 
 def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
     """Return which copy of its range this rank has, and how many ranks have one."""
-    parameter = shard.parameter
-    if is_expert(parameter):
-        axes = [groups.collection.expt_dp] if shard.group is None else []
-    else:
-        axes = [groups.dp_cp] if shard.group is None else []
-        if not getattr(parameter, "tensor_model_parallel", False):
-            axes.append(groups.tp)
-        if is_replicated_over_pipeline(parameter):
-            axes.append(groups.pp)
-    index, count = 0, 1
-    for axis in axes:
-        index, count = index * axis.size() + axis.rank(), count * axis.size()
+    sharding, index, count = sharding_of(shard.parameter, shard.name), 0, 1
+    for axis in sharding.replicated_over:
+        if axis != sharding.data_axis or shard.group is None:  # else the data-parallel ranks have ranges of their own
+            group = groups.along(axis)
+            index, count = index * group.size() + group.rank(), count * group.size()
     return index, count
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import state_every_stage
 from dit.kernels.modulation import layer_norm_modulate, rms_norm_modulate
 from dit.layout import SequenceLayout
 
@@ -104,8 +105,7 @@ class SharedModulation(nn.Module):
     def __init__(self, hidden_size: int, num_sublayers: int, provider: LayerProvider) -> None:
         super().__init__()
         self.linear = provider.replicated_linear(hidden_size, 3 * num_sublayers * hidden_size, bias=True, init=ZEROS)
-        for parameter in self.parameters():
-            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+        state_every_stage(self.parameters())
 
     def forward(self, cond_SD: Tensor) -> Tensor:
         """Return `[S, 3 * num_sublayers * D]`: shift, scale and gate of each sub-layer in turn."""

@@ -18,9 +18,7 @@ class HeadRMSNorm(nn.Module):
     def __init__(self, head_size: int, provider: LayerProvider, *, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        # Each tensor-parallel rank sees its own heads only; Megatron-Core sums this gradient over them by the
-        # parameter's name (q_layernorm, k_layernorm) when its config says `qk_layernorm`.
-        self.weight = provider.parameter((head_size,), ONES)
+        self.weight = provider.parameter((head_size,), ONES, gradient_covers="own_heads")
 
     def forward(self, x_TNH: Tensor) -> Tensor:
         return nn.functional.rms_norm(x_TNH, x_TNH.shape[-1:], self.weight, self.eps)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import state_every_stage
 from dit.batch import DEFAULT_FPS, PackedBatch
 from dit.layers.embeddings import LabelEmbedder, ScalarEmbedder, TimestepEmbedder
 
@@ -41,8 +42,7 @@ class Conditioner(nn.Module):
         self.label = None if num_classes is None else LabelEmbedder(num_classes, hidden_size, provider)
         self.fps = ScalarEmbedder(1, hidden_size, provider) if fps else None
         self.size = ScalarEmbedder(3, hidden_size, provider) if size else None
-        for parameter in self.parameters():
-            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+        state_every_stage(self.parameters())
 
     def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
         cond_SD = self.time(time_S)

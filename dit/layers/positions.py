@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import normal
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import state_every_stage
 from dit.errors import BatchError, ConfigError
 from dit.kernels.rope import Rotation
 from dit.layout import SequenceLayout
@@ -198,8 +199,7 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.max_grid = tuple(max_grid)
         self.t, self.h, self.w = (provider.parameter((n, hidden_size), normal(0.02)) for n in max_grid)
-        for table in (self.t, self.h, self.w):
-            table.pipeline_parallel = True  # type: ignore[attr-defined]
+        state_every_stage(self.parameters())
 
     def check(self, grids: Sequence[tuple[int, int, int]], keys: Sequence[str]) -> None:
         """Check on the host, without waiting for the device, that every position has a row.

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import GradientCovers, state_every_stage
 from dit.batch import PackedBatch
 from dit.layout import SequenceLayout
 
@@ -31,10 +32,11 @@ class TextTokens(nn.Module):
 
     def __init__(self, context_size: int, provider: LayerProvider, *, stream: bool = False) -> None:
         super().__init__()
-        # The text is whole on every tensor-parallel rank, and the key and value projections sum its gradient over them.
-        self.null = provider.parameter((context_size,), normal(0.02), meets_all_rows=not stream)
-        # Every pipeline stage holds a copy and reads it in its own layers; the copies' gradients are summed.
-        self.null.pipeline_parallel = not stream  # type: ignore[attr-defined]
+        # Every tensor-parallel rank has all of the text, and the key and value projections sum its gradient over them.
+        covers: GradientCovers = "sequence_shard" if stream else "all_tokens"
+        self.null = provider.parameter((context_size,), normal(0.02), gradient_covers=covers)
+        if not stream:
+            state_every_stage([self.null])  # each stage reads it in its own layers
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout]:
         """Return the text tokens `[K, context_size]` and where they lie."""
@@ -63,13 +65,15 @@ class TextProjection(nn.Module):
     def __init__(self, context_size: int, hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
         init, square = (xavier_uniform(size, hidden_size) for size in (context_size, hidden_size))
-        self.linear_1 = provider.replicated_linear(context_size, hidden_size, bias=True, init=init)
-        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=square)
-        for parameter in self.parameters():
-            # As for the null token: every tensor-parallel rank has the whole text and its whole gradient, and every
-            # pipeline stage holds a copy.
-            parameter.sequence_parallel = False  # type: ignore[attr-defined]
-            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+        # As for the null token: all of the text on every tensor-parallel rank, and a copy on every pipeline stage.
+        covers: GradientCovers = "all_tokens"
+        self.linear_1 = provider.replicated_linear(
+            context_size, hidden_size, bias=True, init=init, gradient_covers=covers
+        )
+        self.linear_2 = provider.replicated_linear(
+            hidden_size, hidden_size, bias=True, init=square, gradient_covers=covers
+        )
+        state_every_stage(self.parameters())
 
     def forward(self, context_KD: Tensor) -> Tensor:
         return self.linear_2(nn.functional.gelu(self.linear_1(context_KD), approximate="tanh"))

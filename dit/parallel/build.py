@@ -9,12 +9,12 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
-from torch import nn
 
 from dit.backends.device import local_device
 from dit.backends.init import initialize_weights
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import write_attributes
 from dit.context_parallel.attention import ContextAttention
 from dit.kernels.attention import Attention
 from dit.kernels.recompute import recompute_activations
@@ -149,32 +149,16 @@ def build_model(
     for chunk in chunks:
         chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
         initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
-        if groups.pp.size() > 1:
-            _mark_copies(chunk)
+        write_attributes(
+            chunk,
+            sequence_parallel=provider.sequence_parallel,
+            pipeline=groups.pp.size() > 1,
+            first_stage=chunk.stage.first,
+            sums_head_norms=config.qk_layernorm,
+        )
         for layer in list(chunk.units())[: training.recompute_layers]:
             recompute_activations(layer, training.recompute)
     return chunks
-
-
-def is_replicated_over_pipeline(parameter: nn.Parameter) -> bool:
-    """Tell whether every stage holds this parameter, with gradients summed over the stages."""
-    return getattr(parameter, "pipeline_parallel", False)
-
-
-def is_expert(parameter: nn.Parameter) -> bool:
-    """Tell whether this is a weight of one expert, which only the ranks of its expert-data-parallel group hold."""
-    return not getattr(parameter, "allreduce", True)
-
-
-def _mark_copies(chunk: Backbone) -> None:
-    """Tell Megatron-Core which parameters are copies of one another on the stages of a pipeline."""
-    for parameter in chunk.parameters():
-        if is_replicated_over_pipeline(parameter):
-            # The gradient norm counts the first stage's copy alone.
-            parameter.shared = not chunk.stage.first  # type: ignore[attr-defined]
-            # A bucket of its own: the distributed optimizer then shards all copies alike. Gradients are summed over the
-            # pipeline after they were scattered, so a data-parallel rank must own the same elements of every copy.
-            parameter.shared_embedding = True  # type: ignore[attr-defined]
 
 
 def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGroups) -> list[Any]:

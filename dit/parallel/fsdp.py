@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dit.backends.process_groups import ProcessGroups
+from dit.backends.sharding import sharding_of, write_shard_attributes
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
@@ -83,9 +84,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
         pg_collection=groups.collection,
     )
     for parameter in sharded_parameters(wrapped):
-        if not getattr(parameter.raw, "allreduce", True):
-            # An expert: the gradient norm must count it on every tensor-parallel rank, for each holds other ones.
-            parameter.owner.tensor_model_parallel = True  # type: ignore[attr-defined]
+        write_shard_attributes(parameter.owner, sharding_of(parameter.raw, parameter.name))
     return wrapped
 
 

@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.parallel_training import gathered
 from dit.checkpoint import sharded_state
 from dit.checkpoint.checkpointer import Checkpointer
 from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree
@@ -33,6 +32,7 @@ from dit.monitoring.run_lock import RunLock
 from dit.monitoring.run_log import RunLog, open_log
 from dit.objectives.base import Objective
 from dit.training.pretrain import Run
+from dit.verify.trial import gathered
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 

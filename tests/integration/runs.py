@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.forks import ROOT, free_port, run_ranks
 from dit.monitoring.sinks import read_records
+from dit.verify.ranks import ROOT, free_port, run_ranks
 from tests.integration.worker import main
 
 TINY = {

@@ -512,9 +512,9 @@ MUTANTS = (
     # Parallel layouts.
     Mutant(
         "sequence parallel: gradients of split rows not summed",
-        "dit/backends/provider.py",
-        "parameter.sequence_parallel = self.sequence_parallel",
-        "parameter.sequence_parallel = False",
+        "dit/backends/sharding.py",
+        "sequence_parallel=sequence_parallel) and sequence_parallel,",
+        "sequence_parallel=sequence_parallel) and False,",
         (LAYOUTS,),
     ),
     Mutant(
@@ -526,16 +526,16 @@ MUTANTS = (
     ),
     Mutant(
         "pipeline: the norm counts every copy",
-        "dit/parallel/build.py",
-        "parameter.shared = not chunk.stage.first",
-        "parameter.shared = False",
+        "dit/backends/sharding.py",
+        '"shared": copies and not first_stage',
+        '"shared": False',
         (BACKBONES,),
     ),
     Mutant(
         "pipeline: labels' gradients not summed over stages",
         "dit/layers/conditioner.py",
-        "parameter.pipeline_parallel = True",
-        "parameter.pipeline_parallel = False",
+        "state_every_stage(self.parameters())",
+        "state_every_stage([])",
         (BACKBONES,),
     ),
     Mutant(
@@ -568,9 +568,9 @@ MUTANTS = (
     ),
     Mutant(
         "experts: gradients reduced over all ranks",
-        "dit/backends/provider.py",
-        "parameter.allreduce = False",
-        "parameter.allreduce = True",
+        "dit/backends/sharding.py",
+        '"allreduce": not sharding.expert',
+        '"allreduce": True',
         (EXPERTS,),
     ),
     # Checkpoints and data positions.

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.parallel_checkpoints import load, save
-from benchmarks.parallel_training import build, named_parameters
+from benchmarks.parallel_training import build
 from dit.backends import process_groups
+from dit.verify.trial import named_parameters
 from tests.live_bytes import LiveBytes
 
 

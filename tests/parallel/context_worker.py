@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.parallel_training import SEED, micro_batch, tiny_model
+from benchmarks.parallel_training import micro_batch, tiny_model
 from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
 from dit.context_parallel.partition import ContextSplit, context_rows
@@ -27,6 +27,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import TrainingConfig
 from dit.training.validate import held_out_loss
+from dit.verify.trial import SEED
 from tests.parallel.traffic import bytes_sent
 from tests.unit.kernels.attention_cases import AttentionCase, exact, run
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.parallel_training import gathered, of_all_stages, whole
 from dit.backends import process_groups
+from dit.backends.sharding import ParameterSharding, state
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
@@ -23,6 +23,7 @@ from dit.settings import (
     TrainingConfig,
 )
 from dit.training.pretrain import Run
+from dit.verify.trial import gathered, of_all_stages, whole
 from energon_data.mock import MockData
 
 
@@ -131,6 +132,8 @@ class Awkward(Backbone):
         self.layers = nn.ModuleList(Unit() for _ in range(2))
         self.unused = nn.Linear(8, 8)
         self.embed = nn.Linear(4, 8)
+        for parameter in self.parameters():
+            state(parameter, ParameterSharding())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x) * self.scale

@@ -8,11 +8,12 @@ from unittest import mock
 
 import torch
 
-from benchmarks.parallel_training import build, gathered, micro_batch, of_all_stages, tiny_model, train, whole
+from benchmarks.parallel_training import build, micro_batch, tiny_model, train
 from dit.data_api import BatchSpec
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
+from dit.verify.trial import Built, gathered, of_all_stages, whole
 
 
 def forget_conditioners(chunks: list) -> None:
@@ -104,7 +105,7 @@ def predict(case: dict) -> dict:
     }
 
 
-def _state(it: SimpleNamespace, ema) -> dict:
+def _state(it: Built, ema) -> dict:
     """Every tensor that a checkpoint holds, whole, and the shapes by which it is recognised."""
     from dit.checkpoint.checkpointer import global_shapes
     from dit.optimizer.master_weights import SLOTS, get_step_count
@@ -129,7 +130,7 @@ def save(case: dict) -> dict:
 
     found: dict = {}
 
-    def then(it: SimpleNamespace) -> None:
+    def then(it: Built) -> None:
         ema = EMA(it.shards, 0.5)
         for value in ema.values:
             value.mul_(1.25)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.parallel_training import SEED, tiny_model
+from benchmarks.parallel_training import tiny_model
 from dit.backends import process_groups
 from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
@@ -14,6 +14,7 @@ from dit.layout import SequenceLayout
 from dit.parallel.build import build_model
 from dit.patchify import grid_positions
 from dit.settings import TrainingConfig
+from dit.verify.trial import SEED
 from tests.parallel.context_worker import start
 from tests.parallel.traffic import bytes_sent
 

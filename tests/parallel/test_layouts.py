@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.equal_training import compare_training
 from benchmarks.parallel_world import run_world
+from dit.verify.compare import compare_training
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS = {

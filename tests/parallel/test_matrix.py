@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.equal_training import BOUNDS, compare_training
 from benchmarks.parallel_matrix import MISSION, SMALL, Outcome, not_carried, run, table, write_page
+from dit.verify.compare import BOUNDS, compare_training
 from tests.parallel.test_layouts import assert_equal_training
 
 ROWS = [*SMALL, *MISSION]

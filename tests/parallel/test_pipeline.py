@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.equal_training import SUM_RTOL, largest_error, relative_errors
 from benchmarks.parallel_world import run_world
+from dit.verify.compare import SUM_RTOL, largest_error, relative_errors
 from tests.parallel import pipeline_cases
 from tests.parallel.test_layouts import TP2SP, assert_equal_training
 

@@ -6,8 +6,8 @@ queries and keys runs over the heads of all tensor-parallel ranks.
 
 import pytest
 
-from benchmarks.equal_training import SUM_RTOL, relative_errors
 from benchmarks.parallel_world import run_world
+from dit.verify.compare import SUM_RTOL, relative_errors
 from tests.parallel.rows import rows, selected
 from tests.parallel.stream_cases import forget_text_rows, norm_own_heads_alone
 from tests.parallel.test_layouts import assert_equal_training

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers, mappings
 from torch import Tensor
 
-from benchmarks.parallel_training import SEED, build, micro_batch
+from benchmarks.parallel_training import build, micro_batch
 from dit.backends import process_groups
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.schedule import forward_backward
 from dit.training.step import training_forward_step
+from dit.verify.trial import SEED
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 # Megatron-Core keeps two of them under names of its own.

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import state_every_stage
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, TimestepEmbedder
@@ -32,8 +33,7 @@ class Conditioner(nn.Module):
         )
         self.label = LabelEmbedder(config.num_classes, size, provider) if config.num_classes else None
         self.text = PooledTextEmbedder(config.context_size, size, provider) if config.context_size else None
-        for parameter in self.parameters():
-            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+        state_every_stage(self.parameters())
 
     def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
         cond_SD = self.time(time_S)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import state_every_stage
 from dit.batch import PackedBatch
 from dit.joint_layout import joint_layout
 from dit.kernels.attention import Attention
@@ -42,8 +43,7 @@ class FluxConditioner(nn.Module):
         self.time = TimestepEmbedder(size, provider, time_scale=scale)
         self.guidance = None if config.guidance is None else TimestepEmbedder(size, provider, time_scale=scale)
         self.pooled = PooledVectorEmbedder(config.pooled_size, size, provider)
-        for parameter in self.parameters():
-            parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+        state_every_stage(self.parameters())
 
     def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
         cond_SD = self.time(time_S) + self.pooled(batch)

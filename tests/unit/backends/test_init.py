@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dit.backends import init as addressed_init
 from dit.backends.init import ONES, ZEROS, Init, draw, initialize_weights, normal, with_init, xavier_uniform
+from dit.backends.sharding import ParameterSharding, state
 
 CPU = torch.device("cpu")
 INITS = {"normal": normal(0.02), "uniform": xavier_uniform(37, 50), "ones": ONES, "zeros": ZEROS}
@@ -80,15 +81,13 @@ class Shard(nn.Module):
         self.column = self._split(torch.empty(24 // tp_size, 10), 0)
         self.row = self._split(torch.empty(10, 24 // tp_size), 1)
         self.bias = self._split(torch.empty(24 // tp_size), 0)
-        self.vector = with_init(nn.Parameter(torch.empty(7)), normal(1.0))
-        self.table = with_init(nn.Parameter(torch.empty(5, 3)), normal(1.0))
-        self.kernel = with_init(nn.Parameter(torch.empty(4, 3, 2, 2)), xavier_uniform(12, 16))
+        self.vector = self._split(torch.empty(7), None)
+        self.table = self._split(torch.empty(5, 3), None)
+        self.kernel = self._split(torch.empty(4, 3, 2, 2), None, xavier_uniform(12, 16))
 
     @staticmethod
-    def _split(x: Tensor, dim: int) -> nn.Parameter:
-        parameter = with_init(nn.Parameter(x), normal(1.0))
-        parameter.tensor_model_parallel, parameter.partition_dim = True, dim
-        return parameter
+    def _split(x: Tensor, dim: int | None, init: Init = normal(1.0)) -> nn.Parameter:  # noqa: B008 (frozen)
+        return state(with_init(nn.Parameter(x), init), ParameterSharding(split_dim=dim))
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 8])

@@ -51,7 +51,7 @@ def console_script(*words: str, cwd: Path) -> subprocess.CompletedProcess:
 def test_every_command_is_one_that_python_m_starts():
     for command in console.COMMANDS.values():
         assert callable(import_module(command.module).main), command
-    assert " ".join(sorted(console.COMMANDS)) == "bench convert evaluate export import plan prepare sample train"
+    assert " ".join(sorted(console.COMMANDS)) == "bench convert evaluate export import plan prepare sample train verify"
     assert [f"{name}*" for name in sorted(console.PACKAGES)] == sorted(SETUPTOOLS["packages"]["find"]["include"])
 
 
@@ -69,7 +69,7 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path: Path):
     ("words", "code", "told"),
     [
         (["trian"], EXIT_CONFIG, "'trian' is not a command; did you mean train?"),
-        (["xyz"], EXIT_CONFIG, "use one of train, plan, sample, "),
+        (["xyz"], EXIT_CONFIG, "use one of train, plan, verify, sample, "),
         ([], EXIT_CONFIG, "no command given"),
         (["--version"], EXIT_OK, f"megatron-dit {__version__}"),
         (["plan", "--factory", "tiny_dti"], EXIT_CONFIG, "did you mean tiny_dit, "),

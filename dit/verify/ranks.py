@@ -1,19 +1,27 @@
-"""Start ranks by forking one process that has imported everything, which takes a rank a tenth of its start."""
+"""Start gloo ranks on this machine, and run the same cases on each of them.
 
+Ranks are forks of one process that has imported everything, which takes a rank a tenth of its start.
+"""
+
+import gc
 import multiprocessing
 import os
+import pickle
 import random
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["benchmarks.parallel_checkpoints"])  # the tests have a longer list
+FORKS.set_forkserver_preload(["dit.verify.trial"])  # benchmarks and tests have longer lists
 
 
 def free_port() -> int:
@@ -70,3 +78,41 @@ def run_ranks(main: Callable[[Path, int], None], count: int, folder: Path, *, ti
         files = [folder / f"rank_{rank}.log" for rank in first]
         logs = "\n".join(log.read_text()[-4000:] for log in files if log.exists())
         raise RuntimeError(f"ranks ended with {codes} (None: still at work then):\n{logs}")
+
+
+def run_world(world_size: int, cases: Sequence[dict[str, Any]], folder: Path, *, timeout_s: float = 900.0) -> list[Any]:
+    """Run every case on `world_size` ranks, in one start, and return rank 0's result of each.
+
+    Args:
+        cases: each names its function as `task`, "module:function", which gets the case.
+        folder: of the ranks' logs; made where it does not exist.
+
+    Raises:
+        RuntimeError: a rank failed, or they took too long; the message holds the end of their output.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cases.pkl").write_bytes(pickle.dumps(list(cases)))
+    run_ranks(partial(_rank_of_world, world_size, free_port()), world_size, folder, timeout_s=timeout_s)
+    return pickle.loads((folder / "results.pkl").read_bytes())
+
+
+def _rank_of_world(world_size: int, port: int, folder: Path, rank: int) -> None:
+    """Run the cases of a folder on this rank; rank 0 leaves the results there."""
+    import torch
+
+    from dit.backends import process_groups
+
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in launched.items()}
+    torch.set_num_threads(1)
+    cases = pickle.loads((folder / "cases.pkl").read_bytes())
+    tasks = [case["task"].split(":") for case in cases]
+    functions = [getattr(import_module(module), name) for module, name in tasks]
+    gc.freeze()  # what is imported needs no visit by the collector, which Megatron-FSDP calls for every model
+    results = []
+    for case, function in zip(cases, functions):
+        results.append(function(case))
+        gc.collect()  # a case's models refer to its groups, which keep threads as long as they live
+    if rank == 0:
+        (folder / "results.pkl").write_bytes(pickle.dumps(results))
+    process_groups.destroy()

@@ -1,0 +1,187 @@
+"""What a comparison of one rank with a layout says: the first wrong gradient, and what was stated of its parameter."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import Tensor, nn
+
+from dit.backends.sharding import HEADS, Axis, AxisSizes, ParameterSharding, Row, describe, in_columns, sharding_of
+from dit.parallel.dims import ParallelConfig, ParallelDims
+from dit.verify.compare import BOUNDS, Comparison, compare_training
+
+MOST_ROWS, MOST_NAMES = 20, 4
+
+
+def axis_sizes(parallel: ParallelConfig, dims: ParallelDims) -> AxisSizes:
+    """Return the sizes of a layout's axes."""
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    dp_cp = dims.data_parallel_size * parallel.context_parallel_size
+    return AxisSizes(
+        {"tp": tp, "pp": parallel.pipeline_model_parallel_size, "dp_cp": dp_cp, "expert_dp": tp * dp_cp // ep},
+        experts=ep,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+@dataclass(frozen=True)
+class WrongGradient:
+    """A parameter whose gradient differs.
+
+    Attributes:
+        sharding, row: what was stated of it.
+        norm: of its gradient on one rank.
+        ratio: norm of the layout's gradient, as a multiple of that.
+        error: norm of the difference, as a multiple of that.
+        by_rank: each rank's ratio for the part that it has, by the rank's place in the layout.
+    """
+
+    sharding: ParameterSharding
+    row: Row
+    norm: float
+    ratio: float
+    error: float
+    by_rank: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a layout compares with one rank.
+
+    Attributes:
+        comparison: of the trainings.
+        wrong: gradients that differ, in the order in which the backward pass computes them.
+        compared: gradients compared.
+        idle: parameters without a gradient on either side, of which nothing is known.
+        sizes: of the layout.
+    """
+
+    comparison: Comparison
+    wrong: tuple[WrongGradient, ...]
+    compared: int
+    idle: tuple[str, ...]
+    sizes: AxisSizes
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.comparison.differences
+
+    def text(self) -> str:
+        """Say in lines what is equal and what is not."""
+        kinds = [f"{kind} {self.comparison.largest(kind):.1e} (bound {bound:.0e})" for kind, bound in BOUNDS.items()]
+        lines = [f"largest relative errors: {', '.join(kinds)}"]
+        if self.idle:
+            lines.append(f"no gradient on either side, so not verified: {', '.join(self.idle)}")
+        if self.is_equal:
+            return "\n".join([*lines, f"equal: {self.compared} gradients, losses, weights and their copies"])
+        lines += self._first() if self.wrong else []
+        return "\n".join([*lines, "", *self._others()])
+
+    def _others(self) -> list[str]:
+        """Say what differs besides gradients; behind a wrong gradient, later steps and weights must."""
+        lines = []
+        for kind, what in (
+            ("losses", "loss"),
+            ("grad_norms", "gradient norm"),
+            ("parameters", "weight after the steps"),
+        ):
+            errors = {name: e for name, e in self.comparison.errors[kind].items() if not e <= BOUNDS[kind]}
+            if errors:
+                lines.append(f"{what}: {len(errors)} of {len(self.comparison.errors[kind])} differ: {_listed(errors)}")
+        if self.comparison.drifted:
+            lines.append(f"copies that differ between ranks: {_listed(dict.fromkeys(self.comparison.drifted))}")
+        return lines
+
+    def _first(self) -> list[str]:
+        first, heads = self.wrong[0], ("ratio", "error", *HEADS)
+        rows = [(f"{w.ratio:.3f}", f"{w.error:.1e}", *w.row.cells) for w in self.wrong[:MOST_ROWS]]
+        ranks = "; ".join(f"{place or 'the rank'}: {ratio:.3f}" for place, ratio in first.by_rank.items())
+        return [
+            "",
+            f"first wrong gradient of the backward pass: {first.row.name}",
+            f"  stated     split over {first.row.split}; replicated over {first.row.replicated}; "
+            f"gradient reduced over {first.row.reduced}",
+            f"  norm       {first.norm:.4g} on one rank, {first.ratio:.3f} times that under the layout; "
+            f"relative error {first.error:.1e}",
+            f"  by rank    {ranks or '-'}",
+            f"  reading    {self.reading()}",
+            "",
+            f"{len(self.wrong)} of {self.compared} gradients differ, those nearest the loss first:",
+            in_columns([heads, *rows]),
+            *([f"... and {len(self.wrong) - MOST_ROWS} more"] if len(self.wrong) > MOST_ROWS else []),
+        ]
+
+    def reading(self) -> str:
+        """Say where a fault with these ratios is usually found."""
+        first = self.wrong[0]
+        if not self.comparison.errors["losses"]["step 0"] <= BOUNDS["losses"]:
+            return "the first loss differs, too: look at the forward pass and at what it sums before any gradient"
+        ratios = [wrong.ratio for wrong in self.wrong]
+        if len(ratios) == self.compared and max(ratios) - min(ratios) < 1e-3 * max(ratios):
+            return (
+                f"every gradient is {first.ratio:.3f} times its size: no parameter's statement is at fault, but what "
+                "scales the loss or divides by the tokens of the global batch"
+            )
+        axes: tuple[Axis, ...] = ("tp", "pp", first.sharding.data_axis)
+        fitting = [axis for axis in axes if math.isclose(first.ratio, self.sizes.ranks[axis], rel_tol=0.02)]
+        if fitting and first.ratio > 1.5:
+            return (
+                f"counted {self.sizes.named(fitting)} times: each rank's gradient was complete and the sum over ranks "
+                "was taken nevertheless; compare gradient_covers with the input that the parameter meets"
+            )
+        if first.ratio < 0.98:
+            return (
+                "a part is missing: ranks that see other tokens, heads or layers did not add theirs; compare what is "
+                "stated with the ranks that differ, and look for a gather whose backward pass keeps one rank's part"
+            )
+        return "neither missing nor counted twice: look at what is exchanged on the way back to this parameter"
+
+
+def judge(one: Mapping[str, Any], many: Mapping[str, Any], model: nn.Module, sizes: AxisSizes) -> Verdict:
+    """Compare what `dit.verify.trial.train` reports of one rank and of a layout.
+
+    Args:
+        model: the model in one piece, without memory (`build_on_meta`).
+        sizes: of the layout.
+    """
+    expected: Mapping[str, Tensor] = one["gradients"]
+    given: Mapping[str, Tensor] = many["gradients"]
+    idle = [n for n, g in expected.items() if not g.any() and n in given and not given[n].any()]
+    comparison = compare_training(*({**side, "gradients": _without(side["gradients"], idle)} for side in (one, many)))
+    stated = {n: sharding_of(p, n) for n, p in model.named_parameters()}
+    rows = {n: describe(n, p.shape, stated[n], sizes) for n, p in model.named_parameters()}
+    wrong = [
+        WrongGradient(
+            stated[name],
+            rows[name],
+            float(expected[name].norm()),
+            float(given[name].norm() / expected[name].norm()) if name in given else math.nan,
+            error,
+            _by_rank(name, expected[name], many.get("by_rank", {})),
+        )
+        for name, error in comparison.errors["gradients"].items()
+        if not error <= BOUNDS["gradients"] and name in expected
+    ]
+    return Verdict(comparison, tuple(reversed(wrong)), len(comparison.errors["gradients"]), tuple(idle), sizes)
+
+
+def _listed(errors: Mapping[str, Optional[float]]) -> str:
+    """Name a few of the things that differ, with their relative errors."""
+    named = [name if error is None else f"{name} ({error:.1e})" for name, error in errors.items()]
+    return ", ".join(named[:MOST_NAMES]) + (f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else "")
+
+
+def _without(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _by_rank(name: str, expected: Tensor, ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return each rank's norm as a multiple of the norm of the same part on one rank."""
+    found = {}
+    for place, gradients in ranks.items():
+        if name in gradients:
+            origin, values = gradients[name]
+            part = expected[tuple(slice(start, start + size) for start, size in zip(origin, values.shape))]
+            found[place] = float(values.norm() / part.norm())
+    return found

@@ -1,0 +1,91 @@
+"""The tiny form of a run: the same backbone, objective and options in sizes of which a step takes milliseconds."""
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+from dit.models.base import ModelConfig
+from dit.parallel.dims import ParallelConfig
+
+HEAD_SIZE = 8
+"""Features of a head: enough for rotary positions over t, h and w."""
+
+GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 2, 4), (3, 2, 2))
+"""Patches along t, h and w of the samples, so that those of one pack differ in length."""
+
+
+def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
+    """Shrink widths, depths and counts to the smallest that the layout can split; every other option stays.
+
+    Fields are recognised by the names that backbones share. Conditions are dropped for a good share of the
+    samples, so that the parameters that stand for a missing one have a gradient.
+
+    Raises:
+        ConfigError: the tiny sizes are none that the backbone takes.
+    """
+    given = {field.name: getattr(model, field.name) for field in fields(model)}
+    exchanged = parallel.context_parallel_size if parallel.context_comm.startswith("a2a") else 1
+    unit = parallel.tensor_model_parallel_size * exchanged  # heads are split by this
+    grouped = given.get("num_query_groups") not in (None, given.get("num_attention_heads"))
+    groups = multiple_of(unit, 2)
+    heads = 2 * groups if grouped else multiple_of(unit, 4)
+    sizes: dict[str, Any] = {
+        "hidden_size": heads * HEAD_SIZE,
+        "num_attention_heads": heads,
+        "num_query_groups": groups if grouped else None,
+        "ffn_hidden_size": 12 * heads,
+        "moe_ffn_hidden_size": 12 * heads,
+        "in_channels": 4,
+        "num_classes": 5,
+        "context_size": 12,
+        "pooled_size": 6,
+        "adaln_lora_rank": 4,
+        "class_dropout": 0.3,
+        "context_dropout": 0.5,
+        **_depth(given, parallel),
+        **_experts(given, parallel),
+    }
+    if given.get("out_channels") is not None:
+        sizes["out_channels"] = 4 * given["out_channels"] // given["in_channels"]
+    if given.get("position_embedding") == "learned_3d":
+        sizes["max_grid"] = [max(sides) for sides in zip(*GRIDS)]
+    if given.get("position_embedding") == "rope_3d":
+        sizes["rope_axes"] = [HEAD_SIZE // 4, HEAD_SIZE // 2, HEAD_SIZE // 4]
+    tiny = replace(model, **{name: size for name, size in sizes.items() if given.get(name) is not None})
+    tiny.validate()
+    return tiny
+
+
+def tiny_layout(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the layout without what is counted in layers of the real model."""
+    return replace(parallel, pipeline_layers=None)
+
+
+def pack_tokens(parallel: ParallelConfig) -> tuple[int, int]:
+    """Return what the samples of a tiny pack are padded to a multiple of, and the tokens of the pack.
+
+    Both fit the layout, and layouts of equally many ranks have the same, so that they share the reference.
+    """
+    multiple = max(4, 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size)
+    return multiple, multiple_of(multiple, 40)
+
+
+def _depth(given: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]:
+    """Return layers of each kind: one for each stage of the pipeline, full repeats of a pattern, at least two."""
+    stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
+    layers = multiple_of(math.lcm(stages, len(given.get("layer_pattern", [None]))), 2)
+    return {"num_layers": layers, "num_joint_layers": layers // 2, "num_single_layers": layers - layers // 2}
+
+
+def _experts(given: dict[str, Any], parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the number of experts, and choices among no more than these."""
+    experts = multiple_of(parallel.expert_model_parallel_size, 4)
+    return {
+        "num_experts": experts,
+        **{name: min(given[name], experts) for name in ("moe_top_k", "moe_capacity_factor") if name in given},
+    }
+
+
+def multiple_of(unit: int, at_least: int) -> int:
+    """Return the smallest multiple of a unit that is large enough."""
+    return -(-at_least // unit) * unit

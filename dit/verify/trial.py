@@ -1,0 +1,236 @@
+"""A short training under one layout, of which every rank reports global tensors.
+
+`dit.verify.compare` compares what two layouts report.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dit.backends import process_groups
+from dit.backends.process_groups import ProcessGroups
+from dit.backends.sharding import sharding_of
+from dit.batch import PackedBatch
+from dit.context_parallel.shard_batch import shard
+from dit.models.base import Backbone, ModelConfig
+from dit.monitoring.expert_load import expert_load
+from dit.objectives.base import Objective
+from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer import master_weights as optim
+from dit.optimizer.master_weights import MasterShard, master_shards
+from dit.parallel.build import build_model, build_optimizer, wrap
+from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.parallel.schedule import forward_backward
+from dit.settings import OptimizerConfig, TrainingConfig
+from dit.training.step import training_forward_step
+
+SEED = 5
+# Gradients that are zero in exact arithmetic (a bias of keys moves no softmax) are rounding noise, which Adam would
+# blow up to full steps if its eps were below it.
+OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-6)
+
+Stream = Callable[[int, int, int], Iterator[PackedBatch]]
+"""From (data-parallel rank, data-parallel size, token multiple) to this rank's global packs; picklable."""
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """What is trained, and under which layout.
+
+    Attributes:
+        stream: the data; the ranks of a step together get the same packs on every layout.
+        micro_batches: of one optimizer step, over all data-parallel ranks.
+        steps: optimizer steps.
+        recompute: `recompute` and `recompute_layers` of `TrainingConfig`.
+        alter: changes the built model before it is wrapped, such as to break it.
+        by_rank: report each rank's gradients, too.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    stream: Stream
+    objective: Objective = field(default_factory=FlowMatching)
+    micro_batches: int = 4
+    steps: int = 2
+    precision: Literal["bf16", "fp32"] = "fp32"
+    recompute: Mapping[str, Any] = field(default_factory=dict)
+    alter: Optional[Callable[[list[Backbone]], None]] = None
+    by_rank: bool = False
+
+
+@dataclass(kw_only=True)
+class Built:
+    """What a trial trains, on this rank."""
+
+    trial: Trial
+    dims: ParallelDims
+    groups: ProcessGroups
+    chunks: list[Backbone]
+    wrapped: list[Any]
+    optimizer: Any
+    shards: list[MasterShard]
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.trial.model
+
+
+def named_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return the named parameters of all chunks of this rank."""
+    return [pair for chunk in chunks for pair in chunk.named_parameters()]
+
+
+def gathered(shard: MasterShard, values: Tensor) -> Tensor:
+    """Join values that are split like a master shard into the parameter-shaped fp32 tensor, on every rank of its group.
+
+    The shards are joined as integers: adding zero bits changes none, not even the sign of a zero.
+    """
+    if shard.group is None or shard.group.size() == 1:
+        return values.detach().view(shard.parameter.shape).clone()
+    flat = torch.zeros(shard.parameter.numel(), dtype=torch.float32, device=values.device)
+    flat[shard.start : shard.stop] = values.detach().flatten()
+    dist.all_reduce(flat.view(torch.int32), group=shard.group)
+    return flat.view(shard.parameter.shape)
+
+
+def whole(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
+    """Join a parameter-shaped tensor over the tensor-parallel ranks."""
+    dim = sharding_of(parameter).split_dim
+    if groups.tp.size() == 1 or dim is None:
+        return tensor.detach().clone()
+    parts = [torch.empty_like(tensor) for _ in range(groups.tp.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=groups.tp)
+    return torch.cat(parts, dim)
+
+
+def copies_differ(parameter: Tensor, groups: ProcessGroups) -> bool:
+    """Tell whether any two ranks that should have the same values do not."""
+    for group in map(groups.along, sharding_of(parameter).replicated_over):
+        copies = [torch.empty_like(parameter) for _ in range(group.size())]
+        dist.all_gather(copies, parameter.detach().contiguous(), group=group)
+        if any(not torch.equal(copies[0], c) for c in copies[1:]):
+            return True
+    return False
+
+
+def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
+    """Join (name, tensor) pairs over the stages and experts; also list the names whose copies differ."""
+    parts: list[Any] = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, named, group=groups.different_parameters)
+    found: dict[str, Tensor] = {}
+    pairs = [pair for part in parts for pair in part]
+    drifted = [name for name, tensor in pairs if not torch.equal(found.setdefault(name, tensor), tensor)]
+    return found, drifted
+
+
+@torch.no_grad()
+def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
+    """Add noise to what starts as zeros or ones: a zero-initialised network would hide most gradients."""
+    for name, parameter in named_parameters(chunks):
+        if parameter.init.kind == "constant":  # type: ignore[attr-defined]
+            sharding = sharding_of(parameter, name)
+            shape = sharding.global_shape(parameter.shape, groups.tp.size())
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) * 0.1
+            for dim, start in enumerate(sharding.origin(parameter.shape, groups.tp.rank())):
+                values = values.narrow(dim, start, parameter.shape[dim])
+            parameter.add_(values)
+
+
+def build(trial: Trial) -> Built:
+    """Build the groups, the model and the optimizer of a trial on this rank."""
+    model, parallel = trial.model, trial.parallel
+    world_size = dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment()
+    training = TrainingConfig(
+        global_batch_size=trial.micro_batches, precision=trial.precision, seed=SEED, **trial.recompute
+    )
+    dims = check_parallel(model, parallel, training, world_size)
+    groups = process_groups.initialize(parallel)
+    chunks = build_model(model, parallel, training, groups)
+    disturb_constants(chunks, groups)
+    if trial.alter is not None:
+        trial.alter(chunks)
+    wrapped = wrap(chunks, parallel, groups)
+    optimizer = build_optimizer(wrapped, OPTIMIZER, parallel, trial.precision, groups)
+    return Built(
+        trial=trial,
+        dims=dims,
+        groups=groups,
+        chunks=chunks,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        shards=master_shards(optimizer, chunks),
+    )
+
+
+def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[str, Any]:
+    """Train a trial's steps.
+
+    Args:
+        then: called with what was trained before it is torn down.
+
+    Returns:
+        `losses` and `grad_norms` of every step, `gradients` of the first step and `parameters` after the last one
+        (global tensors by name), `drifted`, the parameters whose copies differ, and, where asked for, `by_rank`.
+    """
+    it = build(trial)
+    groups, optimizer, shards = it.groups, it.optimizer, it.shards
+    packs = trial.stream(groups.dp_rank, groups.dp_size, it.dims.token_multiple)
+    batches = (shard(pack, groups.cp.rank(), groups.cp.size(), trial.parallel.context_split) for pack in packs)
+    result: dict[str, Any] = {"losses": [], "grad_norms": []}
+    for step in range(trial.steps):
+        for chunk in it.wrapped:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        forward_step = training_forward_step(trial.objective, trial.model, SEED, step)
+        out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
+        nothing = torch.zeros(len(trial.objective.terms) + 1, dtype=torch.float64)
+        sums = sum((o["sums"].double() for o in out), nothing).float()
+        dist.all_reduce(sums, group=groups.dp_cp)
+        dist.all_reduce(sums, group=groups.pp)
+        result["losses"].append((sums[:-1].sum() / sums[-1]).item())
+        result["grad_norms"].append(optim.gradient_norm(optimizer))
+        if step == 0:
+            local = [gathered(s, s.grad) for s in shards]
+            named = [(s.name, whole(grad, s.parameter, groups)) for s, grad in zip(shards, local)]
+            result["gradients"], _ = of_all_stages(named, groups)
+            if trial.by_rank:
+                result["by_rank"] = _of_all_ranks(shards, local, groups)
+        optim.apply_update(optimizer, result["grad_norms"][-1], OPTIMIZER.clip_grad)
+    optim.publish_masters(optimizer, it.wrapped)  # with an overlapped gather the last update waits for the next forward
+    if trial.parallel.data_parallel == "fsdp":
+        it.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
+    parameters = [(s.name, s.parameter) for s in shards]
+    result["parameters"], drifted = of_all_stages([(n, whole(p.data, p, groups)) for n, p in parameters], groups)
+    result["drifted"] = drifted + [n for n, p in parameters if copies_differ(p, groups)]
+    if then is not None:
+        then(it)
+    result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
+    process_groups.release()
+    result["connections"] = len(list(Path("/proc/self/fd").glob("*")))
+    return result
+
+
+def _of_all_ranks(shards: Sequence[MasterShard], local: Sequence[Tensor], groups: ProcessGroups) -> dict[str, Any]:
+    """Return the gradients of every rank, by the rank's place: the origin of its part by name, and the values."""
+    place = " ".join(
+        f"{name} {group.rank()}"
+        for name, group in (("tp", groups.tp), ("pp", groups.pp), ("cp", groups.cp), ("dp", groups.dp))
+        if group.size() > 1
+    )
+    mine = {
+        s.name: (sharding_of(s.parameter, s.name).origin(s.parameter.shape, groups.tp.rank()), grad)
+        for s, grad in zip(shards, local)
+    }
+    found: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(found, (place, mine))
+    return dict(found)
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Train `case["trial"]`: a task of `dit.verify.ranks.run_world`."""
+    return train(case["trial"])

@@ -1,0 +1,239 @@
+"""Compare a parallel layout with one rank: `python -m launch.verify --factory RECIPE parallel.KEY=VALUE ...`.
+
+Both train two steps of the recipe's tiny form on gloo ranks of this machine, without a GPU and without data.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, told_in_one_line
+from launch import cli, environment
+
+MOST_RANKS = 16
+
+if TYPE_CHECKING:
+    from dit.backends.sharding import AxisSizes
+    from dit.batch import PackedBatch
+    from dit.data_api import BatchSpec, DataConfig
+    from dit.verify.report import Verdict
+    from dit.verify.trial import Trial
+
+DESCRIPTION = "Train two steps of a recipe's tiny form on one rank and under its parallel layout, and compare."
+EXAMPLES = """\
+examples
+  python -m launch.verify --factory pretrain_7b parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=True
+  python -m launch.verify --factory tiny_wan parallel.data_parallel=fsdp --world-size 2
+  python -m launch.verify --explain --factory flux_12b parallel.pipeline_model_parallel_size=4
+
+The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
+samples differ in length. Every gradient, the losses, the weights after the steps and the copies of each parameter are
+compared. The first wrong gradient is named with what is stated of its parameter. Exit code 0 says equal, 70 different.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.verify",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-f", "--factory", metavar="RECIPE", help="recipe, as launch.train takes it")
+    parser.add_argument("--yaml", metavar="FILE", help="a saved configuration, or a run folder, instead")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks; default: the fewest that the layout needs, at least 2"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="print over what the real model's parameters are split and reduced"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="settings of the run, such as parallel.*"
+    )
+    return parser
+
+
+@dataclass(frozen=True)
+class MockStream:
+    """Synthetic packs, the same on every layout; picklable, for the ranks."""
+
+    data: "DataConfig"
+    spec: "BatchSpec"
+    seed: int
+
+    def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> "Iterator[PackedBatch]":
+        stream = self.data.build_train(self.spec, dp_rank=dp_rank, dp_size=dp_size, seed=self.seed, log_dir=None)
+        while True:
+            yield next(stream)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layout and the one rank that it is compared with."""
+
+    one: "Trial"
+    many: "Trial"
+    world_size: int
+    sizes: "AxisSizes"
+
+
+def world_size_of(parallel: Any, asked: Optional[int]) -> int:
+    """Return the ranks of a layout: those asked for, or the fewest, which for plain data parallelism are 2.
+
+    Raises:
+        ConfigError: one rank was asked for, or the layout needs many and nobody asked for them.
+    """
+    from dit.parallel.dims import fewest_ranks
+
+    needed = max(2, fewest_ranks(parallel))
+    if asked is None and needed > MOST_RANKS:
+        raise ConfigError(
+            f"the layout needs {needed} ranks, many for one machine; set the sizes of parallel.* to 2, which shows the "
+            f"same faults, or start them nevertheless with --world-size {needed}"
+        )
+    if asked is not None and asked < 2:
+        raise ConfigError(f"--world-size {asked} leaves nothing to compare with one rank; use at least 2")
+    return asked or needed
+
+
+def tiny_pair(parts: dict[str, Any], world_size: int) -> Pair:
+    """Return the tiny form of a run under its layout and on one rank.
+
+    Args:
+        parts: the arguments of `pretrain`.
+
+    Raises:
+        ConfigError: the layout cannot run, for the reasons for which training would refuse it.
+    """
+    from dit.training.checks import check_run
+
+    from dit.parallel.dims import ParallelConfig
+    from dit.verify.report import axis_sizes
+    from dit.verify.tiny import GRIDS, multiple_of, pack_tokens, tiny_layout, tiny_model
+    from dit.verify.trial import SEED, Trial
+    from energon_data.mock import MockData
+
+    parallel = tiny_layout(parts["parallel"])
+    model = tiny_model(parts["model"], parallel)
+    multiple, total = pack_tokens(parallel)
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    micro_batches = multiple_of(max(1, world_size // (tp * pp * cp)) * pp, 4)  # as the interleaved schedule takes them
+    t, s = model.patch_temporal, model.patch_spatial
+    data = MockData(
+        shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in GRIDS],
+        text_tokens=5,
+        max_tokens_per_pack=total,
+        num_streams=micro_batches,
+    )
+    training = replace(
+        parts["training"],
+        micro_batch_size=1,
+        global_batch_size=micro_batches,
+        precision="fp32",
+        attention="auto",
+        linears="auto",
+        recompute_layers=None,
+    )
+    dims, spec = check_run(
+        model, data, parts["optimizer"], parts["schedule"], parallel, training, world_size=world_size
+    )
+    stream = MockStream(data, replace(spec, multiple_of=multiple), SEED)
+    many = Trial(
+        model=model,
+        parallel=parallel,
+        stream=stream,
+        objective=parts["objective"],
+        micro_batches=micro_batches,
+        recompute={"recompute": training.recompute},
+        by_rank=True,
+    )
+    one = replace(many, parallel=ParallelConfig(data_parallel="ddp"), by_rank=False)
+    return Pair(one, many, world_size, axis_sizes(parallel, dims))
+
+
+def changed(config: Any) -> str:
+    """Write a configuration with the fields that differ from their defaults."""
+    usual = type(config)()
+    named = ((field.name, getattr(config, field.name)) for field in fields(config))
+    stated = ", ".join(f"{name}={value!r}" for name, value in named if value != getattr(usual, name))
+    return f"{type(config).__name__}({stated})"
+
+
+def compare(pair: Pair, one: dict[str, Any], many: dict[str, Any]) -> "Verdict":
+    """Compare what the ranks of both worlds report."""
+    from dit.parallel.build import build_on_meta
+    from dit.verify.report import judge
+
+    return judge(one, many, build_on_meta(pair.many.model), pair.sizes)
+
+
+def verify(pair: Pair, folder: Path) -> "Verdict":
+    """Train both on ranks of this machine and compare them.
+
+    Raises:
+        RuntimeError: a rank failed; the message holds the end of its output.
+    """
+    from dit.verify.ranks import run_world
+
+    one, many = (
+        run_world(size, [{"task": "dit.verify.trial:run_case", "trial": trial}], folder / name)[0]
+        for name, size, trial in (("one", 1, pair.one), ("many", pair.world_size, pair.many))
+    )
+    return compare(pair, one, many)
+
+
+def explain_layout(parts: dict[str, Any], world_size: Optional[int]) -> str:
+    """Return the table of every parameter of the run's real model under its layout.
+
+    Raises:
+        ConfigError: the settings do not fit together.
+    """
+    from dit.training.checks import CHECKED, check_run
+
+    from dit.backends.sharding import explain
+    from dit.parallel.build import build_on_meta
+    from dit.verify.report import axis_sizes
+
+    dims, _ = check_run(*(parts[name] for name in CHECKED), world_size=world_size)
+    return explain(build_on_meta(parts["model"]), axis_sizes(parts["parallel"], dims))
+
+
+@told_in_one_line
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    if (args.factory is None) == (args.yaml is None):
+        raise ConfigError("give --factory RECIPE (python -m launch.train --list shows all) or --yaml FILE, one of them")
+    if args.factory:
+        cli.check_factory(args.factory)
+    environment.prepare()
+    environment.quiet_libraries()
+    import fiddle
+
+    from launch.train import resolve
+
+    parts = fiddle.build(resolve(cli.Options(factory=args.factory, yaml=args.yaml, overrides=args.overrides))).keywords
+    if args.explain:
+        print(explain_layout(parts, args.world_size))
+        return EXIT_OK
+    pair = tiny_pair(parts, world_size_of(parts["parallel"], args.world_size))
+    began = time.perf_counter()
+    print(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        verdict = verify(pair, Path(folder))
+    print(verdict.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
+    return EXIT_OK if verdict.is_equal else EXIT_UNEXPECTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
