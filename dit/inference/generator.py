@@ -1,6 +1,6 @@
 """A trained model for sampling: from a checkpoint folder alone to pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dit.backends import process_groups
 from dit.backends.device import local_device
-from dit.batch import DEFAULT_FPS
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.sharded_state import load_weights
-from dit.data_api import BatchSpec
+from dit.condition_table import DEFAULT_FPS, FPS, LABEL
+from dit.conditions import Value
 from dit.errors import ConfigError
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
@@ -36,16 +36,7 @@ class Generator:
         self.class_names: Optional[list[str]] = facts["class_names"]
         self.text_encoder: Optional[str] = facts.get("text_encoder")
         self.fps: float = facts.get("fps", DEFAULT_FPS)
-        model = config["model"]
-        self.spec = BatchSpec(
-            patch_temporal=model.patch_temporal,
-            patch_spatial=model.patch_spatial,
-            latent_channels=model.in_channels,
-            num_classes=model.num_classes,
-            context_size=model.context_size,
-            pooled_size=model.pooled_size,
-            micro_batch_size=1,
-        )
+        self.spec = config["model"].batch_spec()
         frames, height, width = facts["latent_size"]
         self.latent_size = (frames, height, width)
 
@@ -54,10 +45,8 @@ class Generator:
         labels: Optional[Sequence[int]] = None,
         *,
         count: Optional[int] = None,
-        contexts: Optional[Sequence[Tensor]] = None,
-        pooled: Optional[Sequence[Tensor]] = None,
-        negative: Optional[Sequence[Tensor]] = None,
-        negative_pooled: Optional[Sequence[Tensor]] = None,
+        conditions: Optional[Mapping[str, Sequence[Value]]] = None,
+        negative: Optional[Mapping[str, Sequence[Value]]] = None,
         fps: Optional[float] = None,
         frames: Optional[int] = None,
         solver: Optional[str] = None,
@@ -65,16 +54,20 @@ class Generator:
         guidance_scale: Optional[float] = None,
         seed: Optional[int] = None,
     ) -> Tensor:
-        """Generate one sample per label (or text, or `count` samples); settings left out are the run's own.
+        """Generate one sample per label (or condition, or `count` samples); settings left out are the run's own.
 
         Args:
+            labels: class of each sample.
+            conditions: others by name, a value for each sample, such as text embeddings `[k, width]` as `context`.
+            negative: conditions that guidance leads away from, by name; None for the null of all.
+            fps: of all samples.
             frames: of each sample, 1 for a still; those of the longest clip that was trained on if None.
 
         Returns:
             Latents `[N, C, T, H, W]`, float32.
 
         Raises:
-            ConfigError: a label is out of range, the solver is unknown, or the model cannot draw so many frames.
+            ConfigError: a condition does not fit the model, the solver is unknown, or so many frames cannot be drawn.
         """
         own = self.config["sampling"]
         device = local_device()
@@ -87,17 +80,10 @@ class Generator:
                 f"frames={frames} cannot be cut into patches of {self.spec.patch_temporal} frames; use a multiple, or "
                 "1 for a still"
             )
-        size = len(labels) if labels is not None else len(contexts) if contexts is not None else count or 1
-        batch = empty_pack(
-            self.spec,
-            (drawn, height, width),
-            size,
-            device,
-            labels=labels,
-            contexts=contexts,
-            pooled=pooled,
-            fps=self.fps if fps is None else fps,
-        )
+        given = dict(conditions or {}) if labels is None else {LABEL.name: labels, **(conditions or {})}
+        size = len(next(iter(given.values()))) if given else count or 1
+        rate = {FPS.name: [self.fps if fps is None else fps] * size}
+        batch = empty_pack(self.spec, (drawn, height, width), size, device, {**rate, **given})
         latents = generate(
             self.network,
             self.config["objective"],
@@ -108,7 +94,6 @@ class Generator:
             guidance_scale=own.guidance_scale if guidance_scale is None else guidance_scale,
             seed=own.seed if seed is None else seed,
             negative=negative,
-            negative_pooled=negative_pooled,
         )
         return latents[:, :, :frames]
 

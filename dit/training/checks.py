@@ -55,16 +55,7 @@ def check_run(
         num_experts=sizes.get("num_moe_experts"),
         num_query_groups=sizes.get("num_query_groups"),
     )
-    spec = BatchSpec(
-        patch_temporal=model.patch_temporal,
-        patch_spatial=model.patch_spatial,
-        latent_channels=model.in_channels,
-        num_classes=model.num_classes,
-        context_size=model.context_size,
-        pooled_size=model.pooled_size,
-        micro_batch_size=dims.micro_batch_size,
-        multiple_of=dims.token_multiple,
-    )
+    spec = model.batch_spec(micro_batch_size=dims.micro_batch_size, multiple_of=dims.token_multiple)
     data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
     return dims, spec
 

@@ -23,6 +23,7 @@ from dit.checkpoint.checkpointer import CONFIG_FILE, Checkpointer, TrainState, h
 from dit.checkpoint.manifest import HeldOut
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.warm_start import start_from
+from dit.condition_table import CONTEXT, match_conditions
 from dit.config_record import CLASS_KEY, to_record
 from dit.context_parallel.shard_batch import over_whole_packs, shard
 from dit.data_api import BatchSpec, DataConfig
@@ -106,7 +107,8 @@ def pretrain(
             others = (checkpoint, logging, sampling)
             dims, spec = check_settings(model, data, optimizer, schedule, parallel, training, *others)
             check_pictures(sampling, objective)
-            for line in adapted(schedule, training, dims) if rank == 0 else ():
+            unused = match_conditions(spec.conditions, data.stored_conditions())
+            for line in (*adapted(schedule, training, dims), *unused) if rank == 0 else ():
                 logger.info(line)
         with StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog:
             with preemption.leaves_at_once():
@@ -185,8 +187,10 @@ class Run:
         self.batches = DeviceBatches(
             self.state.stream,
             self.device,
-            self.model.num_classes,
-            lambda batch: training_flops(self.model, batch.layout, batch.context_layout, grids=batch.grids),
+            spec,
+            lambda batch: training_flops(
+                self.model, batch.layout, batch.conditions.layout(CONTEXT.name), grids=batch.grids
+            ),
             self._share,
         )
         if resumed:
