@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_sample, per_text_token
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
@@ -60,11 +61,12 @@ def micro_batch(
         sample_ids_S=torch.tensor([1000 + 2 * index, 1001 + 2 * index]),
         grids=grids,
         keys=(f"{index}a", f"{index}b"),
-        labels_S=torch.tensor([index % 5, (index + 2) % 5]),
-        context_KD=torch.randn(context_layout.total_tokens, 12, generator=generator),
-        context_layout=context_layout,
-        pooled_SD=torch.randn(2, 6, generator=generator),
-        fps_S=torch.tensor([24.0, 8.0 + index]),
+        conditions=Conditions(
+            label=per_sample(torch.tensor([index % 5, (index + 2) % 5])),
+            context=per_text_token(torch.randn(context_layout.total_tokens, 12, generator=generator), context_layout),
+            pooled=per_sample(torch.randn(2, 6, generator=generator)),
+            fps=per_sample(torch.tensor([24.0, 8.0 + index])),
+        ),
     )
 
 

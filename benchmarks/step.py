@@ -57,7 +57,7 @@ class Recording(Iterator):
 
     def __next__(self) -> Any:
         batch = next(self.batches)
-        self.layouts.append((batch.layout, batch.context_layout, batch.grids))
+        self.layouts.append((batch.layout, batch.conditions.layout("context"), batch.grids))
         return batch
 
     def __getattr__(self, name: str) -> Any:

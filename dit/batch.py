@@ -3,17 +3,16 @@
 Shape suffixes: T packed tokens, S samples in the pack, C latent channels per token, K packed text tokens.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from dit.conditions import Condition, Conditions
 from dit.errors import BatchError
 from dit.layout import SequenceLayout
-
-DEFAULT_FPS = 30.0
-"""Frame rate of samples that name none, images among them (NeMo's convention)."""
 
 
 @dataclass
@@ -27,12 +26,7 @@ class PackedBatch:
         sample_ids_S: 63-bit address of each sample, int64; a part of the address of its noise.
         grids: (t, h, w) in patches of each sample, on the host.
         keys: name of each sample, for messages.
-        labels_S: class of each sample, int64.
-        context_KD: text embeddings of all samples.
-        context_layout: where the texts lie in K.
-        context_dropped_S: True where the text is replaced by the model's null text; None for nowhere.
-        pooled_SD: one more embedding of each text, as a single vector (CLIP's, for FLUX); dropped with the text.
-        fps_S: frames per second, float32; None for `DEFAULT_FPS`.
+        conditions: what the network is given besides the latents, by name.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
         draws_S: number of each sample's draw from the training data, unique in a step, int64; copies of a sample are
             distinguished by it. None for data that are read once, such as held-out ones.
@@ -44,31 +38,30 @@ class PackedBatch:
     sample_ids_S: Tensor
     grids: tuple[tuple[int, int, int], ...]
     keys: tuple[str, ...]
-    labels_S: Optional[Tensor] = None
-    context_KD: Optional[Tensor] = None
-    context_layout: Optional[SequenceLayout] = None
-    context_dropped_S: Optional[Tensor] = None
-    pooled_SD: Optional[Tensor] = None
-    fps_S: Optional[Tensor] = None
+    conditions: Conditions = field(default_factory=Conditions)
     loss_weight_S: Optional[Tensor] = None
     draws_S: Optional[Tensor] = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """Move every tensor to `device`."""
         moved: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                moved[field.name] = value.to(device, non_blocking=non_blocking)
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if isinstance(value, Tensor | Conditions):
+                moved[part.name] = value.to(device, non_blocking=non_blocking)
             elif isinstance(value, SequenceLayout):
-                moved[field.name] = value.to(device)
+                moved[part.name] = value.to(device)
         return replace(self, **moved)
 
-    def validate(self, *, num_classes: Optional[int] = None) -> "PackedBatch":
-        """Check the batch against its own layout and the model's classes; return it.
+    def validate(self, wanted: Sequence[Condition] = (), *, patch_volume: int = 1) -> "PackedBatch":
+        """Check the batch against its own layout and the conditions a model takes; return it.
+
+        Args:
+            wanted: the model's conditions.
+            patch_volume: latent positions in a patch of the model.
 
         Raises:
-            BatchError: lengths disagree, or a label lies outside `[0, num_classes)`.
+            BatchError: lengths disagree, a condition is missing or of another shape, or a class is out of range.
         """
         S, T = self.layout.num_samples, self.layout.total_tokens
         sizes = {
@@ -78,24 +71,15 @@ class PackedBatch:
             "grids": (len(self.grids), S),
             "keys": (len(self.keys), S),
         }
-        for name in ("labels_S", "pooled_SD", "fps_S", "loss_weight_S", "draws_S"):
+        for name in ("loss_weight_S", "draws_S"):
             value = getattr(self, name)
             if value is not None:
                 sizes[name] = (len(value), S)
-        if self.context_layout is not None and self.context_KD is not None:
-            sizes["context_KD"] = (len(self.context_KD), self.context_layout.total_tokens)
-            sizes["context_layout"] = (self.context_layout.num_samples, S)
         wrong = [f"{k} has {have} rows, needs {need}" for k, (have, need) in sizes.items() if have != need]
         for grid, length, key in zip(self.grids, self.layout.lengths, self.keys):
             if grid[0] * grid[1] * grid[2] != length:
                 wrong.append(f"sample {key!r} has grid {grid} but {length} tokens")
-        if num_classes is not None and self.labels_S is not None:
-            for label, key in zip(self.labels_S.tolist(), self.keys):
-                if not 0 <= label < num_classes:
-                    wrong.append(
-                        f"sample {key!r} has label {label}, the model knows 0..{num_classes - 1} "
-                        "(fix the data or raise model.num_classes)"
-                    )
+        wrong.extend(self.conditions.problems(wanted, self.layout, self.keys, patch_volume))
         if wrong:
             raise BatchError("; ".join(wrong))
         return self

@@ -2,11 +2,12 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Optional, Protocol
 
 from dit.batch import PackedBatch
+from dit.conditions import Condition
 from dit.errors import ConfigError, DataError
 
 
@@ -17,9 +18,7 @@ class BatchSpec:
     Attributes:
         patch_temporal, patch_spatial: patch sizes, from the model.
         latent_channels: channels of a latent before patchifying, from the model.
-        num_classes: labels must lie in `[0, num_classes)`; None if the model takes no label.
-        context_size: width of the text embeddings; None if the model takes no text.
-        pooled_size: width of the pooled text embedding; None if the model takes none.
+        conditions: those the model takes.
         micro_batch_size: samples per micro-batch when not packing.
         multiple_of: every sample is padded to a multiple of this many tokens (context and sequence parallel).
     """
@@ -27,11 +26,23 @@ class BatchSpec:
     patch_temporal: int
     patch_spatial: int
     latent_channels: int
-    num_classes: Optional[int]
-    context_size: Optional[int]
-    pooled_size: Optional[int] = None
+    conditions: tuple[Condition, ...] = ()
     micro_batch_size: int
     multiple_of: int = 1
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Sides of a patch in time and in space."""
+        return self.patch_temporal, self.patch_spatial
+
+    @property
+    def patch_volume(self) -> int:
+        """Latent positions in a patch."""
+        return self.patch_temporal * self.patch_spatial**2
+
+    def condition(self, name: str) -> Optional[Condition]:
+        """Return the condition of this name, None if the model does not take it."""
+        return next((condition for condition in self.conditions if condition.name == name), None)
 
 
 class DataStream(Protocol):
@@ -87,6 +98,10 @@ class DataConfig(ABC):
     @abstractmethod
     def class_names(self) -> Optional[list[str]]:
         """Return the name of each class, or None for an unlabelled source."""
+
+    def stored_conditions(self) -> Optional[Collection[str]]:
+        """Return the names under which samples store values; None if they make all that the model takes."""
+        return None
 
     def text_encoder(self) -> Optional[str]:
         """Return the encoder of `dit.encoders.text` that embedded the texts, or None if it is not known."""

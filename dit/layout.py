@@ -149,6 +149,37 @@ class SequenceLayout:
         out = x_T.new_zeros(self.num_samples, *x_T.shape[1:])
         return out.index_add(0, self.segment_ids_T, torch.where(mask, x_T, torch.zeros_like(x_T)))
 
+    def spread(self, x_R: Tensor) -> Tensor:
+        """Put the samples' rows, side by side without padding, at their places in the whole pack; padding is zero."""
+        if self.total_tokens == len(x_R):
+            return x_R
+        out = x_R.new_zeros(self.total_tokens, *x_R.shape[1:])
+        first = 0
+        for start, length in zip(self.starts, self.lengths):
+            out[start : start + length] = x_R[first : first + length]
+            first += length
+        return out
+
+    def followed_by(self, other: "SequenceLayout") -> "SequenceLayout":
+        """Describe another pack laid behind this one: samples and rows of this one, then those of the other.
+
+        The tail pad of each becomes padding of its last sample.
+        """
+        rows = None
+        if self.rows is not None and other.rows is not None:
+            rows = torch.cat([self.rows, other.rows + self.total_tokens])
+        padded = [
+            (*x.padded_lengths[:-1], x.padded_lengths[-1] + x.total_tokens - sum(x.padded_lengths))
+            for x in (self, other)
+        ]
+        return replace(
+            self,
+            lengths=self.lengths + other.lengths,
+            padded_lengths=padded[0] + padded[1],
+            total_tokens=self.total_tokens + other.total_tokens,
+            rows=rows,
+        )
+
     @property
     def gathered(self) -> "SequenceLayout":
         """The layout of the rows that attention gets: those of all tensor-parallel ranks under sequence parallelism."""

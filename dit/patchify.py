@@ -1,5 +1,8 @@
 """Latents to tokens and back. The inverse is exact: both are permutations."""
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -67,6 +70,17 @@ def outputs_apart(prediction_TC: Tensor, token_channels: int, latent_channels: i
         return prediction_TC
     at_position = prediction_TC.unflatten(1, (token_channels // latent_channels, -1))
     return torch.cat([at_position[..., :latent_channels].flatten(1), at_position[..., latent_channels:].flatten(1)], 1)
+
+
+def patchify_all(latents: Sequence[Tensor], patch_temporal: int, patch_spatial: int) -> Tensor:
+    """Cut several latents into patches, `[sum of tokens, C]`, one call for each run of latents of one picture size."""
+    pieces = []
+    for _, group in groupby(latents, key=lambda x: (x.shape[0], x.shape[2:])):
+        run = list(group)
+        # Time is the slowest axis of the token order, so clips joined in time give their tokens one after the other.
+        joined = run[0] if len(run) == 1 else torch.cat(run, 1)
+        pieces.append(patchify(joined, patch_temporal, patch_spatial)[0])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def unpatchify(tokens: Tensor, grid: Grid, patch_temporal: int, patch_spatial: int) -> Tensor:

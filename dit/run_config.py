@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional, Self
 
+from dit.condition_table import match_conditions
 from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import ConfigError
@@ -70,24 +71,6 @@ class RunConfig:
         """Return the ten parts by name."""
         return {name: getattr(self, name) for name in PARTS}
 
-    def batch_spec(self, micro_batch_size: int = 1, multiple_of: int = 1) -> BatchSpec:
-        """Return what the model fixes about every micro-batch.
-
-        Args:
-            micro_batch_size: samples per micro-batch when not packing.
-            multiple_of: every sample is padded to a multiple of this many tokens.
-        """
-        return BatchSpec(
-            patch_temporal=self.model.patch_temporal,
-            patch_spatial=self.model.patch_spatial,
-            latent_channels=self.model.in_channels,
-            num_classes=self.model.num_classes,
-            context_size=self.model.context_size,
-            pooled_size=self.model.pooled_size,
-            micro_batch_size=micro_batch_size,
-            multiple_of=multiple_of,
-        )
-
     def check(self, world_size: Optional[int] = None) -> tuple[ParallelDims, BatchSpec]:
         """Check every setting by itself, then against each other; neither device nor data are looked at.
 
@@ -106,7 +89,7 @@ class RunConfig:
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
         dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))
-        spec = self.batch_spec(dims.micro_batch_size, dims.token_multiple)
+        spec = self.model.batch_spec(micro_batch_size=dims.micro_batch_size, multiple_of=dims.token_multiple)
         self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
         if self.data.mixes_shapes(spec):
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
@@ -132,10 +115,11 @@ class RunConfig:
         resolve_attention(local_device(), DTYPES[self.training.precision], self.training.attention)
         resolve_linears(self.training.linears)
         self.data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
+        match_conditions(spec.conditions, self.data.stored_conditions())
         return dims, spec
 
     def adaptations(self, dims: ParallelDims) -> list[str]:
-        """Say which settings were adapted to the run's size, one line each."""
+        """Say which settings were adapted to the run's size, and which conditions of the data go unused."""
         training, lines = self.training, list[str]()
         if dims.micro_batch_size < training.micro_batch_size:
             lines.append(
@@ -143,7 +127,8 @@ class RunConfig:
                 f"a global batch of {training.global_batch_size} is shared by {dims.data_parallel_size} replicas in "
                 f"{dims.micro_batches} micro-batch{'es' if dims.micro_batches > 1 else ''} each"
             )
-        return lines + self.schedule.adapted(training.num_steps)
+        unused = match_conditions(self.model.conditions(), self.data.stored_conditions())
+        return [*lines, *self.schedule.adapted(training.num_steps), *unused]
 
 
 def check_outputs(objective: Objective, model: ModelConfig) -> None:

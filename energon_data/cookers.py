@@ -1,8 +1,8 @@
 """From the decoded parts of a sample to a `Clip`.
 
-Parts a sample may have: `latent.npy` or `latent.safetensors` (`[C, T, H, W]`, or `[C, H, W]` for an image), `text.npy`
-or `text.safetensors` (text embeddings `[K, context_size]`), `pooled.npy` or `pooled.safetensors` (pooled text embedding
-`[pooled_size]`). Metadata that is used: `label`, `fps` (or `framerate`), `loss_weight`, `aesthetic_score`.
+A sample has a part `latent.npy` or `latent.safetensors` (`[C, T, H, W]`, or `[C, H, W]` for an image). Its conditions
+are arrays in parts of their own, or numbers in the metadata, named as `dit.conditions.Condition.stored_as` says; those
+that the model does not take are not looked at. Other metadata that is used: `loss_weight`, `aesthetic_score`.
 """
 
 from typing import Any, Optional
@@ -12,12 +12,11 @@ import torch
 from megatron.energon import Cooker, stateless
 from torch import Tensor
 
+from dit.conditions import Condition, Value
 from dit.data_api import sample_id
 from dit.errors import page_of
-from energon_data.samples import LATENT, META_PART, POOLED, TEXT, Clip, SampleError, finite_number
+from energon_data.samples import LATENT, META_PART, Clip, SampleError, finite_number
 
-FPS_RANGE = (1e-3, 1e6)
-"""Frame rates that a sample may state, per second: wide, but far from where float32 becomes 0 or infinite."""
 LOSS_WEIGHT_RANGE = (0.0, 1e3)
 """Weights that a sample may state: none turns its loss around, none outweighs all others."""
 
@@ -63,26 +62,67 @@ def _number(metadata: dict[str, Any], names: tuple[str, ...], limits: tuple[floa
     return None
 
 
-def _label(metadata: dict[str, Any]) -> Optional[int]:
-    """Return the class; what range the model knows is checked with the model.
+def read_condition(condition: Condition, clip: Clip) -> Optional[Value]:
+    """Take a condition out of a sample's metadata or parts; None where it stores none and need not.
 
     Raises:
-        SampleError: it is no whole number.
+        SampleError: the sample lacks it, or it has the wrong type, rank or width, or is out of range.
     """
-    if metadata.get("label") is None:
-        return None
-    value = finite_number(metadata, "label")
-    if not value.is_integer():
-        raise SampleError("metadata", f"label is {value:g}, not a whole number; classes count from 0")
-    return int(value)
+    return _read_number(condition, clip) if condition.is_number else _read_array(condition, clip)
+
+
+def _read_number(condition: Condition, clip: Clip) -> Optional[float]:
+    """Read a number of the metadata; a class is a whole one that the model knows."""
+    name = condition.stored_as[0]
+    value = _number(clip.metadata, condition.stored_as, condition.limits)
+    if value is None:
+        if condition.default is not None:
+            return None
+        fault = f"None, the model takes one{_range(condition)}"
+    elif condition.num_classes is None:
+        return value
+    elif not value.is_integer():
+        raise SampleError("metadata", f"{name} is {value:g}, not a whole number; classes count from 0")
+    else:
+        found = condition.out_of_range(value)
+        if found is None:
+            return int(value)
+        fault = found
+    raise SampleError(condition.name, f"the {name} is {fault}; correct the metadata{condition.or_without}")
+
+
+def _range(condition: Condition) -> str:
+    return "" if condition.num_classes is None else f" of 0..{condition.num_classes - 1}"
+
+
+def _read_array(condition: Condition, clip: Clip) -> Tensor:
+    """Read an array part; a picture is brought to the frames of the latent."""
+    tensors = (_tensor(clip.parts, name) for name in condition.stored_as)
+    value = next((x for x in tensors if x is not None), None)
+    if value is None:
+        sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[condition.axis]
+        shape = sides.format("*" if condition.shape is None else condition.shape[0])
+        raise SampleError(
+            "missing_part",
+            f"the model takes a {condition.what} and the sample has no {condition.stored_as[0]}.npy; store its "
+            f"{condition.what}, {shape}{condition.or_without}",
+        )
+    if condition.axis == "latent":
+        if value.dim() == 3:
+            value = value[:, None]
+        if value.dim() == 4 and value.shape[1] == 1:
+            value = value.expand(-1, clip.latent.shape[1], -1, -1)  # as the latent of a still, which was repeated
+    if fault := condition.wrong_shape(value, clip.latent.shape[1:]):
+        raise SampleError("wrong_shape", fault)
+    return value if condition.dtype is None else value.to(condition.dtype)
 
 
 @stateless
 def cook_clip(sample: dict[str, Any]) -> Clip:
-    """Take latent, text and metadata out of the decoded parts.
+    """Take latent and metadata out of the decoded parts.
 
     Raises:
-        SampleError: there is no latent, a part has the wrong rank or type, or metadata are out of range.
+        SampleError: there is no latent, it has the wrong rank or type, or its weight is out of range.
     """
     metadata = sample[META_PART]
     latent = _tensor(sample, LATENT)
@@ -96,12 +136,6 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         latent = latent[:, None]
     if latent.dim() != 4 or 0 in latent.shape:
         raise SampleError("wrong_shape", f"the latent has shape {list(latent.shape)}, wanted [C, T, H, W]")
-    text = _tensor(sample, TEXT)
-    if text is not None and (text.dim() != 2 or 0 in text.shape):
-        raise SampleError("wrong_shape", f"the text has shape {list(text.shape)}, wanted [tokens, width]")
-    pooled = _tensor(sample, POOLED)
-    if pooled is not None and (pooled.dim() != 1 or 0 in pooled.shape):
-        raise SampleError("wrong_shape", f"the pooled text has shape {list(pooled.shape)}, wanted [width]")
     weight = _number(metadata, ("loss_weight",), LOSS_WEIGHT_RANGE)
     key = sample["__key__"]
     return Clip(
@@ -110,12 +144,9 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         __sources__=sample["__sources__"],
         latent=latent.float(),
         metadata=metadata,
-        text=text,
-        pooled=None if pooled is None else pooled.float(),
+        parts={name: part for name, part in sample.items() if name.endswith((".npy", ".safetensors"))},
         shard=sample["__shard__"],
         id=sample_id(key),
-        label=_label(metadata),
-        fps=_number(metadata, ("fps", "framerate"), FPS_RANGE),
         loss_weight=1.0 if weight is None else weight,
     )
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.batch import PackedBatch
+from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, COUNT_OR_NONE, FINITE, POSITIVE, RANKS, check_ranges
-from energon_data.folder import check_dataset
+from energon_data.folder import check_dataset, stored_names
 from energon_data.packing import padded_length
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Delivery, StreamGroup, check_streams
@@ -82,6 +83,7 @@ class EnergonData(DataConfig):
         self.check_settings(spec, dp_size, micro_batches_per_step)
         num_streams = self.num_streams or dp_size
         infos = check_dataset(self.path, self.train_split)
+        text, label = spec.condition(CONTEXT.name), spec.condition(LABEL.name)
         for info in infos:
             if info.samples < num_streams:
                 raise ConfigError(
@@ -95,18 +97,18 @@ class EnergonData(DataConfig):
                     f"set model.in_channels={shape[0]}"
                 )
             width = info.description.get("context_size")
-            if width and spec.context_size and width != spec.context_size:
+            if width and text is not None and text.shape not in (None, (width,)):
                 raise ConfigError(
-                    f"{info.path} holds text embeddings of width {width}, model.context_size is {spec.context_size}; "
+                    f"{info.path} holds text embeddings of width {width}, model.context_size is {text.shape[0]}; "
                     f"set it to {width}"
                 )
-        if spec.context_size is not None:
+        if text is not None:
             self.text_encoder()
-        names = None if spec.num_classes is None else self.class_names()
-        if names is not None and spec.num_classes is not None and len(names) > spec.num_classes:
+        known = None if label is None else label.num_classes
+        names = None if known is None else self.class_names()
+        if names is not None and known is not None and len(names) > known:
             raise ConfigError(
-                f"{self.path} has {len(names)} classes, model.num_classes is {spec.num_classes}; "
-                f"raise it to {len(names)}"
+                f"{self.path} has {len(names)} classes, model.num_classes is {known}; raise it to {len(names)}"
             )
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
@@ -223,6 +225,10 @@ class EnergonData(DataConfig):
         return share_validation(
             read, self.validation_micro_batches, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.path
         )
+
+    def stored_conditions(self) -> Optional[set[str]]:
+        """Return the names of parts and metadata in the first samples; None if none of them can be read."""
+        return stored_names(check_dataset(self.path, self.train_split))
 
     def class_names(self) -> Optional[list[str]]:
         """Return the class names that `dataset.json` lists, or None.

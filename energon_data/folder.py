@@ -2,15 +2,21 @@
 
 import json
 import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Optional
 
 import yaml
 
 from dit.errors import ConfigError, DataError, page_of
+from energon_data.samples import META_PART, SampleError, unseal
+from energon_data.tar_index import first_samples
 
 _META = ".nv-meta"
+_SHARDS_LOOKED_AT, _LOOKED_AT = 4, 4
+"""Shards of a folder, and samples of each, that are asked which conditions the data hold."""
 _DATASET_KEYS = {"__module__", "__class__", "subflavors"}
 _METADATASETS = {"Metadataset", "MetadatasetV2"}
 _ADVICE = (
@@ -174,6 +180,30 @@ def _check_blend(file: Path, split: str) -> list[SplitInfo]:
             f"cannot read the blend {file}, split {split!r}: {error}; compare it with Energon's docs"
         ) from error
     return [check_folder(Path(str(member.path.local_path())), member.split_part) for member in members]
+
+
+def stored_names(infos: Sequence[SplitInfo]) -> Optional[set[str]]:
+    """Return what the first samples call their array parts and metadata, as far as all members of a blend have it.
+
+    Returns:
+        Names without the endings; None if no sample can be read.
+    """
+    members = []
+    for info in infos:
+        samples = [parts for shard in info.shards[:_SHARDS_LOOKED_AT] for parts in first_samples(shard, _LOOKED_AT)]
+        if samples:
+            members.append({name for parts in samples for name in _names(parts)})
+    return set.intersection(*members) if members else None
+
+
+def _names(parts: dict[str, bytes]) -> Iterator[str]:
+    for name, content in parts.items():
+        stem, _, extension = name.rpartition(".")
+        if extension in ("npy", "safetensors"):
+            yield stem
+        elif name == META_PART:
+            with suppress(SampleError):  # reading the data names what is damaged
+                yield from unseal(content)
 
 
 def check_dataset(path: str, split: str) -> list[SplitInfo]:

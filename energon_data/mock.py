@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
+from dit.condition_table import FPS, LABEL
+from dit.conditions import Condition, Value
 from dit.data_api import BatchSpec, DataConfig, sample_id
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid, frames_to_patch
@@ -206,28 +208,41 @@ class MockSource:
         generator = torch.Generator().manual_seed(address)
         size = self._size(number)
         spec = self._spec
-        label = address % (spec.num_classes or 10)
-        latent = 0.5 * torch.randn(spec.latent_channels, *size, generator=generator) + self._pattern(label, size)
+        label = spec.condition(LABEL.name)
+        kind = address % (10 if label is None else label.num_classes or 10)
+        latent = 0.5 * torch.randn(spec.latent_channels, *size, generator=generator) + self._pattern(kind, size)
         latent = latent.expand(-1, frames_to_patch(size[0], spec.patch_temporal), -1, -1)
-        text = pooled = None
-        if spec.context_size is not None:
-            most = self._data.text_tokens
-            length = int(torch.randint((most + 1) // 2, most + 1, (), generator=generator))
-            text = torch.randn(length, spec.context_size, generator=generator)
-        if spec.pooled_size is not None:
-            pooled = torch.randn(spec.pooled_size, generator=generator)
+        given: dict[str, Value] = {LABEL.name: kind}
+        if size[0] > 1:
+            given[FPS.name] = self._data.fps
+        for condition in spec.conditions:
+            if condition.name not in given and condition.default is None:
+                given[condition.name] = self._draw(condition, size, generator)
         return Clip(
             __key__=key,
             __restore_key__=(),
             latent=latent,
             metadata={},
-            text=text,
-            pooled=pooled,
+            conditions=given,
             id=address,
-            label=label,
-            fps=self._data.fps if size[0] > 1 else None,
             grid=_grid(size, spec),
         )
+
+    def _draw(self, condition: Condition, size: tuple[int, int, int], generator: torch.Generator) -> Value:
+        """Draw a condition: a class, a number or vector, a text of its own length, or a picture."""
+        if condition.num_classes is not None:
+            return int(torch.randint(condition.num_classes, (), generator=generator))
+        shape = condition.shape or ()
+        if condition.axis == "text":
+            most = self._data.text_tokens
+            length = int(torch.randint((most + 1) // 2, most + 1, (), generator=generator))
+            return torch.randn(length, *shape, generator=generator)
+        if condition.axis == "latent":
+            return torch.randn(*shape, *size, generator=generator)
+        if condition.is_number:
+            low, high = (max(-1.0, condition.limits[0]), min(1.0, condition.limits[1]))
+            return low + (high - low) * float(torch.rand((), generator=generator))
+        return torch.randn(*shape, generator=generator)
 
     def state(self) -> dict[str, Any]:
         """Return how many samples were taken."""

@@ -9,15 +9,16 @@ import re
 import reprlib
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from torch import Tensor
 
+from dit.conditions import Condition, Value
 from dit.errors import DataError, page_of
 
 META_PART = "json"
-LATENT, TEXT, POOLED = "latent", "text", "pooled"
+LATENT = "latent"
 _SELF = re.compile(rb'"json": "([0-9a-f]{8})"')
 _BLANK = b'"json": "00000000"'
 
@@ -28,8 +29,8 @@ class Clip:
 
     Attributes:
         latent: `[C, T, H, W]` float32, dimensionless after VAE scale and shift.
-        text: text embeddings `[K, context_size]` in their stored dtype.
-        pooled: pooled text embedding `[pooled_size]`.
+        parts: decoded array parts besides the latent, by part name; empty once encoded.
+        conditions: those the model takes, by name; one that may be missing, and is, is not among them.
         id: 63-bit address of the sample.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
     """
@@ -39,12 +40,10 @@ class Clip:
     __sources__: Optional[tuple] = None
     latent: Tensor
     metadata: dict[str, Any]
-    text: Optional[Tensor] = None
-    pooled: Optional[Tensor] = None
+    parts: dict[str, Any] = field(default_factory=dict)
+    conditions: dict[str, Value] = field(default_factory=dict)
     shard: str = ""
     id: int = 0
-    label: Optional[int] = None
-    fps: Optional[float] = None
     loss_weight: float = 1.0
     grid: tuple[int, int, int] = (0, 0, 0)
 
@@ -52,6 +51,12 @@ class Clip:
     def num_tokens(self) -> int:
         t, h, w = self.grid
         return t * h * w
+
+    def value(self, condition: Condition) -> Value:
+        """Return a condition of the model, its default where the sample names none."""
+        value = self.conditions.get(condition.name, condition.default)
+        assert value is not None  # `encode_sample` refuses a sample without
+        return value
 
 
 class SampleError(Exception):

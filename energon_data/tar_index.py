@@ -8,7 +8,8 @@ import os
 import struct
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,22 @@ def read_offsets(shard: Path) -> np.ndarray:
     if offsets[0] != 0 or (np.diff(offsets) < BLOCK).any():
         raise DataError(f"the offsets in index {file} do not rise from 0; run `energon prepare` on its folder again")
     return offsets
+
+
+def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:
+    """Yield the parts of a shard's first samples, without those that cannot be read.
+
+    Args:
+        count: at most so many.
+    """
+    offsets = read_offsets(shard)[: count + 1].tolist()
+    with shard.open("rb") as file:
+        for start, end in pairwise(offsets):
+            file.seek(start)
+            try:
+                yield group_members(parse_members(file.read(end - start)))[1]
+            except (ValueError, UnusualTarError):
+                continue
 
 
 class SampleReader:

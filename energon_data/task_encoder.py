@@ -16,11 +16,12 @@ from megatron.energon import (
     stateless,
 )
 from megatron.energon.errors import reraise_exception
+from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec
 from dit.patchify import frames_to_patch
-from energon_data.cookers import COOKERS
+from energon_data.cookers import COOKERS, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
 from energon_data.packing import collate, greedy_knapsack, padded_length
@@ -116,7 +117,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     @stateless
     def encode_sample(self, clip: Clip) -> Clip:
-        """Check a clip against the model, filter it, cut its text, and measure it in tokens.
+        """Check a clip against the model, filter it, read its conditions, cut its texts, and measure it in tokens.
 
         A still fills one patch in time by repetition (`frames_to_patch`).
 
@@ -139,38 +140,14 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         filters = self.options.filters
         filters.check(clip, padded_length(clip.num_tokens, spec.multiple_of))
         filters.check_values(clip.latent, "latent values")
-        if spec.num_classes is not None and (clip.label is None or not 0 <= clip.label < spec.num_classes):
-            raise SampleError(
-                "label",
-                f"the label is {clip.label}, the model knows 0..{spec.num_classes - 1}; correct the metadata, or train "
-                "without classes: model.num_classes=null",
-            )
-        if spec.context_size is not None:
-            if clip.text is None:
-                raise SampleError(
-                    "missing_part",
-                    "the model takes text and the sample has no text.npy; store its text embeddings "
-                    f"[K, {spec.context_size}], or train without text, which the DiT backbone alone can: model=dit_s "
-                    "(or larger) with model.context_size=null",
-                )
-            if clip.text.shape[1] != spec.context_size:
-                raise SampleError(
-                    "wrong_shape", f"text embeddings are {clip.text.shape[1]} wide, the model takes {spec.context_size}"
-                )
-            clip.text = clip.text[: self.options.max_text_tokens]
-            filters.check_values(clip.text, "text embeddings")
-        if spec.pooled_size is not None:
-            if clip.pooled is None:
-                raise SampleError(
-                    "missing_part",
-                    "the model takes a pooled text and the sample has no pooled.npy; store its pooled text embedding "
-                    f"[{spec.pooled_size}]",
-                )
-            if len(clip.pooled) != spec.pooled_size:
-                raise SampleError(
-                    "wrong_shape", f"the pooled text is {len(clip.pooled)} wide, the model takes {spec.pooled_size}"
-                )
-            filters.check_values(clip.pooled, "pooled text")
+        for condition in spec.conditions:
+            value = read_condition(condition, clip)
+            if isinstance(value, Tensor):
+                value = value[: self.options.max_text_tokens] if condition.axis == "text" else value
+                filters.check_values(value, condition.what)
+            if value is not None:
+                clip.conditions[condition.name] = value
+        clip.parts = {}
         return clip
 
     def build_encode_sample(self, dataset: SavableDataset, *, worker_config: WorkerConfig) -> SavableDataset:

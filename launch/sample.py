@@ -68,7 +68,13 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--text-embedding", nargs="+", metavar="FILE", help="the same as .npy files, already embedded")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="text that guidance leads away from")
     parser.add_argument(
-        "--pooled-embedding", nargs="+", metavar="FILE", help="one more .npy per text, for FLUX: its pooled embedding"
+        "--condition",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="another condition of the model: a number or a .npy file, for all or for each text or class; "
+        "`--condition pooled FILE` for FLUX",
     )
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
     parser.add_argument(
@@ -178,35 +184,36 @@ def read_embedding(path: str, context_size: int) -> Tensor:
     return torch.from_numpy(array).float()
 
 
-def read_pooled(files: Optional[Sequence[str]], texts: int, pooled_size: Optional[int]) -> Optional[list[Tensor]]:
-    """Read the pooled embedding of each text, `[pooled_size]`, from `.npy` files; None if the model takes none.
+def read_conditions(asked: Sequence[Sequence[str]], drawn: int) -> dict[str, list[Any]]:
+    """Read what `--condition NAME VALUE ...` gives, by name: numbers, or the arrays of `.npy` files.
 
     Args:
-        texts: how many texts there are.
+        asked: the words behind each flag.
+        drawn: how many different texts, classes or samples are drawn; one value is taken for all of them.
 
     Raises:
-        ConfigError: there are more or fewer files than the model wants, or one does not fit it.
+        ConfigError: there are more or fewer values, or one cannot be read.
     """
-    wanted = 0 if pooled_size is None else texts
-    if len(files or ()) != wanted:
-        raise ConfigError(
-            f"--pooled-embedding names {len(files or ())} files, the model of this checkpoint wants {wanted} for "
-            f"{texts} texts; give one for each text to a model that takes them (FLUX), and none to others"
-        )
-    if not files:
-        return None
-    found = []
-    for path in files:
-        try:
-            array = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--pooled-embedding {path} cannot be read: {error}; save it with numpy.save") from error
-        if array.shape != (pooled_size,):
-            raise ConfigError(
-                f"--pooled-embedding {path} has shape {list(array.shape)}; the model takes [{pooled_size}]"
-            )
-        found.append(torch.from_numpy(array).float())
+    found = {}
+    for name, *words in asked:
+        if len(words) not in (1, drawn):
+            raise ConfigError(f"--condition {name} has {len(words)} values for {drawn} samples; give one, or {drawn}")
+        values = [_read_value(name, word) for word in words]
+        found[name] = values * drawn if len(values) == 1 else values
     return found
+
+
+def _read_value(name: str, word: str) -> Any:
+    try:
+        return float(word)
+    except ValueError:
+        pass
+    try:
+        return torch.from_numpy(np.load(word, allow_pickle=False)).float()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--condition {name} {word} is no number and cannot be read: {error}; save it with numpy.save"
+        ) from error
 
 
 def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> list[Tensor]:
@@ -259,24 +266,26 @@ def draw(args: argparse.Namespace, generator: "Generator") -> tuple[Tensor, list
     prompts = args.prompt
     if chosen is None and not (prompts or args.text_embedding) and generator.text_encoder:
         prompts = generator.config.sampling.prompts
-    if prompts or args.text_embedding:
-        contexts, captions = read_texts(args, prompts, generator)
-        contexts = [context for context in contexts for _ in range(args.count)]
-        captions = [caption for caption in captions for _ in range(args.count)]
-        pooled = read_pooled(args.pooled_embedding, len(contexts) // args.count, model.pooled_size)
-        if pooled is not None:
-            settings["pooled"] = [x for x in pooled for _ in range(args.count)]
-        if args.negative_prompt is not None:
-            settings["negative"] = encode_prompts(generator, [args.negative_prompt]) * len(contexts)
-        return generator.generate(contexts=contexts, **settings), captions
-    if args.negative_prompt is not None:
+    if args.negative_prompt is not None and not (prompts or args.text_embedding):
         raise ConfigError("--negative-prompt leads away from a text, so it needs --prompt or --text-embedding")
-    if not model.num_classes and chosen is None:
-        return generator.generate(count=args.count, **settings), [f"sample {i}" for i in range(args.count)]
-    names = names_of_classes(generator)
-    labels = spread(len(names), MAX_DEFAULT_CLASSES) if chosen is None else read_labels(chosen, names)
-    labels = [label for label in labels for _ in range(args.count)]
-    return generator.generate(labels, **settings), [names[label] for label in labels]
+    given: dict[str, list[Any]] = {}
+    if prompts or args.text_embedding:
+        given["context"], captions = read_texts(args, prompts, generator)
+    elif model.num_classes or chosen is not None:
+        names = names_of_classes(generator)
+        given["label"] = spread(len(names), MAX_DEFAULT_CLASSES) if chosen is None else read_labels(chosen, names)
+        captions = [names[label] for label in given["label"]]
+    else:
+        captions = [""]
+    if args.negative_prompt is not None:
+        settings["negative"] = {
+            "context": encode_prompts(generator, [args.negative_prompt]) * len(captions) * args.count
+        }
+    given |= read_conditions(args.condition, len(captions))
+    given = {name: [value for value in values for _ in range(args.count)] for name, values in given.items()}
+    captions = [caption for caption in captions for _ in range(args.count)]
+    captions = [caption or f"sample {i}" for i, caption in enumerate(captions)]
+    return generator.generate(count=len(captions), conditions=given, **settings), captions
 
 
 def write_samples(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dit.backends.sharding import AxisSizes
     from dit.batch import PackedBatch
     from dit.data_api import BatchSpec, DataConfig
+    from dit.run_config import RunConfig
     from dit.verify.report import Verdict
     from dit.verify.trial import Trial
 
@@ -102,25 +103,20 @@ def world_size_of(parallel: Any, asked: Optional[int]) -> int:
     return asked or needed
 
 
-def tiny_pair(parts: dict[str, Any], world_size: int) -> Pair:
+def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
     """Return the tiny form of a run under its layout and on one rank.
-
-    Args:
-        parts: the arguments of `pretrain`.
 
     Raises:
         ConfigError: the layout cannot run, for the reasons for which training would refuse it.
     """
-    from dit.training.checks import check_run
-
     from dit.parallel.dims import ParallelConfig
     from dit.verify.report import axis_sizes
     from dit.verify.tiny import GRIDS, multiple_of, pack_tokens, tiny_layout, tiny_model
     from dit.verify.trial import SEED, Trial
     from energon_data.mock import MockData
 
-    parallel = tiny_layout(parts["parallel"])
-    model = tiny_model(parts["model"], parallel)
+    parallel = tiny_layout(config.parallel)
+    model = tiny_model(config.model, parallel)
     multiple, total = pack_tokens(parallel)
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
@@ -136,7 +132,7 @@ def tiny_pair(parts: dict[str, Any], world_size: int) -> Pair:
         num_streams=micro_batches,
     )
     training = replace(
-        parts["training"],
+        config.training,
         micro_batch_size=1,
         global_batch_size=micro_batches,
         precision="fp32",
@@ -144,15 +140,14 @@ def tiny_pair(parts: dict[str, Any], world_size: int) -> Pair:
         linears="auto",
         recompute_layers=None,
     )
-    dims, spec = check_run(
-        model, data, parts["optimizer"], parts["schedule"], parallel, training, world_size=world_size
-    )
+    tiny = replace(config, model=model, data=data, parallel=parallel, training=training)
+    dims, spec = tiny.check(world_size)
     stream = MockStream(data, replace(spec, multiple_of=multiple), SEED)
     many = Trial(
         model=model,
         parallel=parallel,
         stream=stream,
-        objective=parts["objective"],
+        objective=config.objective,
         micro_batches=micro_batches,
         recompute={"recompute": training.recompute},
         by_rank=True,
@@ -192,20 +187,18 @@ def verify(pair: Pair, folder: Path) -> "Verdict":
     return compare(pair, one, many)
 
 
-def explain_layout(parts: dict[str, Any], world_size: Optional[int]) -> str:
+def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
     """Return the table of every parameter of the run's real model under its layout.
 
     Raises:
         ConfigError: the settings do not fit together.
     """
-    from dit.training.checks import CHECKED, check_run
-
     from dit.backends.sharding import explain
     from dit.parallel.build import build_on_meta
     from dit.verify.report import axis_sizes
 
-    dims, _ = check_run(*(parts[name] for name in CHECKED), world_size=world_size)
-    return explain(build_on_meta(parts["model"]), axis_sizes(parts["parallel"], dims))
+    dims, _ = config.check(world_size)
+    return explain(build_on_meta(config.model), axis_sizes(config.parallel, dims))
 
 
 @told_in_one_line
@@ -218,15 +211,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         cli.check_factory(args.factory)
     environment.prepare()
     environment.quiet_libraries()
-    import fiddle
-
+    from launch.config_file import built
     from launch.train import resolve
 
-    parts = fiddle.build(resolve(cli.Options(factory=args.factory, yaml=args.yaml, overrides=args.overrides))).keywords
+    config = built(resolve(cli.Options(factory=args.factory, yaml=args.yaml, overrides=args.overrides)))
     if args.explain:
-        print(explain_layout(parts, args.world_size))
+        print(explain_layout(config, args.world_size))
         return EXIT_OK
-    pair = tiny_pair(parts, world_size_of(parts["parallel"], args.world_size))
+    pair = tiny_pair(config, world_size_of(config.parallel, args.world_size))
     began = time.perf_counter()
     print(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

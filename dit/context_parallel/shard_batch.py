@@ -1,7 +1,7 @@
 """Context parallelism around the network: cut a pack for this rank, and put a prediction together again.
 
 Data come whole to every context-parallel rank. What is per token is cut (latents, positions, and with the layout all
-that follows from it: noise, time, loss); what is per sample, and the text, stays whole.
+that follows from it: noise, time, loss; conditions per latent token); what is per sample, and the text, stays whole.
 """
 
 from collections.abc import Callable
@@ -32,6 +32,7 @@ def shard(batch: PackedBatch, cp_rank: int, cp_size: int, split: ContextSplit) -
         batch,
         latents_TC=batch.latents_TC[rows],
         positions_T3=batch.positions_T3[rows],
+        conditions=batch.conditions.select(rows),
         layout=batch.layout.select(rows, held=shares.blocks()[cp_rank]),
     )
 

@@ -1,6 +1,6 @@
 """A trained model for sampling: from a checkpoint folder alone to pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from dit.backends import process_groups
 from dit.backends.device import local_device
-from dit.batch import DEFAULT_FPS
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.sharded_state import load_weights
+from dit.condition_table import DEFAULT_FPS, FPS, LABEL
+from dit.conditions import Value
 from dit.errors import ConfigError
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
@@ -37,7 +38,7 @@ class Generator:
         self.class_names: Optional[list[str]] = facts["class_names"]
         self.text_encoder: Optional[str] = facts.get("text_encoder")
         self.fps: float = facts.get("fps", DEFAULT_FPS)
-        self.spec = config.batch_spec()
+        self.spec = config.model.batch_spec()
         frames, height, width = facts["latent_size"]
         self.latent_size = (frames, height, width)
 
@@ -46,10 +47,8 @@ class Generator:
         labels: Optional[Sequence[int]] = None,
         *,
         count: Optional[int] = None,
-        contexts: Optional[Sequence[Tensor]] = None,
-        pooled: Optional[Sequence[Tensor]] = None,
-        negative: Optional[Sequence[Tensor]] = None,
-        negative_pooled: Optional[Sequence[Tensor]] = None,
+        conditions: Optional[Mapping[str, Sequence[Value]]] = None,
+        negative: Optional[Mapping[str, Sequence[Value]]] = None,
         fps: Optional[float] = None,
         frames: Optional[int] = None,
         solver: Optional[str] = None,
@@ -57,16 +56,20 @@ class Generator:
         guidance_scale: Optional[float] = None,
         seed: Optional[int] = None,
     ) -> Tensor:
-        """Generate one sample per label (or text, or `count` samples); settings left out are the run's own.
+        """Generate one sample per label (or condition, or `count` samples); settings left out are the run's own.
 
         Args:
+            labels: class of each sample.
+            conditions: others by name, a value for each sample, such as text embeddings `[k, width]` as `context`.
+            negative: conditions that guidance leads away from, by name; None for the null of all.
+            fps: of all samples.
             frames: of each sample, 1 for a still; those of the longest clip that was trained on if None.
 
         Returns:
             Latents `[N, C, T, H, W]`, float32.
 
         Raises:
-            ConfigError: a label is out of range, the solver is unknown, or the model cannot draw so many frames.
+            ConfigError: a condition does not fit the model, the solver is unknown, or so many frames cannot be drawn.
         """
         own = self.config.sampling
         device = local_device()
@@ -79,17 +82,10 @@ class Generator:
                 f"frames={frames} cannot be cut into patches of {self.spec.patch_temporal} frames; use a multiple, or "
                 "1 for a still"
             )
-        size = len(labels) if labels is not None else len(contexts) if contexts is not None else count or 1
-        batch = empty_pack(
-            self.spec,
-            (drawn, height, width),
-            size,
-            device,
-            labels=labels,
-            contexts=contexts,
-            pooled=pooled,
-            fps=self.fps if fps is None else fps,
-        )
+        given = dict(conditions or {}) if labels is None else {LABEL.name: labels, **(conditions or {})}
+        size = len(next(iter(given.values()))) if given else count or 1
+        rate = {FPS.name: [self.fps if fps is None else fps] * size}
+        batch = empty_pack(self.spec, (drawn, height, width), size, device, {**rate, **given})
         latents = generate(
             self.network,
             self.config.objective,
@@ -100,7 +96,6 @@ class Generator:
             guidance_scale=own.guidance_scale if guidance_scale is None else guidance_scale,
             seed=own.seed if seed is None else seed,
             negative=negative,
-            negative_pooled=negative_pooled,
         )
         return latents[:, :, :frames]
 

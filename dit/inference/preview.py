@@ -1,12 +1,14 @@
 """Sample grids while training: one sample per class or prompt from the current weights, always from the same noise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch import Tensor
 
+from dit.condition_table import CONTEXT, FPS, LABEL
+from dit.conditions import Value
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
@@ -52,12 +54,13 @@ class PictureWriter:
     def _check_prompts(self) -> None:
         from dit.encoders.text import check_text_encoder
 
-        if self.model.pooled_size is not None:
-            raise ConfigError(
-                "sampling.prompts cannot be drawn, for the model takes a pooled embedding of each text "
-                f"({self.model.pooled_size} features) and the text encoders give those of tokens alone; set "
-                "sampling.prompts=none"
-            )
+        for other in self.spec.conditions:
+            if other.beside == CONTEXT.name:
+                raise ConfigError(
+                    f"sampling.prompts cannot be drawn, for the model takes a {other.what} {list(other.shape or ())} "
+                    "beside each text, and the text encoders give the embeddings of its tokens alone; set "
+                    "sampling.prompts=none"
+                )
         if self.text_encoder is None or self.model.context_size is None:
             lacks = "the model takes no text" if self.model.context_size is None else "the data name no text encoder"
             raise ConfigError(f"sampling.prompts cannot be drawn, for {lacks}; set sampling.prompts=none")
@@ -80,7 +83,7 @@ class PictureWriter:
         Returns:
             One grid per frame.
         """
-        labels: Optional[list[int]] = None
+        given: dict[str, Sequence[Value]] = {}
         captions: Optional[list[str]] = None
         count, columns = UNLABELLED_SAMPLES, None
         if self.sampling.prompts:
@@ -89,11 +92,13 @@ class PictureWriter:
         elif self.model.num_classes is not None:
             shown = spread(self.model.num_classes, MAX_CLASSES_SHOWN)
             columns = len(shown)
-            labels = shown * self.sampling.samples_per_class
+            given[LABEL.name] = labels = shown * self.sampling.samples_per_class
             count = len(labels)
             captions = [str(label) if self.class_names is None else self.class_names[label] for label in labels]
-        contexts = self._encoded_prompts()
-        batch = empty_pack(self.spec, latent_size, count, device, labels=labels, contexts=contexts, fps=fps)
+        if (contexts := self._encoded_prompts()) is not None:
+            given[CONTEXT.name] = contexts
+        given[FPS.name] = [fps] * count
+        batch = empty_pack(self.spec, latent_size, count, device, given)
         latents = generate(
             network,
             self.objective,

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import state_every_stage
-from dit.batch import DEFAULT_FPS, PackedBatch
+from dit.batch import PackedBatch
+from dit.condition_table import DEFAULT_FPS, FPS, LABEL
 from dit.layers.embeddings import LabelEmbedder, ScalarEmbedder, TimestepEmbedder
 
 
@@ -46,9 +47,10 @@ class Conditioner(nn.Module):
 
     def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
         cond_SD = self.time(time_S)
-        fps_S = torch.full_like(time_S, DEFAULT_FPS) if batch.fps_S is None else batch.fps_S
+        rate = batch.conditions.get(FPS.name)
+        fps_S = torch.full_like(time_S, DEFAULT_FPS) if rate is None else rate.values
         if self.label is not None:
-            cond_SD = cond_SD + self.label(batch.labels_S)
+            cond_SD = cond_SD + self.label(batch.conditions[LABEL.name].values)
         if self.fps is not None:
             cond_SD = cond_SD + self.fps(fps_S)
         if self.size is not None:

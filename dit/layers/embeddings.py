@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from dit.backends.init import ZEROS, normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
+from dit.condition_table import CONTEXT
 
 
 def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0, *, shift: int = 0) -> Tensor:
@@ -103,37 +104,40 @@ class PooledTextEmbedder(nn.Module):
         self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        context_KD, layout, dropped_S = batch.context_KD, batch.context_layout, batch.context_dropped_S
-        if context_KD is None or layout is None:
+        text = batch.conditions.get(CONTEXT.name)
+        if text is None or text.layout is None:
             pooled = self.null.expand(batch.layout.num_samples, -1)
         else:
-            lengths = torch.tensor(layout.lengths, device=layout.device, dtype=torch.float32)[:, None]
-            pooled = (layout.sum_per_sample(context_KD.float()) / lengths).to(self.null.dtype)
-            if dropped_S is not None:
-                pooled = torch.where(dropped_S[:, None], self.null, pooled)
+            lengths = torch.tensor(text.layout.lengths, device=text.layout.device, dtype=torch.float32)[:, None]
+            pooled = (text.layout.sum_per_sample(text.values.float()) / lengths).to(self.null.dtype)
+            if text.dropped_S is not None:
+                pooled = torch.where(text.dropped_S[:, None], self.null, pooled)
         return self.linear_2(nn.functional.silu(self.linear_1(pooled)))
 
 
-class PooledVectorEmbedder(nn.Module):
-    """A given vector of each sample's text through Linear-SiLU-Linear; a learned vector stands for no text.
+class VectorEmbedder(nn.Module):
+    """A given vector of each sample through Linear-SiLU-Linear; a learned vector stands for a dropped or missing one.
 
     Args:
-        pooled_size: width of the vectors.
+        condition: name of the vectors.
+        width: of the vectors.
         hidden_size: width of the conditioning vector.
     """
 
-    def __init__(self, pooled_size: int, hidden_size: int, provider: LayerProvider) -> None:
+    def __init__(self, condition: str, width: int, hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
-        self.null = provider.parameter((pooled_size,), ZEROS)
-        init = xavier_uniform(pooled_size, hidden_size)
-        self.linear_1 = provider.replicated_linear(pooled_size, hidden_size, bias=True, init=init)
+        self.condition = condition
+        self.null = provider.parameter((width,), ZEROS)
+        init = xavier_uniform(width, hidden_size)
+        self.linear_1 = provider.replicated_linear(width, hidden_size, bias=True, init=init)
         self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        if batch.pooled_SD is None:
-            pooled = self.null.expand(batch.layout.num_samples, -1)
+        given = batch.conditions.get(self.condition)
+        if given is None:
+            vectors = self.null.expand(batch.layout.num_samples, -1)
         else:
-            pooled = batch.pooled_SD.to(self.null.dtype)
-            if batch.context_dropped_S is not None:
-                pooled = torch.where(batch.context_dropped_S[:, None], self.null, pooled)
-        return self.linear_2(nn.functional.silu(self.linear_1(pooled)))
+            vectors = given.values.to(self.null.dtype)
+            if given.dropped_S is not None:
+                vectors = torch.where(given.dropped_S[:, None], self.null, vectors)
+        return self.linear_2(nn.functional.silu(self.linear_1(vectors)))

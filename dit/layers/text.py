@@ -7,13 +7,15 @@ from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import GradientCovers, state_every_stage
 from dit.batch import PackedBatch
+from dit.condition_table import CONTEXT
 from dit.layout import SequenceLayout
 
 
-def text_layout(batch: PackedBatch) -> SequenceLayout:
-    """Return where the text tokens lie; one null token stands for each missing text."""
-    if batch.context_layout is not None and batch.context_KD is not None:
-        return batch.context_layout
+def text_layout(batch: PackedBatch, condition: str = CONTEXT.name) -> SequenceLayout:
+    """Return where the tokens of a text condition lie; one null token stands for each missing text."""
+    layout = batch.conditions.layout(condition)
+    if layout is not None:
+        return layout
     return SequenceLayout.from_lengths([1] * batch.layout.num_samples, device=batch.layout.device)
 
 
@@ -26,12 +28,16 @@ class TextTokens(nn.Module):
 
     Args:
         context_size: width of the text embeddings.
+        condition: name of the text, for a model that reads several.
         stream: the text goes through the layers as the image does, its rows split under sequence parallelism, and only
             the first pipeline stage reads it from here. Otherwise every layer reads these tokens.
     """
 
-    def __init__(self, context_size: int, provider: LayerProvider, *, stream: bool = False) -> None:
+    def __init__(
+        self, context_size: int, provider: LayerProvider, *, condition: str = CONTEXT.name, stream: bool = False
+    ) -> None:
         super().__init__()
+        self.condition = condition
         # Every tensor-parallel rank has all of the text, and the key and value projections sum its gradient over them.
         covers: GradientCovers = "sequence_shard" if stream else "all_tokens"
         self.null = provider.parameter((context_size,), normal(0.02), gradient_covers=covers)
@@ -40,15 +46,15 @@ class TextTokens(nn.Module):
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout]:
         """Return the text tokens `[K, context_size]` and where they lie."""
-        context_KD, layout = batch.context_KD, text_layout(batch)
-        if context_KD is None or batch.context_layout is None:
+        text, layout = batch.conditions.get(self.condition), text_layout(batch, self.condition)
+        if text is None:
             return self.null.expand(layout.num_samples, -1), layout
-        context_KD = context_KD.to(self.null.dtype)
+        context_KD = text.values.to(self.null.dtype)
         if layout.valid_tokens < layout.total_tokens:
             # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
             context_KD = context_KD.masked_fill(~layout.valid_T[:, None], 0.0)
-        if batch.context_dropped_S is not None:
-            context_KD = torch.where(layout.per_token(batch.context_dropped_S), self.null, context_KD)
+        if text.dropped_S is not None:
+            context_KD = torch.where(layout.per_token(text.dropped_S), self.null, context_KD)
         return context_KD, layout
 
 

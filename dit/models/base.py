@@ -8,6 +8,9 @@ from typing import Any, ClassVar, Optional, Self
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.condition_table import CONTEXT, FPS, LABEL
+from dit.conditions import Condition
+from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, SavedActivations
@@ -157,10 +160,33 @@ class ModelConfig(ABC):
         """Width of what the model predicts for a token: a multiple of `token_channels` where outputs are several."""
         return self.token_channels
 
-    @property
-    def pooled_size(self) -> Optional[int]:
-        """Width of the single vector that the model wants of each text besides its tokens; None for none."""
-        return None
+    def conditions(self) -> tuple[Condition, ...]:
+        """Return what the model is given of each sample besides the noised latent.
+
+        The frame rate is among it for every model: samples of the data's rate are played at that rate.
+        """
+        wanted = [FPS]
+        if self.num_classes is not None:
+            wanted.append(replace(LABEL, num_classes=self.num_classes, dropout=self.class_dropout))
+        if self.context_size is not None:
+            wanted.append(replace(CONTEXT, shape=(self.context_size,), dropout=self.context_dropout))
+        return tuple(wanted)
+
+    def batch_spec(self, *, micro_batch_size: int = 1, multiple_of: int = 1) -> BatchSpec:
+        """Return what this model fixes about every micro-batch.
+
+        Args:
+            micro_batch_size: samples per micro-batch when not packing.
+            multiple_of: every sample is padded to a multiple of this many tokens.
+        """
+        return BatchSpec(
+            patch_temporal=self.patch_temporal,
+            patch_spatial=self.patch_spatial,
+            latent_channels=self.in_channels,
+            conditions=self.conditions(),
+            micro_batch_size=micro_batch_size,
+            multiple_of=multiple_of,
+        )
 
     @abstractmethod
     def validate(self) -> None:

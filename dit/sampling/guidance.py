@@ -12,7 +12,6 @@ Source: Ho and Salimans 2022, arXiv:2207.12598, Eq. 6 (their w is this scale min
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ def guided_pair(network: Network, scale: float) -> Network:
     Both halves see the same noised input. At scale 1 do not double: call the network over the conditional pack.
 
     Args:
-        network: bound to a doubled layout (`doubled_layout`), conditional samples first.
+        network: bound to a layout followed by itself, conditional samples first.
         scale: anything but 1.
 
     Raises:
@@ -69,23 +68,6 @@ def guided_pair(network: Network, scale: float) -> Network:
         return combine(cond_TC, uncond_TC, scale)
 
     return call
-
-
-def doubled_layout(layout: SequenceLayout) -> SequenceLayout:
-    """Describe a pack laid behind itself: samples and rows of the first half, then those of the second.
-
-    The first half's tail pad becomes padding of its last sample.
-    """
-    tail = layout.total_tokens - sum(layout.padded_lengths)
-    padded = (*layout.padded_lengths[:-1], layout.padded_lengths[-1] + tail)
-    rows = None if layout.rows is None else torch.cat([layout.rows, layout.rows + layout.total_tokens])
-    return replace(
-        layout,
-        lengths=layout.lengths * 2,
-        padded_lengths=padded * 2,
-        total_tokens=2 * layout.total_tokens,
-        rows=rows,
-    )
 
 
 def statically_thresholded(denoiser: Denoiser, limit: float = 1.0) -> Denoiser:

@@ -7,7 +7,8 @@ from typing import Any, Optional
 
 import torch
 
-from dit.batch import DEFAULT_FPS, PackedBatch
+from dit.batch import PackedBatch
+from dit.condition_table import DEFAULT_FPS, FPS
 from dit.data_api import BatchSpec, DataStream
 from dit.patchify import Grid
 
@@ -31,7 +32,7 @@ class DeviceBatches(Iterator[PackedBatch]):
     Args:
         stream: where they come from.
         device: where they go.
-        num_classes: labels of the model.
+        spec: what the model fixes about them.
         flops: executed training FLOPs of a micro-batch.
         share: cuts a whole pack for this rank (context parallel).
 
@@ -44,24 +45,25 @@ class DeviceBatches(Iterator[PackedBatch]):
         self,
         stream: DataStream,
         device: torch.device,
-        num_classes: Optional[int],
+        spec: BatchSpec,
         flops: Callable[[PackedBatch], int],
         share: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
     ) -> None:
         self._share = share
-        self._stream, self._device, self._num_classes, self._flops = stream, device, num_classes, flops
+        self._stream, self._device, self._spec, self._flops = stream, device, spec, flops
         self.consumed = Consumed()
         self.largest_grid: Optional[Grid] = None
         self.fps = DEFAULT_FPS
 
     def __next__(self) -> PackedBatch:
-        batch = next(self._stream).validate(num_classes=self._num_classes)
+        batch = next(self._stream).validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
         self.consumed.samples += batch.layout.num_samples
         self.consumed.valid_tokens += batch.layout.valid_tokens
         self.consumed.padded_tokens += batch.layout.total_tokens
         self.consumed.flops += self._flops(batch)
         self.consumed.keys.extend(batch.keys)
-        rates = [DEFAULT_FPS] * len(batch.grids) if batch.fps_S is None else batch.fps_S.tolist()
+        named = batch.conditions.get(FPS.name)
+        rates = [DEFAULT_FPS] * len(batch.grids) if named is None else named.values.tolist()
         for grid, fps in zip(batch.grids, rates):
             if self.largest_grid is None or prod(grid) > prod(self.largest_grid):
                 self.largest_grid, self.fps = grid, fps

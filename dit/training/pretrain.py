@@ -20,6 +20,7 @@ from dit.checkpoint.manifest import HeldOut
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import build_state
 from dit.checkpoint.warm_start import start_from
+from dit.condition_table import CONTEXT
 from dit.context_parallel.shard_batch import over_whole_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED
@@ -207,8 +208,10 @@ class Run:
         self.batches = DeviceBatches(
             self.state.stream,
             self.device,
-            config.model.num_classes,
-            lambda batch: training_flops(config.model, batch.layout, batch.context_layout, grids=batch.grids),
+            spec,
+            lambda batch: training_flops(
+                config.model, batch.layout, batch.conditions.layout(CONTEXT.name), grids=batch.grids
+            ),
             self.shard,
         )
         if resumed:

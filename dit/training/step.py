@@ -21,23 +21,8 @@ ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, Callable]]
 
 
 def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfig) -> PackedBatch:
-    """Take class and text away from some samples, for classifier-free guidance.
-
-    One uniform draw per sample decides about both: the class is dropped where it lies below `class_dropout`, the text,
-    its pooled embedding included, where it lies below `context_dropout`. The smaller of the two shares thus loses both,
-    and no other condition is left: this is the prediction that guidance leads away from. Two draws would leave only the
-    product of the shares to learn it. Different shares also train the class alone, or the text alone; leading away from
-    a negative text, without a class, wants a `class_dropout` above `context_dropout`.
-
-    Source: Ho and Salimans 2022, arXiv:2207.12598, Algorithm 1, for one condition.
-    """
-    draw_S = noise.uniform_S("drop conditions")
-    changes: dict[str, Any] = {}
-    if model.num_classes is not None and batch.labels_S is not None:
-        changes["labels_S"] = torch.where(draw_S < model.class_dropout, model.num_classes, batch.labels_S)
-    if batch.context_KD is not None:
-        changes["context_dropped_S"] = draw_S < model.context_dropout
-    return replace(batch, **changes)
+    """Take conditions away from some samples, for classifier-free guidance: see `Conditions.drop`."""
+    return replace(batch, conditions=batch.conditions.drop(model.conditions(), noise.uniform_S, batch.layout))
 
 
 class LevelsOnly(AddressedNoise):

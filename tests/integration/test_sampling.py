@@ -47,12 +47,12 @@ def text(seed: int, length: int) -> torch.Tensor:
 
 TEXTS, OTHERS = [text(0, 3), text(1, 1)], [text(2, 2), text(3, 4)]
 TEXT_REQUESTS = {
-    "texts": {"contexts": TEXTS},
+    "texts": {"conditions": {"context": TEXTS}},
     "no texts": {"count": 2},
-    "other texts": {"contexts": OTHERS},
-    "negative": {"contexts": TEXTS, "negative": OTHERS},
-    "negative of itself": {"contexts": TEXTS, "negative": TEXTS},
-    "unguided": {"contexts": TEXTS, "guidance_scale": 1.0},
+    "other texts": {"conditions": {"context": OTHERS}},
+    "negative": {"conditions": {"context": TEXTS}, "negative": {"context": OTHERS}},
+    "negative of itself": {"conditions": {"context": TEXTS}, "negative": {"context": TEXTS}},
+    "unguided": {"conditions": {"context": TEXTS}, "guidance_scale": 1.0},
 }
 
 

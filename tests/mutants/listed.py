@@ -42,17 +42,10 @@ MUTANTS = (
         (OBJECTIVES,),
     ),
     Mutant(
-        "text dropped where it should stay",
-        "dit/training/step.py",
-        "< model.context_dropout",
-        "> model.context_dropout",
-        (STEP,),
-    ),
-    Mutant(
-        "class dropped where it should stay",
-        "dit/training/step.py",
-        "< model.class_dropout",
-        "> model.class_dropout",
+        "condition dropped where it should stay",
+        "dit/conditions.py",
+        "< condition.dropout",
+        "> condition.dropout",
         (STEP,),
     ),
     Mutant(
@@ -312,9 +305,9 @@ MUTANTS = (
     ),
     Mutant(
         "guidance: away from class 0",
-        "dit/sampling/generate.py",
-        "torch.full_like(batch.labels_S, spec.num_classes)",
-        "torch.full_like(batch.labels_S, 0)",
+        "dit/conditions.py",
+        "return self.num_classes if self.null",
+        "return 0 if self.null",
         (GENERATE,),
     ),
     Mutant(
@@ -433,8 +426,8 @@ MUTANTS = (
     Mutant(
         "text: sum for the mean",
         "dit/layers/embeddings.py",
-        "(layout.sum_per_sample(context_KD.float()) / lengths)",
-        "(layout.sum_per_sample(context_KD.float()) * 1.0)",
+        "(text.layout.sum_per_sample(text.values.float()) / lengths)",
+        "(text.layout.sum_per_sample(text.values.float()) * 1.0)",
         (LAYERS,),
     ),
     # Packs.
@@ -475,9 +468,9 @@ MUTANTS = (
     ),
     Mutant(
         "packing: padding between samples forgotten",
-        "energon_data/packing.py",
-        "at, start = at + padded, start + length",
-        "at, start = at + length, start + length",
+        "dit/layout.py",
+        "zip(self.starts, self.lengths)",
+        "zip(accumulate(self.lengths, initial=0), self.lengths)",
         (PACKING,),
     ),
     # Experts.
@@ -654,8 +647,8 @@ MUTANTS = (
     Mutant(
         "texts: the last tokens for the first",
         "energon_data/task_encoder.py",
-        "clip.text[: self.options.max_text_tokens]",
-        "clip.text[-(self.options.max_text_tokens or 0) :]",
+        "value[: self.options.max_text_tokens]",
+        "value[-(self.options.max_text_tokens or 0) :]",
         (PACKING, STREAMS),
     ),
     Mutant(

@@ -16,7 +16,6 @@ from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
 from dit.context_parallel.partition import ContextSplit, context_rows
 from dit.context_parallel.shard_batch import over_whole_packs, shard
-from dit.data_api import BatchSpec
 from dit.kernels.attention import Attention
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
@@ -111,18 +110,10 @@ def sample_and_validate(case: dict) -> dict:
         parallel = replace(parallel, context_split=split)
         multiple_of = check(parallel).token_multiple
         backbone = build(parallel, groups)
-        spec = BatchSpec(
-            patch_temporal=model.patch_temporal,
-            patch_spatial=model.patch_spatial,
-            latent_channels=model.in_channels,
-            num_classes=model.num_classes,
-            context_size=model.context_size,
-            micro_batch_size=1,
-            multiple_of=multiple_of,
-        )
+        spec = model.batch_spec(multiple_of=multiple_of)
         generator = torch.Generator().manual_seed(1)
         texts = [torch.randn(n, model.context_size, generator=generator) for n in (3, 5)]
-        pack = empty_pack(spec, (1, 6, 6), 2, torch.device("cpu"), labels=[1, 4], contexts=texts)
+        pack = empty_pack(spec, (1, 6, 6), 2, torch.device("cpu"), {"label": [1, 4], "context": texts})
         network = over_whole_packs(backbone, groups.cp, split)
         settings = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
         latents = generate(network, FlowMatching(), pack, spec, **settings)

@@ -74,7 +74,7 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
 
 def look(run: Run) -> dict:
     """Return the held-out loss and three samples with the averaged weights, and samples with the weights."""
-    pack = empty_pack(run.spec, (1, 8, 8), 3, run.device, labels=[0, 1, 2])
+    pack = empty_pack(run.spec, (1, 8, 8), 3, run.device, {"label": [0, 1, 2]})
 
     def draw() -> torch.Tensor:
         options = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}

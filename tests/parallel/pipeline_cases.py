@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 
 from benchmarks.parallel_training import build, micro_batch, tiny_model, train
-from dit.data_api import BatchSpec
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
@@ -76,18 +75,10 @@ def predict(case: dict) -> dict:
     for value in ema.values:
         value.mul_(1.25)
     before = [p.detach().clone() for chunk in it.chunks for p in chunk.parameters()]
-    spec = BatchSpec(
-        patch_temporal=1,
-        patch_spatial=2,
-        latent_channels=4,
-        num_classes=model.num_classes,
-        context_size=model.context_size,
-        micro_batch_size=1,
-        multiple_of=it.dims.token_multiple,
-    )
+    spec = model.batch_spec(multiple_of=it.dims.token_multiple)
     generator = torch.Generator().manual_seed(1)
     contexts = [torch.randn(length, 12, generator=generator) for length in (3, 4)]
-    pack = empty_pack(spec, (1, 8, 8), 2, torch.device("cpu"), labels=[1, 4], contexts=contexts)
+    pack = empty_pack(spec, (1, 8, 8), 2, torch.device("cpu"), {"label": [1, 4], "context": contexts})
     with ema.applied(it.optimizer, it.wrapped):
         mine = range(groups.dp_rank, 4, groups.dp_size)
         batches = (micro_batch(i, packed=True, multiple_of=4) for i in mine)

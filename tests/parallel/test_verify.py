@@ -5,14 +5,15 @@ from dataclasses import replace
 from functools import cache
 from unittest import mock
 
-import fiddle
 import pytest
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
 from dit.parallel.dims import ParallelConfig
+from dit.run_config import RunConfig
 from dit.training.step import training_forward_step
 from dit.verify.ranks import run_world
 from dit.verify.trial import train
+from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import compare, main, tiny_pair
 from recipes import registry
@@ -45,13 +46,13 @@ QUICK = {
 
 
 @cache
-def parts_of(recipe: str) -> dict:
-    return fiddle.build(call_recipe(recipe)).keywords
+def config_of(recipe: str) -> RunConfig:
+    return built(call_recipe(recipe))
 
 
 def pair_of(recipe: str, **parallel):
     """Return the tiny form of a recipe under a layout of two ranks, in place of the recipe's own."""
-    return tiny_pair({**parts_of(recipe), "parallel": ParallelConfig(**parallel)}, 2)
+    return tiny_pair(replace(config_of(recipe), parallel=ParallelConfig(**parallel)), 2)
 
 
 def sum_no_sequence_shards(chunks: list) -> None:
@@ -162,9 +163,9 @@ def test_a_first_loss_that_differs_comes_before_any_gradient(verdicts):
 @pytest.mark.parametrize("recipe", [entry.name for entry in registry.recipes()])
 def test_every_recipe_has_a_tiny_form_for_tensor_parallel_ranks(recipe):
     """It is small, and keeps backbone, objective and what is no size."""
-    pair, model = pair_of(recipe, **TP2SP), parts_of(recipe)["model"]
+    pair, model = pair_of(recipe, **TP2SP), config_of(recipe).model
     assert type(pair.many.model) is type(model)
-    assert pair.many.objective == parts_of(recipe)["objective"]
+    assert pair.many.objective == config_of(recipe).objective
     assert pair.many.model.position_embedding == model.position_embedding
     assert pair.many.model.num_parameters() < 500_000
 

@@ -1,13 +1,13 @@
 """Run our packed models on dense images or clips, to compare them with other code bases' modules."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Optional
 
 import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_sample, per_text_token
 from dit.convert.rules import Shape
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
@@ -38,9 +38,9 @@ def run(
     *,
     labels_B: Optional[Tensor] = None,
     texts: Optional[list[Tensor]] = None,
-    **others: Tensor,
+    others: Optional[dict[str, Tensor]] = None,
 ) -> Tensor:
-    """Return the prediction `[B, C, T, H, W]` for latents `[B, C, T, H, W]`; `others` are fields of the batch."""
+    """Return the prediction `[B, C, T, H, W]` for latents `[B, C, T, H, W]`; `others` are per sample."""
     pt, ps = model.patch_temporal, model.patch_spatial
     tokens, grids = zip(*(patchify(x, pt, ps) for x in latents))
     layout = SequenceLayout.from_lengths([len(x) for x in tokens])
@@ -51,12 +51,14 @@ def run(
         sample_ids_S=torch.arange(len(tokens)),
         grids=tuple(grids),
         keys=tuple(map(str, range(len(tokens)))),
-        labels_S=labels_B,
+        conditions=Conditions({name: per_sample(values) for name, values in (others or {}).items()}),
     )
+    if labels_B is not None:
+        batch.conditions |= {"label": per_sample(labels_B)}
     if texts is not None:
         context_layout = SequenceLayout.from_lengths([len(text) for text in texts])
-        batch = replace(batch, context_KD=torch.cat(texts), context_layout=context_layout)
-    out = network(batch.latents_TC, time_B, replace(batch, **others))
+        batch.conditions |= {"context": per_text_token(torch.cat(texts), context_layout)}
+    out = network(batch.latents_TC, time_B, batch)
     parts = out.split(list(layout.lengths))
     return torch.stack([unpatchify(x, grid, pt, ps) for x, grid in zip(parts, grids)])
 

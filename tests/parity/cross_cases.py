@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_sample, per_text_token
 from dit.layout import SequenceLayout
 from dit.patchify import grid_positions
 from tests.parity.reference_cross import CrossReference, Leaves
@@ -47,6 +48,12 @@ MIXED = [
 DENSE = [Sample((2, 2, 3), n, fps=12.0, label=n) for n in (2, 4, 1)]
 
 
+def pooled_size(config: Any) -> Optional[int]:
+    """Return the width of the pooled text that the model takes, None for none."""
+    pooled = config.batch_spec().condition("pooled")
+    return None if pooled is None else pooled.shape[0]
+
+
 def pack(
     samples: list[Sample], config: Any, *, multiple_of: int = 1, tail: int = 0, context_multiple_of: int = 1
 ) -> PackedBatch:
@@ -63,13 +70,18 @@ def pack(
     context = torch.full((context_layout.total_tokens, width), 1e3)
     for text, start in zip(texts, context_layout.starts):
         context[start : start + len(text)] = text
-    labels = None
+    dropped = torch.tensor([sample.text_tokens is None for sample in samples])
+    conditions = Conditions(
+        context=per_text_token(context, context_layout, dropped),
+        fps=per_sample(torch.tensor([sample.fps for sample in samples])),
+    )
     if config.num_classes is not None:
         labels = torch.tensor([config.num_classes if s.label is None else s.label for s in samples])
-    pooled = None
-    if (size := config.pooled_size) is not None:
+        conditions |= {"label": per_sample(labels)}
+    if (size := pooled_size(config)) is not None:
         given = [sample.pooled(size) for sample in samples]
-        pooled = torch.stack([torch.full((size,), 1e3) if x is None else x for x in given])
+        vectors = torch.stack([torch.full((size,), 1e3) if x is None else x for x in given])
+        conditions |= {"pooled": per_sample(vectors, dropped)}
     return PackedBatch(
         latents_TC=torch.zeros(layout.total_tokens, config.token_channels),
         positions_T3=positions,
@@ -77,12 +89,7 @@ def pack(
         sample_ids_S=torch.arange(len(samples)),
         grids=tuple(sample.grid for sample in samples),
         keys=tuple(map(str, range(len(samples)))),
-        labels_S=labels,
-        context_KD=context,
-        context_layout=context_layout,
-        context_dropped_S=torch.tensor([sample.text_tokens is None for sample in samples]),
-        pooled_SD=pooled,
-        fps_S=torch.tensor([sample.fps for sample in samples]),
+        conditions=conditions,
     ).validate()
 
 
@@ -115,8 +122,8 @@ def check_against_reference(
     for i, (sample, start, length) in enumerate(zip(samples, batch.layout.starts, batch.layout.lengths)):
         rows = slice(start, start + length)
         given: dict[str, Any] = {"fps": sample.fps, "label": sample.label}
-        if config.pooled_size is not None:
-            given["pooled"] = sample.pooled(config.pooled_size)
+        if (size := pooled_size(config)) is not None:
+            given["pooled"] = sample.pooled(size)
         text = sample.text(config.context_size)
         exact = reference.run(inputs[rows], time[i : i + 1], sample.grid, text, **given)
         assert relative_error(out[rows], exact) <= RTOL, f"sample {i}"
@@ -152,13 +159,15 @@ def check_setting_acts(build: Any, config: Any, name: str, value: Any) -> None:
 def check_padding_is_never_read(build: Any, config: Any, garbage: float) -> None:
     """Whatever lies in the padding rows of tokens and texts, outputs of real rows and all gradients stay the same."""
     batch = pack(MIXED, config, multiple_of=8, tail=8, context_multiple_of=4)
-    valid, context_valid = batch.layout.valid_T, batch.context_layout.valid_T[:, None]
+    valid, context_valid = batch.layout.valid_T, batch.conditions["context"].layout.valid_T[:, None]
     inputs, time = draw(batch)
     runs = []
     for fill in (0.0, garbage):
         model = build(config, perturb=0.1)
-        context = batch.context_KD.masked_fill(~context_valid, fill)
-        out = model(inputs.masked_fill(~valid[:, None], fill), time, replace(batch, context_KD=context))[valid]
+        text = batch.conditions["context"]
+        filled = replace(text, values=text.values.masked_fill(~context_valid, fill))
+        given = replace(batch, conditions=batch.conditions | {"context": filled})
+        out = model(inputs.masked_fill(~valid[:, None], fill), time, given)[valid]
         out.square().sum().backward()
         runs.append({"out": out.detach(), **{name: p.grad for name, p in model.named_parameters()}})
     for name, expected in runs[0].items():
@@ -171,5 +180,5 @@ def check_missing_text_is_dropped_text(model: nn.Module, config: Any) -> None:
     samples = [Sample((2, 2, 2)), Sample((1, 3, 3))]
     dropped = pack(samples, config)
     inputs, time = draw(dropped)
-    absent = replace(dropped, context_KD=None, context_layout=None, context_dropped_S=None)
+    absent = replace(dropped, conditions=dropped.conditions.without("context"))
     torch.testing.assert_close(model(inputs, time, dropped), model(inputs, time, absent), rtol=1e-5, atol=1e-6)

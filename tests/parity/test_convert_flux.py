@@ -72,7 +72,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, gui
     told = {"guidance": torch.full((2,), 0.25)} if guided else {}
     for module, weights in ((theirs, rules.to_ours(state)), (again, ours)):
         network = load(build_model(model), weights)
-        here = run(network, model, images[:, :, None], TIME, texts=list(texts), pooled_SD=pooled)[:, :, 0]
+        here = run(network, model, images[:, :, None], TIME, texts=list(texts), others={"pooled": pooled})[:, :, 0]
         assert relative_error(here, predict(module, images, texts, pooled, **told)) <= RTOL
 
 

@@ -225,7 +225,7 @@ def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: l
         out = model(inputs, time, batch)
         forward = counter.get_total_flops()
         out.sum().backward()
-    layouts = (batch.layout, batch.context_layout)
+    layouts = (batch.layout, batch.conditions["context"].layout)
     assert forward == forward_flops(config, *layouts, convention="hardware")
     numbers = 1 + config.fps_conditioning + 3 * config.size_conditioning
     unneeded = len(inputs) * config.token_channels + len(samples) * CONDITION_FEATURES * numbers
@@ -235,7 +235,7 @@ def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: l
 
 def test_no_text_counts_as_one_null_token_per_sample():
     config, batch = BASES["dit_cross"], pack(MIXED, BASES["dit_cross"])
-    one_each = replace(batch.context_layout, lengths=(1,) * 4, padded_lengths=(1,) * 4, total_tokens=4)
+    one_each = replace(batch.conditions["context"].layout, lengths=(1,) * 4, padded_lengths=(1,) * 4, total_tokens=4)
     assert forward_flops(config, batch.layout) == forward_flops(config, batch.layout, one_each)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from dit.convert.diffusers_format import TrainedModel
 from dit.convert.run_record import objective_of
-from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
@@ -64,15 +63,8 @@ def exported(folder: Path, model: DiTConfig, objective: Objective, **options: An
 def ours(build_model: BuildModel, trained: TrainedModel, weights: dict, solver: str, steps: int, scale: float) -> tuple:
     """Return the noise, standard deviation 1 but for DDPM's own at its noisiest step, and what we make of it."""
     model, objective = trained.model, trained.objective
-    spec = BatchSpec(
-        patch_temporal=1,
-        patch_spatial=2,
-        latent_channels=4,
-        num_classes=model.num_classes,
-        context_size=None,
-        micro_batch_size=1,
-    )
-    batch = empty_pack(spec, trained.latent_size, len(LABELS), torch.device("cpu"), labels=LABELS)
+    spec = model.batch_spec()
+    batch = empty_pack(spec, trained.latent_size, len(LABELS), torch.device("cpu"), {"label": LABELS})
     network = load(build_model(model), weights)
     settings = {"solver": solver, "num_steps": steps, "guidance_scale": scale, "seed": SEED}
     latents = generate(network, objective, batch, spec, **settings)[:, :, 0]

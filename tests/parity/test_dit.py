@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.conditions import per_sample, per_text_token
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.patchify import grid_positions
@@ -53,7 +54,7 @@ def pack(
     )
     if model.num_classes is not None:
         labels = [model.num_classes if sample.label is None else sample.label for sample in samples]
-        batch = replace(batch, labels_S=torch.tensor(labels))
+        batch.conditions |= {"label": per_sample(torch.tensor(labels))}
     if model.context_size is not None:
         texts = [torch.full((2, model.context_size), 1e3) if s.text is None else s.text for s in samples]
         context_layout = SequenceLayout.from_lengths([len(text) for text in texts], multiple_of=context_multiple_of)
@@ -61,8 +62,8 @@ def pack(
         for text, start in zip(texts, context_layout.starts):
             context[start : start + len(text)] = text
         dropped = torch.tensor([sample.text is None for sample in samples])
-        batch = replace(batch, context_KD=context, context_layout=context_layout, context_dropped_S=dropped)
-    return batch.validate(num_classes=None if model.num_classes is None else model.num_classes + 1)
+        batch.conditions |= {"context": per_text_token(context, context_layout, dropped)}
+    return batch.validate()
 
 
 def rows_of(layout: SequenceLayout) -> list[slice]:
@@ -242,7 +243,7 @@ def test_missing_text_is_the_dropped_text(build_model: BuildModel):
     samples = [Sample((1, 2, 3), 1), Sample((1, 3, 3), 2)]
     dropped = pack(samples, model_config)
     inputs, time = torch.randn(15, 12, generator=torch.Generator().manual_seed(0)), torch.tensor([0.2, 0.9])
-    absent = replace(dropped, context_KD=None, context_layout=None, context_dropped_S=None)
+    absent = replace(dropped, conditions=dropped.conditions.without("context"))
     torch.testing.assert_close(model(inputs, time, dropped), model(inputs, time, absent))
 
 
@@ -274,13 +275,15 @@ def test_padding_rows_never_reach_real_ones(build_model: BuildModel, garbage: fl
     generator = torch.Generator().manual_seed(3)
     clean = torch.randn(batch.layout.total_tokens, 12, generator=generator).masked_fill(~valid[:, None], 0.0)
     cotangent = torch.randn(int(valid.sum()), 12, generator=generator)
-    context_valid = batch.context_layout.valid_T[:, None]
+    context_valid = batch.conditions["context"].layout.valid_T[:, None]
     runs = []
     for fill in (0.0, garbage):
         model = build_model(model_config, perturb=0.1)
-        context = batch.context_KD.masked_fill(~context_valid, fill)
+        stored = batch.conditions["context"]
+        filled = replace(stored, values=stored.values.masked_fill(~context_valid, fill))
+        filled_batch = replace(batch, conditions=batch.conditions | {"context": filled})
         inputs = clean.masked_fill(~valid[:, None], fill)
-        out = model(inputs, torch.tensor([0.1, 0.5, 0.9]), replace(batch, context_KD=context))[valid]
+        out = model(inputs, torch.tensor([0.1, 0.5, 0.9]), filled_batch)[valid]
         (out * cotangent).sum().backward()
         runs.append({"out": out.detach(), **{name: p.grad for name, p in model.named_parameters()}})
     for name, expected in runs[0].items():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dit.conditions import per_sample
 from dit.models.dit_cross.config import DiTCrossConfig
 from tests.conftest import BuildModel
 from tests.parity.cross_cases import (
@@ -70,7 +71,9 @@ def test_blocks_start_as_the_identity(build_model: BuildModel, changes: dict):
     x = torch.randn(batch.layout.total_tokens, 48, generator=generator)
     cond = torch.randn(len(MIXED), 48, generator=generator)
     for layer in model.layers.values():
-        assert torch.equal(layer(x, cond, batch.context_KD, batch.layout, batch.context_layout), x)
+        assert torch.equal(
+            layer(x, cond, batch.conditions["context"].values, batch.layout, batch.conditions["context"].layout), x
+        )
     out = model(*draw(batch), batch)
     assert torch.equal(out, torch.zeros_like(out))
 
@@ -89,11 +92,12 @@ def test_every_text_token_counts_and_only_for_its_sample(build_model: BuildModel
     """The derivative of one sample's output by the texts is zero for every other text, and for its own if dropped."""
     model_config = config()
     model, batch = build_model(model_config, perturb=0.1), pack(MIXED, model_config)
-    context = batch.context_KD.clone().requires_grad_()
-    out = model(*draw(batch), replace(batch, context_KD=context))
+    context = batch.conditions["context"].values.clone().requires_grad_()
+    leaf = replace(batch.conditions["context"], values=context)
+    out = model(*draw(batch), replace(batch, conditions=batch.conditions | {"context": leaf}))
     for i, (start, length) in enumerate(zip(batch.layout.starts, batch.layout.lengths)):
         (grad,) = torch.autograd.grad(out[start : start + length].square().sum(), context, retain_graph=True)
-        own = (batch.context_layout.segment_ids_T == i) & (MIXED[i].text_tokens is not None)
+        own = (batch.conditions["context"].layout.segment_ids_T == i) & (MIXED[i].text_tokens is not None)
         assert (grad[own].abs().sum(1) > 0).all()
         assert not grad[~own].any()
 
@@ -103,6 +107,7 @@ def test_missing_frame_rate_is_thirty(build_model: BuildModel):
     model = build_model(model_config, perturb=0.1)
     named = pack([Sample((2, 2, 2), 3, fps=30.0)], model_config)
     inputs, time = draw(named)
-    unnamed, other = replace(named, fps_S=None), replace(named, fps_S=torch.tensor([24.0]))
+    unnamed = replace(named, conditions=named.conditions.without("fps"))
+    other = replace(named, conditions=named.conditions | {"fps": per_sample(torch.tensor([24.0]))})
     assert torch.equal(model(inputs, time, named), model(inputs, time, unnamed))
     assert not torch.allclose(model(inputs, time, named), model(inputs, time, other), rtol=1e-3)

@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from dit.conditions import per_sample
 from dit.errors import BatchError, ConfigError
 from dit.joint_layout import joint_layout
 from dit.models.flux.config import FluxConfig
@@ -73,14 +74,14 @@ def test_dense_batch_is_the_formulas(build_model: BuildModel, texts: tuple):
     model_config = config()
     samples = [replace(sample, text_tokens=n) for sample, n in zip(DENSE, texts)]
     model = build_model(model_config, perturb=0.1)
-    assert (pack(samples, model_config).context_layout.uniform_length is None) == (texts == (2, None, 1))
+    assert (pack(samples, model_config).conditions["context"].layout.uniform_length is None) == (texts == (2, None, 1))
     check_against_reference(model, model_config, samples, kind=FluxReference)
 
 
 def test_joint_packs_hold_every_row_once():
     """Text first, image behind it, then padding, sample by sample; and the way back."""
     batch = pack(MIXED, config(), multiple_of=8, tail=8, context_multiple_of=4)
-    texts, layout = batch.context_layout, batch.layout
+    texts, layout = batch.conditions["context"].layout, batch.layout
     joint = joint_layout(texts, layout)
     text, image = torch.arange(texts.total_tokens), 1000 + torch.arange(layout.total_tokens)
     rows = joint.join(text, image)
@@ -96,15 +97,17 @@ def test_blocks_start_as_the_identity(build_model: BuildModel):
     """At initialisation each block returns its rows bit for bit, and the network predicts exactly zero."""
     model_config = config()
     model, batch = build_model(model_config), pack(MIXED, model_config, multiple_of=4)
-    joint = joint_layout(batch.context_layout, batch.layout)
+    joint = joint_layout(batch.conditions["context"].layout, batch.layout)
     generator = torch.Generator().manual_seed(2)
-    text = torch.randn(batch.context_layout.total_tokens, 48, generator=generator)
+    text = torch.randn(batch.conditions["context"].layout.total_tokens, 48, generator=generator)
     image = torch.randn(batch.layout.total_tokens, 48, generator=generator)
     cond = torch.randn(len(MIXED), 48, generator=generator)
     rows = joint.join(text, image)
     rotation = model.rotary(torch.zeros(len(rows), 3))
     for i in (0, 1):
-        after = model.layers[str(i)](text, image, cond, batch.context_layout, batch.layout, joint, rotation)
+        after = model.layers[str(i)](
+            text, image, cond, batch.conditions["context"].layout, batch.layout, joint, rotation
+        )
         assert torch.equal(after[0], text)
         assert torch.equal(after[1], image)
     for i in (2, 3):
@@ -124,18 +127,21 @@ def test_missing_text_is_one_null_token(build_model: BuildModel):
     model = build_model(model_config, perturb=0.1)
     dropped = pack([Sample((2, 2, 2)), Sample((1, 3, 3))], model_config)
     inputs, time = draw(dropped)
-    assert dropped.context_layout.lengths == (DROPPED_TOKENS,) * 2
-    absent = replace(dropped, context_KD=None, context_layout=None, context_dropped_S=None, pooled_SD=None)
+    assert dropped.conditions["context"].layout.lengths == (DROPPED_TOKENS,) * 2
+    absent = replace(dropped, conditions=dropped.conditions.without("context", "pooled"))
     one = pack([Sample((2, 2, 2), 1), Sample((1, 3, 3), 1)], model_config)
-    one = replace(one, context_dropped_S=torch.tensor([True, True]))
+    gone = {name: replace(one.conditions[name], dropped_S=torch.tensor([True, True])) for name in ("context", "pooled")}
+    one = replace(one, conditions=one.conditions | gone)
     assert torch.equal(model(inputs, time, absent), model(inputs, time, one))
     assert relative_error(model(inputs, time, dropped), model(inputs, time, one)) > 1e-3
 
 
 def test_pooled_texts_are_one_for_each_sample():
     batch = pack(MIXED, config())
-    with pytest.raises(BatchError, match="pooled_SD has 3 rows, needs 4"):
-        replace(batch, pooled_SD=batch.pooled_SD[:3]).validate()
+    with pytest.raises(BatchError, match="'pooled' has 3 rows, needs 4"):
+        replace(
+            batch, conditions=batch.conditions | {"pooled": per_sample(batch.conditions["pooled"].values[:3])}
+        ).validate()
 
 
 OTHER: dict[str, tuple[Any, Any]] = {
@@ -221,7 +227,7 @@ def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample]
         out = model(inputs, time, batch)
         forward = counter.get_total_flops()
         out.sum().backward()
-    layouts = (batch.layout, batch.context_layout)
+    layouts = (batch.layout, batch.conditions["context"].layout)
     assert forward == forward_flops(made, *layouts, convention="hardware")
     sinusoids = 256 * (1 + (guidance is not None))
     unneeded = len(inputs) * made.token_channels + len(samples) * sinusoids
@@ -232,7 +238,7 @@ def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample]
 def test_the_ends_are_what_is_left_without_blocks():
     """Recomputing every block once adds their work, and that of nothing else."""
     made, batch = config(), pack(MIXED, config())
-    layouts = (batch.layout, batch.context_layout)
+    layouts = (batch.layout, batch.conditions["context"].layout)
     more = replace(made, num_joint_layers=3, num_single_layers=3)
     blocks = forward_flops(more, *layouts) - forward_flops(made, *layouts)  # one of each kind
     ends = forward_flops(made.without_layers(), *layouts)

@@ -68,7 +68,9 @@ def test_blocks_start_as_the_addition_of_positions(build_model: BuildModel):
     x, positions = torch.randn(2, batch.layout.total_tokens, 48, generator=generator)
     cond = torch.randn(len(MIXED), 48, generator=generator)
     for layer in model.layers.values():
-        after = layer(x, positions, cond, batch.context_KD, batch.layout, batch.context_layout)
+        after = layer(
+            x, positions, cond, batch.conditions["context"].values, batch.layout, batch.conditions["context"].layout
+        )
         assert torch.equal(after, x + positions)
     out = model(*draw(batch), batch)
     assert torch.equal(out, torch.zeros_like(out))

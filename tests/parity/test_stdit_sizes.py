@@ -155,7 +155,7 @@ def test_flops_are_those_of_torch(build_model: BuildModel, changes: dict, sample
         out = model(inputs, time, batch)
         forward = counter.get_total_flops()
         out.sum().backward()
-    layouts = (batch.layout, batch.context_layout)
+    layouts = (batch.layout, batch.conditions["context"].layout)
     options: Any = {"grids": batch.grids, "convention": "hardware"}
     assert forward == forward_flops(config, *layouts, **options)
     numbers = 1 + config.fps_conditioning + 3 * config.size_conditioning

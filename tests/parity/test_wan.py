@@ -80,10 +80,10 @@ def test_blocks_start_as_the_identity(build_model: BuildModel):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(batch.layout.total_tokens, 48, generator=generator)
     shared = model.modulation(torch.randn(len(MIXED), 48, generator=generator))
-    context = torch.randn(batch.context_layout.total_tokens, 48, generator=generator)
+    context = torch.randn(batch.conditions["context"].layout.total_tokens, 48, generator=generator)
     rotation = model.rotary(batch.positions_T3)
     for layer in model.layers.values():
-        assert torch.equal(layer(x, shared, context, batch.layout, batch.context_layout, rotation), x)
+        assert torch.equal(layer(x, shared, context, batch.layout, batch.conditions["context"].layout, rotation), x)
     out = model(*draw(batch), batch)
     assert torch.equal(out, torch.zeros_like(out))
 
@@ -197,7 +197,7 @@ def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample]
         out = model(inputs, time, batch)
         forward = counter.get_total_flops()
         out.sum().backward()
-    layouts = (batch.layout, batch.context_layout)
+    layouts = (batch.layout, batch.conditions["context"].layout)
     assert forward == forward_flops(made, *layouts, convention="hardware")
     numbers = 1 + 3 * made.size_conditioning
     unneeded = len(inputs) * made.token_channels + len(samples) * CONDITION_FEATURES * numbers

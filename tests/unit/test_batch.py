@@ -1,11 +1,15 @@
 """Laws of packs and layouts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dit.batch import PackedBatch
+from dit.condition_table import LABEL
+from dit.conditions import Conditions, Entry, per_sample, per_text_token
 from dit.errors import BatchError
 from dit.layout import SequenceLayout
 from dit.patchify import grid_positions, patchify
@@ -150,30 +154,34 @@ def test_grid_refuses_mixed_or_padded_packs():
         ({"sample_ids_S": torch.zeros(3)}, "sample_ids_S has 3 rows, needs 2"),
         ({"keys": ("a",)}, "keys has 1 rows, needs 2"),
         ({"grids": ((1, 2, 2), (1, 2, 2))}, r"'sample1' has grid \(1, 2, 2\) but 6 tokens"),
-        ({"labels_S": torch.tensor([1])}, "labels_S has 1 rows, needs 2"),
+        ({"label": per_sample(torch.tensor([1]))}, "'label' has 1 rows, needs 2"),
         (
-            {"labels_S": torch.tensor([1, 10])},
+            {"label": per_sample(torch.tensor([1, 10]))},
             r"'sample1' has label 10, the model knows 0\.\.9 .*raise model.num_classes",
         ),
-        ({"labels_S": torch.tensor([-1, 0])}, "'sample0' has label -1"),
+        ({"label": per_sample(torch.tensor([-1, 0]))}, "'sample0' has label -1"),
         ({"loss_weight_S": torch.ones(4)}, "loss_weight_S has 4 rows, needs 2"),
         (
-            {"context_KD": torch.zeros(4, 2), "context_layout": SequenceLayout.from_lengths([2, 3])},
-            "context_KD has 4 rows, needs 5",
+            {"context": per_text_token(torch.zeros(4, 2), SequenceLayout.from_lengths([2, 3]))},
+            "'context' has 4 rows, needs 5",
         ),
         (
-            {"context_KD": torch.zeros(4, 2), "context_layout": SequenceLayout.from_lengths([4])},
-            "context_layout has 1 rows, needs 2",
+            {"context": per_text_token(torch.zeros(4, 2), SequenceLayout.from_lengths([4]))},
+            "'context' has 1 texts, needs 2",
         ),
     ],
 )
 def test_validate_names_the_part_that_is_wrong(change, message):
-    batch = make_batch([(1, 2, 2), (1, 2, 3)], labels_S=torch.tensor([0, 9]))
-    assert batch.validate(num_classes=10) is batch
+    batch = make_batch([(1, 2, 2), (1, 2, 3)], conditions=Conditions(label=per_sample(torch.tensor([0, 9]))))
+    wanted = [replace(LABEL, num_classes=10)]
+    assert batch.validate(wanted) is batch
     for name, value in change.items():
-        setattr(batch, name, value)
+        if isinstance(value, Entry):
+            batch.conditions |= {name: value}
+        else:
+            setattr(batch, name, value)
     with pytest.raises(BatchError, match=message):
-        batch.validate(num_classes=10)
+        batch.validate(wanted)
 
 
 def test_validate_reports_everything_that_is_wrong_at_once():
@@ -186,10 +194,16 @@ def test_validate_reports_everything_that_is_wrong_at_once():
 def test_moving_a_batch_moves_every_tensor_and_both_layouts():
     """The meta device shows what was moved; numbers on the host stay."""
     batch = make_batch(
-        [(1, 1, 2)], fps_S=torch.ones(1), context_KD=torch.zeros(2, 4), context_layout=SequenceLayout.from_lengths([2])
+        [(1, 1, 2)],
+        conditions=Conditions(
+            fps=per_sample(torch.ones(1)),
+            context=per_text_token(torch.zeros(2, 4), SequenceLayout.from_lengths([2]), torch.zeros(1)),
+        ),
     )
     moved = batch.to("meta")
-    for value in (moved.latents_TC, moved.positions_T3, moved.sample_ids_S, moved.fps_S, moved.context_KD):
+    for value in (moved.latents_TC, moved.positions_T3, moved.sample_ids_S, moved.conditions["fps"].values):
         assert value.device.type == "meta"
-    assert moved.layout.cu_seqlens.device.type == moved.context_layout.cu_seqlens.device.type == "meta"
-    assert (moved.grids, moved.keys, moved.labels_S) == (batch.grids, batch.keys, None)
+    assert moved.layout.cu_seqlens.device.type == moved.conditions["context"].layout.cu_seqlens.device.type == "meta"
+    text = moved.conditions["context"]
+    assert text.values.device.type == text.dropped_S.device.type == "meta"
+    assert (moved.grids, moved.keys) == (batch.grids, batch.keys)

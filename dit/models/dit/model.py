@@ -8,6 +8,7 @@ from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import state_every_stage
 from dit.batch import PackedBatch
+from dit.condition_table import LABEL
 from dit.kernels.attention import Attention
 from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, TimestepEmbedder
 from dit.layers.heads import FinalLayer
@@ -38,7 +39,7 @@ class Conditioner(nn.Module):
     def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
         cond_SD = self.time(time_S)
         if self.label is not None:
-            cond_SD = cond_SD + self.label(batch.labels_S)
+            cond_SD = cond_SD + self.label(batch.conditions[LABEL.name].values)
         if self.text is not None:
             cond_SD = cond_SD + self.text(batch)
         return cond_SD

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal, Optional, Self, get_args
 
+from dit.condition_table import POOLED
+from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, mlp
@@ -52,6 +54,9 @@ class FluxConfig(ModelConfig, RotarySettings):
     rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
     guidance: Optional[float] = None
     time_scale: float = 1000.0
+
+    def conditions(self) -> tuple[Condition, ...]:
+        return (*super().conditions(), replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout))
 
     @property
     def num_layers(self) -> int:

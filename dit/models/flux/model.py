@@ -9,9 +9,10 @@ from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import state_every_stage
 from dit.batch import PackedBatch
+from dit.condition_table import POOLED
 from dit.joint_layout import joint_layout
 from dit.kernels.attention import Attention
-from dit.layers.embeddings import PooledVectorEmbedder, TimestepEmbedder
+from dit.layers.embeddings import TimestepEmbedder, VectorEmbedder
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import add_sincos
 from dit.layers.text import TextTokens, text_layout
@@ -42,7 +43,7 @@ class FluxConditioner(nn.Module):
         self.scale: Optional[float] = config.guidance
         self.time = TimestepEmbedder(size, provider, time_scale=scale)
         self.guidance = None if config.guidance is None else TimestepEmbedder(size, provider, time_scale=scale)
-        self.pooled = PooledVectorEmbedder(config.pooled_size, size, provider)
+        self.pooled = VectorEmbedder(POOLED.name, config.pooled_size, size, provider)
         state_every_stage(self.parameters())
 
     def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:

@@ -2,11 +2,13 @@
 
 import io
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dit.condition_table import CONTEXT, FPS, LABEL, POOLED
 from dit.data_api import BatchSpec
 from energon_data.prepare.shards import ShardWriter, write_dataset_file, write_energon_metadata
 
@@ -49,12 +51,20 @@ def write_dataset(folder: Path, splits: dict[str, Samples], *, per_shard: int = 
 
 def spec(**changes: Any) -> BatchSpec:
     """Return the spec that fits `clips`."""
+    sizes = {"num_classes": 10, "context_size": 3, "pooled_size": None} | changes
+    classes, width, pooled = (sizes.pop(name) for name in ("num_classes", "context_size", "pooled_size"))
+    wanted = [FPS]
+    if classes is not None:
+        wanted.append(replace(LABEL, num_classes=classes))
+    if width is not None:
+        wanted.append(replace(CONTEXT, shape=(width,)))
+    if pooled is not None:
+        wanted.append(replace(POOLED, shape=(pooled,)))
     values: dict[str, Any] = {
         "patch_temporal": 1,
         "patch_spatial": 2,
         "latent_channels": 2,
-        "num_classes": 10,
-        "context_size": 3,
+        "conditions": tuple(wanted),
         "micro_batch_size": 4,
     }
-    return BatchSpec(**(values | changes))
+    return BatchSpec(**(values | sizes))

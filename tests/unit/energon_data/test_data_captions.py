@@ -16,6 +16,7 @@ from dit.batch import PackedBatch
 from dit.data_api import BatchSpec
 from dit.encoders.text import ENCODERS, load_text_encoder
 from dit.errors import ConfigError, DataError
+from dit.models.dit.config import DiTConfig
 from energon_data.dataset import EnergonData
 from energon_data.letters import load_clips
 from energon_data.prepare.captions import Style, choose_caption, wordings
@@ -106,14 +107,7 @@ def stream_of(stream: Any) -> Iterator[PackedBatch]:
 
 
 def spec(context_size: int) -> BatchSpec:
-    return BatchSpec(
-        patch_temporal=1,
-        patch_spatial=4,
-        latent_channels=1,
-        num_classes=None,
-        context_size=context_size,
-        micro_batch_size=13,
-    )
+    return DiTConfig(in_channels=1, patch_spatial=4, context_size=context_size).batch_spec(micro_batch_size=13)
 
 
 @needs_encoder
@@ -128,11 +122,11 @@ def test_texts_come_back_as_the_encoder_gives_them(described: Path) -> None:
     seen = set()
     for _ in range(2):
         batch = next(stream)
-        layout = batch.context_layout
+        layout = batch.conditions["context"].layout
         wanted = load_text_encoder(ENCODER).encode([captions[key] for key in batch.keys])
         assert layout.lengths == tuple(len(rows) for rows in wanted)
         for start, rows in zip(layout.starts, wanted, strict=True):
-            found = batch.context_KD[start : start + len(rows)].float()
+            found = batch.conditions["context"].values[start : start + len(rows)].float()
             torch.testing.assert_close(found, rows, rtol=FP16_RTOL, atol=FP16_RTOL)
         for dense, key in zip(batch.grid(1, 4), batch.keys, strict=True):
             torch.testing.assert_close(dense, pictures[key], atol=0, rtol=0)

@@ -7,7 +7,7 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pytest
@@ -263,10 +263,6 @@ def _latent(value: float, shape: tuple[int, ...] = (2, 1, 4, 4)) -> dict[str, An
         ({"parts": {"latent.npy": None}}, "no latent"),
         ({"parts": {"text.npy": None}}, "no text.npy"),
         ({"parts": {"text.npy": npy(np.zeros((3, 4), np.float32))}}, "4 wide, the model takes 3"),
-        (
-            {"parts": {"pooled.npy": npy(np.zeros((1, 3), np.float32))}},
-            r"pooled text has shape \[1, 3\], wanted \[width\]",
-        ),
         ({"meta": {"label": 10}}, r"label is 10, the model knows 0\.\.9"),
         ({"meta": {"label": None}}, "label is None"),
         ({"meta": {"fps": "fast"}}, "fps is 'fast', not a finite number"),
@@ -295,7 +291,6 @@ WRONG_LABELS = [10, -1, 10**30, 1e300]
 WRONG_PARTS = {
     "latent": (np.complex64, np.complex128, np.int64, np.uint8, bool, "U3", "datetime64[s]", ">f4"),
     "text": (np.complex64, np.int64, bool),
-    "pooled": (np.complex128, np.int8),
 }
 
 
@@ -311,7 +306,7 @@ def test_metadata_and_types_out_of_range_are_damage_of_their_own_reason(tmp_path
             wrong[f"train_wrong{i:03d}"] = (reason, name)
             yield f"wrong{i:03d}", usual | {name: value}, sound
         for part, dtypes in WRONG_PARTS.items():
-            shape = {"latent": (2, 1, 4, 4), "text": (2, 3), "pooled": (5,)}[part]
+            shape = {"latent": (2, 1, 4, 4), "text": (2, 3)}[part]
             for i, dtype in enumerate(dtypes):
                 wrong[f"train_{part}{i}"] = ("wrong_part", part)
                 yield f"{part}{i}", usual, sound | {f"{part}.npy": npy(np.zeros(shape, dtype))}
@@ -351,11 +346,38 @@ def test_pooled_texts_are_read_and_asked_for(tmp_path: Path) -> None:
 
     folder = write_dataset(tmp_path / "data", {"train": with_pooled()})
     batch = first(folder, 5)
-    assert batch.pooled_SD.tolist() == [[float(key[-5:])] * 5 for key in batch.keys]
+    assert batch.conditions["pooled"].values.tolist() == [[float(key[-5:])] * 5 for key in batch.keys]
     with pytest.raises(DataError, match="pooled text is 5 wide, the model takes 6"):
         first(folder, 6)
     with pytest.raises(DataError, match=r"no pooled\.npy"):
         first(write_dataset(tmp_path / "bare", {"train": clips(12, sizes=[(1, 4, 4)])}), 5)
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((1, 3), np.float32), r"pooled text has shape \[1, 3\], wanted \[width\]"),
+        (np.zeros(3, np.complex128), "pooled holds torch.complex128"),
+        (np.zeros(3, np.int8), "pooled holds torch.int8"),
+        (np.full(3, np.nan, np.float32), "pooled text reach nan"),
+    ],
+)
+def test_a_damaged_condition_is_damage_only_where_the_model_takes_it(
+    tmp_path: Path, array: np.ndarray, words: str
+) -> None:
+    samples = [(key, meta, {**parts, "pooled.npy": npy(array)}) for key, meta, parts in clips(8, sizes=[(1, 4, 4)])]
+    data = EnergonData(path=str(write_dataset(tmp_path / "data", {"train": samples})), shuffle_buffer=0)
+
+    def first(size: Optional[int]) -> Any:
+        stream = data.build_train(spec(pooled_size=size), dp_rank=0, dp_size=1, seed=0, log_dir=None)
+        try:
+            return next(stream)
+        finally:
+            stream.close()
+
+    with pytest.raises(DataError, match=words):
+        first(3)
+    assert set(first(None).conditions) == {"label", "context", "fps"}
 
 
 def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> None:

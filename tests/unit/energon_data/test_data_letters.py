@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dit.data_api import BatchSpec
 from dit.errors import ConfigError, DataError
+from dit.models.dit.config import DiTConfig
 from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
 from energon_data.letters import load_letters
@@ -19,9 +19,7 @@ from energon_data.prepare.__main__ import main
 from energon_data.prepare.fonts import LETTERS, Face, find_faces, held_out_families
 from energon_data.prepare.letters import LettersReport, prepare_letters, vary
 
-SPEC = BatchSpec(
-    patch_temporal=1, patch_spatial=4, latent_channels=1, num_classes=26, context_size=None, micro_batch_size=26
-)
+SPEC = DiTConfig(in_channels=1, patch_spatial=4, num_classes=26).batch_spec(micro_batch_size=26)
 
 
 def test_labels_letters_and_captions_agree(letters: LettersReport) -> None:
@@ -111,12 +109,12 @@ def test_round_trip_through_energon(letters: LettersReport) -> None:
     stream = data.build_train(SPEC, dp_rank=0, dp_size=1, seed=3, log_dir=None)
     seen = set()
     for _ in range(len(expected) // 26):
-        batch = next(stream).validate(num_classes=26)
+        batch = next(stream).validate(SPEC.conditions)
         dense = batch.grid(1, 4)
         for i, key in enumerate(batch.keys):
             image, label = expected[key]
             torch.testing.assert_close(dense[i, :, 0], image, atol=0, rtol=0)
-            assert int(batch.labels_S[i]) == label
+            assert int(batch.conditions["label"].values[i]) == label
             tokens = batch.latents_TC.view(26, 16, 16)[i]
             torch.testing.assert_close(unpatchify(tokens, (1, 4, 4), 1, 4)[:, 0], image, atol=0, rtol=0)
         seen |= set(batch.keys)
@@ -175,9 +173,7 @@ def test_missing_folder_and_wrong_settings_are_named(tmp_path: Path, letters: Le
         load_letters(tmp_path / "nowhere", "train")
     with pytest.raises(DataError, match="no split 'test'"):
         load_letters(letters.folder, "test")
-    spec = BatchSpec(
-        patch_temporal=1, patch_spatial=4, latent_channels=1, num_classes=10, context_size=None, micro_batch_size=4
-    )
+    spec = DiTConfig(in_channels=1, patch_spatial=4, num_classes=10).batch_spec(micro_batch_size=4)
     with pytest.raises(ConfigError, match="26 classes"):
         EnergonData(path=str(letters.folder)).validate(spec, 1, 1)
     with pytest.raises(ConfigError, match=r"model\.in_channels is 4; set model\.in_channels=1"):

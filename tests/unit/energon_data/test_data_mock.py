@@ -21,13 +21,13 @@ def test_a_sample_is_a_function_of_its_number() -> None:
     seen = {}
     for stream, reader in enumerate(batches):
         for step in range(5):
-            batch = reader.next().batch.validate(num_classes=10)
+            batch = reader.next().batch.validate(spec().conditions)
             for i, key in enumerate(batch.keys):
                 number = (4 * step + i) * 2 + stream
                 assert key == f"mock-train-1-{number}"
                 assert int(batch.sample_ids_S[i]) == sample_id(key)
-                assert 3 <= batch.context_layout.lengths[i] <= 6
-                assert (batch.fps_S[i] == 30) == (batch.grids[i][0] == 1)
+                assert 3 <= batch.conditions["context"].layout.lengths[i] <= 6
+                assert (batch.conditions["fps"].values[i] == 30) == (batch.grids[i][0] == 1)
                 seen[key] = batch.latents_TC[batch.layout.segment_ids_T == i]
     assert len(seen) == 40
     alone = source(data, spec(micro_batch_size=40))
@@ -53,11 +53,11 @@ def test_a_still_fills_a_patch_in_time() -> None:
 def test_pooled_texts_are_drawn_where_the_model_takes_them() -> None:
     """They change nothing else, and are one for each sample."""
     plain, pooled = (source(MockData(), spec(pooled_size=size)).next() for size in (None, 6))
-    assert plain.batch.pooled_SD is None
-    assert pooled.batch.pooled_SD.shape == (4, 6)
-    assert len(pooled.batch.pooled_SD.unique(dim=0)) == 4
+    assert "pooled" not in plain.batch.conditions
+    assert pooled.batch.conditions["pooled"].values.shape == (4, 6)
+    assert len(pooled.batch.conditions["pooled"].values.unique(dim=0)) == 4
     assert torch.equal(plain.batch.latents_TC, pooled.batch.latents_TC)
-    assert torch.equal(plain.batch.context_KD, pooled.batch.context_KD)
+    assert torch.equal(plain.batch.conditions["context"].values, pooled.batch.conditions["context"].values)
 
 
 def test_drawing_leaves_the_global_generator_alone() -> None:
@@ -70,8 +70,11 @@ def test_classes_differ_more_than_samples_of_one_class() -> None:
     data = MockData(height=8, width=8)
     reader = source(data, spec(context_size=None))
     samples = [reader.sample(i) for i in range(300)]
-    means = {c: torch.stack([s.latent for s in samples if s.label == c]).mean(0) for c in range(10)}
-    right = sum(min(means, key=lambda c: float((means[c] - s.latent).square().sum())) == s.label for s in samples[:100])
+    means = {c: torch.stack([s.latent for s in samples if s.conditions["label"] == c]).mean(0) for c in range(10)}
+    right = sum(
+        min(means, key=lambda c: float((means[c] - s.latent).square().sum())) == s.conditions["label"]
+        for s in samples[:100]
+    )
     assert right > 95
 
 
@@ -83,7 +86,7 @@ def test_packs_are_full_legal_and_in_order(multiple_of: int) -> None:
     reader = source(data, s)
     keys, filled = [], 0
     for _ in range(30):
-        batch = reader.next().batch.validate(num_classes=10)
+        batch = reader.next().batch.validate(spec().conditions)
         assert batch.layout.total_tokens == 64
         assert all(n % multiple_of == 0 for n in batch.layout.padded_lengths)
         keys += batch.keys

@@ -1,15 +1,15 @@
 """Laws of packing: every sample once, no pack over the limit, little waste; packs hold what the samples hold."""
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_data import spec
 
-from dit.data_api import BatchSpec
 from dit.errors import BatchError
 from dit.patchify import grid_positions, patchify
 from energon_data.packing import collate, greedy_knapsack, padded_length
@@ -40,17 +40,20 @@ def test_an_item_that_cannot_fit_is_an_error_not_a_loop() -> None:
         greedy_knapsack([5, 101], 100)
 
 
-def _clip(number: int, size: tuple[int, int, int], text: int, **changes: Any) -> Clip:
+def _clip(number: int, size: tuple[int, int, int], text: int, fps: Optional[float] = None, **changes: Any) -> Clip:
     generator = torch.Generator().manual_seed(number)
     return Clip(
         __key__=f"k{number}",
         __restore_key__=(),
         latent=torch.randn(3, *size, generator=generator),
         metadata={},
-        text=torch.randn(text, 5, generator=generator),
-        pooled=torch.randn(7, generator=generator),
+        conditions={
+            "context": torch.randn(text, 5, generator=generator),
+            "pooled": torch.randn(7, generator=generator),
+            "label": number % 10,
+            **({} if fps is None else {"fps": fps}),
+        },
         id=number,
-        label=number % 10,
         grid=(size[0], size[1] // 2, size[2] // 2),
         **changes,
     )
@@ -66,19 +69,12 @@ _SIZES = st.tuples(st.integers(1, 3), st.sampled_from([2, 4, 6]), st.sampled_fro
 def test_a_pack_holds_each_sample_at_its_place(
     samples: list[tuple[tuple[int, int, int], int]], multiple_of: int, tail: bool
 ) -> None:
-    spec = BatchSpec(
-        patch_temporal=1,
-        patch_spatial=2,
-        latent_channels=3,
-        num_classes=10,
-        context_size=5,
-        pooled_size=7,
-        micro_batch_size=1,
-        multiple_of=multiple_of,
-    )
+    sizes = {"latent_channels": 3, "num_classes": 10, "context_size": 5, "pooled_size": 7}
+    asked = spec(**sizes, micro_batch_size=1, multiple_of=multiple_of)
     clips = [_clip(i, size, text) for i, (size, text) in enumerate(samples)]
     needed = sum(padded_length(c.num_tokens, multiple_of) for c in clips)
-    batch = collate(clips, spec, total_tokens=needed + 16 if tail else None).validate(num_classes=10)
+    batch = collate(clips, asked, total_tokens=needed + 16 if tail else None)
+    batch.validate(asked.conditions)
     assert batch.layout.total_tokens == needed + 16 * tail
     assert batch.layout.lengths == tuple(c.num_tokens for c in clips)
     at = 0
@@ -90,23 +86,20 @@ def test_a_pack_holds_each_sample_at_its_place(
         assert not batch.latents_TC[at + len(tokens) : at + padded].any()
         at += padded
     assert not batch.latents_TC[at:].any()
-    assert batch.context_layout is not None
-    assert batch.context_layout.lengths == tuple(text for _, text in samples)
-    torch.testing.assert_close(batch.context_KD, torch.cat([c.text for c in clips]), atol=0, rtol=0)
-    assert torch.equal(batch.pooled_SD, torch.stack([c.pooled for c in clips]))
+    assert batch.conditions["context"].layout.lengths == tuple(text for _, text in samples)
+    torch.testing.assert_close(
+        batch.conditions["context"].values, torch.cat([c.conditions["context"] for c in clips]), atol=0, rtol=0
+    )
+    assert torch.equal(batch.conditions["pooled"].values, torch.stack([c.conditions["pooled"] for c in clips]))
     assert batch.loss_weight_S is None
-    assert batch.fps_S.tolist() == [30.0] * len(clips)
+    assert batch.conditions["fps"].values.tolist() == [30.0] * len(clips)
 
 
 def test_conditions_the_model_does_not_take_are_left_out() -> None:
-    spec = BatchSpec(
-        patch_temporal=1, patch_spatial=2, latent_channels=3, num_classes=None, context_size=None, micro_batch_size=1
-    )
-    batch = collate([_clip(0, (1, 2, 2), 3, loss_weight=0.5), _clip(1, (2, 2, 2), 3, fps=12.0)], spec)
-    assert batch.labels_S is None
-    assert batch.context_KD is None
-    assert batch.context_layout is None
+    asked = spec(latent_channels=3, num_classes=None, context_size=None, micro_batch_size=1)
+    batch = collate([_clip(0, (1, 2, 2), 3, loss_weight=0.5), _clip(1, (2, 2, 2), 3, fps=12.0)], asked)
+    assert set(batch.conditions) == {"fps"}
     assert batch.loss_weight_S.tolist() == [0.5, 1.0]
-    assert batch.fps_S.tolist() == [30.0, 12.0]
+    assert batch.conditions["fps"].values.tolist() == [30.0, 12.0]
     with pytest.raises(BatchError, match="need 3 tokens"):
-        collate([_clip(0, (1, 2, 2), 3), _clip(1, (2, 2, 2), 3)], spec, total_tokens=2)
+        collate([_clip(0, (1, 2, 2), 3), _clip(1, (2, 2, 2), 3)], asked, total_tokens=2)

@@ -11,6 +11,7 @@ from pathlib import Path
 import fiddle
 import numpy as np
 import pytest
+import small_data
 import torch
 from click.testing import CliRunner
 from megatron.energon.cli.main import main as energon
@@ -29,7 +30,7 @@ PAGE = Path(__file__).parents[3] / "energon_data" / "README.md"
 def spec(**changes) -> BatchSpec:
     """Return what tiny_dit_cross asks of its data."""
     values = {"patch_temporal": 1, "patch_spatial": 2, "latent_channels": 4, "num_classes": None, "context_size": 32}
-    return BatchSpec(**{**values, "micro_batch_size": 1, **changes})
+    return small_data.spec(**{**values, "micro_batch_size": 1, **changes})
 
 
 def command(start: str) -> list[str]:
@@ -59,9 +60,9 @@ def test_the_example_is_read_as_it_was_written(written):
         data.validate(spec(), 1, 4)
         found = {}
         for pack in data.build_validation(spec(), dp_rank=0, dp_size=1):
-            assert pack.fps_S.tolist() == [24.0] * pack.layout.num_samples
+            assert pack.conditions["fps"].values.tolist() == [24.0] * pack.layout.num_samples
             latents = pack.latents_TC.split(pack.layout.padded_lengths)
-            texts = pack.context_KD.split(pack.context_layout.padded_lengths)
+            texts = pack.conditions["context"].values.split(pack.conditions["context"].layout.padded_lengths)
             for key, grid, latent, text in zip(pack.keys, pack.grids, latents, texts, strict=True):
                 assert key not in found
                 found[key] = grid, latent, text

@@ -37,11 +37,14 @@ def take(stream: Iterator[PackedBatch], count: int) -> list[PackedBatch]:
 def same(some: list[PackedBatch], others: list[PackedBatch]) -> None:
     assert [x.keys for x in some] == [y.keys for y in others]
     for x, y in zip(some, others):
-        for name in ("latents_TC", "positions_T3", "sample_ids_S", "labels_S", "context_KD", "fps_S", "draws_S"):
+        for name in ("latents_TC", "positions_T3", "sample_ids_S", "draws_S"):
             a, b = getattr(x, name), getattr(y, name)
             assert a is b is None or torch.equal(a, b), name
+        assert set(x.conditions) == set(y.conditions)
+        for name in x.conditions:
+            assert torch.equal(x.conditions[name].values, y.conditions[name].values), name
         assert x.layout.lengths == y.layout.lengths
-        assert x.context_layout.lengths == y.context_layout.lengths
+        assert x.conditions["context"].layout.lengths == y.conditions["context"].layout.lengths
 
 
 def through_disk(state: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def test_packs_from_disk_keep_the_laws(mixed_folder: Path, capfd: pytest.Capture
     lengths = {(1, 2, 2): 4, (2, 2, 2): 8, (1, 3, 4): 12}
     filled = []
     for batch in take(build(data, mbs=1), 20):
-        batch.validate(num_classes=10)
+        batch.validate(spec().conditions)
         assert batch.layout.total_tokens == 40
         assert batch.layout.lengths == tuple(lengths[g] for g in batch.grids)
         filled.append(batch.layout.valid_tokens / 40)
@@ -190,9 +193,9 @@ def test_of_long_texts_the_first_tokens_stay(mixed_folder: Path) -> None:
     for before, after in zip(whole, cut, strict=True):
         assert before.keys == after.keys
         true = [1 + int(key[-5:]) % 8 for key in after.keys]
-        assert after.context_layout.lengths == tuple(min(3, length) for length in true)
-        texts = before.context_KD.split(true)
-        assert torch.equal(after.context_KD, torch.cat([text[:3] for text in texts]))
+        assert after.conditions["context"].layout.lengths == tuple(min(3, length) for length in true)
+        texts = before.conditions["context"].values.split(true)
+        assert torch.equal(after.conditions["context"].values, torch.cat([text[:3] for text in texts]))
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])

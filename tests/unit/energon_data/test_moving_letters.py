@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dit.data_api import BatchSpec
 from dit.errors import ConfigError, DataError
+from dit.models.dit.config import DiTConfig
 from energon_data.dataset import EnergonData
 from energon_data.letters import load_clips, load_letters
 from energon_data.prepare.__main__ import main
@@ -104,14 +104,8 @@ def test_rendering_puts_the_glyph_where_the_path_is() -> None:
 @pytest.mark.parametrize("patch_temporal", [1, 2])
 def test_clips_and_stills_share_packs(moving: Path, patch_temporal: int) -> None:
     """Every sample arrives once, whole, as tokens at (t, h, w); a still fills a patch in time by repetition."""
-    spec = BatchSpec(
-        patch_temporal=patch_temporal,
-        patch_spatial=4,
-        latent_channels=1,
-        num_classes=len(CLASS_NAMES),
-        context_size=None,
-        micro_batch_size=1,
-    )
+    model = DiTConfig(in_channels=1, patch_temporal=patch_temporal, patch_spatial=4, num_classes=len(CLASS_NAMES))
+    spec = model.batch_spec()
     data = EnergonData(path=str(moving), max_tokens_per_pack=1088, packing_buffer_size=64)
     data.validate(spec, 1, 1)
     assert data.class_names() == CLASS_NAMES
@@ -123,8 +117,8 @@ def test_clips_and_stills_share_packs(moving: Path, patch_temporal: int) -> None
         mixed |= len({t for t, _, _ in batch.grids}) == 2
         for i, (key, start, (t, h, w)) in enumerate(zip(batch.keys, batch.layout.starts, batch.grids, strict=True)):
             latent, label = pixels[key]
-            assert batch.labels_S[i] == label
-            assert batch.fps_S[i] == FPS
+            assert batch.conditions["label"].values[i] == label
+            assert batch.conditions["fps"].values[i] == FPS
             tokens = batch.latents_TC[start : start + t * h * w].view(t, h, w, 4, 4, patch_temporal)
             frames = tokens.permute(0, 5, 1, 3, 2, 4).reshape(t * patch_temporal, SIZE, SIZE)
             assert torch.equal(frames, latent[0] if latent.shape[1] > 1 else latent[0].repeat(patch_temporal, 1, 1))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_sample, per_text_token
 from dit.errors import ConfigError
 from dit.kernels.recompute import check_recompute, first_run, recompute_activations
 from dit.layout import SequenceLayout
@@ -43,10 +44,12 @@ def a_pack(config):
         sample_ids_S=torch.arange(3),
         grids=GRIDS,
         keys=("a", "b", "c"),
-        labels_S=torch.tensor([1, 4, 0]),
-        context_KD=torch.randn(10, 12, generator=generator) if config.context_size else None,
-        context_layout=texts if config.context_size else None,
-        context_dropped_S=torch.tensor([False, True, False]) if config.context_size else None,
+        conditions=Conditions(
+            label=per_sample(torch.tensor([1, 4, 0])),
+            context=per_text_token(torch.randn(10, 12, generator=generator), texts, torch.tensor([False, True, False]))
+            if config.context_size
+            else None,
+        ),
     )
     return batch, torch.tensor([0.2, 0.5, 0.9])
 

@@ -60,8 +60,10 @@ def judge(monkeypatch):
     """Return a function that runs the command on a generator and the description of its data."""
 
     def run(draw, network, description, *arguments, num_classes=None):
-        def generate(labels=None, *, contexts=None, **settings):
-            return torch.stack([draw(x) for x in (contexts or [CLASS_NAMES[label] for label in labels])])
+        def generate(labels=None, *, conditions=None, **settings):
+            return torch.stack(
+                [draw(x) for x in (conditions["context"] if conditions else [CLASS_NAMES[label] for label in labels])]
+            )
 
         model = SimpleNamespace(num_classes=num_classes, context_size=None if num_classes else 8)
         generator = SimpleNamespace(

@@ -25,7 +25,6 @@ class FakeGenerator:
     class_names: Optional[list[str]] = field(default_factory=lambda: list(NAMES))
     num_classes: Optional[int] = 26
     context_size: Optional[int] = None
-    pooled_size: Optional[int] = None
     confused: tuple[int, ...] = ()
     text_encoder: Optional[str] = None
     frames: int = 1
@@ -34,15 +33,16 @@ class FakeGenerator:
 
     @property
     def config(self):
-        sizes = {"context_size": self.context_size, "pooled_size": self.pooled_size}
-        model = SimpleNamespace(num_classes=self.num_classes, **sizes)
+        model = SimpleNamespace(num_classes=self.num_classes, context_size=self.context_size)
         return SimpleNamespace(
             model=model, data=SimpleNamespace(path="somewhere"), sampling=SimpleNamespace(prompts=None)
         )
 
-    def generate(self, labels=None, *, count=None, contexts=None, **settings):
-        self.calls.append({"labels": labels, "count": count, "contexts": contexts, **settings})
-        shown = labels if labels is not None else [0] * (count or len(contexts))
+    def generate(self, labels=None, *, count=None, conditions=None, **settings):
+        given = {} if labels is None else {"label": labels}
+        given |= conditions or {}
+        self.calls.append({"count": count, **given, **settings})
+        shown = given.get("label") or [0] * count
         out = torch.full((len(shown), 1, self.frames, 6, 6), -1.0)
         for i, label in enumerate(shown):
             out[i].flatten(2)[..., 0 if label in self.confused else label] = 1.0
@@ -72,7 +72,7 @@ def draw(tmp_path, *arguments):
 
 def test_every_class_is_drawn_by_default(generator, tmp_path):
     assert draw(tmp_path) == 0
-    assert generator.calls[0]["labels"] == list(range(26))
+    assert generator.calls[0]["label"] == list(range(26))
     # Settings that were not given are left to the run.
     assert {generator.calls[0][k] for k in ("solver", "num_steps", "guidance_scale", "seed", "fps")} == {None}
 
@@ -91,9 +91,8 @@ def test_settings_reach_the_generator(generator, tmp_path):
     flags = ["--solver", "heun", "--steps", "5", "--guidance-scale", "0", "--seed", "0", "--label", "3", "--count", "2"]
     assert draw(tmp_path, *flags, "--fps", "12") == 0
     assert generator.calls[0] == {
-        "labels": [3, 3],
-        "count": None,
-        "contexts": None,
+        "label": [3, 3],
+        "count": 2,
         "solver": "heun",
         "num_steps": 5,
         "guidance_scale": 0.0,
@@ -134,25 +133,25 @@ def test_text_embeddings_of_the_models_width_are_passed_on(generator, tmp_path, 
     assert "takes no text" in capsys.readouterr().err
     generator.context_size = 8
     assert draw(tmp_path, "--text-embedding", str(tmp_path / "good.npy"), "--count", "2") == 0
-    assert [c.shape for c in generator.calls[-1]["contexts"]] == [(5, 8), (5, 8)]
+    assert [c.shape for c in generator.calls[-1]["context"]] == [(5, 8), (5, 8)]
     assert draw(tmp_path, "--text-embedding", str(tmp_path / "bad.npy")) == 2
     assert "[5, 9]" in capsys.readouterr().err
 
 
-def test_pooled_embeddings_are_asked_for_by_models_that_take_them(generator, tmp_path, capsys):
-    for name, shape in (("text", (5, 8)), ("pooled", (4,)), ("bad", (1, 4))):
+def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path, capsys):
+    for name, shape in (("text", (5, 8)), ("pooled", (4,))):
         np.save(tmp_path / f"{name}.npy", np.ones(shape, dtype=np.float16))
-    text, pooled, bad = (str(tmp_path / f"{name}.npy") for name in ("text", "pooled", "bad"))
+    text, pooled = (str(tmp_path / f"{name}.npy") for name in ("text", "pooled"))
     generator.context_size = 8
-    assert draw(tmp_path, "--text-embedding", text, "--pooled-embedding", pooled) == 2
-    assert "names 1 files, the model of this checkpoint wants 0" in capsys.readouterr().err
-    generator.pooled_size = 4
-    assert draw(tmp_path, "--text-embedding", text) == 2
-    assert "names 0 files, the model of this checkpoint wants 1" in capsys.readouterr().err
-    assert draw(tmp_path, "--text-embedding", text, "--pooled-embedding", bad) == 2
-    assert "[1, 4]; the model takes [4]" in capsys.readouterr().err
-    assert draw(tmp_path, "--text-embedding", text, "--pooled-embedding", pooled, "--count", "2") == 0
-    assert [p.tolist() for p in generator.calls[-1]["pooled"]] == [[1.0] * 4] * 2
+    asked = ["--text-embedding", text, text, "--count", "2", "--condition", "pooled", pooled, "--condition", "level"]
+    assert draw(tmp_path, *asked, "0.25", "1") == 0
+    call = generator.calls[-1]
+    assert [p.tolist() for p in call["pooled"]] == [[1.0] * 4] * 4
+    assert call["level"] == [0.25, 0.25, 1.0, 1.0]
+    assert draw(tmp_path, *asked, "0.25", "1", "2") == 2
+    assert "--condition level has 3 values for 2 samples" in capsys.readouterr().err
+    assert draw(tmp_path, *asked, "nothing.npy") == 2
+    assert "level nothing.npy is no number and cannot be read" in capsys.readouterr().err
 
 
 class LengthEncoder:
@@ -174,8 +173,8 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
     assert draw(tmp_path, "--prompt", "a bold Q", "an R", "--count", "2", "--negative-prompt", "ugly") == 0
     assert set(asked) == {"some encoder"}
     call = generator.calls[-1]
-    assert [c[:, 0].tolist() for c in call["contexts"]] == [[1, 4, 1], [1, 4, 1], [2, 1], [2, 1]]
-    assert [c[:, 0].tolist() for c in call["negative"]] == [[4]] * 4
+    assert [c[:, 0].tolist() for c in call["context"]] == [[1, 4, 1], [1, 4, 1], [2, 1], [2, 1]]
+    assert [c[:, 0].tolist() for c in call["negative"]["context"]] == [[4]] * 4
     assert draw(tmp_path, "--negative-prompt", "ugly") == 2
     assert "needs --prompt" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ from dit.backends.init import initialize_weights
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_text_token
 from dit.errors import ConfigError
 from dit.kernels.attention import segment_sdpa
 from dit.layers.adaln import Modulation
@@ -113,9 +114,9 @@ def text_batch(context: torch.Tensor | None, layout: SequenceLayout | None, drop
         sample_ids_S=torch.arange(2),
         grids=((1, 1, 1),) * 2,
         keys=("a", "b"),
-        context_KD=context,
-        context_layout=layout,
-        context_dropped_S=None if dropped is None else torch.tensor(dropped),
+        conditions=Conditions(
+            context=per_text_token(context, layout, None if dropped is None else torch.tensor(dropped))
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_sample, per_text_token
 from dit.kernels.attention import segment_sdpa
 from dit.kernels.recompute import recompute_activations
 from dit.layout import SequenceLayout
@@ -105,10 +106,16 @@ def a_batch(config, frames, text_tokens, samples, ragged):
         sample_ids_S=torch.arange(samples),
         grids=(grid,) * samples,
         keys=("a",) * samples,
-        labels_S=torch.zeros(samples, dtype=torch.int64),
-        context_KD=torch.randn(samples * text_tokens, 16, generator=generator) if texts else None,
-        context_layout=SequenceLayout.from_lengths([text_tokens] * samples) if texts else None,
-        pooled_SD=torch.randn(samples, 8, generator=generator) if config.pooled_size else None,
+        conditions=Conditions(
+            label=per_sample(torch.zeros(samples, dtype=torch.int64)),
+            context=per_text_token(
+                torch.randn(samples * text_tokens, 16, generator=generator),
+                SequenceLayout.from_lengths([text_tokens] * samples),
+            )
+            if texts
+            else None,
+            pooled=per_sample(torch.randn(samples, 8, generator=generator)),
+        ),
     )
 
 

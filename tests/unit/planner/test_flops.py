@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_sample, per_text_token
 from dit.kernels.recompute import recompute_activations
 from dit.layout import SequenceLayout
 from dit.models.dit.config import TIME_FEATURES, DiTConfig
@@ -50,10 +51,14 @@ def batch_of(layout: SequenceLayout, config: DiTConfig) -> PackedBatch:
         sample_ids_S=torch.arange(S),
         grids=tuple((1, 1, n) for n in layout.lengths),
         keys=tuple(map(str, range(S))),
-        labels_S=torch.zeros(S, dtype=torch.long),
-        context_KD=torch.ones(context_layout.total_tokens, config.context_size or 1),
-        context_layout=context_layout,
-        context_dropped_S=torch.arange(S) == 0,
+        conditions=Conditions(
+            label=per_sample(torch.zeros(S, dtype=torch.long)),
+            context=per_text_token(
+                torch.ones(context_layout.total_tokens, config.context_size or 1),
+                context_layout,
+                torch.arange(S) == 0,
+            ),
+        ),
     )
 
 
@@ -69,7 +74,7 @@ def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, l
         forward = counter.get_total_flops()
         out.sum().backward()
     total = counter.get_total_flops()
-    context_layout = batch.context_layout
+    context_layout = batch.conditions["context"].layout
     assert forward == forward_flops(config, layout, context_layout, convention="hardware")
     inputs = layout.total_tokens * config.token_channels + layout.num_samples * TIME_FEATURES
     exact = training_flops(config, layout, context_layout, convention="hardware") - 2 * inputs * config.hidden_size
@@ -87,10 +92,10 @@ def test_recomputed_layers_are_counted_as_the_device_runs_them(build_model: Buil
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch.latents_TC, torch.rand(layout.num_samples), batch).sum().backward()
     inputs = layout.total_tokens * MID.token_channels + layout.num_samples * TIME_FEATURES
-    counted = training_flops(MID, layout, batch.context_layout, convention="hardware", recomputed=share)
+    counted = training_flops(MID, layout, batch.conditions["context"].layout, convention="hardware", recomputed=share)
     assert counter.get_total_flops() == counted - 2 * inputs * MID.hidden_size
-    assert training_flops(MID, layout, batch.context_layout, recomputed=share) == training_flops(
-        MID, layout, batch.context_layout
+    assert training_flops(MID, layout, batch.conditions["context"].layout, recomputed=share) == training_flops(
+        MID, layout, batch.conditions["context"].layout
     )
 
 

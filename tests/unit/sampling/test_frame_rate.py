@@ -8,8 +8,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dit.batch import DEFAULT_FPS, PackedBatch
-from dit.data_api import NoData
+from dit.batch import PackedBatch
+from dit.condition_table import DEFAULT_FPS
+from dit.conditions import Conditions, per_sample
+from dit.data_api import BatchSpec, NoData
 from dit.inference.generator import Generator
 from dit.inference.preview import PictureWriter
 from dit.layout import SequenceLayout
@@ -50,7 +52,8 @@ def test_samples_are_those_of_the_network_told_the_frame_rate(build_model: Build
     network = build_model(model, perturb=0.1)
 
     def at_24(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        return network(inputs_TC, time_S, replace(batch, fps_S=torch.full_like(time_S, 24.0)))
+        rate = {"fps": per_sample(torch.full_like(time_S, 24.0))}
+        return network(inputs_TC, time_S, replace(batch, conditions=batch.conditions | rate))
 
     by_hand = generator_of(at_24, model).generate([0, 2])
     generator = generator_of(network, model, fps=24.0)
@@ -78,7 +81,7 @@ def test_the_grid_while_training_is_drawn_and_played_at_the_rate(build_model: Bu
     generator, told = generator_of(network, model), []
 
     def listening(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        told.extend(batch.fps_S.tolist())
+        told.extend(batch.conditions["fps"].values.tolist())
         return network(inputs_TC, time_S, batch)
 
     pictures = PictureWriter(model, FlowMatching(), generator.spec, SAMPLING, None)
@@ -101,7 +104,7 @@ def clips(*samples: tuple[tuple[int, int, int], float]) -> PackedBatch:
         sample_ids_S=torch.arange(len(samples)),
         grids=grids,
         keys=tuple(map(str, range(len(samples)))),
-        fps_S=torch.tensor([fps for _, fps in samples]),
+        conditions=Conditions(fps=per_sample(torch.tensor([fps for _, fps in samples]))),
     )
 
 
@@ -111,9 +114,10 @@ def test_the_rate_of_the_data_is_that_of_the_first_sample_with_most_tokens() -> 
         clips(((1, 2, 2), 30.0)),
         clips(((1, 4, 4), 30.0), ((4, 4, 4), 8.0), ((1, 2, 2), 30.0)),
         clips(((4, 4, 4), 24.0)),
-        replace(clips(((8, 8, 8), 1.0)), fps_S=None),
+        replace(clips(((8, 8, 8), 1.0)), conditions=Conditions()),
     ]
-    batches: Any = DeviceBatches(iter(packs), torch.device("cpu"), None, lambda batch: 0)  # type: ignore[arg-type]
+    spec = BatchSpec(patch_temporal=1, patch_spatial=2, latent_channels=2, micro_batch_size=1)
+    batches: Any = DeviceBatches(iter(packs), torch.device("cpu"), spec, lambda batch: 0)  # type: ignore[arg-type]
     seen = []
     for _ in packs:
         next(batches)

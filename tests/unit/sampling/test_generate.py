@@ -8,32 +8,33 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.data_api import BatchSpec
+from dit.models.dit.config import DiTConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.generate import empty_pack, generate
 
-SPEC = BatchSpec(
-    patch_temporal=1, patch_spatial=1, latent_channels=4, num_classes=3, context_size=2, micro_batch_size=1
-)
+SPEC = DiTConfig(patch_spatial=1, num_classes=3, context_size=2).batch_spec()
 LABELS = [2, 0]
 TEXTS, NEGATIVE = ([torch.full((length, 2), value) for length in (1, 3)] for value in (1.0, -1.0))
 
 
 def pack(side: int = 2) -> PackedBatch:
-    return empty_pack(SPEC, (1, side, side), 2, torch.device("cpu"), labels=LABELS, contexts=TEXTS)
+    return empty_pack(SPEC, (1, side, side), 2, torch.device("cpu"), {"label": LABELS, "context": TEXTS})
 
 
 def by_condition(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
     """Predict, in every element, the class + 10 x the mean of the text; a dropped text counts as 5."""
-    texts = batch.context_layout.sum_per_sample(batch.context_KD).mean(-1) / torch.tensor(batch.context_layout.lengths)
-    texts = torch.where(batch.context_dropped_S, 5.0, texts)
-    return batch.layout.per_token(batch.labels_S + 10 * texts).expand_as(inputs_TC)
+    text = batch.conditions["context"]
+    texts = text.layout.sum_per_sample(text.values).mean(-1) / torch.tensor(text.layout.lengths)
+    if text.dropped_S is not None:
+        texts = torch.where(text.dropped_S, 5.0, texts)
+    return batch.layout.per_token(batch.conditions["label"].values + 10 * texts).expand_as(inputs_TC)
 
 
 def drawn(negative: Sequence[Tensor] | None, scale: float) -> Tensor:
+    given = None if negative is None else {"context": negative}
     settings = {"solver": "euler", "num_steps": 3, "guidance_scale": scale, "seed": 0}
-    return generate(by_condition, FlowMatching(prediction="x0"), pack(), SPEC, negative=negative, **settings)
+    return generate(by_condition, FlowMatching(prediction="x0"), pack(), SPEC, negative=given, **settings)
 
 
 def test_guidance_leads_away_from_no_class_and_from_no_text_or_the_negative_one():

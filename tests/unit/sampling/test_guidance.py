@@ -11,7 +11,6 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.guidance import (
     combine,
-    doubled_layout,
     dynamically_thresholded,
     guided,
     guided_pair,
@@ -89,7 +88,7 @@ def test_negative_prompt_changes_the_result(objective):
 
 def test_one_call_over_the_doubled_pack_equals_two_calls():
     """The pair sees conditional samples first and one noised input for both halves."""
-    double = doubled_layout(LAYOUT)
+    double = LAYOUT.followed_by(LAYOUT)
     context_S = torch.tensor([1.0, 2.0, 0.0, -1.0])
 
     def per_sample(layout, context_S):
@@ -107,10 +106,10 @@ def test_one_call_over_the_doubled_pack_equals_two_calls():
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([9, 0, 4, 5])])
-def test_doubled_layout_repeats_samples_and_padding(rows):
+def test_a_layout_followed_by_itself_repeats_samples_and_padding(rows):
     """Both halves have the rows, the valid tokens and the positions of the original, with the samples counted on."""
     layout = LAYOUT if rows is None else LAYOUT.select(rows)
-    double = doubled_layout(layout)
+    double = layout.followed_by(layout)
     assert double.valid_tokens == 2 * layout.valid_tokens
     assert double.total_tokens == 2 * layout.total_tokens
     first, second = double.segment_ids_T.chunk(2)

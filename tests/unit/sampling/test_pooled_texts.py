@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.inference.preview import PictureWriter
 from dit.models.flux.config import FluxConfig
@@ -24,21 +23,13 @@ MODEL = FluxConfig(
     pooled_size=5,
     rope_axes=[4, 6, 6],
 )
-SPEC = BatchSpec(
-    patch_temporal=1,
-    patch_spatial=2,
-    latent_channels=2,
-    num_classes=None,
-    context_size=6,
-    pooled_size=5,
-    micro_batch_size=1,
-)
+SPEC = MODEL.batch_spec()
 TEXTS = [torch.ones(3, 6)]
 
 
 def test_texts_without_pooled_embeddings_are_refused_with_their_width() -> None:
-    with pytest.raises(ConfigError, match=r"1 texts come without pooled embeddings.*5 features"):
-        empty_pack(SPEC, (1, 4, 4), 1, torch.device("cpu"), contexts=TEXTS)
+    with pytest.raises(ConfigError, match=r"'context' is given without 'pooled'.*\[5\] features"):
+        empty_pack(SPEC, (1, 4, 4), 1, torch.device("cpu"), {"context": TEXTS})
 
 
 def test_pooled_embeddings_change_the_samples(build_model: BuildModel) -> None:
@@ -46,7 +37,7 @@ def test_pooled_embeddings_change_the_samples(build_model: BuildModel) -> None:
 
     def drawn(value: float) -> torch.Tensor:
         pooled = [torch.full((5,), value)]
-        batch = empty_pack(SPEC, (1, 4, 4), 1, torch.device("cpu"), contexts=TEXTS, pooled=pooled)
+        batch = empty_pack(SPEC, (1, 4, 4), 1, torch.device("cpu"), {"context": TEXTS, "pooled": pooled})
         settings: dict[str, Any] = {"solver": "euler", "num_steps": 2, "guidance_scale": 1.0, "seed": 0}
         return generate(network, FlowMatching(), batch, SPEC, **settings)
 
@@ -56,6 +47,6 @@ def test_pooled_embeddings_change_the_samples(build_model: BuildModel) -> None:
 def test_prompts_of_such_a_model_are_refused_before_training() -> None:
     """No text encoder gives pooled embeddings."""
     sampling = SamplingConfig(prompts=["the letter Q"])
-    with pytest.raises(ConfigError, match=r"pooled embedding of each text \(5 features\).*sampling.prompts=none"):
+    with pytest.raises(ConfigError, match=r"pooled text \[5\] beside each text.*sampling.prompts=none"):
         PictureWriter(MODEL, FlowMatching(), SPEC, sampling, None, "all-minilm-l6-v2")
     PictureWriter(MODEL, FlowMatching(), SPEC, SamplingConfig(), None, "all-minilm-l6-v2")

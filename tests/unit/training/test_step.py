@@ -8,12 +8,14 @@ import torch
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.data_api import BatchSpec, merge_states
-from dit.layers.embeddings import PooledVectorEmbedder
+from dit.conditions import Conditions, per_sample, per_text_token
+from dit.data_api import merge_states
+from dit.layers.embeddings import VectorEmbedder
 from dit.layers.text import TextTokens
 from dit.layout import SequenceLayout
-from dit.models.base import Stage
+from dit.models.base import ModelConfig, Stage
 from dit.models.dit.config import DiTConfig
+from dit.models.flux.config import FluxConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.flow_matching import FlowMatching
 from dit.training.step import drop_conditions, training_forward_step
@@ -34,15 +36,18 @@ def batch_of(count: int, *, classes: bool = True, texts: bool = True) -> PackedB
         sample_ids_S=torch.arange(count),
         grids=((1, 1, 1),) * count,
         keys=("",) * count,
-        labels_S=torch.arange(count) % NUM_CLASSES if classes else None,
-        context_KD=torch.ones(count, 6) if texts else None,
-        context_layout=layout if texts else None,
-        pooled_SD=torch.ones(count, 3) if texts else None,
+        conditions=Conditions(
+            label=per_sample(torch.arange(count) % NUM_CLASSES) if classes else None,
+            context=per_text_token(torch.ones(count, 6), layout) if texts else None,
+            pooled=per_sample(torch.ones(count, 3)) if texts else None,
+        ),
     )
 
 
-def dropped(batch: PackedBatch, p: float, q: float) -> tuple[PackedBatch, AddressedNoise]:
-    model = DiTConfig(num_classes=NUM_CLASSES, class_dropout=p, context_size=6, context_dropout=q)
+def dropped(
+    batch: PackedBatch, p: float, q: float, model: Optional[ModelConfig] = None
+) -> tuple[PackedBatch, AddressedNoise]:
+    model = model or DiTConfig(num_classes=NUM_CLASSES, class_dropout=p, context_size=6, context_dropout=q)
     noise = AddressedNoise(3, 11, batch.sample_ids_S, batch.layout)
     return drop_conditions(batch, noise, model), noise
 
@@ -60,11 +65,13 @@ SHARES = [(0.1, 0.1), (0.1, 0.3), (0.3, 0.1), (0.0, 0.2), (0.2, 0.0), (1.0, 0.2)
 def test_class_and_text_are_dropped_in_their_shares_and_together(p: float, q: float) -> None:
     """Class on p of the samples, text on q, both on min(p, q): one never goes without the other where p = q."""
     batch, noise = dropped(batch_of(SAMPLES), p, q)
-    no_class_S, no_text_S = batch.labels_S == NUM_CLASSES, batch.context_dropped_S
+    no_class_S, no_text_S = batch.conditions["label"].values == NUM_CLASSES, batch.conditions["context"].dropped_S
     assert_share(no_class_S, p)
     assert_share(no_text_S, q)
     assert int((no_class_S & no_text_S).sum()) == min(int(no_class_S.sum()), int(no_text_S.sum()))
-    assert torch.equal(batch.labels_S[~no_class_S], (torch.arange(SAMPLES) % NUM_CLASSES)[~no_class_S])
+    assert torch.equal(
+        batch.conditions["label"].values[~no_class_S], (torch.arange(SAMPLES) % NUM_CLASSES)[~no_class_S]
+    )
     either_S = no_class_S | no_text_S
     if 0 < max(p, q) < 1:  # whatever the noise level: the mean of n uniform draws has the deviation sqrt(1 / 12 n)
         levels = noise.level_S()[either_S]
@@ -75,11 +82,11 @@ def test_class_and_text_are_dropped_in_their_shares_and_together(p: float, q: fl
 def test_a_single_condition_is_dropped_in_its_share(share: float) -> None:
     """The other condition's share does not matter where there is no such condition."""
     only_class, _ = dropped(batch_of(SAMPLES, texts=False), share, 0.5)
-    assert_share(only_class.labels_S == NUM_CLASSES, share)
-    assert only_class.context_dropped_S is None
+    assert_share(only_class.conditions["label"].values == NUM_CLASSES, share)
+    assert "context" not in only_class.conditions
     only_text, _ = dropped(batch_of(SAMPLES, classes=False), 0.5, share)
-    assert_share(only_text.context_dropped_S, share)
-    assert only_text.labels_S is None
+    assert_share(only_text.conditions["context"].dropped_S, share)
+    assert "label" not in only_text.conditions
 
 
 def test_a_text_goes_with_its_pooled_embedding(one_rank_world) -> None:
@@ -94,16 +101,17 @@ def test_a_text_goes_with_its_pooled_embedding(one_rank_world) -> None:
         gradient_accumulation_fusion=False,
     )
     provider = LayerProvider(config, one_rank_world.collection)
-    batch, _ = dropped(batch_of(64), 0.0, 0.4)
-    tokens, pooled = TextTokens(6, provider), PooledVectorEmbedder(3, 8, provider)
+    model = FluxConfig(context_size=6, pooled_size=3, context_dropout=0.4)
+    batch, _ = dropped(batch_of(64), 0.0, 0.4, model)
+    tokens, pooled = TextTokens(6, provider), VectorEmbedder("pooled", 3, 8, provider)
     for parameter in [*tokens.parameters(), *pooled.parameters()]:
         torch.nn.init.constant_(parameter, 0.5)
     context_KD, _ = tokens(batch)
-    assert torch.equal((context_KD == tokens.null).all(1), batch.context_dropped_S)
+    assert torch.equal((context_KD == tokens.null).all(1), batch.conditions["context"].dropped_S)
     vectors_SD = pooled(batch)
-    without_text = vectors_SD[batch.context_dropped_S.nonzero()[0, 0]]
-    assert torch.equal((vectors_SD == without_text).all(1), batch.context_dropped_S)
-    assert 0 < int(batch.context_dropped_S.sum()) < 64
+    without_text = vectors_SD[batch.conditions["context"].dropped_S.nonzero()[0, 0]]
+    assert torch.equal((vectors_SD == without_text).all(1), batch.conditions["context"].dropped_S)
+    assert 0 < int(batch.conditions["context"].dropped_S.sum()) < 64
 
 
 class Seen:
@@ -119,7 +127,7 @@ class Seen:
         eps_TC = (inputs_TC - (1 - t_T1) * batch.latents_TC) / t_T1  # flow matching
         for i, (start, length) in enumerate(zip(batch.layout.starts, batch.layout.lengths)):
             eps = tuple(eps_TC[start : start + length].flatten().tolist())
-            self.samples.append((batch.keys[i], float(time_S[i]), eps, int(batch.labels_S[i])))
+            self.samples.append((batch.keys[i], float(time_S[i]), eps, int(batch.conditions["label"].values[i])))
         return torch.zeros_like(inputs_TC)
 
 
@@ -131,14 +139,7 @@ PACKS = MockData(dataset_size=PICTURES, shapes=["1x4x4", "1x4x8"], num_streams=4
 def trained_on(data: MockData, dp: int, micro_batch: int, resumed_on: Optional[int] = None) -> list[list[tuple]]:
     """Return what the network sees of each step of a run on `dp` ranks, sorted; half of it on other ranks if asked."""
     model = DiTConfig(num_classes=NUM_CLASSES, class_dropout=0.5)
-    spec = BatchSpec(
-        patch_temporal=1,
-        patch_spatial=2,
-        latent_channels=4,
-        num_classes=NUM_CLASSES,
-        context_size=None,
-        micro_batch_size=micro_batch,
-    )
+    spec = model.batch_spec(micro_batch_size=micro_batch)
 
     def ranks(count: int) -> list[StreamGroup]:
         return [data.build_train(spec, dp_rank=r, dp_size=count, seed=2, log_dir=None) for r in range(count)]

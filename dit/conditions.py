@@ -1,0 +1,406 @@
+"""Conditions as data: what a network is given besides the noised latents, by name.
+
+A `Condition` is a declaration, a row of `dit.condition_table`; a model names those it takes (`ModelConfig.conditions`).
+An `Entry` is its values for the samples of one pack, along one of three axes:
+
+    axis      values      one value belongs to                   examples
+    sample    [S, ...]    a sample                               class, pooled text, frame rate, noise level
+    text      [K, D]      a text token; a layout says whose      the tokens of a text encoder, of a second one
+    latent    [T, C]      a latent token, as the latents         low-resolution picture, mask, control picture
+
+`Conditions`, the entries of a pack, moves, cuts, drops, replaces, joins and checks them, all alike. Nothing else in the
+library asks which conditions there are.
+
+Shape suffixes: T packed tokens, S samples in the pack, K packed text tokens, C channels per token, D any width.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Optional
+
+import torch
+from torch import Tensor
+
+from dit.errors import BatchError, ConfigError
+from dit.layout import SequenceLayout
+from dit.patchify import patchify_all
+
+Axis = Literal["sample", "text", "latent"]
+Value = Tensor | float
+"""A condition of one sample: a number, `[...]` per sample, `[k, D]` per text token, a picture `[C, T, H, W]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """What a condition is: its shape, where samples store it, how it is dropped, and what then stands in its place.
+
+    Attributes:
+        name: by which models and batches know it.
+        axis: what one value belongs to.
+        what: noun for messages.
+        shape: of a sample's value without the token axis: `()` is a number, `(D,)` the width of a vector or of a text
+            token, `(C,)` the channels of a picture of the latent's size, cut into patches as the latent is. None lets
+            any pass; the model says.
+        dtype: of the entry; None for that of the stored values.
+        num_classes: the values are classes in `[0, num_classes)`; None for real numbers.
+        null: what stands for a dropped value: a number, `no class` (the class index `num_classes`), or `learned`: a
+            parameter of the model, which reads `Entry.dropped_S`.
+        dropout: share of samples trained without it, for guidance, which leads away from its null; None: it is never
+            dropped, and guidance keeps it.
+        group: conditions of one group are dropped by one draw per sample, so that the smallest share loses them all.
+        beside: a condition that this one is another view of, or belongs to: they are given together.
+        default: value of the samples that store none; None: each must store one.
+        limits: sound values of a number.
+        stored_as: its names in a sample, the first that is there counts: of a key of the metadata if it is one number,
+            else of an array part (`NAME.npy` or `NAME.safetensors`).
+        setting: of the model, that asks for it; for messages.
+        hint: who can do without it, for messages.
+    """
+
+    name: str
+    axis: Axis
+    what: str
+    shape: Optional[tuple[int, ...]] = ()
+    dtype: Optional[torch.dtype] = torch.float32
+    num_classes: Optional[int] = None
+    null: float | Literal["learned", "no class"] = "learned"
+    dropout: Optional[float] = None
+    group: str = "conditions"
+    beside: Optional[str] = None
+    default: Optional[float] = None
+    limits: tuple[float, float] = (-math.inf, math.inf)
+    stored_as: tuple[str, ...]
+    setting: Optional[str] = None
+    hint: str = ""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether a sample has one number, rather than an array."""
+        return self.axis == "sample" and self.shape == ()
+
+    @property
+    def null_value(self) -> Optional[float]:
+        """The number that stands for a dropped value; None where the model learns it."""
+        if self.null == "learned":
+            return None
+        return self.num_classes if self.null == "no class" else float(self.null)
+
+    @property
+    def or_without(self) -> str:
+        """End of a message: how to train without it, where a setting says so."""
+        return f", or train without{self.hint}: {self.setting}=null" if self.setting else ""
+
+    def out_of_range(self, value: float) -> Optional[str]:
+        """Say what is wrong with a class, None if nothing is."""
+        if self.num_classes is None or 0 <= value < self.num_classes:
+            return None
+        return f"{value:.0f}, the model knows 0..{self.num_classes - 1}"
+
+    def wrong_shape(self, value: Tensor, latent_size: Sequence[int]) -> Optional[str]:
+        """Say what is wrong with the shape of one sample's value, None if nothing is.
+
+        Args:
+            latent_size: (T, H, W) of the sample's latent.
+        """
+        sides = {"sample": ("width",), "text": ("tokens", "width"), "latent": ("C", "T", "H", "W")}[self.axis]
+        shape = list(value.shape)
+        if len(shape) != len(sides) or 0 in shape:
+            return f"the {self.what} has shape {shape}, wanted [{', '.join(sides)}]"
+        if self.axis == "latent" and shape[1:] != list(latent_size):
+            return f"the {self.what} is {shape[1:]} (T x H x W), the latent {list(latent_size)}; store it at that size"
+        width = shape[0] if self.axis == "latent" else shape[-1]
+        if self.shape is not None and (width,) != self.shape:
+            return f"the {self.what} is {width} wide, the model takes {self.shape[0]}"
+        return None
+
+    def pack(self, values: Sequence[Value], layout: SequenceLayout, patch: tuple[int, int]) -> "Entry":
+        """Lay the values of the samples of a pack side by side.
+
+        Args:
+            values: of each sample.
+            layout: of the latents.
+            patch: sides of a patch in time and in space.
+        """
+        if self.is_number:
+            return Entry(self.axis, torch.tensor(values, dtype=self.dtype))
+        tensors = [torch.as_tensor(value, dtype=self.dtype) for value in values]
+        if self.axis == "sample":
+            return Entry(self.axis, torch.stack(tensors))
+        if self.axis == "text":
+            texts = SequenceLayout.from_lengths([len(text) for text in tensors])
+            return Entry(self.axis, tensors[0] if len(tensors) == 1 else torch.cat(tensors), texts)
+        return Entry(self.axis, layout.spread(patchify_all(tensors, *patch)))
+
+    def absent(self, layout: SequenceLayout, patch: tuple[int, int]) -> Optional["Entry"]:
+        """Return the entry of samples that are given none: the default or the null; None where the model learns it."""
+        value = self.null_value if self.default is None else self.default
+        if value is None or self.shape is None:
+            return None
+        if self.axis == "text":
+            texts = SequenceLayout.from_lengths([1] * layout.num_samples)
+            return Entry(self.axis, torch.full((layout.num_samples, *self.shape), value, dtype=self.dtype), texts)
+        if self.axis == "latent":
+            width = self.shape[0] * patch[0] * patch[1] ** 2
+            return Entry(self.axis, torch.full((layout.num_rows, width), value, dtype=self.dtype))
+        return Entry(self.axis, torch.full((layout.num_samples, *self.shape), value, dtype=self.dtype))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The values of one condition for the samples of a pack.
+
+    Attributes:
+        axis: what a row of `values` belongs to.
+        values: `[S, ...]`, `[K, D]` or `[T, C]`.
+        layout: where the texts lie in K; None along the other axes.
+        dropped_S: True where the model's learned null takes the value's place; None for nowhere.
+    """
+
+    axis: Axis
+    values: Tensor
+    layout: Optional[SequenceLayout] = None
+    dropped_S: Optional[Tensor] = None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Entry":
+        """Move every tensor to `device`."""
+        return Entry(
+            self.axis,
+            self.values.to(device, non_blocking=non_blocking),
+            None if self.layout is None else self.layout.to(device),
+            None if self.dropped_S is None else self.dropped_S.to(device, non_blocking=non_blocking),
+        )
+
+    def select(self, rows: Tensor) -> "Entry":
+        """Take some rows of the latent axis; what lies along another one stays."""
+        return replace(self, values=self.values[rows]) if self.axis == "latent" else self
+
+    def drop(self, condition: Condition, dropped_S: Tensor, layout: SequenceLayout) -> "Entry":
+        """Put the null in the place of some samples' values, besides those that have it already.
+
+        Args:
+            dropped_S: True for these samples.
+            layout: of the latents here.
+        """
+        null = condition.null_value
+        if null is None:
+            return replace(self, dropped_S=dropped_S if self.dropped_S is None else self.dropped_S | dropped_S)
+        if self.axis == "sample":
+            mask = dropped_S.view(-1, *[1] * (self.values.dim() - 1))
+        else:
+            mask = (layout if self.layout is None else self.layout).per_token(dropped_S)
+        return replace(self, values=self.values.masked_fill(mask, null))
+
+    def followed_by(self, other: "Entry") -> "Entry":
+        """Lay the entry of another pack of as many samples behind this one."""
+        layout = dropped_S = None
+        if self.layout is not None and other.layout is not None:
+            layout = self.layout.followed_by(other.layout)
+        if (known_S := other.dropped_S if self.dropped_S is None else self.dropped_S) is not None:
+            nowhere_S = torch.zeros_like(known_S)
+            dropped_S = torch.cat([nowhere_S if x.dropped_S is None else x.dropped_S for x in (self, other)])
+        return Entry(self.axis, torch.cat([self.values, other.values]), layout, dropped_S)
+
+
+def per_sample(values: Tensor, dropped_S: Optional[Tensor] = None) -> Entry:
+    """Return an entry of `[S, ...]`."""
+    return Entry("sample", values, None, dropped_S)
+
+
+def per_text_token(values: Tensor, layout: SequenceLayout, dropped_S: Optional[Tensor] = None) -> Entry:
+    """Return an entry of `[K, D]` with the layout of its texts."""
+    return Entry("text", values, layout, dropped_S)
+
+
+def per_latent_token(values: Tensor, dropped_S: Optional[Tensor] = None) -> Entry:
+    """Return an entry of `[T, C]`, along the latents."""
+    return Entry("latent", values, None, dropped_S)
+
+
+class Conditions(Mapping[str, Entry]):
+    """The conditions of one pack by name; every operation returns new ones.
+
+    Args:
+        entries: by name; None is left out.
+    """
+
+    def __init__(self, entries: Optional[Mapping[str, Optional[Entry]]] = None, **named: Optional[Entry]) -> None:
+        every = {**(entries or {}), **named}
+        self._entries = {name: entry for name, entry in every.items() if entry is not None}
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Conditions({', '.join(f'{name}={list(entry.values.shape)}' for name, entry in self.items())})"
+
+    def __or__(self, others: Mapping[str, Entry]) -> "Conditions":
+        """Add entries, in place of those of the same name."""
+        return Conditions({**self._entries, **others})
+
+    def layout(self, name: str) -> Optional[SequenceLayout]:
+        """Return where the tokens of a text lie; None if there is no such text."""
+        return self._entries[name].layout if name in self._entries else None
+
+    def without(self, *names: str) -> "Conditions":
+        """Leave some out."""
+        return Conditions({name: entry for name, entry in self.items() if name not in names})
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Conditions":
+        """Move every tensor to `device`."""
+        return Conditions({name: entry.to(device, non_blocking=non_blocking) for name, entry in self.items()})
+
+    def select(self, rows: Tensor) -> "Conditions":
+        """Take the rows of the latent axis that a context-parallel rank gets."""
+        return Conditions({name: entry.select(rows) for name, entry in self.items()})
+
+    def drop(self, wanted: Sequence[Condition], draw: Callable[[str], Tensor], layout: SequenceLayout) -> "Conditions":
+        """Take conditions away from some samples, for classifier-free guidance.
+
+        One uniform draw per sample decides about all conditions of a group: each is dropped where the draw lies below
+        its `dropout`. The smallest of the shares thus loses them all, and no other condition of the group is left: this
+        is the prediction that guidance leads away from. Two draws would leave only the product of the shares to learn
+        it. Different shares also train some alone: leading away from a negative text, without a class, wants a class
+        dropout above that of the text.
+
+        Args:
+            wanted: the model's.
+            draw: returns numbers in [0, 1) of each sample, `[S]`, for a purpose.
+            layout: of the latents here.
+
+        Source: Ho and Salimans 2022, arXiv:2207.12598, Algorithm 1, for one condition.
+        """
+        draws: dict[str, Tensor] = {}
+        changed = {}
+        for condition in wanted:
+            if condition.dropout is None or condition.name not in self:
+                continue
+            if condition.group not in draws:
+                draws[condition.group] = draw(f"drop {condition.group}")
+            dropped_S = draws[condition.group] < condition.dropout
+            changed[condition.name] = self[condition.name].drop(condition, dropped_S, layout)
+        return self | changed
+
+    def unconditional(self, wanted: Sequence[Condition], layout: SequenceLayout) -> "Conditions":
+        """Take from every sample all that training ever takes: what guidance leads away from."""
+        everywhere_S = torch.ones(layout.num_samples, dtype=torch.bool, device=layout.device)
+        droppable = [c for c in wanted if c.dropout is not None and c.name in self]
+        return self | {c.name: self[c.name].drop(c, everywhere_S, layout) for c in droppable}
+
+    def followed_by(self, others: "Conditions") -> "Conditions":
+        """Lay the conditions of another pack of as many samples behind these.
+
+        Raises:
+            BatchError: the packs do not have the same conditions.
+        """
+        if set(self) != set(others):
+            raise BatchError(f"packs with the conditions {sorted(self)} and {sorted(others)} cannot be joined")
+        return Conditions({name: entry.followed_by(others[name]) for name, entry in self.items()})
+
+    def problems(
+        self, wanted: Sequence[Condition], layout: SequenceLayout, keys: Sequence[str], patch_volume: int
+    ) -> list[str]:
+        """Compare the entries with the pack, and with what the model takes.
+
+        Args:
+            wanted: the model's.
+            layout: of the latents.
+            keys: name of each sample.
+            patch_volume: latent positions in a patch.
+
+        Returns:
+            What is wrong, in words; empty if nothing is.
+        """
+        wrong = []
+        for name, entry in self.items():
+            need = layout.num_rows if entry.axis == "latent" else layout.num_samples
+            if entry.axis == "text":
+                texts = entry.layout
+                if texts is None:
+                    wrong.append(f"condition {name!r} is per text token and has no layout")
+                    continue
+                if texts.num_samples != layout.num_samples:
+                    wrong.append(f"condition {name!r} has {texts.num_samples} texts, needs {layout.num_samples}")
+                need = texts.total_tokens
+            if len(entry.values) != need:
+                wrong.append(f"condition {name!r} has {len(entry.values)} rows, needs {need}")
+        for condition in wanted:
+            if condition.name in self:
+                wrong.extend(_wrong_values(condition, self[condition.name], keys, patch_volume))
+            elif condition.default is None:
+                wrong.append(f"the model takes the condition {condition.name!r}, the batch has {sorted(self)}")
+        return wrong
+
+
+def _wrong_values(condition: Condition, entry: Entry, keys: Sequence[str], patch_volume: int) -> Iterator[str]:
+    if entry.axis != condition.axis:
+        yield f"condition {condition.name!r} is per {entry.axis}, the model takes it per {condition.axis}"
+        return
+    volume = patch_volume if condition.axis == "latent" else 1
+    have, shape = tuple(entry.values.shape[1:]), condition.shape
+    if shape is not None and have != tuple(volume * side for side in shape):
+        need = [volume * side for side in shape]
+        yield f"condition {condition.name!r} has values of shape {list(have)}, the model takes {need}"
+    elif condition.num_classes is not None:
+        for value, key in zip(entry.values.tolist(), keys):
+            if fault := condition.out_of_range(value):
+                yield f"sample {key!r} has {condition.name} {fault} (fix the data or raise {condition.setting})"
+
+
+def pack_conditions(
+    wanted: Sequence[Condition],
+    given: Mapping[str, Sequence[Value]],
+    layout: SequenceLayout,
+    patch: tuple[int, int],
+) -> Conditions:
+    """Lay the samples' conditions side by side.
+
+    Args:
+        wanted: the model's.
+        given: the values of each sample, by name of the condition; a condition that is not there gets no entry.
+        layout: of the latents.
+        patch: sides of a patch in time and in space.
+    """
+    return Conditions({c.name: c.pack(given[c.name], layout, patch) for c in wanted if c.name in given})
+
+
+def check_given(
+    wanted: Sequence[Condition], given: Mapping[str, Sequence[Value]], count: int, latent_size: Sequence[int]
+) -> None:
+    """Check what a user gives for samples to be drawn.
+
+    Args:
+        wanted: the model's.
+        given: values of each sample, by name of the condition.
+        count: samples.
+        latent_size: (T, H, W) of each.
+
+    Raises:
+        ConfigError: the model does not take it, it has another shape or range, or what belongs to it is missing.
+    """
+    by_name = {condition.name: condition for condition in wanted}
+    for name, values in given.items():
+        if name not in by_name:
+            raise ConfigError(f"the model takes no condition {name!r}; it takes {sorted(by_name)}")
+        condition = by_name[name]
+        if len(values) != count:
+            raise ConfigError(f"{len(values)} values of the condition {name!r} for {count} samples; give one for each")
+        for value in values:
+            if isinstance(value, Tensor):
+                fault = None if condition.is_number else condition.wrong_shape(value, latent_size)
+            else:
+                fault = condition.out_of_range(value)
+            if fault is not None:
+                raise ConfigError(f"{name} {fault}" if condition.is_number else fault)
+    for condition in wanted:
+        if condition.beside in given and condition.name not in given:
+            raise ConfigError(
+                f"{condition.beside!r} is given without {condition.name!r}, which this model takes beside it; give one "
+                f"of {list(condition.shape or ())} features for each sample"
+            )
