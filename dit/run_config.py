@@ -115,11 +115,19 @@ class RunConfig:
         resolve_attention(local_device(), DTYPES[self.training.precision], self.training.attention)
         resolve_linears(self.training.linears)
         self.data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
-        match_conditions(spec.conditions, self.data.stored_conditions())
+        self.unused_conditions()
         return dims, spec
 
+    def unused_conditions(self) -> list[str]:
+        """Say which conditions the data hold and the model does not take; this reads the first samples.
+
+        Raises:
+            ConfigError: the data lack a condition that the model takes.
+        """
+        return match_conditions(self.model.conditions(), self.data.stored_conditions())
+
     def adaptations(self, dims: ParallelDims) -> list[str]:
-        """Say which settings were adapted to the run's size, and which conditions of the data go unused."""
+        """Say which settings were adapted to the run's size, one line each."""
         training, lines = self.training, list[str]()
         if dims.micro_batch_size < training.micro_batch_size:
             lines.append(
@@ -127,8 +135,7 @@ class RunConfig:
                 f"a global batch of {training.global_batch_size} is shared by {dims.data_parallel_size} replicas in "
                 f"{dims.micro_batches} micro-batch{'es' if dims.micro_batches > 1 else ''} each"
             )
-        unused = match_conditions(self.model.conditions(), self.data.stored_conditions())
-        return [*lines, *self.schedule.adapted(training.num_steps), *unused]
+        return lines + self.schedule.adapted(training.num_steps)
 
 
 def check_outputs(objective: Objective, model: ModelConfig) -> None:

@@ -103,7 +103,7 @@ def pretrain(
             process_groups.connect()
             lock.agree()
             dims, spec = config.check_here()
-            for line in config.adaptations(dims) if rank == 0 else ():
+            for line in (*config.adaptations(dims), *config.unused_conditions()) if rank == 0 else ():
                 logger.info(line)
         with StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog:
             with preemption.leaves_at_once():
