@@ -146,6 +146,7 @@ def check_settings(
     resolve_attention(local_device(), DTYPES[training.precision], training.attention)
     resolve_linears(training.linears)
     data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
+    match_conditions(spec.conditions, data.stored_conditions())
     return dims, spec
 
 
