@@ -118,6 +118,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     add("empty", folder)
     add("impossible", parallel__tensor_model_parallel_size=2)
     add("fewer classes", model__num_classes=10)
+    add("no text", model__context_size=8)
     add("flipped", damaged[0])
     add("pickled", pickled)
     add("hidden", hidden)
@@ -150,6 +151,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
         ("empty", 3, ["no .nv-meta folder", "prepare"]),
         ("impossible", 2, ["world size 1", "TP 2", "start 2 ranks"]),
         ("fewer classes", 2, ["has 26 classes", "model.num_classes is 10", "raise it to 26"]),
+        ("no text", 2, ["takes the condition 'context' (text)", "'text', only [", "model.context_size=null"]),
         ("pickled", 3, ["'train_s08'", "train-000000.tar", "is a pickle, which can execute code"]),
         ("hidden", 3, ["'train_s08'", "train-000000.tar", "Python objects, which are pickles"]),
         ("label", 3, ["'train_s08'", "train-000000.tar", "the label is 26, the model knows 0..25"]),
@@ -164,7 +166,7 @@ def test_a_mistake_is_told_with_its_code_and_cure(
     run = ended[name]
     assert run.code == code
     # The settings are not shown before a mistake in them, or in the data folder.
-    assert (run.out == "") == (name in ("missing", "empty", "impossible", "fewer classes"))
+    assert (run.out == "") == (name in ("missing", "empty", "impossible", "fewer classes", "no text"))
     assert run.err.startswith("error: ")
     assert "Traceback" not in run.err
     for word in words:

@@ -41,7 +41,7 @@ def sized(condition: Condition) -> Condition:
 WANTED = tuple(map(sized, TABLE))
 NAMES = [condition.name for condition in WANTED]
 SPEC = BatchSpec(
-    patch_temporal=1, patch_spatial=2, latent_channels=2, conditions=WANTED, micro_batch_size=6, multiple_of=4
+    patch_temporal=1, patch_spatial=2, latent_channels=2, conditions=WANTED, micro_batch_size=6, multiple_of=8
 )
 
 
@@ -88,7 +88,7 @@ def test_packed_is_alone(condition: Condition) -> None:
 @pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
 def test_what_two_ranks_cut_is_together_the_uncut(split: str) -> None:
     """Per latent token each row is on one rank, beside its latent; all else is on both."""
-    source = collate(clips(), replace(SPEC, multiple_of=8))
+    source = made()
     rows = context_rows(source.layout, 2, split)
     back = {name: torch.full_like(source.conditions[name].values, 1e9) for name in NAMES}
     for rank in range(2):
