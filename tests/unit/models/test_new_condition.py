@@ -1,7 +1,7 @@
 """A new condition, added for real: this one file declares it and reads it; data, loss and sampling need no other."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,11 @@ MOOD = Condition(name="mood", axis="sample", what="mood", null=-2.0, stored_as=(
 class MoodyConfig(DiTConfig):
     """A DiT conditioned on a number of each sample, and on a control picture."""
 
+    model_path: ClassVar[Optional[str]] = f"{__name__}:Moody"
+
     def conditions(self) -> tuple[Condition, ...]:
         control = replace(CONTROL, shape=(3,), dropout=0.5, group="control")
         return (*super().conditions(), replace(MOOD, dropout=0.5), control)
-
-    def build(self, provider: Any, attention: Any, stage: Stage) -> "Moody":
-        return Moody(self, provider, attention, stage)
 
 
 class MoodyConditioner(nn.Module):
