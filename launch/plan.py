@@ -297,8 +297,8 @@ def report(
         ConfigError: the settings do not fit together.
     """
     from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
+    from dit.monitoring.flops import flops_per_token
     from dit.parallel.build import count_parameters
-    from dit.planner.flops import flops_per_token
     from dit.training.checks import adapted
     from launch.config_file import summary
 

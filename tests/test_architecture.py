@@ -45,7 +45,6 @@ MAY_IMPORT = {
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
     },
     "dit.optimizer": {"dit.errors", "dit.settings", "dit.backends", "dit.parallel"},
-    "dit.planner": {"dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.models", "dit.parallel"},
     "dit.encoders": {"dit.errors", "dit.backends"},
     "dit.convert": {
         "dit.errors",
@@ -61,8 +60,8 @@ MAY_IMPORT = {
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.convert"),
     },
     "dit.monitoring": {
-        *("dit.errors", "dit.settings", "dit.durable_files", "dit.kernels", "dit.backends", "dit.layers"),
-        *("dit.models", "dit.parallel", "dit.checkpoint"),
+        *("dit.errors", "dit.settings", "dit.durable_files", "dit.layout", "dit.kernels", "dit.backends"),
+        *("dit.layers", "dit.models", "dit.parallel", "dit.checkpoint"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -71,8 +70,13 @@ MAY_IMPORT = {
     "dit.training": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.config_record", "dit.layout"),
         *("dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.context_parallel"),
-        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.planner", "dit.checkpoint"),
-        *("dit.monitoring", "dit.inference"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.checkpoint", "dit.monitoring"),
+        "dit.inference",
+    },
+    # Above training: it traces the step that training makes.
+    "dit.planner": {
+        *("dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.patchify", "dit.objectives"),
+        *("dit.context_parallel", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.training"),
     },
     "energon_data": {
         "dit.errors",
@@ -100,7 +104,7 @@ HEAVY_HOMES = {
     "triton": ("dit/kernels/",),
     "megatron.core": (
         *("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/optimizer/", "dit/checkpoint/"),
-        "dit/training/",
+        *("dit/training/", "dit/planner/"),
     ),
     "megatron.energon": ("energon_data/",),
     "nemo_run": ("recipes/", "launch/"),

@@ -1,6 +1,7 @@
 """From a model configuration to a trainable model on this rank, in one order: build, start weights, wrap, optimizer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -25,6 +26,19 @@ from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
 from dit.parallel.pipeline import split_layers, stages
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class TracedBuild:
+    """How a model is built that is traced on fake tensors: without initial weights, which nobody would read.
+
+    Attributes:
+        stages: the parts of the model to build, one per chunk; None for those of the layout.
+        device: whose attention kernels run, whatever this process's device.
+    """
+
+    stages: Optional[Sequence[Stage]]
+    device: torch.device
 
 
 def megatron_config(
@@ -98,10 +112,18 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def attention_path(
-    parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype, choice: AttentionChoice = "auto"
+    parallel: ParallelConfig,
+    groups: ProcessGroups,
+    dtype: torch.dtype,
+    choice: AttentionChoice = "auto",
+    device: Optional[torch.device] = None,
 ) -> Attention:
-    """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any."""
-    device = local_device()
+    """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any.
+
+    Args:
+        device: another one than this process's.
+    """
+    device = device or local_device()
     _, attention = resolve_attention(device, dtype, choice)
     if parallel.context_parallel_size == 1:
         return attention
@@ -129,30 +151,33 @@ def build_model(
     linears: LinearChoice = "auto",
     recompute: RecomputeChoice = "none",
     recompute_layers: Optional[int] = None,
+    traced: Optional[TracedBuild] = None,
 ) -> list[Backbone]:
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights.
 
     Args:
         recompute: what layers make again in the backward pass.
         recompute_layers: only the first so many layers of each chunk; None for all.
+        traced: builds for tracing; None for training.
     """
     model.validate()
     config = megatron_config(model, parallel, precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]
     provider = LayerProvider(config, groups.collection, linears)
-    path = attention_path(parallel, groups, DTYPES[precision], attention)
-    mine = stages(
+    path = attention_path(parallel, groups, DTYPES[precision], attention, traced and traced.device)
+    own = stages(
         config.num_layers,
         groups.pp.size(),
         groups.pp.rank(),
         parallel.virtual_pipeline_model_parallel_size,
         parallel.pipeline_layers,
     )
-    chunks = [model.build(provider, path, stage) for stage in mine]
+    chunks = [model.build(provider, path, stage) for stage in (traced and traced.stages) or own]
     for chunk in chunks:
         chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
-        initialize_weights(chunk, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
+        if traced is None:
+            initialize_weights(chunk, seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
         if groups.pp.size() > 1:
             _mark_copies(chunk)
         for layer in list(chunk.units())[:recompute_layers]:

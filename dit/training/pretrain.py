@@ -34,6 +34,7 @@ from dit.models.base import ModelConfig
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
 from dit.monitoring.exit_record import ExitRecord
 from dit.monitoring.expert_load import expert_load
+from dit.monitoring.flops import training_flops
 from dit.monitoring.guards import PreemptionFlag, StackWatchdog, check_finite
 from dit.monitoring.headline import headline
 from dit.monitoring.profile import StepProfile
@@ -48,7 +49,6 @@ from dit.optimizer.schedules import learning_rate
 from dit.parallel.build import DTYPES, build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import WholeNetwork, forward_backward
-from dit.planner.flops import training_flops
 from dit.ranges import check_path
 from dit.settings import (
     CheckpointConfig,

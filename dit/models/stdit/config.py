@@ -147,6 +147,9 @@ class STDiTConfig(CrossAttentionModelConfig):
             token += sublayer + self_attention(h, kv, form, norm=norm, rotary=rotary, reordered=kind == "temporal")
         return SavedActivations(token, text_keys(kv, form, norm=norm))
 
+    def layer_kind(self, layer: int) -> tuple[AttentionKind, ...]:
+        return self.kinds(layer)
+
     def build(self, provider: Any, attention: Any, stage: Stage) -> Any:
         from dit.models.stdit.model import STDiT
 

@@ -1,0 +1,623 @@
+"""One training step on fake tensors: what a rank of any layout computes, holds and sends, read from the program itself.
+
+The model is built and stepped as in training, as one rank of a world of any size, on tensors that have a shape and no
+memory. Every operation passes by a counter:
+
+```
+    dit.parallel.build, dit.training.step, Megatron-Core      the program, unchanged
+       |  aten and c10d operations, after autograd
+    _Counter            counts; answers what needs values
+       |
+    FakeTensorMode      shapes; small tables of whole numbers stay real
+       |
+    fake process group  sends nothing
+```
+
+Three things need values, which do not exist. A number read by the host is taken to be 1000. A table received from
+another rank is taken to be what this rank would have sent. Experts are taken to be equally full.
+
+`trace` starts a process of its own: torch.distributed, Megatron-Core's groups and every cache are those of the tracing.
+"""
+
+import contextlib
+import functools
+import gc
+import math
+import multiprocessing
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.context_parallel.shard_batch import shard
+from dit.layout import SequenceLayout
+from dit.models.base import Backbone, ModelConfig, Stage
+from dit.objectives.base import Objective
+from dit.parallel.dims import ParallelConfig
+from dit.patchify import grid_positions
+from dit.settings import OptimizerConfig, TrainingConfig
+
+Grid = tuple[int, int, int]
+Kernels = Literal["cpu", "cuda"]
+
+REAL_ELEMENTS = 1 << 20
+"""Tables up to this size are computed for real."""
+ANSWER = 1000
+"""What the host reads from a tensor without values; as a gradient norm, one that is clipped."""
+STATE = ("weights and gradients", "optimizer", "average")
+PHASES = ("forward and backward", "gradient norm", "update")
+KINDS = {
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall_base": "all_to_all",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "recv": "receive",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_base": "reduce_scatter",
+    "send": "send",
+}
+"""Collectives by the operation that reaches the dispatcher."""
+
+
+@dataclass(frozen=True)
+class PackShape:
+    """The shape of a micro-batch.
+
+    Attributes:
+        grids: (t, h, w) in patches of each sample.
+        text_lengths: tokens of each sample's text; empty for a model without text.
+        multiple_of: samples are padded to a multiple of this many tokens.
+        total_tokens: of the pack, padding included; the sum of the padded samples if None.
+    """
+
+    grids: tuple[Grid, ...]
+    text_lengths: tuple[int, ...] = ()
+    multiple_of: int = 1
+    total_tokens: Optional[int] = None
+
+    def layout(self) -> SequenceLayout:
+        """Return where the samples lie."""
+        lengths = [math.prod(grid) for grid in self.grids]
+        return SequenceLayout.from_lengths(lengths, multiple_of=self.multiple_of, total_tokens=self.total_tokens)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of one rank to be traced.
+
+    Attributes:
+        world_size, rank: of the job.
+        pack: shape of every micro-batch.
+        micro_batches: numbers of micro-batches of the steps to measure, one step each, after a first step that makes
+            the optimizer's state.
+        stages: the parts of the model that this rank has, one per chunk; None for those of its layout.
+        kernels: whose attention runs: on CPU always the reference; on CUDA flash attention in half precision.
+    """
+
+    model: ModelConfig
+    objective: Objective
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    pack: PackShape
+    world_size: int = 1
+    rank: int = 0
+    micro_batches: tuple[int, ...] = (1,)
+    stages: Optional[tuple[Stage, ...]] = None
+    kernels: Kernels = "cuda"
+
+
+@dataclass
+class StepTrace:
+    """What one rank does in one optimizer step.
+
+    Attributes:
+        state_bytes: what it holds before the step, by what it is for (`STATE`).
+        peak_bytes: the most it holds at any time, by phase of the step (`PHASES`).
+        flops: operations of its matrix products and attention, two per multiply-add.
+        moved_bytes: bytes that all other operations read and write (views move none).
+        sent_bytes: bytes that it sends, by (kind of collective, name of the group); a reduction is counted as a ring.
+        calls: how many of these calls it makes.
+        host_syncs: how often the host waits for a value of the device.
+    """
+
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    moved_bytes: int = 0
+    sent_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    host_syncs: int = 0
+
+    @property
+    def live(self) -> int:
+        """Bytes held before the step."""
+        return sum(self.state_bytes.values())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held during the step."""
+        return max(self.peak_bytes.values())
+
+
+def trace(jobs: Sequence[Job]) -> list[list[StepTrace]]:
+    """Trace steps, one after another in one new process; nothing in this one is touched.
+
+    Raises:
+        ConfigError: a job's settings do not fit together.
+        RuntimeError: the process ended without an answer.
+    """
+    # A fork has everything imported already. Neither CUDA nor a process group survives one.
+    anew = torch.cuda.is_initialized() or dist.is_initialized()
+    context: Any = multiprocessing.get_context("spawn" if anew else "fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(theirs, list(jobs)), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = RuntimeError("the process that traces a step ended early; its last words are above")
+    child.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _answer(pipe: Any, jobs: Sequence[Job]) -> None:
+    """Be the process that traces."""
+    os.environ["DIT_DEVICE"] = "cpu"
+    torch.set_num_threads(1)
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # Megatron-Core imports it, for two seconds
+    try:
+        pipe.send([trace_here(job) for job in jobs])
+    except Exception as error:
+        try:
+            pipe.send(error)
+        except Exception:  # it does not pickle
+            pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def trace_here(job: Job) -> list[StepTrace]:
+    """Trace the steps of a job in this process, which must not have started torch.distributed and is spoilt after it.
+
+    Returns:
+        One trace for each of `job.micro_batches`.
+    """
+    from dit.backends import process_groups
+
+    with _fake_world(job.rank, job.world_size), _even_experts(job.model), _without_values():
+        groups = process_groups.initialize(job.parallel)
+        try:
+            counter = _Counter(groups)
+            with _resizes_seen(counter), _fake_tensors(), counter:
+                return _Program(job, groups, counter).run()
+        finally:
+            process_groups.release()
+
+
+@functools.cache
+def _fake_tensors() -> Any:
+    """Return this process's mode of fake tensors: what the program caches in one trace, it uses in the next."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def _fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world that has no other."""
+    from torch.testing._internal.distributed import fake_pg
+
+    def all_gather_object(found: list[Any], own: Any, group: Any = None) -> None:
+        found[:] = [own] * len(found)  # every rank says what this one says
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
+    gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
+    try:
+        yield
+    finally:
+        dist.all_gather_object = gather
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _even_experts(model: ModelConfig) -> Iterator[None]:
+    """Let every expert take as many tokens as the others: which ones it takes would need values."""
+    from dit.backends.expert_dispatch import ExpertDispatch
+
+    send = ExpertDispatch.send
+    met = tokens_meet(model)
+
+    def send_evenly(self: Any, x_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor) -> Any:
+        return send(self, x_TD, _evenly_chosen(*chosen_TE.shape, met), weights_TE)
+
+    ExpertDispatch.send = send_evenly  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ExpertDispatch.send = send  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Replace two places of Megatron-Core that need values inside tensors.
+
+    Its gradient norm without CUDA libraries makes one tensor of a list of others; here it reads their numbers first.
+    Megatron-FSDP checks that the shards of all ranks make up a parameter, and there are no other ranks.
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+    from megatron.core.optimizer import clip_grads
+
+    original = clip_grads.l2_norm_impl
+
+    def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, *_: Any) -> tuple[Tensor, None]:
+        norms = [float(torch.norm(tensor)) for tensors in tensor_lists for tensor in tensors]
+        return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
+
+    clip_grads.l2_norm_impl = l2_norm
+    check, param_and_grad_buffer.validate_uneven_dtensor = param_and_grad_buffer.validate_uneven_dtensor, lambda _: None
+    try:
+        yield
+    finally:
+        clip_grads.l2_norm_impl = original
+        param_and_grad_buffer.validate_uneven_dtensor = check
+
+
+def tokens_meet(model: ModelConfig) -> float:
+    """Return how many experts of a layer a token meets on average; 0 for a model without experts."""
+    if getattr(model, "num_experts", None) is None:
+        return 0.0
+    chosen_by_experts = model.moe_router == "expert_choice"  # type: ignore[attr-defined]
+    return model.moe_capacity_factor if chosen_by_experts else model.moe_top_k  # type: ignore[attr-defined]
+
+
+def _evenly_chosen(tokens: int, experts: int, met: float) -> Tensor:
+    """Return a real table `[T, E]` with the same number of tokens for every expert, up to one."""
+    pair = torch.arange(round(tokens * met))
+    token = pair % tokens
+    chosen_TE = torch.zeros(tokens, experts, dtype=torch.bool)
+    chosen_TE[token, (token + pair // tokens) % experts] = True
+    return chosen_TE
+
+
+@contextlib.contextmanager
+def _resizes_seen(counter: "_Counter") -> Iterator[None]:
+    """Tell the counter where a storage is freed or filled again without an operation (FSDP, pipelines)."""
+    base = torch.UntypedStorage.__mro__[1].resize_  # type: ignore[attr-defined]
+
+    def resize_(storage: Any, size: int) -> Any:
+        result = base(storage, size)
+        counter.watch(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_
+
+
+class _Counter(TorchDispatchMode):
+    """Counts every operation, and every storage while it lives."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+        self._fake, self._without_fakes = FakeTensor, unset_fake_temporarily
+        self._formulas = flop_formulas()
+        self._names = _names(groups)
+        self._sizes: dict[int, tuple[weakref.ref, int]] = {}
+        self.received_shape: list[int] = []
+        self.live = self.peak = 0
+        self.trace = StepTrace()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard doubles the cost of a call
+
+    def begin(self) -> None:
+        """Start a step: new counts."""
+        gc.collect()  # wrapped models are full of cycles
+        self.trace = StepTrace()
+
+    def phase(self, name: str) -> None:
+        """End a phase of the step: note its peak."""
+        self.trace.peak_bytes[name] = self.peak
+        self.peak = self.live
+
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, or its new size, until it is freed."""
+        key, size = storage._cdata, storage.nbytes()
+        known = self._sizes.get(key)
+        if known is None:
+            self._sizes[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size  # type: ignore[misc]
+        elif known[1] == size:
+            return
+        else:
+            self._sizes[key] = known[0], size
+        self.live += size - (0 if known is None else known[1])
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # every second call
+            return getattr(args[0], "fake_device", torch.device("cpu"))
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        fake = any(isinstance(x, self._fake) for x in tensors)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.trace.host_syncs += 1
+            if fake:
+                return ANSWER if not tensors[0].dtype.is_floating_point else float(ANSWER)
+        if func is torch.ops.aten.masked_select.default and not isinstance(args[1], self._fake):
+            self.trace.host_syncs += 1
+            with self._without_fakes():
+                chosen = int(args[1].sum())
+            func, args = torch.ops.aten.new_empty.default, (args[0], [chosen])
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs, fake)
+        if not fake and _is_table(func, args, kwargs, tensors):
+            with self._without_fakes():
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        results = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+        for result in results:
+            self.watch(result.untyped_storage())
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            with self._without_fakes():  # it may read a table of lengths
+                self.trace.flops += formula(*args, **kwargs, out_val=out)
+        elif not func.is_view and not func.__name__.startswith("empty"):
+            self.trace.moved_bytes += sum(x.nbytes for x in (*tensors, *results))
+        return out
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any, fake: bool) -> Any:
+        """Count a call by what it sends; tables get what this rank would have sent."""
+        kind = KINDS[func.__name__.split(".")[0].strip("_")]
+        if fake:
+            out = func(*args, **kwargs)
+        else:
+            with self._without_fakes():
+                out = func(*args, **kwargs)
+                self._fill(kind, args)
+        group = next((g for g in map(_group, args) if g is not None), None)
+        if group is not None and group.size() > 1 and kind not in ("receive", "barrier"):
+            if kind == "send" and not args[0][0].is_floating_point():
+                kind = "send shapes"
+            key = kind, self._names.get(tuple(dist.get_process_group_ranks(group)), "other")
+            self.trace.calls[key] += 1
+            self.trace.sent_bytes[key] += _sent(kind, args, group)
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self.watch(tensor.untyped_storage())
+        return out
+
+    def _fill(self, kind: str, args: Any) -> None:
+        """Answer a call on real tables: every other rank says what this one says."""
+        if kind == "receive":
+            # Megatron-Core's pipelines tell the shape of what comes.
+            assert len(args[0][0]) == len(self.received_shape), "a table from another stage that is no shape"
+            args[0][0].copy_(torch.tensor(self.received_shape))
+        elif kind == "all_gather" and isinstance(args[0], Tensor):
+            args[0].view(-1, args[1].numel()).copy_(args[1].flatten())
+        elif kind == "all_gather":
+            for outputs, given in zip(args[0], args[1]):
+                for output in outputs:
+                    output.copy_(given)
+        elif kind == "all_to_all":
+            args[0].copy_(args[1].flatten()[: args[0].numel()].view_as(args[0]))
+        elif kind == "all_reduce":
+            group, reduction = _group(args[1]), args[2]
+            if "SUM" in str(getattr(reduction, "op", lambda: "SUM")()):
+                for tensor in args[0]:
+                    tensor.mul_(group.size())
+
+
+def _is_table(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:
+    """Tell whether an operation on no fake tensor gives a small table, which is worked out for real."""
+    if tensors:
+        return sum(x.numel() for x in tensors) <= REAL_ELEMENTS
+    dtype = kwargs.get("dtype")
+    if func._overloadpacket is torch.ops.aten.arange:
+        return all(isinstance(x, int) for x in args) and max(map(abs, args)) <= REAL_ELEMENTS
+    shape = args[0] if args and isinstance(args[0], list | tuple) else ()
+    if dtype is None:
+        whole = func._overloadpacket is torch.ops.aten.full and isinstance(args[1], int)
+    else:
+        whole = not dtype.is_floating_point
+    return whole and math.prod(shape) <= REAL_ELEMENTS
+
+
+def _group(value: Any) -> Optional[Any]:
+    """Return an argument of a collective as a process group, if it is one."""
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return dist.ProcessGroup.unbox(value)
+    return None
+
+
+def _names(groups: ProcessGroups) -> dict[tuple[int, ...], str]:
+    """Name this rank's groups by their ranks, the narrowest meaning first."""
+    found: dict[tuple[int, ...], str] = {}
+    for name in ("tp", "cp", "pp", "ep", "dp", "dp_cp", "tp_cp", "expt_dp", "tp_ep", "tp_ep_pp", "mp"):
+        group = getattr(groups.collection, name, None)
+        if group is not None:
+            found.setdefault(tuple(dist.get_process_group_ranks(group)), name)
+    found.setdefault(tuple(range(groups.world_size)), "world")
+    return found
+
+
+def _sent(kind: str, args: Any, group: Any) -> int:
+    """Return the bytes that a rank sends to the others of a group."""
+    size = group.size()
+    given = sum(x.nbytes for x in tree_iter(args[1]) if isinstance(x, Tensor))
+    own = sum(x.nbytes for x in tree_iter(args[0]) if isinstance(x, Tensor))
+    if kind == "all_to_all":
+        shares = args[4]  # rows for each rank; none where all are equal
+        return args[1][:1].nbytes * (sum(shares) - shares[group.rank()]) if shares else given * (size - 1) // size
+    if kind == "all_gather":
+        return given * (size - 1)
+    if kind == "reduce_scatter":
+        return given * (size - 1) // size
+    if kind == "all_reduce":
+        return 2 * own * (size - 1) // size  # a ring: each byte goes round twice, less one step
+    return own  # to one rank, or along a chain
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Return torch's formulas of operations, and those of the attention kernels that it does not know."""
+    from torch.nn.attention import varlen  # noqa: F401  registers its operators
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+    aten = torch.ops.aten
+
+    def of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args, **_: formula(*(x.shape for x in args if isinstance(x, Tensor)))
+
+    return {
+        **flop_registry,
+        aten._scaled_dot_product_flash_attention_for_cpu: of_shapes(sdpa_flop),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: of_shapes(sdpa_backward_flop),
+    }
+
+
+class _Program:
+    """The program of training on one rank: build, and make steps.
+
+    Args:
+        counter: is told where a step and its phases begin.
+    """
+
+    def __init__(self, job: Job, groups: ProcessGroups, counter: _Counter) -> None:
+        self.job, self.groups, self.counter = job, groups, counter
+
+    def run(self) -> list[StepTrace]:
+        """Build the model and its optimizer, make a first step, and trace the others."""
+        from dit.optimizer.ema import EMA
+        from dit.optimizer.master_weights import master_shards
+        from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
+
+        job, training = self.job, self.job.training
+        half_on_cuda = job.kernels == "cuda" and training.precision == "bf16"
+
+        def build(stages: Optional[Sequence[Stage]]) -> list[Backbone]:
+            return build_model(
+                job.model,
+                job.parallel,
+                training.precision,
+                self.groups,
+                training.seed,
+                attention="varlen" if half_on_cuda else "sdpa",
+                recompute=training.recompute,
+                recompute_layers=training.recompute_layers,
+                traced=TracedBuild(stages, torch.device(job.kernels)),
+            )
+
+        chunks = build(job.stages)
+        if self.groups.pp.size() > 1:
+            self.counter.received_shape = self._between_stages(build)
+        self.wrapped = wrap(chunks, job.parallel, self.groups)
+        state = {STATE[0]: self.counter.live}
+        self.optimizer = build_optimizer(self.wrapped, job.optimizer, job.parallel, training.precision, self.groups)
+        shards = master_shards(self.optimizer, chunks)
+        before = self.counter.live
+        self.average = None if training.ema_decay is None else EMA(shards, training.ema_decay, training.ema_start_step)
+        average = self.counter.live - before
+        self._step(job.micro_batches[0], 0)
+        found = []
+        for i, micro_batches in enumerate(job.micro_batches, 1):
+            self.counter.begin()
+            self.counter.trace.state_bytes = {
+                **state,
+                STATE[1]: self.counter.live - state[STATE[0]] - average,
+                STATE[2]: average,
+            }
+            self._step(micro_batches, i)
+            found.append(self.counter.trace)
+        return found
+
+    @torch.no_grad()
+    def _between_stages(self, build: Callable[[Sequence[Stage]], list[Backbone]]) -> list[int]:
+        """Return the shape of what one pipeline stage sends to the next: that of the first layer's output."""
+        (first,) = build([Stage(range(1), first=True, last=False)])
+        batch = self._batch()
+        time_S = torch.zeros(batch.layout.num_samples)
+        return list(first(batch.latents_TC, time_S, batch).shape)
+
+    def _step(self, micro_batches: int, step: int) -> None:
+        """Make one optimizer step, as `dit.training.pretrain.Run.step` does."""
+        from dit.optimizer.master_weights import apply_update, gradient_norm, set_learning_rate
+        from dit.parallel.schedule import forward_backward
+        from dit.training.step import training_forward_step
+
+        job, counter = self.job, self.counter
+        counter.peak = counter.live
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        forward_step = training_forward_step(job.objective, job.model, job.training.seed, step)
+        batches = (self._batch() for _ in range(micro_batches))
+        outputs = forward_backward(forward_step, batches, self.wrapped, micro_batches, self.groups)
+        counter.phase(PHASES[0])
+        set_learning_rate(self.optimizer, job.optimizer.lr)
+        norm = gradient_norm(self.optimizer)
+        del outputs
+        counter.phase(PHASES[1])
+        apply_update(self.optimizer, norm, job.optimizer.clip_grad)
+        if self.average is not None:
+            self.average.update(step + 1)
+        counter.phase(PHASES[2])
+
+    def _batch(self) -> PackedBatch:
+        """Return a micro-batch of this rank's tokens."""
+        job, model = self.job, self.job.model
+        batch = batch_of(model, job.pack)
+        cp = self.groups.cp
+        return shard(batch, cp.rank(), cp.size(), job.parallel.context_split)
+
+
+def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
+    """Return a micro-batch of a shape, with all conditions that a model takes.
+
+    Args:
+        pack: its grids and text lengths.
+    """
+    layout = pack.layout()
+    samples, rows = layout.num_samples, layout.total_tokens
+    positions = torch.zeros(rows, 3, dtype=torch.int64)
+    for start, grid in zip(layout.starts, pack.grids):
+        positions[start : start + math.prod(grid)] = grid_positions(grid)
+    texts = model.context_size is not None and bool(pack.text_lengths)
+    context_layout = SequenceLayout.from_lengths(pack.text_lengths) if texts else None
+    return PackedBatch(
+        latents_TC=torch.zeros(rows, model.token_channels),
+        positions_T3=positions,
+        layout=layout,
+        sample_ids_S=torch.arange(samples),
+        grids=pack.grids,
+        keys=tuple(map(str, range(samples))),
+        labels_S=None if model.num_classes is None else torch.zeros(samples, dtype=torch.int64),
+        context_KD=torch.zeros(context_layout.total_tokens, model.context_size or 0) if context_layout else None,
+        context_layout=context_layout,
+        pooled_SD=None if model.pooled_size is None else torch.zeros(samples, model.pooled_size),
+        fps_S=torch.ones(samples),
+        draws_S=torch.arange(samples),
+    )
