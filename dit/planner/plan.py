@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 import numpy as np
+import torch
 
+from dit.backends.device import ACCELERATOR
 from dit.models.base import ModelConfig, Stage
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.pipeline import stages
-from dit.planner.trace import Job, Kernels, PackShape, StepTrace, trace
+from dit.planner.counter import StepTrace
+from dit.planner.trace import Job, PackShape, trace
 from dit.settings import OptimizerConfig, TrainingConfig
 
 FEWEST_LAYERS = {"ddp": 2, "distributed_optimizer": 2, "fsdp": 4}
@@ -57,14 +60,14 @@ def plan(
     pack: PackShape,
     dims: ParallelDims,
     *,
-    kernels: Kernels = "cuda",
+    kernels: torch.device = ACCELERATOR,
 ) -> Plan:
     """Trace a step of a run on every kind of rank, without ranks, data or memory.
 
     Args:
         pack: shape of every micro-batch.
         dims: of the job, from `check_parallel`.
-        kernels: whose attention runs.
+        kernels: the device whose attention runs.
     """
     sizes = model.megatron_sizes()["num_layers"]
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size

@@ -12,7 +12,8 @@ from dit.backends import process_groups
 from dit.models.base import ModelConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
-from dit.planner.trace import Job, PackShape, batch_of, flop_formulas
+from dit.planner.counter import flop_formulas
+from dit.planner.trace import Job, PackShape, batch_of
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
@@ -58,7 +59,7 @@ def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
         world_size,
         rank,
         (MICRO_BATCHES,),
-        kernels="cpu",
+        kernels=torch.device("cpu"),
     )
 
 

@@ -12,12 +12,12 @@ from dit.settings import OptimizerConfig, TrainingConfig
 PACK = PackShape(((1, 4, 8), (1, 4, 8)), text_lengths=(4, 4))
 OF_PEAK = 0.01
 CASES = {
-    "dit_cross": ({"backbone": "dit_cross", "num_layers": 5}, {"data_parallel": "ddp"}, 4),
+    "dit_cross": ({"backbone": "dit_cross", "num_layers": 4}, {"data_parallel": "ddp"}, 3),
     "stdit": ({"backbone": "stdit", "num_layers": 6}, {"tensor_model_parallel_size": 2}, 1),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["dit_cross", pytest.param("stdit", marks=pytest.mark.matrix)])
 def test_a_plan_is_the_trace_of_the_whole_step(name):
     sizes, layout, micro_batches = CASES[name]
     model, parallel = tiny_model(hidden_size=64, **sizes), ParallelConfig(**layout)
