@@ -165,7 +165,7 @@ def build_model(
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]
     provider = LayerProvider(config, groups.collection, linears)
-    path = attention_path(parallel, groups, DTYPES[precision], attention, traced and traced.device)
+    path = attention_path(parallel, groups, DTYPES[precision], attention, traced.device if traced else None)
     own = stages(
         config.num_layers,
         groups.pp.size(),

@@ -184,7 +184,7 @@ class StepCounter(TorchDispatchMode):
         elif kind == "all_to_all":
             args[0].copy_(args[1].flatten()[: args[0].numel()].view_as(args[0]))
         elif kind == "all_reduce":
-            group, reduction = _group(args[1]), args[2]
+            group, reduction = dist.ProcessGroup.unbox(args[1]), args[2]
             if "SUM" in str(getattr(reduction, "op", lambda: "SUM")()):
                 for tensor in args[0]:
                     tensor.mul_(group.size())

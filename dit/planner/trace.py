@@ -166,8 +166,8 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a world that has no other."""
     from torch.testing._internal.distributed import fake_pg
 
-    def all_gather_object(found: list[Any], own: Any, group: Any = None) -> None:
-        found[:] = [own] * len(found)  # every rank says what this one says
+    def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)  # every rank says what this one says
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
     gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
@@ -187,7 +187,7 @@ def _even_experts(model: ModelConfig) -> Iterator[None]:
     met = tokens_meet(model)
 
     def send_evenly(self: Any, x_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor) -> Any:
-        return send(self, x_TD, _evenly_chosen(*chosen_TE.shape, met), weights_TE)
+        return send(self, x_TD, _evenly_chosen(chosen_TE.shape[0], chosen_TE.shape[1], met), weights_TE)
 
     ExpertDispatch.send = send_evenly  # type: ignore[method-assign]
     try:
