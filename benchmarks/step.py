@@ -92,8 +92,8 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     from dit.backends import process_groups
     from dit.backends.device import describe, peak_memory_bytes, synchronize
     from dit.kernels.resolve import resolve_attention
+    from dit.monitoring.flops import Convention, recomputed_share, training_flops
     from dit.parallel.build import DTYPES
-    from dit.planner.flops import Convention, recomputed_share, training_flops
     from dit.training.pretrain import Run
 
     dims, spec = config.check_here()

@@ -280,8 +280,8 @@ def report(
         ConfigError: the settings do not fit together.
     """
     from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
+    from dit.monitoring.flops import flops_per_token
     from dit.parallel.build import count_parameters
-    from dit.planner.flops import flops_per_token
     from launch.config_file import built, summary
 
     config = built(task)

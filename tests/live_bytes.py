@@ -18,17 +18,22 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
-                storage = StorageWeakRef(tensor.untyped_storage())
-                self.made[storage.cdata] = storage, tensor.untyped_storage().nbytes()
-        self.peak = max(self.peak, self.total())
+        made = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        made = [storage for storage in made if storage._cdata not in given]
+        for storage in made:
+            ref = StorageWeakRef(storage)
+            self.made[ref.cdata] = ref
+        if made:
+            self.peak = max(self.peak, self.total())
         return out
 
     def total(self) -> int:
-        return sum(size for storage, size in self.made.values() if not storage.expired())
+        alive = {cdata: storage for cdata, storage in self.made.items() if not storage.expired()}
+        self.made = alive
+        # FSDP frees a storage by giving it no bytes.
+        return sum(torch.UntypedStorage._new_with_weak_ptr(cdata).nbytes() for cdata in alive)

@@ -68,7 +68,6 @@ MAY_IMPORT = {
         *("dit.errors", "dit.settings", "dit.config_record", "dit.condition_table", "dit.data_api", "dit.objectives"),
         *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
     },
-    "dit.planner": {"dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.models", "dit.parallel"},
     "dit.encoders": {"dit.errors", "dit.backends"},
     "dit.convert": {
         "dit.errors",
@@ -84,8 +83,8 @@ MAY_IMPORT = {
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config", "dit.convert"),
     },
     "dit.monitoring": {
-        *("dit.errors", "dit.settings", "dit.durable_files", "dit.kernels", "dit.backends", "dit.layers"),
-        *("dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint"),
+        *("dit.errors", "dit.settings", "dit.durable_files", "dit.layout", "dit.kernels", "dit.backends"),
+        *("dit.layers", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -95,12 +94,18 @@ MAY_IMPORT = {
     "dit.training": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.config_record", "dit.layout"),
         *("dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.context_parallel"),
-        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.planner", "dit.checkpoint"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.checkpoint"),
         *("dit.run_config", "dit.monitoring", "dit.inference", "dit.conditions", "dit.condition_table"),
     },
     "dit.verify": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.data_api", "dit.objectives", "dit.context_parallel"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.training"),
+    },
+    # Above training: it traces the step that training makes.
+    "dit.planner": {
+        *("dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api", "dit.patchify"),
+        *("dit.objectives", "dit.context_parallel", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
+        "dit.training",
     },
     "energon_data": {
         "dit.errors",
@@ -130,7 +135,7 @@ HEAVY_HOMES = {
     "triton": ("dit/kernels/",),
     "megatron.core": (
         *("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/optimizer/", "dit/checkpoint/"),
-        "dit/training/",
+        *("dit/training/", "dit/planner/"),
     ),
     "megatron.energon": ("energon_data/",),
     "nemo_run": ("recipes/", "launch/"),

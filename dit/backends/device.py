@@ -7,6 +7,14 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
+ACCELERATOR = torch.device("cuda")
+"""What a run is planned for, whatever this machine has."""
+
+
+def is_started() -> bool:
+    """Tell whether this process has used CUDA, which no fork of it can then use."""
+    return torch.cuda.is_initialized()
+
 
 def use_cuda() -> bool:
     """Tell whether this process trains on CUDA; `DIT_DEVICE=cpu` keeps it on CPU beside a GPU."""

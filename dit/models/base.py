@@ -1,7 +1,7 @@
 """What every backbone is to the rest of the house."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Optional, Self
 
@@ -237,6 +237,14 @@ class ModelConfig(ABC):
     def without_layers(self) -> Self:
         """Return these sizes with no layer between embedding and head, to count what the ends need."""
         return replace(self, num_layers=0)  # type: ignore[call-arg]
+
+    def layer_kind(self, layer: int) -> Hashable:
+        """Return what a layer's cost depends on: layers of one kind cost the same.
+
+        Args:
+            layer: its global index.
+        """
+        return None
 
 
 class Backbone(nn.Module, ABC):

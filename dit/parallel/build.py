@@ -1,6 +1,7 @@
 """From a model configuration to a trainable model on this rank, in one order: build, start weights, wrap, optimizer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -27,6 +28,19 @@ from dit.parallel.pipeline import split_layers, stages
 from dit.settings import OptimizerConfig, TrainingConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class TracedBuild:
+    """How a model is built that is traced on fake tensors: without initial weights, which nobody would read.
+
+    Attributes:
+        stages: the parts of the model to build, one per chunk; None for those of the layout.
+        device: whose attention kernels run, whatever this process's device.
+    """
+
+    stages: Optional[Sequence[Stage]]
+    device: torch.device
 
 
 def megatron_config(
@@ -100,10 +114,18 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def attention_path(
-    parallel: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype, choice: AttentionChoice = "auto"
+    parallel: ParallelConfig,
+    groups: ProcessGroups,
+    dtype: torch.dtype,
+    choice: AttentionChoice = "auto",
+    device: Optional[torch.device] = None,
 ) -> Attention:
-    """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any."""
-    device = local_device()
+    """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any.
+
+    Args:
+        device: another one than this process's.
+    """
+    device = device or local_device()
     _, attention = resolve_attention(device, dtype, choice)
     if parallel.context_parallel_size == 1:
         return attention
@@ -121,12 +143,18 @@ def attention_path(
 
 
 def build_model(
-    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, groups: ProcessGroups
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    groups: ProcessGroups,
+    *,
+    traced: Optional[TracedBuild] = None,
 ) -> list[Backbone]:
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights.
 
     Args:
         training: says precision, seed, recompute, and whose attention and linears are used.
+        traced: builds for tracing; None for training.
 
     Raises:
         ConfigError: the backbone cannot do what is asked of it.
@@ -137,18 +165,21 @@ def build_model(
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
     config.has_cond_embedder = True  # type: ignore[attr-defined]
     provider = LayerProvider(config, groups.collection, training.linears)
-    path = attention_path(parallel, groups, DTYPES[training.precision], training.attention)
-    mine = stages(
+    path = attention_path(
+        parallel, groups, DTYPES[training.precision], training.attention, traced.device if traced else None
+    )
+    own = stages(
         config.num_layers,
         groups.pp.size(),
         groups.pp.rank(),
         parallel.virtual_pipeline_model_parallel_size,
         parallel.pipeline_layers,
     )
-    chunks = [build_backbone(model, provider, path, stage) for stage in mine]
+    chunks = [build_backbone(model, provider, path, stage) for stage in (traced and traced.stages) or own]
     for chunk in chunks:
         chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
-        initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
+        if traced is None:
+            initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
         write_attributes(
             chunk,
             sequence_parallel=provider.sequence_parallel,

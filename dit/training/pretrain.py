@@ -28,6 +28,7 @@ from dit.inference.preview import PictureWriter
 from dit.models.base import ModelConfig
 from dit.monitoring.exit_record import ExitRecord
 from dit.monitoring.expert_load import expert_load
+from dit.monitoring.flops import training_flops
 from dit.monitoring.guards import PreemptionFlag, StackWatchdog, check_finite
 from dit.monitoring.profile import StepProfile
 from dit.monitoring.run_lock import RunLock
@@ -37,7 +38,6 @@ from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import WholeNetwork, forward_backward
-from dit.planner.flops import training_flops
 from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.settings import (

@@ -9,8 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
+from dit.monitoring.flops import training_flops
 from dit.monitoring.sinks import read_records, scalars_by_step
-from dit.planner.flops import training_flops
 from tests.integration import actions
 from tests.integration.runs import Job, letters, loss_values, run_jobs
 

@@ -21,7 +21,7 @@ STREAMS = "tests/unit/energon_data/test_data_streams.py"
 LOSSES = "tests/unit/training/test_losses.py"
 SCHEDULES = "tests/unit/optimizer/test_schedules.py"
 STORE = "tests/unit/checkpoint/test_checkpoint_store.py"
-FLOPS = "tests/unit/planner/test_flops.py"
+FLOPS = "tests/unit/monitoring/test_flops.py"
 CONTEXT_ROWS = "tests/unit/context_parallel/test_partition.py"
 DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "dit_cross", "flux", "moe"))
 RULES = "tests/unit/convert/test_rules.py"
@@ -675,14 +675,14 @@ MUTANTS = (
     ),
     Mutant(
         "flops: recompute counts the ends, too",
-        "dit/planner/flops.py",
+        "dit/monitoring/flops.py",
         "round(recomputed * (forward - ends))",
         "round(recomputed * forward)",
         (FLOPS,),
     ),
     Mutant(
         "flops: half of the attention of NeMo's count",
-        "dit/planner/flops.py",
+        "dit/monitoring/flops.py",
         "+ 4 * layers * h * pairs",
         "+ 2 * layers * h * pairs",
         (FLOPS,),

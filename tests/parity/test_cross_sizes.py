@@ -15,8 +15,8 @@ from dit.layout import SequenceLayout
 from dit.models.cross_config import CONDITION_FEATURES, CrossAttentionModelConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
 from dit.parallel.build import count_parameters
-from dit.planner.flops import flops_per_token, forward_flops, training_flops
 from tests.conftest import BuildModel
 from tests.parity.cross_cases import DENSE, MIXED, ROPE_FIELDS, STRETCH, Sample, check_setting_acts, draw, pack
 

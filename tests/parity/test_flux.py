@@ -12,8 +12,8 @@ from dit.conditions import per_sample
 from dit.errors import BatchError, ConfigError
 from dit.joint_layout import joint_layout
 from dit.models.flux.config import FluxConfig
+from dit.monitoring.flops import forward_flops, training_flops
 from dit.parallel.build import count_parameters
-from dit.planner.flops import forward_flops, training_flops
 from tests.conftest import BuildModel
 from tests.parity.cross_cases import (
     DENSE,

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from dit.layout import SequenceLayout
 from dit.models.cross_config import CONDITION_FEATURES
 from dit.models.stdit.config import STDiTConfig
+from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
 from dit.parallel.build import count_parameters
-from dit.planner.flops import flops_per_token, forward_flops, training_flops
 from tests.conftest import BuildModel
 from tests.parity.cross_cases import DENSE, MIXED, ROPE_FIELDS, STRETCH, Sample, check_setting_acts, draw, pack
 

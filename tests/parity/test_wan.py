@@ -12,8 +12,8 @@ from dit.errors import ConfigError
 from dit.layers.positions import RotaryPositions
 from dit.models.cross_config import CONDITION_FEATURES
 from dit.models.wan.config import WanConfig
+from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
 from dit.parallel.build import count_parameters
-from dit.planner.flops import flops_per_token, forward_flops, training_flops
 from tests.conftest import BuildModel
 from tests.parity.cross_cases import (
     DENSE,

@@ -155,5 +155,8 @@ class FluxConfig(ModelConfig, RotarySettings):
             row = Kept(input=h, split=(3 * h + f) + 2 * h + h + (h + f)) + sublayer
         return SavedActivations(row, row)
 
+    def layer_kind(self, layer: int) -> bool:
+        return layer < self.num_joint_layers
+
     def without_layers(self) -> Self:
         return replace(self, num_joint_layers=0, num_single_layers=0)

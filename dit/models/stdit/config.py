@@ -146,3 +146,6 @@ class STDiTConfig(CrossAttentionModelConfig):
             rotary = self.temporal_rope if kind == "temporal" else self.position_embedding == "rope_3d"
             token += sublayer + self_attention(h, kv, form, norm=norm, rotary=rotary, reordered=kind == "temporal")
         return SavedActivations(token, text_keys(kv, form, norm=norm))
+
+    def layer_kind(self, layer: int) -> tuple[AttentionKind, ...]:
+        return self.kinds(layer)

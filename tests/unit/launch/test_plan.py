@@ -10,9 +10,9 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
+from dit.monitoring.flops import flops_per_token
 from dit.objectives.ddpm import DDPM
 from dit.parallel.dims import ParallelConfig
-from dit.planner.flops import flops_per_token
 from dit.settings import TrainingConfig
 from launch import plan
 from launch.config_file import built

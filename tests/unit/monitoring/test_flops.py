@@ -12,8 +12,7 @@ from dit.conditions import Conditions, per_sample, per_text_token
 from dit.kernels.recompute import recompute_activations
 from dit.layout import SequenceLayout
 from dit.models.dit.config import TIME_FEATURES, DiTConfig
-from dit.parallel.dims import ParallelConfig
-from dit.planner.flops import (
+from dit.monitoring.flops import (
     Convention,
     flops_per_token,
     forward_flops,
@@ -21,6 +20,7 @@ from dit.planner.flops import (
     recomputed_share,
     training_flops,
 )
+from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from tests.conftest import BuildModel
 

@@ -1,0 +1,257 @@
+"""Count what a program does, operation by operation: work, memory, traffic, waits of the host."""
+
+import gc
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from dit.backends.process_groups import ProcessGroups
+
+REAL_ELEMENTS = 1 << 20
+"""Tables up to this size are computed for real."""
+ANSWER = 1000
+"""What the host reads from a tensor without values; as a gradient norm, one that is clipped."""
+STATE = ("weights and gradients", "optimizer", "average")
+PHASES = ("forward and backward", "gradient norm", "update")
+KINDS = {
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall_base": "all_to_all",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "recv": "receive",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_base": "reduce_scatter",
+    "send": "send",
+}
+"""Collectives by the operation that reaches the dispatcher."""
+
+
+@dataclass
+class StepTrace:
+    """What one rank does in one optimizer step.
+
+    Attributes:
+        state_bytes: what it holds before the step, by what it is for (`STATE`).
+        peak_bytes: the most it holds at any time, by phase of the step (`PHASES`).
+        flops: operations of its matrix products and attention, two per multiply-add.
+        moved_bytes: bytes that all other operations read and write (views move none).
+        sent_bytes: bytes that it sends, by (kind of collective, name of the group); a reduction is counted as a ring.
+        calls: how many of these calls it makes.
+        host_syncs: how often the host waits for a value of the device.
+    """
+
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    moved_bytes: int = 0
+    sent_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    host_syncs: int = 0
+
+    @property
+    def live(self) -> int:
+        """Bytes held before the step."""
+        return sum(self.state_bytes.values())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held during the step."""
+        return max(self.peak_bytes.values())
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts every operation, and every storage while it lives."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+        self._fake, self._without_fakes = FakeTensor, unset_fake_temporarily
+        self._formulas = flop_formulas()
+        self._names = _names(groups)
+        self._sizes: dict[int, tuple[weakref.ref, int]] = {}
+        self.received_shape: list[int] = []
+        self.live = self.peak = 0
+        self.trace = StepTrace()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard doubles the cost of a call
+
+    def begin(self) -> None:
+        """Start a step: new counts."""
+        gc.collect()  # wrapped models are full of cycles
+        self.trace = StepTrace()
+
+    def phase(self, name: str) -> None:
+        """End a phase of the step: note its peak."""
+        self.trace.peak_bytes[name] = self.peak
+        self.peak = self.live
+
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, or its new size, until it is freed."""
+        key, size = storage._cdata, storage.nbytes()
+        known = self._sizes.get(key)
+        if known is None:
+            self._sizes[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size  # type: ignore[misc]
+        elif known[1] == size:
+            return
+        else:
+            self._sizes[key] = known[0], size
+        self.live += size - (0 if known is None else known[1])
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # every second call
+            return getattr(args[0], "fake_device", torch.device("cpu"))
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        fake = any(isinstance(x, self._fake) for x in tensors)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.trace.host_syncs += 1
+            if fake:
+                return ANSWER if not tensors[0].dtype.is_floating_point else float(ANSWER)
+        if func is torch.ops.aten.masked_select.default and not isinstance(args[1], self._fake):
+            self.trace.host_syncs += 1
+            with self._without_fakes():
+                chosen = int(args[1].sum())
+            func, args = torch.ops.aten.new_empty.default, (args[0], [chosen])
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs, fake)
+        if not fake and _is_table(func, args, kwargs, tensors):
+            with self._without_fakes():
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        results = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+        for result in results:
+            self.watch(result.untyped_storage())
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            with self._without_fakes():  # it may read a table of lengths
+                self.trace.flops += formula(*args, **kwargs, out_val=out)
+        elif not func.is_view and not func.__name__.startswith("empty"):
+            self.trace.moved_bytes += sum(x.nbytes for x in (*tensors, *results))
+        return out
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any, fake: bool) -> Any:
+        """Count a call by what it sends; tables get what this rank would have sent."""
+        kind = KINDS[func.__name__.split(".")[0].strip("_")]
+        if fake:
+            out = func(*args, **kwargs)
+        else:
+            with self._without_fakes():
+                out = func(*args, **kwargs)
+                self._fill(kind, args)
+        group = next((g for g in map(_group, args) if g is not None), None)
+        if group is not None and group.size() > 1 and kind not in ("receive", "barrier"):
+            if kind == "send" and not args[0][0].is_floating_point():
+                kind = "send shapes"
+            key = kind, self._names.get(tuple(dist.get_process_group_ranks(group)), "other")
+            self.trace.calls[key] += 1
+            self.trace.sent_bytes[key] += _sent(kind, args, group)
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self.watch(tensor.untyped_storage())
+        return out
+
+    def _fill(self, kind: str, args: Any) -> None:
+        """Answer a call on real tables: every other rank says what this one says."""
+        if kind == "receive":
+            # Megatron-Core's pipelines tell the shape of what comes.
+            assert len(args[0][0]) == len(self.received_shape), "a table from another stage that is no shape"
+            args[0][0].copy_(torch.tensor(self.received_shape))
+        elif kind == "all_gather" and isinstance(args[0], Tensor):
+            args[0].view(-1, args[1].numel()).copy_(args[1].flatten())
+        elif kind == "all_gather":
+            for outputs, given in zip(args[0], args[1]):
+                for output in outputs:
+                    output.copy_(given)
+        elif kind == "all_to_all":
+            args[0].copy_(args[1].flatten()[: args[0].numel()].view_as(args[0]))
+        elif kind == "all_reduce":
+            group, reduction = dist.ProcessGroup.unbox(args[1]), args[2]
+            if "SUM" in str(getattr(reduction, "op", lambda: "SUM")()):
+                for tensor in args[0]:
+                    tensor.mul_(group.size())
+
+
+def _is_table(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:
+    """Tell whether an operation on no fake tensor gives a small table, which is worked out for real."""
+    if tensors:
+        return sum(x.numel() for x in tensors) <= REAL_ELEMENTS
+    dtype = kwargs.get("dtype")
+    if func._overloadpacket is torch.ops.aten.arange:
+        return all(isinstance(x, int) for x in args) and max(map(abs, args)) <= REAL_ELEMENTS
+    shape = args[0] if args and isinstance(args[0], list | tuple) else ()
+    if dtype is None:
+        whole = func._overloadpacket is torch.ops.aten.full and isinstance(args[1], int)
+    else:
+        whole = not dtype.is_floating_point
+    return whole and math.prod(shape) <= REAL_ELEMENTS
+
+
+def _group(value: Any) -> Optional[Any]:
+    """Return an argument of a collective as a process group, if it is one."""
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return dist.ProcessGroup.unbox(value)
+    return None
+
+
+def _names(groups: ProcessGroups) -> dict[tuple[int, ...], str]:
+    """Name this rank's groups by their ranks, the narrowest meaning first."""
+    found: dict[tuple[int, ...], str] = {}
+    for name in ("tp", "cp", "pp", "ep", "dp", "dp_cp", "tp_cp", "expt_dp", "tp_ep", "tp_ep_pp", "mp"):
+        group = getattr(groups.collection, name, None)
+        if group is not None:
+            found.setdefault(tuple(dist.get_process_group_ranks(group)), name)
+    found.setdefault(tuple(range(groups.world_size)), "world")
+    return found
+
+
+def _sent(kind: str, args: Any, group: Any) -> int:
+    """Return the bytes that a rank sends to the others of a group."""
+    size = group.size()
+    given = sum(x.nbytes for x in tree_iter(args[1]) if isinstance(x, Tensor))
+    own = sum(x.nbytes for x in tree_iter(args[0]) if isinstance(x, Tensor))
+    if kind == "all_to_all":
+        shares = args[4]  # rows for each rank; none where all are equal
+        return args[1][:1].nbytes * (sum(shares) - shares[group.rank()]) if shares else given * (size - 1) // size
+    if kind == "all_gather":
+        return given * (size - 1)
+    if kind == "reduce_scatter":
+        return given * (size - 1) // size
+    if kind == "all_reduce":
+        return 2 * own * (size - 1) // size  # a ring: each byte goes round twice, less one step
+    return own  # to one rank, or along a chain
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Return torch's formulas of operations, and those of the attention kernels that it does not know."""
+    from torch.nn.attention import varlen  # noqa: F401  registers its operators
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+    aten = torch.ops.aten
+
+    def of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args, **_: formula(*(x.shape for x in args if isinstance(x, Tensor)))
+
+    return {
+        **flop_registry,
+        aten._scaled_dot_product_flash_attention_for_cpu: of_shapes(sdpa_flop),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: of_shapes(sdpa_backward_flop),
+    }

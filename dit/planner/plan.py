@@ -1,0 +1,198 @@
+"""What an optimizer step of a run costs each kind of rank, from traces of a few layers and micro-batches.
+
+Layers of one kind cost the same, so a rank's stage is traced with few of its layers, and once more with one more of
+each kind; the difference is the cost of one. Likewise micro-batches once the pipeline is full. Memory, operations and
+traffic of the real depth and number follow by counting.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Optional
+
+import numpy as np
+import torch
+
+from dit.backends.device import ACCELERATOR
+from dit.models.base import ModelConfig, Stage
+from dit.objectives.base import Objective
+from dit.parallel.dims import ParallelConfig, ParallelDims
+from dit.parallel.pipeline import stages
+from dit.planner.counter import StepTrace
+from dit.planner.trace import Job, PackShape, trace
+from dit.settings import OptimizerConfig, TrainingConfig
+
+FEWEST_LAYERS = {"ddp": 2, "distributed_optimizer": 2, "fsdp": 4}
+"""Layers from which on memory grows evenly, by the kind of data parallelism: FSDP fetches the weights of the next."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step costs.
+
+    Attributes:
+        ranks: of the first and the last pipeline stage, and of one between that has most layers, by pipeline rank.
+    """
+
+    ranks: dict[int, StepTrace]
+
+    @property
+    def fullest(self) -> StepTrace:
+        """The rank that needs most memory."""
+        return max(self.ranks.values(), key=lambda step: step.peak)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A stage with fewer layers, and how often its cost counts in that of the whole stage."""
+
+    stages: tuple[Stage, ...]
+    recompute_layers: Optional[int]
+    weight: float
+
+
+def plan(
+    model: ModelConfig,
+    objective: Objective,
+    optimizer: OptimizerConfig,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    pack: PackShape,
+    dims: ParallelDims,
+    *,
+    kernels: torch.device = ACCELERATOR,
+) -> Plan:
+    """Trace a step of a run on every kind of rank, without ranks, data or memory.
+
+    Args:
+        pack: shape of every micro-batch.
+        dims: of the job, from `check_parallel`.
+        kernels: the device whose attention runs.
+    """
+    sizes = model.megatron_sizes().num_layers
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    own = [tuple(stages(sizes, pp, rank, vpp, parallel.pipeline_layers)) for rank in range(pp)]
+    between = max(range(1, pp - 1), key=lambda rank: _num_layers(own[rank]), default=0)
+    numbers = _micro_batches(dims.micro_batches, pp, vpp)
+    jobs: list[Job] = []
+    probes: dict[int, list[_Probe]] = {}
+    for rank in sorted({0, between, pp - 1}):
+        probes[rank] = shallower(model, own[rank], training, FEWEST_LAYERS[parallel.data_parallel])
+        jobs += [
+            Job(
+                model,
+                objective,
+                optimizer,
+                parallel,
+                replace(training, recompute_layers=probe.recompute_layers),
+                pack,
+                dims.world_size,
+                rank * dims.world_size // pp,
+                numbers,
+                probe.stages,
+                kernels,
+            )
+            for probe in probes[rank]
+        ]
+    traced = iter(trace(jobs))
+    found = {}
+    for rank, few in probes.items():
+        of_numbers = zip(*(next(traced) for _ in few), strict=True)
+        steps = [combined(steps, [probe.weight for probe in few]) for steps in of_numbers]
+        found[rank] = _of_all(steps, numbers, dims.micro_batches)
+    return Plan(found)
+
+
+def _num_layers(chunks: Sequence[Stage]) -> int:
+    return sum(len(chunk.layers) for chunk in chunks)
+
+
+def _micro_batches(total: int, pp: int, vpp: Optional[int]) -> tuple[int, ...]:
+    """Return the numbers of micro-batches to trace: few that fill the pipeline, and the next possible number."""
+    few, more = (1, 1) if pp == 1 else (pp, 1) if vpp is None else (2 * pp, pp)
+    return (few, few + more) if few + more < total else (total,)
+
+
+def _of_all(steps: Sequence[StepTrace], numbers: Sequence[int], total: int) -> StepTrace:
+    """Return the step of all micro-batches; from two on, memory grows no more."""
+    if len(steps) == 1:
+        return steps[0]
+    more = (total - numbers[0]) / (numbers[1] - numbers[0])
+    return replace(
+        combined(steps, [1 - more, more]), state_bytes=steps[-1].state_bytes, peak_bytes=steps[-1].peak_bytes
+    )
+
+
+def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingConfig, fewest: int) -> list[_Probe]:
+    """Return stages of few layers whose costs, weighted and added up, are those of a rank's stages.
+
+    Args:
+        chunks: the stages of the rank.
+        fewest: layers from which on a cost grows evenly.
+    """
+    redone = training.recompute_layers
+
+    def kind(chunk: Stage, layer: int) -> Hashable:
+        return model.layer_kind(layer), redone is not None and layer - chunk.layers.start < redone
+
+    def counts(part: Sequence[Stage], whole: Sequence[Stage]) -> Counter[Hashable]:
+        return Counter(kind(w, layer) for p, w in zip(part, whole) for layer in p.layers)
+
+    target = counts(chunks, chunks)
+    everything = _Probe(tuple(chunks), redone, 1.0)
+    if len(chunks) > 1 and len(target) > 1:
+        return [everything]
+    chosen: list[tuple[tuple[Stage, ...], Counter[Hashable]]] = []
+    for length in range(max(fewest, len(target)), len(chunks[0].layers)):
+        for start in range(len(chunks[0].layers) - length + 1):
+            part = tuple(replace(chunk, layers=chunk.layers[start : start + length]) for chunk in chunks)
+            found = counts(part, chunks)
+            if set(found) != set(target) or not _is_new(found, [c for _, c in chosen], target):
+                continue
+            chosen.append((part, found))
+            if not _is_new(target, [c for _, c in chosen], target):
+                weights = np.linalg.lstsq(
+                    np.array([_row(c, target) for _, c in chosen]).T, np.array(_row(target, target)), rcond=None
+                )[0]
+                return [
+                    _Probe(part, None if redone is None else _redone(part, chunks, redone), float(weight))
+                    for (part, _), weight in zip(chosen, weights)
+                ]
+    return [everything]
+
+
+def _redone(part: Sequence[Stage], chunks: Sequence[Stage], redone: int) -> int:
+    """Return how many of a part's first layers are recomputed, as in the whole stage."""
+    first = part[0].layers.start - chunks[0].layers.start
+    return max(1, min(len(part[0].layers), redone - first))
+
+
+def _row(counts: Counter[Hashable], kinds: Counter[Hashable]) -> list[int]:
+    """Return what a stage is made of: its ends once, and its layers of each kind."""
+    return [1, *(counts[kind] for kind in kinds)]
+
+
+def _is_new(counts: Counter[Hashable], known: Sequence[Counter[Hashable]], kinds: Counter[Hashable]) -> bool:
+    """Tell whether a stage cannot be composed of those known."""
+    rows = [_row(c, kinds) for c in known]
+    return not rows or np.linalg.matrix_rank([*rows, _row(counts, kinds)]) > np.linalg.matrix_rank(rows)
+
+
+def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
+    """Return the weighted sum of steps."""
+
+    def total(values: Sequence[float]) -> int:
+        return round(sum(weight * value for weight, value in zip(weights, values, strict=True)))
+
+    def table(tables: Sequence[dict]) -> dict:
+        return {key: total([t.get(key, 0) for t in tables]) for key in dict.fromkeys(k for t in tables for k in t)}
+
+    return StepTrace(
+        table([step.state_bytes for step in steps]),
+        table([step.peak_bytes for step in steps]),
+        total([step.flops for step in steps]),
+        total([step.moved_bytes for step in steps]),
+        Counter(table([step.sent_bytes for step in steps])),
+        Counter(table([step.calls for step in steps])),
+        total([step.host_syncs for step in steps]),
+    )

@@ -1,0 +1,385 @@
+"""One training step on fake tensors: what a rank of any layout computes, holds and sends, read from the program itself.
+
+The model is built and stepped as in training, as one rank of a world of any size, on tensors that have a shape and no
+memory. Every operation passes by a counter:
+
+```
+    dit.parallel.build, dit.training.step, Megatron-Core      the program, unchanged
+       |  aten and c10d operations, after autograd
+    StepCounter         counts; answers what needs values
+       |
+    FakeTensorMode      shapes; small tables of whole numbers stay real
+       |
+    fake process group  sends nothing
+```
+
+Three things need values, which do not exist. A number read by the host is taken to be 1000. A table received from
+another rank is taken to be what this rank would have sent. Experts are taken to be equally full.
+
+`trace` starts a process of its own: torch.distributed, Megatron-Core's groups and every cache are those of the tracing.
+"""
+
+import contextlib
+import functools
+import math
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dit.backends.device import ACCELERATOR, is_started
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.conditions import Condition, Value, pack_conditions
+from dit.context_parallel.shard_batch import shard
+from dit.data_api import BatchSpec
+from dit.layout import SequenceLayout
+from dit.models.base import Backbone, ModelConfig, Stage
+from dit.objectives.base import Objective
+from dit.parallel.dims import ParallelConfig
+from dit.patchify import grid_positions
+from dit.planner.counter import PHASES, STATE, StepCounter, StepTrace
+from dit.settings import OptimizerConfig, TrainingConfig
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class PackShape:
+    """The shape of a micro-batch.
+
+    Attributes:
+        grids: (t, h, w) in patches of each sample.
+        text_lengths: tokens of each sample's text; empty for a model without text.
+        multiple_of: samples are padded to a multiple of this many tokens.
+        total_tokens: of the pack, padding included; the sum of the padded samples if None.
+    """
+
+    grids: tuple[Grid, ...]
+    text_lengths: tuple[int, ...] = ()
+    multiple_of: int = 1
+    total_tokens: Optional[int] = None
+
+    def layout(self) -> SequenceLayout:
+        """Return where the samples lie."""
+        lengths = [math.prod(grid) for grid in self.grids]
+        return SequenceLayout.from_lengths(lengths, multiple_of=self.multiple_of, total_tokens=self.total_tokens)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of one rank to be traced.
+
+    Attributes:
+        world_size, rank: of the job.
+        pack: shape of every micro-batch.
+        micro_batches: numbers of micro-batches of the steps to measure, one step each, after a first step that makes
+            the optimizer's state.
+        stages: the parts of the model that this rank has, one per chunk; None for those of its layout.
+        kernels: the device whose attention runs: flash attention in half precision on an accelerator.
+    """
+
+    model: ModelConfig
+    objective: Objective
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    pack: PackShape
+    world_size: int = 1
+    rank: int = 0
+    micro_batches: tuple[int, ...] = (1,)
+    stages: Optional[tuple[Stage, ...]] = None
+    kernels: torch.device = ACCELERATOR
+
+
+def trace(jobs: Sequence[Job]) -> list[list[StepTrace]]:
+    """Trace steps, one after another in one new process; nothing in this one is touched.
+
+    Raises:
+        ConfigError: a job's settings do not fit together.
+        RuntimeError: the process ended without an answer.
+    """
+    # A fork has everything imported already. Neither CUDA nor a process group survives one.
+    anew = is_started() or dist.is_initialized()
+    context: Any = multiprocessing.get_context("spawn" if anew else "fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(theirs, list(jobs)), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = RuntimeError("the process that traces a step ended early; its last words are above")
+    child.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _answer(pipe: Any, jobs: Sequence[Job]) -> None:
+    """Be the process that traces."""
+    os.environ["DIT_DEVICE"] = "cpu"
+    torch.set_num_threads(1)
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # Megatron-Core imports it, for two seconds
+    try:
+        pipe.send([trace_here(job) for job in jobs])
+    except Exception as error:
+        try:
+            pipe.send(error)
+        except Exception:  # it does not pickle
+            pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def trace_here(job: Job) -> list[StepTrace]:
+    """Trace the steps of a job in this process, which must not have started torch.distributed and is spoilt after it.
+
+    Returns:
+        One trace for each of `job.micro_batches`.
+    """
+    from dit.backends import process_groups
+
+    with _fake_world(job.rank, job.world_size), _even_experts(job.model), _without_values():
+        groups = process_groups.initialize(job.parallel)
+        try:
+            counter = StepCounter(groups)
+            with _resizes_seen(counter), _fake_tensors(), counter:
+                return _Program(job, groups, counter).run()
+        finally:
+            process_groups.release()
+
+
+@functools.cache
+def _fake_tensors() -> Any:
+    """Return this process's mode of fake tensors: what the program caches in one trace, it uses in the next."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def _fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world that has no other."""
+    from torch.testing._internal.distributed import fake_pg
+
+    def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)  # every rank says what this one says
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
+    gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
+    try:
+        yield
+    finally:
+        dist.all_gather_object = gather
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _even_experts(model: ModelConfig) -> Iterator[None]:
+    """Let every expert take as many tokens as the others: which ones it takes would need values."""
+    from dit.backends.expert_dispatch import ExpertDispatch
+
+    send = ExpertDispatch.send
+    met = tokens_meet(model)
+
+    def send_evenly(self: Any, x_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor) -> Any:
+        return send(self, x_TD, _evenly_chosen(chosen_TE.shape[0], chosen_TE.shape[1], met), weights_TE)
+
+    ExpertDispatch.send = send_evenly  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ExpertDispatch.send = send  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Replace two places of Megatron-Core that need values inside tensors.
+
+    Its gradient norm without CUDA libraries makes one tensor of a list of others; here it reads their numbers first.
+    Megatron-FSDP checks that the shards of all ranks make up a parameter, and there are no other ranks.
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+    from megatron.core.optimizer import clip_grads
+
+    original = clip_grads.l2_norm_impl
+
+    def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, *_: Any) -> tuple[Tensor, None]:
+        norms = [float(torch.norm(tensor)) for tensors in tensor_lists for tensor in tensors]
+        return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
+
+    clip_grads.l2_norm_impl = l2_norm
+    check, param_and_grad_buffer.validate_uneven_dtensor = param_and_grad_buffer.validate_uneven_dtensor, lambda _: None
+    try:
+        yield
+    finally:
+        clip_grads.l2_norm_impl = original
+        param_and_grad_buffer.validate_uneven_dtensor = check
+
+
+def tokens_meet(model: ModelConfig) -> float:
+    """Return how many experts of a layer a token meets on average; 0 for a model without experts."""
+    if getattr(model, "num_experts", None) is None:
+        return 0.0
+    chosen_by_experts = model.moe_router == "expert_choice"  # type: ignore[attr-defined]
+    return model.moe_capacity_factor if chosen_by_experts else model.moe_top_k  # type: ignore[attr-defined]
+
+
+def _evenly_chosen(tokens: int, experts: int, met: float) -> Tensor:
+    """Return a real table `[T, E]` with the same number of tokens for every expert, up to one."""
+    pair = torch.arange(round(tokens * met))
+    token = pair % tokens
+    chosen_TE = torch.zeros(tokens, experts, dtype=torch.bool)
+    chosen_TE[token, (token + pair // tokens) % experts] = True
+    return chosen_TE
+
+
+@contextlib.contextmanager
+def _resizes_seen(counter: StepCounter) -> Iterator[None]:
+    """Tell the counter where a storage is freed or filled again without an operation (FSDP, pipelines)."""
+    base = torch.UntypedStorage.__mro__[1].resize_  # type: ignore[attr-defined]
+
+    def resize_(storage: Any, size: int) -> Any:
+        result = base(storage, size)
+        counter.watch(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_
+
+
+class _Program:
+    """The program of training on one rank: build, and make steps.
+
+    Args:
+        counter: is told where a step and its phases begin.
+    """
+
+    def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter) -> None:
+        self.job, self.groups, self.counter = job, groups, counter
+
+    def run(self) -> list[StepTrace]:
+        """Build the model and its optimizer, make a first step, and trace the others."""
+        from dit.optimizer.ema import EMA
+        from dit.optimizer.master_weights import master_shards
+        from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
+
+        job, training = self.job, self.job.training
+        half_on_cuda = job.kernels == ACCELERATOR and training.precision == "bf16"
+
+        def build(stages: Optional[Sequence[Stage]]) -> list[Backbone]:
+            asked = replace(training, attention="varlen" if half_on_cuda else "sdpa", linears="auto")
+            return build_model(job.model, job.parallel, asked, self.groups, traced=TracedBuild(stages, job.kernels))
+
+        chunks = build(job.stages)
+        if self.groups.pp.size() > 1:
+            self.counter.received_shape = self._between_stages(build)
+        self.wrapped = wrap(chunks, job.parallel, self.groups)
+        state = {STATE[0]: self.counter.live}
+        self.optimizer = build_optimizer(self.wrapped, job.optimizer, job.parallel, training.precision, self.groups)
+        shards = master_shards(self.optimizer, chunks)
+        before = self.counter.live
+        self.average = None if training.ema_decay is None else EMA(shards, training.ema_decay, training.ema_start_step)
+        average = self.counter.live - before
+        self._step(job.micro_batches[0], 0)
+        found = []
+        for i, micro_batches in enumerate(job.micro_batches, 1):
+            self.counter.begin()
+            self.counter.trace.state_bytes = {
+                **state,
+                STATE[1]: self.counter.live - state[STATE[0]] - average,
+                STATE[2]: average,
+            }
+            self._step(micro_batches, i)
+            found.append(self.counter.trace)
+        return found
+
+    @torch.no_grad()
+    def _between_stages(self, build: Callable[[Sequence[Stage]], list[Backbone]]) -> list[int]:
+        """Return the shape of what one pipeline stage sends to the next: that of the first layer's output."""
+        (first,) = build([Stage(range(1), first=True, last=False)])
+        batch = self._batch()
+        time_S = torch.zeros(batch.layout.num_samples)
+        return list(first(batch.latents_TC, time_S, batch).shape)
+
+    def _step(self, micro_batches: int, step: int) -> None:
+        """Make one optimizer step, as `dit.training.pretrain.Run.step` does."""
+        from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
+        from dit.parallel.schedule import forward_backward
+        from dit.training.step import training_forward_step
+
+        job, counter = self.job, self.counter
+        counter.peak = counter.live
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        forward_step = training_forward_step(job.objective, job.model, job.training.seed, step)
+        batches = (self._batch() for _ in range(micro_batches))
+        outputs = forward_backward(forward_step, batches, self.wrapped, micro_batches, self.groups)
+        counter.phase(PHASES[0])
+        set_rates(self.optimizer, job.optimizer.lr, job.optimizer.beta1)
+        norm = gradient_norm(self.optimizer)
+        del outputs
+        counter.phase(PHASES[1])
+        apply_update(self.optimizer, norm, job.optimizer.clip_grad)
+        if self.average is not None:
+            self.average.update(step + 1)
+        counter.phase(PHASES[2])
+
+    def _batch(self) -> PackedBatch:
+        """Return a micro-batch of this rank's tokens."""
+        job, model = self.job, self.job.model
+        batch = batch_of(model, job.pack)
+        cp = self.groups.cp
+        return shard(batch, cp.rank(), cp.size(), job.parallel.context_split)
+
+
+def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
+    """Return a micro-batch of a shape, with all conditions that a model takes.
+
+    Args:
+        pack: its grids and text lengths.
+    """
+    layout = pack.layout()
+    samples, rows = layout.num_samples, layout.total_tokens
+    positions = torch.zeros(rows, 3, dtype=torch.int64)
+    for start, grid in zip(layout.starts, pack.grids):
+        positions[start : start + math.prod(grid)] = grid_positions(grid)
+    spec = model.batch_spec()
+    given = {
+        condition.name: values
+        for condition in spec.conditions
+        if (values := _values(condition, pack, spec)) is not None
+    }
+    return PackedBatch(
+        latents_TC=torch.zeros(rows, model.token_channels),
+        positions_T3=positions,
+        layout=layout,
+        sample_ids_S=torch.arange(samples),
+        grids=pack.grids,
+        keys=tuple(map(str, range(samples))),
+        conditions=pack_conditions(spec.conditions, given, layout, spec.patch),
+        draws_S=torch.arange(samples),
+    )
+
+
+def _values(condition: Condition, pack: PackShape, spec: BatchSpec) -> Optional[list[Value]]:
+    """Return a value of a condition for each sample; None for a text in a pack without texts."""
+    shape = condition.shape or ()
+    if condition.axis == "text":
+        return [torch.zeros(length, *shape) for length in pack.text_lengths] or None
+    if condition.axis == "latent":
+        sides = (spec.patch_temporal, spec.patch_spatial, spec.patch_spatial)
+        return [torch.zeros(*shape, *(n * side for n, side in zip(grid, sides))) for grid in pack.grids]
+    if condition.is_number:
+        return [0 if condition.num_classes is not None else 1.0] * len(pack.grids)
+    return [torch.zeros(*shape)] * len(pack.grids)

@@ -1,0 +1,108 @@
+"""What one rank measures of real training steps, to be compared with their trace; the cases name this function."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.parallel_training import tiny_model
+from dit.backends import process_groups
+from dit.models.base import ModelConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.planner.counter import flop_formulas
+from dit.planner.trace import Job, PackShape, batch_of
+from dit.run_config import RunConfig
+from dit.settings import LoggingConfig, OptimizerConfig, TrainingConfig
+from dit.training.pretrain import Run
+from energon_data.mock import MockData
+from tests.live_bytes import LiveBytes
+from tests.parallel.traffic import bytes_sent
+
+MICRO_BATCHES = 2
+MODELS: dict[str, dict[str, Any]] = {
+    "dit": {"hidden_size": 64, "num_layers": 2},
+    "experts": {"hidden_size": 64, "num_layers": 2, "num_experts": 4},
+    "deep": {"hidden_size": 64, "num_layers": 4},
+    "dit_cross": {"backbone": "dit_cross", "hidden_size": 64, "num_layers": 2},
+}
+PACK = PackShape(((1, 8, 8), (1, 4, 8), (2, 4, 4)), text_lengths=(5, 7, 3), multiple_of=4, total_tokens=128)
+
+
+def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
+    """Return what a case trains."""
+    model: ModelConfig = tiny_model(**MODELS[case["model"]])
+    parallel = ParallelConfig(**case["parallel"])
+    ranks = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    replicas = world_size // (ranks * parallel.tensor_model_parallel_size)
+    training = TrainingConfig(
+        precision=case.get("precision", "fp32"),
+        ema_decay=0.9,
+        global_batch_size=MICRO_BATCHES * replicas,
+        recompute=case.get("recompute", "none"),
+    )
+    return Job(
+        model,
+        FlowMatching(),
+        OptimizerConfig(),
+        parallel,
+        training,
+        PACK,
+        world_size,
+        rank,
+        (MICRO_BATCHES,),
+        kernels=torch.device("cpu"),
+    )
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Make two optimizer steps; return live bytes before the second, their peak in it, its operations and traffic."""
+    work = job(case, process_groups.world_size_from_environment())
+    folder = case["folder"]
+    config = RunConfig(
+        model=work.model,
+        data=MockData(max_tokens_per_pack=128, shapes=["1x16x16"]),
+        objective=work.objective,
+        optimizer=work.optimizer,
+        parallel=work.parallel,
+        training=replace(work.training, run_dir=folder),
+        logging=LoggingConfig(tensorboard=False),
+    )
+    dims, spec = config.check_here()
+    groups = process_groups.initialize(work.parallel)
+    with LiveBytes() as live:
+        run = Run(config, dims, spec, groups, quiet=True)
+        run.batches._stream = (batch_of(work.model, PACK) for _ in itertools.count())  # type: ignore[assignment]
+        sums = torch.zeros(2)
+        run.step(sums)
+        before = live.total()
+        live.peak = before
+        run.step(sums)
+        peak = live.peak
+    custom = {op: formula for op, formula in flop_formulas().items() if "for_cpu" in str(op)}
+    counter = FlopCounterMode(display=False, custom_mapping={op: _of_shapes(f) for op, f in custom.items()})
+    named = {"tp": groups.tp, "pp": groups.pp, "cp": groups.cp}
+    sent = {}
+    for name, group in named.items():
+        if group.size() > 1:
+            with bytes_sent([group]) as counted:
+                run.step(sums)
+            sent[name] = dict(counted)
+    with counter:
+        run.step(sums)
+    result = {"before": before, "peak": peak, "flops": counter.get_total_flops(), "sent": sent}
+    run.state.stream.close()
+    process_groups.release()
+    return result
+
+
+def _of_shapes(formula: Any) -> Any:
+    """Give a formula of tensors its tensors: torch hands custom ones shapes unless they say otherwise."""
+
+    def flops(*args: Any, **kwargs: Any) -> int:
+        return formula(*args)
+
+    flops._get_raw = True  # type: ignore[attr-defined]
+    return flops
