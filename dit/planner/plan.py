@@ -22,8 +22,8 @@ from dit.planner.counter import StepTrace
 from dit.planner.trace import Job, PackShape, trace
 from dit.settings import OptimizerConfig, TrainingConfig
 
-FEWEST_LAYERS = {"ddp": 2, "distributed_optimizer": 2, "fsdp": 4}
-"""Layers from which on memory grows evenly, by the kind of data parallelism: FSDP fetches the weights of the next."""
+FEWEST_LAYERS = 2
+"""Layers from which on memory grows evenly."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def plan(
     jobs: list[Job] = []
     probes: dict[int, list[_Probe]] = {}
     for rank in sorted({0, between, pp - 1}):
-        probes[rank] = shallower(model, own[rank], training, FEWEST_LAYERS[parallel.data_parallel])
+        probes[rank] = shallower(model, own[rank], training, FEWEST_LAYERS)
         jobs += [
             Job(
                 model,

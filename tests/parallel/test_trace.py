@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 
 from benchmarks.parallel_world import run_world
+from dit.errors import ConfigError
 from dit.planner.trace import trace
 from tests.parallel.trace_worker import job
 
@@ -17,7 +18,6 @@ LAYOUTS = {
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "cp2_ring": {"context_parallel_size": 2},
     "cp2_a2a": {"context_parallel_size": 2, "context_comm": "a2a"},
-    "fsdp2": {"data_parallel": "fsdp"},
     "ep2": {"expert_model_parallel_size": 2},
 }
 MODELS = {"ep2": "experts", "pp2_vpp2": "deep"}
@@ -35,9 +35,8 @@ SENT = {  # as the traffic tests name what they count
 }
 
 
-FEW = ("ddp", "distributed_optimizer", "tp2_sp", "pp2", "cp2_ring", "fsdp2")
+FEW = ("ddp", "distributed_optimizer", "tp2_sp", "pp2", "cp2_ring")
 MORE = tuple(name for name in CASES if name not in FEW)
-FSDP_GAP = pytest.mark.xfail(strict=True, reason="under Megatron-FSDP more bytes are counted than a real rank holds")
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +55,12 @@ def results(tmp_path_factory):
     return lambda name: of_all(FEW if name in FEW else MORE)[name]
 
 
-def cases(*marks):
-    """Return the cases; those beyond the first six layouts only run with the matrix."""
-    few = [pytest.param(name, marks=marks if name == "fsdp2" else ()) for name in FEW]
-    return [*few, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE)]
+def cases():
+    """Return the cases; those beyond the first five layouts only run with the matrix."""
+    return [*FEW, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE)]
 
 
-@pytest.mark.parametrize("name", cases(FSDP_GAP))
+@pytest.mark.parametrize("name", cases())
 def test_memory_is_that_of_a_real_rank(results, name):
     real, traced = results(name)
     assert traced.live == pytest.approx(real["before"], rel=WITHIN)
@@ -83,3 +81,8 @@ def test_bytes_sent_are_those_of_a_real_rank(results, name):
         counted = {kind: n for kind, n in counted.items() if n}  # not DDP's collectives, nor unbatched sends
         assert counted
         assert {kind: sent[kind] for kind in counted} == counted
+
+
+def test_what_cannot_be_traced_is_refused():
+    with pytest.raises(ConfigError, match=r"fsdp.*cannot be traced"):
+        trace([job({"model": "dit", "parallel": {"data_parallel": "fsdp"}}, world_size=2)])

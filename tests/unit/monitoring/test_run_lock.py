@@ -25,12 +25,14 @@ def take(run_dir):
     """Take the lock as rank 0 of a world of one; return it."""
     lock = RunLock(run_dir)
     lock.__enter__()
-    if not dist.is_initialized():
+    own_world = not dist.is_initialized()  # other tests of this process may have started one
+    if own_world:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         lock.agree()
     finally:
-        dist.destroy_process_group()
+        if own_world:
+            dist.destroy_process_group()
     return lock
 
 
