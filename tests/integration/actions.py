@@ -262,7 +262,10 @@ class _NaN:
     """An objective whose target is not a number."""
 
     def __init__(self, objective: Any) -> None:
-        self.objective, self.loss_kind = objective, objective.loss_kind
+        self.objective = objective
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objective, name)
 
     def prepare(self, *inputs: Any) -> Any:
         prepared = self.objective.prepare(*inputs)
