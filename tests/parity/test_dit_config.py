@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_sample
 from dit.errors import ConfigError
 from dit.kernels.attention import segment_sdpa
 from dit.layout import SequenceLayout
@@ -32,7 +33,8 @@ def run(model: nn.Module, frame: int = 0) -> torch.Tensor:
     layout = SequenceLayout.from_lengths([6])
     positions = grid_positions((1, 2, 3)) + torch.tensor([frame, 0, 0])
     inputs = torch.linspace(-1, 1, 6 * 16).view(6, 16)
-    batch = PackedBatch(inputs, positions, layout, torch.tensor([1]), ((1, 2, 3),), ("a",), torch.tensor([2]))
+    label = Conditions(label=per_sample(torch.tensor([2])))
+    batch = PackedBatch(inputs, positions, layout, torch.tensor([1]), ((1, 2, 3),), ("a",), label)
     return model(inputs, torch.tensor([0.3]), batch).detach()
 
 
