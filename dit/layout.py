@@ -32,7 +32,7 @@ class SequenceLayout:
         total_tokens: rows of the whole pack, all padding included.
         rows: which of those rows this rank holds, in its order, int64; None for all of them.
         parent: the layout these rows were taken from, where the layers gather them again; None where they do not.
-        held: under context parallelism, the rows of this rank as a pack of their own, in which samples may be empty.
+        held: under context parallelism, this rank's tokens described as a pack (samples may be empty).
     """
 
     lengths: tuple[int, ...]
@@ -79,7 +79,7 @@ class SequenceLayout:
 
     @property
     def num_rows(self) -> int:
-        """Rows held here, padding included."""
+        """Local rows, padding included."""
         return self.total_tokens if self.rows is None else len(self.rows)
 
     @property
@@ -123,28 +123,28 @@ class SequenceLayout:
 
     @cached_property
     def segment_ids_T(self) -> Tensor:
-        """Sample of each row held here, int64; the tail pad counts as the last sample."""
+        """Sample of each local row, int64; the tail pad counts as the last sample."""
         return self._all_segment_ids if self.rows is None else self._all_segment_ids[self.rows]
 
     @cached_property
     def token_index_T(self) -> Tensor:
-        """Position of each row held here inside its own sample, int64."""
+        """Position of each local row inside its own sample, int64."""
         rows = torch.arange(self.total_tokens, device=self.device) if self.rows is None else self.rows
         return rows - self.cu_seqlens_padded.long()[self.segment_ids_T]
 
     @cached_property
     def valid_T(self) -> Tensor:
-        """True for the real tokens among the rows held here."""
+        """True for the real tokens among the local rows."""
         lengths = torch.tensor(self.lengths, device=self.device)
         return self.token_index_T < lengths[self.segment_ids_T]
 
     def per_token(self, x_S: Tensor) -> Tensor:
-        """Give every row held here its sample's entry: `[S]` becomes `[T, 1]`, `[S, D]` becomes `[T, D]`."""
+        """Copy its sample's entry to every local row: `[S]` becomes `[T, 1]`, `[S, D]` becomes `[T, D]`."""
         x_T = x_S[self.segment_ids_T]
         return x_T[:, None] if x_S.dim() == 1 else x_T
 
     def sum_per_sample(self, x_T: Tensor) -> Tensor:
-        """Add the real rows held here up per sample: `[T, ...]` becomes `[S, ...]`."""
+        """Sum the real local rows per sample: `[T, ...]` becomes `[S, ...]`."""
         mask = self.valid_T.view(-1, *[1] * (x_T.dim() - 1))
         out = x_T.new_zeros(self.num_samples, *x_T.shape[1:])
         return out.index_add(0, self.segment_ids_T, torch.where(mask, x_T, torch.zeros_like(x_T)))
@@ -188,11 +188,11 @@ class SequenceLayout:
     def select(
         self, rows: Tensor, *, gathered: bool = False, held: Optional["SequenceLayout"] = None
     ) -> "SequenceLayout":
-        """Describe the same pack on a rank that holds only `rows` (indices into the rows held here).
+        """Describe the same pack on a rank whose local rows are `rows` (indices into the present local rows).
 
         Args:
-            gathered: the layers gather the rows held here again before attention (sequence parallel).
-            held: these rows as a pack of their own, where it is known (context parallel).
+            gathered: the layers gather the local rows again before attention (sequence parallel).
+            held: these rows described as a pack, where it is known (context parallel).
         """
         chosen = rows if self.rows is None else self.rows[rows]
         return replace(self, rows=chosen.to(self.device), parent=self.gathered if gathered else None, held=held)

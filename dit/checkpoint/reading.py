@@ -57,7 +57,7 @@ def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
 
 
 def slot_of(folder: Path, config: RunConfig, weights: Literal["ema", "raw"]) -> str:
-    """Return the name under which a proven checkpoint holds its averaged or raw weights; imported ones are both.
+    """Return the name under which a verified checkpoint has its averaged or raw weights; imported ones are both.
 
     Raises:
         CheckpointError: the run kept no average.
