@@ -33,7 +33,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def total(self) -> int:
-        alive = {cdata: storage for cdata, storage in self.made.items() if not storage.expired()}
-        self.made = alive
+        # Asked once per storage: another thread (gloo's, autograd's) may drop one between two questions.
+        storages = {cdata: torch.UntypedStorage._new_with_weak_ptr(cdata) for cdata in self.made}
+        alive = {cdata: storage for cdata, storage in storages.items() if storage is not None}
+        self.made = {cdata: self.made[cdata] for cdata in alive}
         # FSDP frees a storage by giving it no bytes.
-        return sum(torch.UntypedStorage._new_with_weak_ptr(cdata).nbytes() for cdata in alive)
+        return sum(storage.nbytes() for storage in alive.values())
