@@ -147,6 +147,19 @@ def load_state(
     Raises:
         CheckpointError: the checkpoint lacks a part of it.
     """
+    load_shards(directory, shards, ema, optimizer, groups)
+    publish_masters(optimizer, wrapped)
+
+
+@torch.no_grad()
+def load_shards(
+    directory: Path, shards: Sequence[MasterShard], ema: Optional[EMA], optimizer: Any, groups: ProcessGroups
+) -> None:
+    """Read this rank's ranges of masters, average and optimizer state; `publish_masters` hands them to the model.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a part of it.
+    """
     reader = StateReader(directory)
     for i, shard in enumerate(shards):
         shard.ensure_state()
@@ -154,7 +167,6 @@ def load_state(
         for slot, target in _values(shards, ema, i).items():
             reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(target, shard.start))
     set_step_count(optimizer, reader.scalars[ADAM_STEP])
-    publish_masters(optimizer, wrapped)
 
 
 @torch.no_grad()
