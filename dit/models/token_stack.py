@@ -35,7 +35,7 @@ class TokenStack(Backbone):
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
+        self.rotary = config.rotary() if config.position_embedding == "rope_3d" else None
 
     @abstractmethod
     def layer_inputs(

@@ -79,7 +79,7 @@ class Flux(Backbone):
         size = config.hidden_size
         assert config.context_size is not None
         rope = config.position_embedding == "rope_3d"
-        self.rotary = config.rotary(config.head_size, config.rope_axes) if rope else None
+        self.rotary = config.rotary(config.rope_axes) if rope else None
         self.conditioner = FluxConditioner(config, provider)
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)

@@ -39,7 +39,7 @@ class STDiT(TokenStack):
         self.attention = attention
         size, eps = config.hidden_size, config.layernorm_epsilon
         assert config.context_size is not None
-        self.rotary_time = config.rotary(config.head_size, time_only=True) if config.temporal_rope else self.rotary
+        self.rotary_time = config.rotary(time_only=True) if config.temporal_rope else self.rotary
         self.conditioner = config.build_conditioner(provider)
         self.modulation = SharedModulation(size, config.attentions_per_layer + 1, provider)
         self.text = TextTokens(config.context_size, provider)
