@@ -1,7 +1,7 @@
 """Settings that the backbones with text cross-attention share, and their checks."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
@@ -51,21 +51,6 @@ class CrossAttentionModelConfig(TransformerModelConfig):
 
     def megatron_sizes(self) -> TransformerSizes:
         return replace(super().megatron_sizes(), num_query_groups=self.num_query_groups, qk_layernorm=self.qk_layernorm)
-
-    def build_conditioner(self, provider: Any) -> Any:
-        """Build the `Conditioner` of these settings."""
-        from dit.layers.conditioner import Conditioner
-
-        return Conditioner(
-            self.hidden_size,
-            provider,
-            time_scale=self.time_scale,
-            num_classes=self.num_classes,
-            fps=self.fps_conditioning,
-            size=self.size_conditioning,
-            patch_temporal=self.patch_temporal,
-            patch_spatial=self.patch_spatial,
-        )
 
     def count_conditioner(self) -> int:
         """Count the parameters of the conditioning vector's embedders and of the null text."""

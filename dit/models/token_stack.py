@@ -12,10 +12,25 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
+from dit.layers.conditioner import Conditioner
 from dit.layers.positions import Rotation, add_sincos
 from dit.layers.tokens import from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
+from dit.models.cross_config import CrossAttentionModelConfig
+
+
+def cross_conditioner(config: CrossAttentionModelConfig, provider: LayerProvider) -> Conditioner:
+    """Build the conditioning vector of a backbone that reads its text by cross-attention."""
+    side = config.patch_spatial
+    return Conditioner(
+        config.hidden_size,
+        provider,
+        time_scale=config.time_scale,
+        num_classes=config.num_classes,
+        fps=config.fps_conditioning,
+        size_patch=(config.patch_temporal, side, side) if config.size_conditioning else None,
+    )
 
 
 class TokenStack(Backbone):

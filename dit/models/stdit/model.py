@@ -17,7 +17,7 @@ from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.stdit.config import STDiTConfig
 from dit.models.stdit.layer import STDiTLayer, Way
-from dit.models.token_stack import TokenStack
+from dit.models.token_stack import TokenStack, cross_conditioner
 
 
 class STDiT(TokenStack):
@@ -40,7 +40,7 @@ class STDiT(TokenStack):
         size, eps = config.hidden_size, config.layernorm_epsilon
         assert config.context_size is not None
         self.rotary_time = config.rotary(time_only=True) if config.temporal_rope else self.rotary
-        self.conditioner = config.build_conditioner(provider)
+        self.conditioner = cross_conditioner(config, provider)
         self.modulation = SharedModulation(size, config.attentions_per_layer + 1, provider)
         self.text = TextTokens(config.context_size, provider)
         self.text_projection = TextProjection(config.context_size, size, provider)

@@ -13,7 +13,7 @@ from dit.layers.text import TextProjection, TextTokens
 from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
-from dit.models.token_stack import TokenStack
+from dit.models.token_stack import TokenStack, cross_conditioner
 from dit.models.wan.config import WanConfig
 from dit.models.wan.layer import WanLayer
 
@@ -32,7 +32,7 @@ class Wan(TokenStack):
         super().__init__(config, provider, stage)
         size = config.hidden_size
         assert config.context_size is not None
-        self.conditioner = config.build_conditioner(provider)
+        self.conditioner = cross_conditioner(config, provider)
         self.modulation = SharedModulation(size, 2, provider)
         self.text = TextTokens(config.context_size, provider)
         self.text_projection = TextProjection(config.context_size, size, provider)
