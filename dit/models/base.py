@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar, Optional, Self
+from typing import TYPE_CHECKING, ClassVar, Optional, Self
 
 from torch import Tensor, nn
 
@@ -15,6 +15,9 @@ from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, SavedActivations
+
+if TYPE_CHECKING:
+    from dit.backends.megatron_types import MegatronConfig, MegatronModelType
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class TransformerSizes:
     moe_router_dtype: Optional[str] = None
     moe_expert_capacity_factor: Optional[float] = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Return the arguments of `TransformerConfig`; it has its own defaults for what is None here."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
@@ -263,10 +266,11 @@ class ModelConfig(ABC):
 class Backbone(nn.Module, ABC):
     """A network from (noised tokens, time, conditions) to a prediction per token.
 
-    Megatron-Core's wrappers and schedules read `config` and call `set_input_tensor`.
+    Megatron-Core's wrappers and schedules read `config` and `model_type`, and call `set_input_tensor`.
     """
 
-    config: Any
+    config: "MegatronConfig"
+    model_type: "MegatronModelType"
     share_embeddings_and_output_weights = False
     fsdp_units: tuple[type[nn.Module], ...] = ()
     """Kinds of layers that are one to Megatron-FSDP, which gathers and frees their weights, and to recompute.
@@ -280,7 +284,7 @@ class Backbone(nn.Module, ABC):
         self.pre_process, self.post_process = stage.first, stage.last
         self.input_tensor: Optional[Tensor] = None
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Optional[Tensor]] | None) -> None:
         """Take the activations of the previous pipeline stage."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 

@@ -6,18 +6,22 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
 """
 
 from abc import abstractmethod
-from typing import Any, Optional
+from typing import Any, Generic, Optional, TypeVar
 
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
+from dit.kernels.rope import Rotation
 from dit.layers.conditioner import Conditioner
-from dit.layers.positions import Rotation, add_sincos
+from dit.layers.positions import add_sincos
 from dit.layers.tokens import from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.cross_config import CrossAttentionModelConfig
+from dit.models.transformer_config import TransformerModelConfig
+
+Config = TypeVar("Config", bound=TransformerModelConfig)
 
 
 def cross_conditioner(config: CrossAttentionModelConfig, provider: LayerProvider) -> Conditioner:
@@ -33,7 +37,7 @@ def cross_conditioner(config: CrossAttentionModelConfig, provider: LayerProvider
     )
 
 
-class TokenStack(Backbone):
+class TokenStack(Backbone, Generic[Config]):
     """A backbone whose tokens go through one stack of blocks.
 
     A subclass builds `conditioner`, `embed` (first stage), `layers` (global index to block) and `head` (last stage),
@@ -45,7 +49,7 @@ class TokenStack(Backbone):
     layers: nn.ModuleDict
     head: nn.Module
 
-    def __init__(self, config: Any, provider: LayerProvider, stage: Stage) -> None:
+    def __init__(self, config: Config, provider: LayerProvider, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
         self.model_config = config

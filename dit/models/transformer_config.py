@@ -52,6 +52,7 @@ RANGES: dict[str, Range] = {
 
 Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
 """Positions of the backbones that take any that are computed from the indices."""
+KnownPositions = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
 
 
 @dataclass(kw_only=True)
@@ -89,7 +90,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     ffn_hidden_size: Optional[int] = None
     out_channels: Optional[int] = None
     layernorm_epsilon: float = 1e-6
-    position_embedding: str = "sincos_2d"
+    position_embedding: KnownPositions = "sincos_2d"
     time_scale: float = 1000.0
 
     @property

@@ -6,17 +6,18 @@ rank's shard, during a forward or backward pass the whole ("raw") parameters, wh
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.sharding import sharding_of, write_shard_attributes
+from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
@@ -37,8 +38,8 @@ class _Called(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        return self.module(inputs_TC, time_S, batch)
 
 
 _PREFIX = "module."
@@ -122,7 +123,7 @@ class ShardedParameter:
     owner: nn.Parameter
     start: int
     stop: int
-    group: Any
+    group: ProcessGroup
 
 
 def sharded_parameters(wrapped: FullyShardedDataParallel) -> Iterator[ShardedParameter]:

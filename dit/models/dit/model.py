@@ -18,7 +18,7 @@ from dit.models.dit.layer import DiTLayer
 from dit.models.token_stack import TokenStack
 
 
-class DiT(TokenStack):
+class DiT(TokenStack[DiTConfig]):
     """DiT with adaLN-Zero: patch embedding, blocks, modulated zero-initialised head.
 
     The positions are computed from the patch indices instead of being read from a table, so the count of parameters is

@@ -17,7 +17,7 @@ from dit.models.dit_cross.layer import DiTCrossLayer
 from dit.models.token_stack import TokenStack, cross_conditioner
 
 
-class DiTCross(TokenStack):
+class DiTCross(TokenStack[DiTCrossConfig]):
     """DiT with cross-attention: patch embedding, blocks of three sub-layers, modulated zero-initialised head.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748; the sizes and the cross-attention are those of NeMo's diffusion

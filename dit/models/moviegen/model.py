@@ -19,7 +19,7 @@ from dit.models.moviegen.layer import MovieGenLayer
 from dit.models.token_stack import TokenStack, cross_conditioner
 
 
-class MovieGen(TokenStack):
+class MovieGen(TokenStack[MovieGenConfig]):
     """Movie Gen's transformer: patch embedding, Llama-shaped blocks, modulated RMSNorm, zero-initialised head.
 
     Every pipeline stage holds a copy of the learned position tables, for every layer adds them; the copies' gradients

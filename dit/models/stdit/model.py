@@ -20,7 +20,7 @@ from dit.models.stdit.layer import STDiTLayer, Way
 from dit.models.token_stack import TokenStack, cross_conditioner
 
 
-class STDiT(TokenStack):
+class STDiT(TokenStack[STDiTConfig]):
     """ST-DiT: patch embedding, blocks of spatial, temporal or full attention, zero-initialised head, adaLN-single.
 
     With full attention alone this is PixArt-alpha.

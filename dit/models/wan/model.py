@@ -18,7 +18,7 @@ from dit.models.wan.config import WanConfig
 from dit.models.wan.layer import WanLayer
 
 
-class Wan(TokenStack):
+class Wan(TokenStack[WanConfig]):
     """Wan 2.1's transformer: patch embedding, blocks with rotary positions, a head modulated by a table and the time.
 
     Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1, and its published code; sizes of its text-to-video models.
