@@ -76,7 +76,7 @@ def init_of(parameter: nn.Parameter, name: str) -> Init:
         ConfigError: there is none.
     """
     init = getattr(parameter, "init", None)
-    if init is None:
+    if not isinstance(init, Init):
         raise ConfigError(
             f"parameter {name} of shape {tuple(parameter.shape)} does not say how it starts; build it with the "
             "LayerProvider, or call dit.backends.init.with_init(parameter, Init(...))"

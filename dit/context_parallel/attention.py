@@ -80,15 +80,15 @@ class ContextAttention:
         """Attend inside segments that are spread over the ranks; each rank gives its rows in ascending order."""
         own = shares.blocks()[self.group.rank()]
         if self.comm == "p2p":
-            return _Ring.apply(_Ways(own, shares.blocks(), self.group, self.kernel), q_TNH, k_KNH, v_KNH)
+            return _Ring.apply(_Plan(own, shares.blocks(), self.group, self.kernel), q_TNH, k_KNH, v_KNH)
         if self.comm == "all_gather":
             return _GatheredKeys.apply(self._gathering(own, shares), q_TNH, k_KNH, v_KNH)
         return self._by_heads(q_TNH, k_KNH, v_KNH, shares)
 
-    def _gathering(self, own: SequenceLayout, shares: Shares, here: Optional[SequenceLayout] = None) -> "_Ways":
+    def _gathering(self, own: SequenceLayout, shares: Shares, here: Optional[SequenceLayout] = None) -> "_Plan":
         """Return how this rank's queries attend to the keys of all ranks at once."""
         everything, order = shares.blocks(shares.size)[:1], shares.order(0, shares.size)
-        return _Ways(own, everything, self.group, self.kernel, order, here)
+        return _Plan(own, everything, self.group, self.kernel, order, here)
 
     def _inner(self) -> tuple[ProcessGroup, int]:
         """Return the ranks that exchange heads, and the place of their tokens among those of all such groups."""
@@ -98,10 +98,10 @@ class ContextAttention:
         assert self.outer is not None
         return self.inner, self.outer.rank()
 
-    def _across(self, own: SequenceLayout, shares: Shares, size: int, here: Optional[SequenceLayout] = None) -> "_Ways":
+    def _across(self, own: SequenceLayout, shares: Shares, size: int, here: Optional[SequenceLayout] = None) -> "_Plan":
         """Return how tokens of `size` ranks, whose heads were exchanged, travel around the outer ring."""
         assert self.outer is not None
-        return _Ways(own, shares.blocks(size), self.outer, self.kernel, here=here)
+        return _Plan(own, shares.blocks(size), self.outer, self.kernel, here=here)
 
     def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
         """Exchange tokens for heads, attend with all tokens of the inner group, and exchange back."""
@@ -120,7 +120,7 @@ class ContextAttention:
         (text_k, image_k), (text_v, image_v) = joint.split(k_JNH), joint.split(v_JNH)
         tensors = (q_JNH, image_k, image_v, text_k, text_v)
         if self.comm == "p2p":
-            return _Ring.apply(_Ways(joint, shares.blocks(), self.group, self.kernel, here=joint.text), *tensors)
+            return _Ring.apply(_Plan(joint, shares.blocks(), self.group, self.kernel, here=joint.text), *tensors)
         if self.comm == "all_gather":
             return _GatheredKeys.apply(self._gathering(joint, shares, joint.text), *tensors)
         return self._joint_by_heads(joint.split(q_JNH), (text_k, image_k), (text_v, image_v), joint, shares)
@@ -147,8 +147,8 @@ class ContextAttention:
             q_JNH, k_JNH, v_JNH = (layout.join(*pair) for pair in zip(texts, images))
             out_JNH = self.local(q_JNH, k_JNH, v_JNH, layout, layout)
         else:
-            ways = self._across(layout, shares, inner.size(), joint.text)
-            out_JNH = _Ring.apply(ways, layout.join(texts[0], images[0]), *images[1:], *texts[1:])
+            plan = self._across(layout, shares, inner.size(), joint.text)
+            out_JNH = _Ring.apply(plan, layout.join(texts[0], images[0]), *images[1:], *texts[1:])
         text, image = layout.split(out_JNH)
         return joint.join(_GatherHeads.apply(text, inner), heads_for_tokens(image, inner, order))
 
@@ -182,8 +182,8 @@ def merge(joined: Attended, part: Attended) -> Attended:
 
 
 @dataclass(frozen=True)
-class _Ways:
-    """How the queries of this rank come to all keys; everything that is not a tensor with a gradient.
+class _Plan:
+    """How the queries of this rank meet all keys: everything that an exchange needs besides its tensors.
 
     Attributes:
         queries: layout of this rank's queries.
@@ -205,7 +205,7 @@ class _Ways:
 class _Context(FunctionCtx):
     """What the forward pass of `_Ring` and of `_GatheredKeys` saves."""
 
-    ways: _Ways
+    plan: _Plan
     saved_tensors: tuple[Tensor, ...]
 
 
@@ -218,43 +218,43 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _Context,
-        ways: _Ways,
+        plan: _Plan,
         q_TNH: Tensor,
         k_TNH: Tensor,
         v_TNH: Tensor,
         *kv_here: Tensor,
     ) -> Tensor:
-        rank, size, kernel = ways.group.rank(), ways.group.size(), ways.kernel
+        rank, size, kernel = plan.group.rank(), plan.group.size(), plan.kernel
         travelling = torch.stack([k_TNH, v_TNH])
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         joined = Attended(torch.zeros_like(q_TNH, dtype=torch.float32), lse_TN)
         for hop in range(size):
-            coming = _Exchange(travelling, ways.group) if hop < size - 1 else None
-            block = Block(q_TNH, travelling[0], travelling[1], ways.queries, ways.blocks[(rank - hop) % size])
+            coming = _Exchange(travelling, plan.group) if hop < size - 1 else None
+            block = Block(q_TNH, travelling[0], travelling[1], plan.queries, plan.blocks[(rank - hop) % size])
             joined = merge(joined, kernel.forward(block))
             if coming is not None:
                 travelling = coming.wait()
-        here = _block_here(ways, q_TNH, kv_here)
+        here = _block_here(plan, q_TNH, kv_here)
         if here is not None:
             joined = merge(joined, kernel.forward(here))
         out = joined.out_TNH.to(q_TNH.dtype)
         ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *kv_here)
-        ctx.ways = ways
+        ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
         q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, *kv_here = ctx.saved_tensors
-        ways, joined = ctx.ways, Attended(out_TNH, lse_TN)
-        rank, size, kernel = ways.group.rank(), ways.group.size(), ways.kernel
+        plan, joined = ctx.plan, Attended(out_TNH, lse_TN)
+        rank, size, kernel = plan.group.rank(), plan.group.size(), plan.kernel
         travelling, grad_TNH = torch.stack([k_TNH, v_TNH]), grads[0].contiguous()
         dq_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
         # The gradient of a block starts at the block's second stop and arrives at its owner with the last exchange;
         # the owner adds its own part. So it travels size - 1 hops, like the block itself.
         own, homeward = torch.zeros_like(travelling, dtype=torch.float32), None
         for hop in range(size):
-            coming = _Exchange(travelling, ways.group) if hop < size - 1 else None
-            block = Block(q_TNH, travelling[0], travelling[1], ways.queries, ways.blocks[(rank - hop) % size])
+            coming = _Exchange(travelling, plan.group) if hop < size - 1 else None
+            block = Block(q_TNH, travelling[0], travelling[1], plan.queries, plan.blocks[(rank - hop) % size])
             dq, *parts = kernel.backward(grad_TNH, block, joined)
             dq_TNH += dq
             part = torch.stack(parts).float()
@@ -263,23 +263,23 @@ class _Ring(torch.autograd.Function):
             else:
                 if homeward is not None:
                     part += homeward.wait()
-                homeward = _Exchange(part.to(travelling.dtype), ways.group)
+                homeward = _Exchange(part.to(travelling.dtype), plan.group)
             if coming is not None:
                 travelling = coming.wait()
         if homeward is not None:
             own += homeward.wait()
         dk_TNH, dv_TNH = own.to(travelling.dtype)
-        more, dkv_here = _backward_here(grad_TNH, _block_here(ways, q_TNH, kv_here), joined, kernel)
+        more, dkv_here = _backward_here(grad_TNH, _block_here(plan, q_TNH, kv_here), joined, kernel)
         dq_TNH = dq_TNH if more is None else dq_TNH + more
         return None, dq_TNH.to(q_TNH.dtype), dk_TNH, dv_TNH, *dkv_here
 
 
-def _block_here(ways: _Ways, q_TNH: Tensor, kv_here: Sequence[Tensor]) -> Optional[Block]:
+def _block_here(plan: _Plan, q_TNH: Tensor, kv_here: Sequence[Tensor]) -> Optional[Block]:
     """Return the block that does not travel; None where there is none."""
-    if ways.here is None:
+    if plan.here is None:
         return None
     k_here, v_here = kv_here
-    return Block(q_TNH, k_here, v_here, ways.queries, ways.here)
+    return Block(q_TNH, k_here, v_here, plan.queries, plan.here)
 
 
 def _backward_here(
@@ -298,34 +298,34 @@ class _GatheredKeys(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _Context,
-        ways: _Ways,
+        plan: _Plan,
         q_TNH: Tensor,
         k_TNH: Tensor,
         v_TNH: Tensor,
         *kv_here: Tensor,
     ) -> Tensor:
-        k, v = (_gather(x, ways.group, ways.order) for x in (k_TNH, v_TNH))
-        joined = ways.kernel.forward(Block(q_TNH, k, v, ways.queries, ways.blocks[0]))
-        here = _block_here(ways, q_TNH, kv_here)
+        k, v = (_gather(x, plan.group, plan.order) for x in (k_TNH, v_TNH))
+        joined = plan.kernel.forward(Block(q_TNH, k, v, plan.queries, plan.blocks[0]))
+        here = _block_here(plan, q_TNH, kv_here)
         if here is not None:
-            joined = merge(Attended(joined.out_TNH.float(), joined.lse_TN), ways.kernel.forward(here))
+            joined = merge(Attended(joined.out_TNH.float(), joined.lse_TN), plan.kernel.forward(here))
         out = joined.out_TNH.to(q_TNH.dtype)
         ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *kv_here)
-        ctx.ways = ways
+        ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
         q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, *kv_here = ctx.saved_tensors
-        ways, joined, grad_TNH = ctx.ways, Attended(out_TNH, lse_TN), grads[0].contiguous()
-        k, v = (_gather(x, ways.group, ways.order) for x in (k_TNH, v_TNH))
-        dq, *parts = ways.kernel.backward(grad_TNH, Block(q_TNH, k, v, ways.queries, ways.blocks[0]), joined)
+        plan, joined, grad_TNH = ctx.plan, Attended(out_TNH, lse_TN), grads[0].contiguous()
+        k, v = (_gather(x, plan.group, plan.order) for x in (k_TNH, v_TNH))
+        dq, *parts = plan.kernel.backward(grad_TNH, Block(q_TNH, k, v, plan.queries, plan.blocks[0]), joined)
         dkv = []
         for part in parts:
-            rank_by_rank = part if ways.order is None else part[ways.order[1]]
+            rank_by_rank = part if plan.order is None else part[plan.order[1]]
             dkv.append(torch.empty_like(k_TNH, memory_format=torch.contiguous_format))
-            dist.reduce_scatter_tensor(dkv[-1], rank_by_rank.to(k_TNH.dtype).contiguous(), group=ways.group)
-        more, dkv_here = _backward_here(grad_TNH, _block_here(ways, q_TNH, kv_here), joined, ways.kernel)
+            dist.reduce_scatter_tensor(dkv[-1], rank_by_rank.to(k_TNH.dtype).contiguous(), group=plan.group)
+        more, dkv_here = _backward_here(grad_TNH, _block_here(plan, q_TNH, kv_here), joined, plan.kernel)
         dq = dq if more is None else dq.float() + more
         return None, dq.to(q_TNH.dtype), *dkv, *dkv_here
 
