@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.sharding import sharding_of, write_shard_attributes
-from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
@@ -38,8 +37,8 @@ class _Called(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        return self.module(inputs_TC, time_S, batch)
+    def forward(self, *args: object) -> Tensor:
+        return self.module(*args)
 
 
 _PREFIX = "module."
