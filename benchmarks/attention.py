@@ -9,7 +9,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
@@ -21,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.step import revision
 from dit.backends.device import describe, local_device, synchronize, use_cuda
 from dit.errors import EXIT_OK
-from dit.kernels.attention import reference_attention, segment_sdpa, varlen_attention
+from dit.kernels.attention import Attention, reference_attention, segment_sdpa, varlen_attention
 from dit.layout import SequenceLayout
 
 CUDA_CASES = {
@@ -37,21 +38,22 @@ CPU_CASES = {
     "dense 256 x 4, head 64": ([256] * 4, 4, 64),
     "packed 16..256, head 64": ([16, 64, 256, 128, 48], 4, 64),
 }
+Context = Callable[[], AbstractContextManager[None]]
 REFERENCE_TOKENS = 8192
 """Longer packs have no reference: its score matrix would not fit."""
 
 
-def paths() -> Iterator[tuple[str, Callable, Any]]:
+def paths() -> Iterator[tuple[str, Attention, Context]]:
     """Yield (name, attention, context to run it in)."""
     yield "segment_sdpa", segment_sdpa, nullcontext
     if use_cuda():
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-            yield f"segment_sdpa {backend.name.lower()}", segment_sdpa, lambda b=backend: sdpa_kernel(b)
+            yield f"segment_sdpa {backend.name.lower()}", segment_sdpa, partial(sdpa_kernel, backend)
         yield "varlen", varlen_attention, nullcontext
 
 
 def measure(
-    attention: Callable, context: Callable, lengths: list[int], heads: int, head_size: int, repeats: int
+    attention: Attention, context: Context, lengths: list[int], heads: int, head_size: int, repeats: int
 ) -> dict[str, Any]:
     """Check one path on one case and time it; a refusal is a result."""
     device = local_device()

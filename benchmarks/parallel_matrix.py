@@ -134,8 +134,10 @@ def not_carried(written: dict[str, Any], read: dict[str, Any]) -> tuple[str, ...
     )
 
 
-def _same(written: Any, read: Any) -> bool:
-    return torch.equal(written, read) if isinstance(written, Tensor) else written == read
+def _same(written: object, read: object) -> bool:
+    if isinstance(written, Tensor) and isinstance(read, Tensor):
+        return torch.equal(written, read)
+    return written == read
 
 
 def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:

@@ -21,7 +21,9 @@ from launch import cli, environment
 from launch.train import resolve
 
 if TYPE_CHECKING:
+    from dit.batch import PackedBatch
     from dit.run_config import RunConfig
+    from dit.training.device_batches import DeviceBatches
 
 PEAK_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 """Dense bf16 peak by a word of the device's name; other devices have no utilisation column."""
@@ -44,18 +46,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Recording(Iterator):
+class Recording(Iterator["PackedBatch"]):
     """Passes micro-batches on and remembers their layouts.
 
     Args:
         batches: the `DeviceBatches` of a run.
     """
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: "DeviceBatches") -> None:
         self.batches = batches
         self.layouts: list[tuple[Any, Any, Any]] = []
 
-    def __next__(self) -> Any:
+    def __next__(self) -> "PackedBatch":
         batch = next(self.batches)
         self.layouts.append((batch.layout, batch.conditions.layout("context"), batch.grids))
         return batch

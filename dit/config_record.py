@@ -36,7 +36,7 @@ def current(part: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def to_record(value: Any) -> Any:
+def to_record(value: object) -> Any:
     """Turn dataclasses (nested in lists and dicts) into plain values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: to_record(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
@@ -50,7 +50,7 @@ def to_record(value: Any) -> Any:
     return str(value)
 
 
-def from_record(record: Any) -> Any:
+def from_record(record: object) -> Any:
     """Rebuild what `to_record` wrote.
 
     Raises:

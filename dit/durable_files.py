@@ -7,7 +7,6 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dit.errors import CheckpointError
 
@@ -81,7 +80,7 @@ def write_record(path: Path, text: str) -> None:
         ) from error
 
 
-def strict_json(value: Any, *, indent: int | None = None) -> str:
+def strict_json(value: object, *, indent: int | None = None) -> str:
     """Serialise plain containers as JSON that every reader accepts.
 
     Finite floats keep their exact value. JSON has no other floats, so these become the strings "NaN", "Infinity" and
@@ -90,7 +89,7 @@ def strict_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(_name_non_finite(value), allow_nan=False, indent=indent)
 
 
-def _name_non_finite(value: Any) -> Any:
+def _name_non_finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):

@@ -7,7 +7,7 @@ afternoon while a run is only planned.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from dit.errors import ConfigError
 
@@ -27,7 +27,7 @@ class Range:
     open_low: bool = False
     open_high: bool = False
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         kinds = (int,) if self.whole else (int, float)
         if not isinstance(value, kinds):
             return False
@@ -82,7 +82,7 @@ def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None
             raise ConfigError(f"{part}.{name}={value} must be {kind}{allowed}")
 
 
-def check_choice(name: str, value: str, choices: Any) -> None:
+def check_choice(name: str, value: str, choices: object) -> None:
     """Check that the setting `name` holds one of the words of the `Literal` type `choices`.
 
     Raises:

@@ -9,7 +9,7 @@ from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import ConfigError
 from dit.kernels.recompute import check_recompute
-from dit.models.base import ModelConfig
+from dit.models.base import Ability, ModelConfig
 from dit.objectives.base import Objective
 from dit.optimizer.schedules import Constant, Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
@@ -93,7 +93,7 @@ class RunConfig:
         self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
         if self.data.mixes_shapes(spec):
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
-            self.model.check_supports("mixed_shapes", f"data={type(self.data).__name__}", cure)
+            self.model.check_supports(Ability.MIXED_SHAPES, f"data={type(self.data).__name__}", cure)
         # A table of noise levels has no more of them than the network was trained with.
         self.objective.sampling_grid(self.sampling.num_steps)
         return dims, spec

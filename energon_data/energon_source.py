@@ -148,7 +148,7 @@ class EnergonSource:
 
         A worker runs ahead of training, so its position is an older one and the micro-batches to read again.
         """
-        inner: Any = None
+        inner: object = None
         index = behind = 0
         state = self._loader.save_state_rank()
         if state is not None:
@@ -179,9 +179,9 @@ class EnergonSource:
         inner, index, behind = from_plain(state["dataset"]), state["index"], state["behind"]
         if inner is None and not behind:
             return
-        worker: Any
+        worker: SavableDatasetCheckpoint | FlexState
         if self._background:
-            saved = SavableDatasetState(rng=None, dataset_state=inner, sample_index=index)  # type: ignore[arg-type]
+            saved = SavableDatasetState(rng=None, dataset_state=inner, sample_index=index)
             worker = SavableDatasetCheckpoint(state=saved, offset=behind)
         else:
             worker = FlexState({"datasets": [inner], "__class__": _OUTER, "_sample_index": index})
@@ -212,7 +212,7 @@ def validation_pass(
         path,
         split_part=split,
         worker_config=worker_config(stream=0, num_streams=1, background=False, seed=0),
-        batch_size=None if packed else spec.micro_batch_size,  # type: ignore[arg-type]
+        batch_size=None if packed else spec.micro_batch_size,
         batch_drop_last=False,
         packing_buffer_size=packing_buffer_size if packed else None,
         task_encoder=DiffusionTaskEncoder(spec, options, ledger),

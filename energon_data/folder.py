@@ -132,7 +132,7 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     return SplitInfo(folder, split, samples, tuple(shards), own if isinstance(own, dict) else {})
 
 
-def _nested_targets(value: Any) -> list[str]:
+def _nested_targets(value: object) -> list[str]:
     """Return every class or function that a configuration asks Energon to import."""
     if isinstance(value, dict):
         own = [f"{value.get('__module__')}.{value[k]}" for k in ("__class__", "__function__") if k in value]
@@ -140,7 +140,7 @@ def _nested_targets(value: Any) -> list[str]:
     return [t for v in value for t in _nested_targets(v)] if isinstance(value, list) else []
 
 
-def _nested(value: Any, key: str) -> list[Any]:
+def _nested(value: object, key: str) -> list[Any]:
     """Return every value that stands under `key` anywhere in a configuration."""
     if isinstance(value, dict):
         return [v for k, v in value.items() if k == key] + [x for v in value.values() for x in _nested(v, key)]

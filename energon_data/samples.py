@@ -36,8 +36,8 @@ class Clip:
     """
 
     __key__: str
-    __restore_key__: tuple
-    __sources__: Optional[tuple] = None
+    __restore_key__: tuple[str | int, ...]
+    __sources__: Optional[tuple[object, ...]] = None
     latent: Tensor
     metadata: dict[str, Any]
     parts: dict[str, Any] = field(default_factory=dict)

@@ -20,7 +20,7 @@ def _classes() -> dict[str, type]:
     return {"FlexState": FlexState, "SliceState": SliceState}
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Turn a state into plain containers.
 
     Raises:
@@ -51,7 +51,7 @@ def to_plain(value: Any) -> Any:
     raise DataError(f"the loader state holds a {type(value).__module__}.{name}, which this version cannot save")
 
 
-def from_plain(value: Any) -> Any:
+def from_plain(value: object) -> Any:
     """Rebuild what `to_plain` was given.
 
     Raises:

@@ -11,11 +11,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dit.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 BLOCK = 512
 READ_ERROR = "__read_error__"
@@ -127,7 +130,7 @@ class SampleReader:
         energon_reader: Energon's `ShardInfosITarReader`.
     """
 
-    def __init__(self, energon_reader: Any) -> None:
+    def __init__(self, energon_reader: "ShardInfosITarReader") -> None:
         self._energon = energon_reader
         self._starts = list(energon_reader.shard_count_cumsum)
         self._shards = list(energon_reader.shard_infos)
@@ -164,6 +167,7 @@ class SampleReader:
 
         number = bisect_right(self._starts, index) - 1
         shard, position = self._shards[number], index - self._starts[number]
+        parts: dict[str, Any]
         try:
             if not self._local[number]:
                 return self._energon[index]
@@ -174,7 +178,7 @@ class SampleReader:
             if self._energon.sample_filter is not None and not self._energon.sample_filter(f"{shard.name}/{key}"):
                 return None
         except Exception as error:
-            key, parts = f"#{position}", {READ_ERROR: str(error) or type(error).__name__}  # type: ignore[dict-item]
+            key, parts = f"#{position}", {READ_ERROR: str(error) or type(error).__name__}
         source = SourceInfo(
             dataset_path=self._energon.base_path, index=index, shard_name=shard.name, file_names=tuple(parts)
         )

@@ -1,8 +1,9 @@
 """The one task encoder for every backbone: cook, filter, encode, pack."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 from megatron.energon import (
     BatchDataset,
@@ -51,10 +52,20 @@ class EncoderOptions:
     bucket_by_shape: bool = False
 
 
+class RawSample(Protocol):
+    """What Energon's reader hands on.
+
+    Attributes:
+        data: the parts of one sample by name, and where it came from under `__key__`, `__shard__`, ...
+    """
+
+    data: tuple[dict[str, Any]]
+
+
 class _Packing(PackingDataset):
     """Energon's packing without its progress bar."""
 
-    def _fill_reading_buffer(self, source_iter: Any, log_progress: bool = False) -> bool:
+    def _fill_reading_buffer(self, source_iter: Iterator[object], log_progress: bool = False) -> bool:
         return super()._fill_reading_buffer(source_iter, log_progress=False)
 
 
@@ -75,7 +86,9 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         super().__init__()
         self.spec, self.options, self.ledger = spec, options, ledger
 
-    def build_cook_crude_sample(self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any):
+    def build_cook_crude_sample(
+        self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
+    ) -> SavableDataset[Clip]:
         """Read with our reader, and do in one step what Energon does in three (each costs as much as the work)."""
         raw = dataset.dataset
         raw.join_readers = [SampleReader(reader) for reader in raw.join_readers]
@@ -88,7 +101,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             worker_config=kwargs["worker_config"],
         )
 
-    def load_clip(self, raw: Any, *, cook: Any) -> Clip:
+    def load_clip(self, raw: RawSample, *, cook: Callable[[dict[str, Any]], Clip]) -> Clip:
         """Decode, cook, filter and encode one sample.
 
         Raises:

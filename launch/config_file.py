@@ -42,7 +42,7 @@ def complete(node: Config | Partial) -> dict[str, Any]:
     return values
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Config | Partial):
         return complete(value)
     if isinstance(value, dict):
@@ -72,7 +72,7 @@ def summary(task: Partial) -> str:
     return "\n".join(lines)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, Config | Partial):
         defaults = {k: p.default for k, p in inspect.signature(value.__fn_or_cls__).parameters.items()}
         changed = {k: v for k, v in value.__arguments__.items() if isinstance(v, Config) or v != defaults.get(k, v)}
@@ -102,7 +102,7 @@ def write(task: Partial, path: str | Path) -> None:
         raise ConfigError(f"cannot write the configuration to {path}: {error.strerror}; choose another file") from error
 
 
-def load(path: str | Path, function: Callable, load_component: Callable[[str], None]) -> Partial:
+def load(path: str | Path, function: Callable[..., object], load_component: Callable[[str], None]) -> Partial:
     """Read a configuration of `function` from a YAML file.
 
     Args:
@@ -145,7 +145,7 @@ def _fill(node: Config | Partial, raw: dict[str, Any], path: str, load_component
         setattr(node, name, _read(value, normalise(annotation_of(node, str(name), path)), key, load_component))
 
 
-def _read(value: Any, annotation: Any, key: str, load_component: Callable[[str], None]) -> Any:
+def _read(value: object, annotation: object, key: str, load_component: Callable[[str], None]) -> object:
     targets = component_types(annotation)
     if isinstance(value, dict) and (targets or CLASS_KEY in value):
         settings = current(value)
@@ -164,7 +164,7 @@ def _read(value: Any, annotation: Any, key: str, load_component: Callable[[str],
     return parse_value("none" if value is None else str(value), annotation, key, load_component)
 
 
-def _target(name: Any, wanted: list[type], key: str) -> type:
+def _target(name: object, wanted: list[type], key: str) -> type:
     """Import the class a part names, if it is one of ours and of the kind that the setting asks for."""
     if name is None and len(wanted) == 1 and not inspect.isabstract(wanted[0]):
         return wanted[0]

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Protocol
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -30,11 +30,18 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
 
-def prepare_layout(parallel: Any, environ: MutableMapping[str, str] = os.environ) -> None:
+class Layout(Protocol):
+    """What of a parallel layout the driver's settings depend on."""
+
+    tensor_model_parallel_size: int
+    data_parallel: str
+
+
+def prepare_layout(parallel: Layout, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set what the CUDA driver reads at its first call, once the parallel layout is known.
 
     Args:
-        parallel: a `ParallelConfig` (or its nemo-run Config).
+        parallel: a `ParallelConfig`, or nemo-run's configuration of one.
     """
     # One hardware queue keeps the order "collective first, then GEMM" that overlaps tensor parallelism; Megatron-FSDP
     # needs several queues to overlap its gathers, and refuses 1.

@@ -17,7 +17,10 @@ from launch import environment
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dit.convert.diffusers_format import TrainedModel
+    from dit.convert.diffusers_format import LatentSize, TrainedModel
+    from dit.convert.rules import RuleBook
+    from dit.models.base import ModelConfig
+    from dit.objectives.base import Objective
     from dit.run_config import RunConfig
 
 FORMATS = ("diffusers", "dit")
@@ -158,14 +161,14 @@ def write_diffusers_folder(
     return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to sample with diffusers"]
 
 
-def note_objective(own: Any, published: Any) -> list[str]:
+def note_objective(own: "Objective", published: "Objective") -> list[str]:
     """Say that the weights want another scheduler than the published ones of the same class, if they do."""
     if own == published:
         return []
     return [f"the weights were trained by {own}, the published ones by {published}: choose the scheduler for the first"]
 
 
-def original_rules(model: Any, latent_size: Any) -> Any:
+def original_rules(model: "ModelConfig", latent_size: "LatentSize") -> "RuleBook":
     """Return the rules between facebookresearch/DiT and one of our models.
 
     Raises:

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
 import catalogue
 from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser
@@ -22,6 +22,7 @@ from nemo_run.config import Config, Partial, get_type_namespace
 from dit.errors import ConfigError
 from recipes import registry
 
+Node: TypeAlias = Config | Partial
 _PLAIN = (bool, int, float, str, list, dict, tuple, Path, type(None))
 _CALL = re.compile(r"^([A-Za-z_][\w.]*)(?:\((.*)\))?$", re.DOTALL)
 
@@ -54,7 +55,7 @@ def _split(text: str) -> tuple[str, Operation, str]:
 
 def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: Callable[[str], None]) -> None:
     *parents, name = key.split(".")
-    node: Any = task
+    node: Node = task
     for depth, parent in enumerate(parents):
         node = _child(node, parent, ".".join(parents[:depth]))
     path = ".".join(parents)
@@ -79,7 +80,7 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
     setattr(node, name, _checked(result, annotation, text, key))
 
 
-def _checked(result: Any, annotation: Any, text: str, key: str) -> Any:
+def _checked(result: object, annotation: object, text: str, key: str) -> object:
     """Return the result of an operation as the type of its setting: 100 steps `/=2` are 50, not 50.0."""
     accepted = (annotation, *get_args(normalise(annotation)))
     if int in accepted and isinstance(result, float):
@@ -89,7 +90,7 @@ def _checked(result: Any, annotation: Any, text: str, key: str) -> Any:
     return result
 
 
-def _child(node: Any, part: str, path: str) -> Any:
+def _child(node: Node, part: str, path: str) -> Node:
     """Follow one step of a path, `name` or `name[3]`."""
     name, *indices = re.findall(r"[^\[\]]+", part)
     annotation_of(node, name, path)
@@ -104,7 +105,7 @@ def _child(node: Any, part: str, path: str) -> Any:
     return child
 
 
-def parameters(target: Any) -> dict[str, Any]:
+def parameters(target: Node) -> dict[str, object]:
     """Return the settings of a configured function or class and their annotations."""
     fn = target.__fn_or_cls__
     init = fn.__init__ if inspect.isclass(fn) else fn
@@ -112,7 +113,7 @@ def parameters(target: Any) -> dict[str, Any]:
     return {name: hints.get(name, Any) for name in inspect.signature(fn).parameters}
 
 
-def value_of(node: Any, name: str) -> Any:
+def value_of(node: Node, name: str) -> Any:
     """Return the value of a setting, its default where nothing is assigned, or None where it has neither.
 
     fiddle's own `getattr` raises where the default is made by a factory.
@@ -128,7 +129,7 @@ def value_of(node: Any, name: str) -> Any:
     return None if default is inspect.Parameter.empty else default
 
 
-def annotation_of(node: Any, name: str, path: str) -> Any:
+def annotation_of(node: Node, name: str, path: str) -> object:
     """Return the annotation of a setting.
 
     Raises:
@@ -141,7 +142,7 @@ def annotation_of(node: Any, name: str, path: str) -> Any:
     raise ConfigError(registry.no_such_setting(node.__fn_or_cls__, path, name, known))
 
 
-def all_keys(node: Any, path: str = "") -> list[str]:
+def all_keys(node: Node, path: str = "") -> list[str]:
     """Return the dotted paths of all settings below a configuration."""
     keys = []
     for name in parameters(node):
@@ -152,7 +153,7 @@ def all_keys(node: Any, path: str = "") -> list[str]:
     return keys
 
 
-def parse_value(text: str, annotation: Any, key: str, load_component: Callable[[str], None]) -> Any:
+def parse_value(text: str, annotation: object, key: str, load_component: Callable[[str], None]) -> Any:
     """Turn the text of an override into a value of the annotated type.
 
     Raises:
@@ -215,25 +216,26 @@ def split_arguments(text: str) -> list[str]:
     return [part.strip() for part in [*parts, text[start:]] if part.strip()]
 
 
-def normalise(annotation: Any) -> Any:
+def normalise(annotation: object) -> object:
     """Spell `X | None` as `Optional[X]`, the form nemo-run reads, at any depth."""
     origin, args = get_origin(annotation), tuple(map(normalise, get_args(annotation)))
     if origin is types.UnionType or origin is Union:
         return Union[args]
     if origin is list and args:
-        return list[args[0]]  # type: ignore[valid-type]
+        return types.GenericAlias(list, args)
     return annotation
 
 
-def component_types(annotation: Any) -> list[type]:
+def component_types(annotation: object) -> list[type]:
     """Return the classes of ours that an annotation asks for; empty for plain values."""
     if get_origin(annotation) is Union:
         return [t for arg in get_args(annotation) for t in component_types(arg)]
-    is_part = inspect.isclass(annotation) and not issubclass(annotation, _PLAIN)
-    return [annotation] if is_part and get_origin(annotation) is None else []
+    if get_origin(annotation) is None and inspect.isclass(annotation) and not issubclass(annotation, _PLAIN):
+        return [annotation]
+    return []
 
 
-def describe(annotation: Any) -> str:
+def describe(annotation: object) -> str:
     """Say in words what a setting accepts."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
@@ -242,7 +244,13 @@ def describe(annotation: Any) -> str:
         return " or ".join(describe(a) for a in args)
     if origin is list:
         return f"a list such as [{'1, 2' if args and args[0] in (int, float) else 'a, b'}] of {_plural(args)}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "none"}
+    words: dict[object, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        type(None): "none",
+    }
     return words.get(annotation) or f"a {getattr(annotation, '__name__', annotation)}"
 
 
@@ -251,7 +259,7 @@ def _plural(args: tuple[Any, ...]) -> str:
     return words.get(args[0], "values") if args else "values"
 
 
-def _is_optional(annotation: Any) -> bool:
+def _is_optional(annotation: object) -> bool:
     return get_origin(annotation) is Union and type(None) in get_args(annotation)
 
 

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Optional, get_type_hints
+from typing import Optional, get_type_hints
 
 from dit.errors import EXIT_OK
 from dit.models.registry import BACKBONES
@@ -66,7 +66,7 @@ def meanings(kind: type) -> dict[str, str]:
     return found
 
 
-def _type(annotation: Any) -> str:
+def _type(annotation: object) -> str:
     """Write an annotation as the command line takes it."""
     if typing.get_origin(annotation) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
@@ -87,9 +87,9 @@ def rows(kind: type) -> Iterator[str]:
     for field in dataclasses.fields(kind):
         if field.name not in said:
             raise ValueError(f"{kind.__name__}.{field.name} has no line under `Attributes` or `Args` of its docstring")
-        default: Any = field.default
+        default: object = field.default
         if default is dataclasses.MISSING:
-            factory: Any = field.default_factory
+            factory = field.default_factory
             default = "required" if factory is dataclasses.MISSING else factory()
         shown = "required" if default == "required" else f"`{default}`"
         meaning = said[field.name].replace("|", "\\|")

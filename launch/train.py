@@ -8,8 +8,8 @@ import importlib
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Optional
 
 from dit.errors import (
     EXIT_CONFIG,
@@ -181,7 +181,7 @@ def call_recipe(text: str) -> "run.Partial":
     if not module:
         module, attribute = next((e.module, e.function) for e in registry.recipes() if e.name == name)
     try:
-        factory: Any = getattr(importlib.import_module(module), attribute)
+        factory: Callable[..., object] = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         # A module missing inside the recipe's own imports is not a misspelt recipe.
         if isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name)):

@@ -18,9 +18,12 @@ from launch import cli, environment
 MOST_RANKS = 16
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from dit.backends.sharding import AxisSizes
     from dit.batch import PackedBatch
     from dit.data_api import BatchSpec, DataConfig
+    from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
     from dit.verify.report import Verdict
     from dit.verify.trial import Trial
@@ -84,7 +87,7 @@ class Pair:
     sizes: "AxisSizes"
 
 
-def world_size_of(parallel: Any, asked: Optional[int]) -> int:
+def world_size_of(parallel: "ParallelConfig", asked: Optional[int]) -> int:
     """Return the ranks of a layout: those asked for, or the fewest, which for plain data parallelism are 2.
 
     Raises:
@@ -156,7 +159,7 @@ def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
     return Pair(one, many, world_size, axis_sizes(parallel, dims))
 
 
-def changed(config: Any) -> str:
+def changed(config: "DataclassInstance") -> str:
     """Write a configuration with the fields that differ from their defaults."""
     usual = type(config)()
     named = ((field.name, getattr(config, field.name)) for field in fields(config))

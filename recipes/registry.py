@@ -109,7 +109,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0] if len(near) == 1 else ', '.join(near[:-1]) + ' or ' + near[-1]}?"
 
 
-def no_such_setting(owner: Callable, path: str, name: str, known: Iterable[str]) -> str:
+def no_such_setting(owner: Callable[..., object], path: str, name: str, known: Iterable[str]) -> str:
     """Say that a part of a run has no setting of this name, and which one it has instead.
 
     Args:

@@ -1,7 +1,6 @@
 """Tokens to the ranks that hold their experts, and back: Megatron-Core's all-to-all dispatcher behind two calls."""
 
-from typing import Any
-
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
@@ -21,7 +20,7 @@ class ExpertDispatch:
         experts: global indices of the experts held here.
     """
 
-    def __init__(self, config: TransformerConfig, groups: Any, experts: range) -> None:
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, experts: range) -> None:
         assert config.moe_expert_capacity_factor is not None
         self._dispatcher = MoEAlltoAllTokenDispatcher(len(experts), list(experts), config, groups)
 

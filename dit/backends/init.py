@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.sharding import sharding_of
+from dit.errors import ConfigError
 from dit.philox import MASK32, philox, to_normal, to_uniform
 
 _CHUNK_ROWS_ELEMENTS = 1 << 22
@@ -68,6 +69,21 @@ def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
     return parameter
 
 
+def init_of(parameter: nn.Parameter, name: str) -> Init:
+    """Return the note of `with_init`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    init = getattr(parameter, "init", None)
+    if not isinstance(init, Init):
+        raise ConfigError(
+            f"parameter {name} of shape {tuple(parameter.shape)} does not say how it starts; build it with the "
+            "LayerProvider, or call dit.backends.init.with_init(parameter, Init(...))"
+        )
+    return init
+
+
 @torch.no_grad()
 def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: int) -> None:
     """Fill every parameter of a built model with its own slice of the addressed start.
@@ -79,7 +95,7 @@ def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: i
         seed: seed of the run.
 
     Raises:
-        ConfigError: a parameter has no statement of its sharding.
+        ConfigError: a parameter says nothing of its start or its sharding.
     """
     for name, parameter in module.named_parameters():
         matrix = parameter.data.view(parameter.shape[0], -1) if parameter.dim() > 1 else parameter.data[None]
@@ -92,7 +108,7 @@ def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: i
                 rows = range(start, start + len(rows))
             else:
                 columns = range(start, start + len(columns))
-        step = max(1, _CHUNK_ROWS_ELEMENTS // len(columns))
+        step, init = max(1, _CHUNK_ROWS_ELEMENTS // len(columns)), init_of(parameter, name)
         for i in range(0, len(rows), step):
-            block = draw(parameter.init, seed, name, rows[i : i + step], columns, matrix.device)  # type: ignore[attr-defined]
+            block = draw(init, seed, name, rows[i : i + step], columns, matrix.device)
             matrix[i : i + step].copy_(block)

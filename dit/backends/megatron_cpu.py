@@ -8,11 +8,12 @@ only in processes that train on CPU.
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_strided", "as_tensor")
 _NEW_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
@@ -42,7 +43,7 @@ _MODULES_THAT_COALESCE = (
 class _FinishedWork:
     """The handle of a collective that already ran."""
 
-    def wait(self, *_: Any) -> bool:
+    def wait(self, *_: object) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -52,7 +53,7 @@ class _FinishedWork:
 class _NoStream:
     """Stands for a CUDA stream or event; on CPU work is ordered by the program itself."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -61,10 +62,10 @@ class _NoStream:
     def __enter__(self) -> "_NoStream":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
-    def record_event(self, *_: Any) -> "_NoStream":
+    def record_event(self, *_: object) -> "_NoStream":
         return self
 
     def query(self) -> bool:
@@ -74,7 +75,7 @@ class _NoStream:
         return 0.0
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return (isinstance(device, str) and device.startswith("cuda")) or (
@@ -82,9 +83,9 @@ def _is_cuda(device: Any) -> bool:
     )
 
 
-def _factory_on_cpu(factory: Callable) -> Callable:
+def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def make(*args: object, **kwargs: object) -> torch.Tensor:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         if kwargs.get("pin_memory"):
@@ -94,14 +95,14 @@ def _factory_on_cpu(factory: Callable) -> Callable:
     return make
 
 
-def _waiting(collective: Callable) -> Callable:
+def _waiting(collective: Callable[..., Work | None]) -> Callable[..., _FinishedWork | None]:
     """Run a collective to its end before returning, whatever `async_op` says.
 
     The streams that order asynchronous collectives on CUDA are no-ops here: gloo could read a buffer that is reused.
     """
 
     @functools.wraps(collective)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> _FinishedWork | None:
         work = collective(*args, **kwargs)
         if work is None:
             return None
@@ -112,32 +113,41 @@ def _waiting(collective: Callable) -> Callable:
 
 
 @contextmanager
-def _run_at_once(*_: Any, **__: Any) -> Any:
+def _run_at_once(*_: object, **__: object) -> Iterator[_FinishedWork]:
     """Stand in for `_coalescing_manager`: the calls inside already ran when they returned."""
     yield _FinishedWork()
 
 
-def _answer(value: Any) -> Callable:
+def _answer(value: object) -> Callable[..., object]:
     """Make a function of its own (torch.compile keeps a table by identity) that always returns `value`."""
     return lambda *_, **__: value
 
 
+def _replace(owner: object, **replacements: object) -> None:
+    """Replace functions or classes of a module, or methods of a class, for this process."""
+    for name, replacement in replacements.items():
+        setattr(owner, name, replacement)
+
+
 def _redirect_cuda_calls() -> None:
-    cuda: Any = torch.cuda
-    for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect"):
-        setattr(cuda, name, _answer(None))
-    for name in ("reset_peak_memory_stats", "_lazy_init", "_lazy_call"):
-        setattr(cuda, name, _answer(None))
+    nothing = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect")
+    for name in (*nothing, "reset_peak_memory_stats", "_lazy_init", "_lazy_call"):
+        setattr(torch.cuda, name, _answer(None))
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(cuda, name, _answer(0))
+        setattr(torch.cuda, name, _answer(0))
     for name in ("range_push", "range_pop", "mark"):
-        setattr(cuda.nvtx, name, _answer(None))
-    cuda.current_device = _answer(0)  # a number, because it is also written into names such as "cuda:0"
-    cuda.Stream, cuda.Event = type("Stream", (_NoStream,), {}), type("Event", (_NoStream,), {})
-    cuda.current_stream, cuda.default_stream = _answer(_NoStream()), _answer(_NoStream())
-    cuda.stream = lambda *_, **__: nullcontext()
-    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        setattr(torch.cuda.nvtx, name, _answer(None))
+    _replace(
+        torch.cuda,
+        current_device=_answer(0),  # a number, because it is also written into names such as "cuda:0"
+        Stream=type("Stream", (_NoStream,), {}),
+        Event=type("Event", (_NoStream,), {}),
+        current_stream=_answer(_NoStream()),
+        default_stream=_answer(_NoStream()),
+        stream=lambda *_, **__: nullcontext(),
+        get_rng_state=lambda *_, **__: torch.get_rng_state(),
+        set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    )
 
 
 def _redirect_tensors() -> None:
@@ -148,71 +158,74 @@ def _redirect_tensors() -> None:
         setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
     for name in _NEW_LIKE:
         setattr(torch.Tensor, name, _factory_on_cpu(getattr(torch.Tensor, name)))
-    tensor_type, tensor_to = torch.Tensor.type, torch.Tensor.to
+    tensor_type = torch.Tensor.type
+    tensor_to: Callable[..., torch.Tensor] = torch.Tensor.to
 
-    def type_like_cuda(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+    def type_like_cuda(
+        self: torch.Tensor, dtype: torch.dtype | str | None = None, non_blocking: bool = False
+    ) -> torch.Tensor | str:
         if dtype is not None:
-            return tensor_type(self, dtype, **kwargs)
+            return tensor_type(self, dtype, non_blocking)
         return tensor_type(self).replace("torch.", "torch.cuda.", 1)
 
-    def to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to_cpu(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if args and _is_cuda(args[0]):
             args = ("cpu", *args[1:])
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         return tensor_to(self, *args, **kwargs)
 
-    torch.Tensor.type = type_like_cuda  # type: ignore[method-assign, assignment]
-    torch.Tensor.to = to_cpu  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
-    torch.Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign]
-    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    def itself(self: object, *_: object, **__: object) -> object:
+        return self
+
+    _replace(torch.Tensor, type=type_like_cuda, to=to_cpu, cuda=itself, pin_memory=itself, record_stream=_answer(None))
+    _replace(torch.nn.Module, cuda=itself)
 
 
 def _redirect_collectives() -> None:
-    dist: Any = torch.distributed
+    dist = torch.distributed
     for name in _COLLECTIVES:
         setattr(dist, name, _waiting(getattr(dist, name)))
-    dist._coalescing_manager = _run_at_once
+    _replace(dist, _coalescing_manager=_run_at_once)
     for module_name in _MODULES_THAT_BIND:
         module = importlib.import_module(module_name)
         for bound, name in _BOUND_AT_IMPORT.items():
             if hasattr(module, bound):
                 setattr(module, bound, getattr(dist, name))
     for module_name in _MODULES_THAT_COALESCE:
-        buffers: Any = importlib.import_module(module_name)
-        buffers._coalescing_manager = _run_at_once
+        _replace(importlib.import_module(module_name), _coalescing_manager=_run_at_once)
 
 
 def _redirect_rng_tracker() -> None:
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    _replace(
+        importlib.import_module("megatron.core.tensor_parallel.random"),
+        _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    )
 
 
 def _redirect_device_meshes() -> None:
-    adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
-    from_group = adapter.DeviceMesh.from_group
+    adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    from_group: Callable[..., DeviceMesh] = adapter.DeviceMesh.from_group
 
-    def on_cpu(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+    def on_cpu(group: object, device_type: str, *args: object, **kwargs: object) -> DeviceMesh:
         return from_group(group, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
 
-    adapter.DeviceMesh = type("DeviceMesh", (adapter.DeviceMesh,), {"from_group": staticmethod(on_cpu)})
+    _replace(adapter, DeviceMesh=type("DeviceMesh", (adapter.DeviceMesh,), {"from_group": staticmethod(on_cpu)}))
 
 
 def _redirect_expert_dispatch() -> None:
     """Let the token dispatcher's all-to-all have its split sizes as numbers, also where they never were on CUDA."""
 
-    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    def to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     for name in ("moe_utils", "token_dispatcher"):
-        module: Any = importlib.import_module(f"megatron.core.transformer.moe.{name}")
-        module.maybe_move_tensor_to_cpu = to_host
+        module = importlib.import_module(f"megatron.core.transformer.moe.{name}")
+        _replace(module, maybe_move_tensor_to_cpu=to_host)
 
 
-_groups: dict[tuple[int, ...], Any] = {}
+_groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
 
 def _share_groups() -> None:
@@ -221,10 +234,12 @@ def _share_groups() -> None:
     It makes two dozen groups, most of them of the same few ranks. Each gloo group keeps three threads, one of which
     polls, and its own connections, and no two collectives overlap here.
     """
-    state: Any = importlib.import_module("megatron.core.parallel_state")
-    create = state.create_group
+    state = importlib.import_module("megatron.core.parallel_state")
+    create: Callable[..., ProcessGroup | None] = state.create_group
 
-    def create_or_share(ranks: Any = None, *args: Any, use_local_synchronization: bool = False, **kwargs: Any) -> Any:
+    def create_or_share(
+        ranks: Sequence[int] | None = None, *args: object, use_local_synchronization: bool = False, **kwargs: object
+    ) -> ProcessGroup | None:
         if ranks is None or use_local_synchronization:
             return create(ranks, *args, use_local_synchronization=use_local_synchronization, **kwargs)
         # Every rank asks for every group in the same order, so all find one here or none does.
@@ -233,7 +248,7 @@ def _share_groups() -> None:
             _groups[key] = create(ranks, *args, **kwargs)
         return _groups[key]
 
-    state.create_group = create_or_share
+    _replace(state, create_group=create_or_share)
 
 
 def forget_groups() -> None:

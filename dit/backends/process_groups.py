@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from dit.backends import megatron_cpu
 from dit.backends.device import local_device, use_cuda
 from dit.backends.sharding import Axis
 from dit.errors import ConfigError, page_of
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class GroupSizes(Protocol):
@@ -36,7 +39,7 @@ class ProcessGroups:
         dp_size, dp_rank: replicas that read different samples (context-parallel ranks share samples).
     """
 
-    collection: Any
+    collection: "ProcessGroupCollection"
     world_size: int
     rank: int
     dp_size: int

@@ -29,14 +29,14 @@ REPLICATED, EXPERT = ParameterSharding(), ParameterSharding(expert=True)
 class ColumnLinear(ColumnParallelLinear):
     """y = x W^T + b with the output features split over tensor-parallel ranks; gathers the tokens under SP."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x_TD: Tensor) -> Tensor:
         return super().forward(x_TD)[0]
 
 
 class RowLinear(RowParallelLinear):
     """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x_TD: Tensor) -> Tensor:
         return super().forward(x_TD)[0]
 
 
@@ -238,8 +238,8 @@ class LayerProvider:
         return with_init(state(nn.Parameter(empty), ParameterSharding(gradient_covers=gradient_covers)), init)
 
 
-def _start(layer: Any, weight: ParameterSharding, bias: ParameterSharding, init: Init) -> None:
+def _start(layer: nn.Module, weight: ParameterSharding, bias: ParameterSharding, init: Init) -> None:
     """State how the weight and the bias of a linear layer are sharded and how they start, biases at zero."""
-    with_init(state(layer.weight, weight), init)
+    with_init(state(layer.get_parameter("weight"), weight), init)
     if isinstance(layer.bias, nn.Parameter):
         with_init(state(layer.bias, bias), ZEROS)

@@ -21,7 +21,7 @@ Megatron-Core reads this from eight attributes of a parameter, and takes a missi
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Optional
+from typing import Literal, Optional
 
 from torch import Tensor, nn
 
@@ -117,7 +117,7 @@ def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
         ConfigError: nothing was stated.
     """
     sharding = getattr(parameter, "sharding", None)
-    if sharding is None:
+    if not isinstance(sharding, ParameterSharding):
         raise ConfigError(
             f"parameter {name or 'without a name'} of shape {tuple(parameter.shape)} has no statement of its sharding, "
             "so nobody knows over which ranks to sum its gradient; build it with the LayerProvider, or call "
@@ -128,7 +128,7 @@ def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
 
 def megatron_attributes(
     sharding: ParameterSharding, *, sequence_parallel: bool, pipeline: bool, first_stage: bool
-) -> dict[str, Any]:
+) -> dict[str, bool | int]:
     """Return what Megatron-Core reads on a parameter.
 
     Args:

@@ -10,11 +10,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dit.config_record import CLASS_KEY, current, to_record
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 EVERY = "*"
 """Every setting of a part, also those that it does not have yet."""
@@ -59,8 +62,8 @@ class Change:
     """
 
     path: str
-    old: Any
-    new: Any
+    old: object
+    new: object
 
     def __str__(self) -> str:
         return f"{self.path}: {self.old} -> {self.new}"
@@ -95,7 +98,7 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
     return [change for name, part in parts.items() for change in _part_changes(name, saved.get(name, {}), part)]
 
 
-def _part_changes(name: str, saved: Mapping[str, Any], part: Any) -> Iterator[Change]:
+def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance") -> Iterator[Change]:
     saved = current(saved)
     # The class alone counts, not the module: files move between versions.
     old_class, new_class = saved.get(CLASS_KEY, type(part).__name__).rpartition(".")[2], type(part).__name__
@@ -109,7 +112,7 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: Any) -> Iterator[Ch
             yield Change(f"{name}.{key}", old, now)
 
 
-def _defaults(part: Any) -> dict[str, Any]:
+def _defaults(part: "DataclassInstance") -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(part):
         if field.default is not dataclasses.MISSING:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups, raise_together
 from dit.backends.sharding import sharding_of
 from dit.checkpoint.boxes import Box, Part
@@ -88,7 +89,7 @@ def save_state(
     directory: Path,
     shards: Sequence[MasterShard],
     ema: Optional[EMA],
-    optimizer: Any,
+    optimizer: MegatronOptimizer,
     groups: ProcessGroups,
 ) -> dict[str, FileRecord]:
     """Write weights, average and optimizer state into `directory`; every rank calls this.
@@ -138,7 +139,7 @@ def load_state(
     directory: Path,
     shards: Sequence[MasterShard],
     ema: Optional[EMA],
-    optimizer: Any,
+    optimizer: MegatronOptimizer,
     wrapped: Sequence[Any],
     groups: ProcessGroups,
 ) -> None:

@@ -241,7 +241,7 @@ class StateReader:
             raise CheckpointError(f"{self.folder / file} cannot be read: {error}; {CURE}") from error
 
 
-def _plain(file: Any) -> str:
+def _plain(file: object) -> str:
     if not isinstance(file, str) or Path(file).name != file:
         raise CheckpointError(f"{INDEX} names {file!r}, which is no file of the checkpoint's own folder; {CURE}")
     return file

@@ -67,7 +67,7 @@ class _Reader(torch_checkpoint.FileSystemReader):
         super().__init__(str(folder))
         self._metadata = read_metadata(folder)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self._metadata
 
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.manifest import HeldOut
 from dit.data_api import BatchSpec, DataStream
@@ -28,7 +29,7 @@ class TrainState:
 
     wrapped: Sequence[Any]
     chunks: Sequence[Backbone]
-    optimizer: Any
+    optimizer: MegatronOptimizer
     shards: list[MasterShard]
     ema: Optional[EMA]
     stream: DataStream

@@ -15,18 +15,21 @@ Sources: Liu et al. 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, arXiv:230
 arXiv:2405.07719 (both together); Megatron-Core's `cp_comm_type` (names).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from typing import Literal, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
 
 from dit.context_parallel.partition import ContextSplit, Shares, context_rows
 from dit.errors import ConfigError
 from dit.joint_layout import JointLayout, joint_layout
 from dit.kernels.attention import Attention
-from dit.kernels.attention_blocks import BlockAttention
+from dit.kernels.attention_blocks import Attended, Block, BlockAttention
 from dit.layout import SequenceLayout
 
 ContextComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
@@ -57,9 +60,9 @@ class ContextAttention:
     kernel: BlockAttention
     comm: ContextComm
     split: ContextSplit
-    group: Any
-    inner: Any = None
-    outer: Any = None
+    group: ProcessGroup
+    inner: Optional[ProcessGroup] = None
+    outer: Optional[ProcessGroup] = None
     segment_comm: SegmentComm = "hybrid"
 
     def __call__(
@@ -77,14 +80,28 @@ class ContextAttention:
         """Attend inside segments that are spread over the ranks; each rank gives its rows in ascending order."""
         own = shares.blocks()[self.group.rank()]
         if self.comm == "p2p":
-            return _Ring.apply(q_TNH, k_KNH, v_KNH, own, shares.blocks(), self.group, self.kernel)
+            return _Ring.apply(_Plan(own, shares.blocks(), self.group, self.kernel), q_TNH, k_KNH, v_KNH)
         if self.comm == "all_gather":
-            return _GatheredKeys.apply(q_TNH, k_KNH, v_KNH, own, shares, self.group, self.kernel)
+            return _GatheredKeys.apply(self._gathering(own, shares), q_TNH, k_KNH, v_KNH)
         return self._by_heads(q_TNH, k_KNH, v_KNH, shares)
 
-    def _inner(self) -> tuple[Any, int]:
+    def _gathering(self, own: SequenceLayout, shares: Shares, here: Optional[SequenceLayout] = None) -> "_Plan":
+        """Return how this rank's queries attend to the keys of all ranks at once."""
+        everything, order = shares.blocks(shares.size)[:1], shares.order(0, shares.size)
+        return _Plan(own, everything, self.group, self.kernel, order, here)
+
+    def _inner(self) -> tuple[ProcessGroup, int]:
         """Return the ranks that exchange heads, and the place of their tokens among those of all such groups."""
-        return (self.group, 0) if self.comm == "a2a" else (self.inner, self.outer.rank())
+        if self.comm == "a2a":
+            return self.group, 0
+        assert self.inner is not None
+        assert self.outer is not None
+        return self.inner, self.outer.rank()
+
+    def _across(self, own: SequenceLayout, shares: Shares, size: int, here: Optional[SequenceLayout] = None) -> "_Plan":
+        """Return how tokens of `size` ranks, whose heads were exchanged, travel around the outer ring."""
+        assert self.outer is not None
+        return _Plan(own, shares.blocks(size), self.outer, self.kernel, here=here)
 
     def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
         """Exchange tokens for heads, attend with all tokens of the inner group, and exchange back."""
@@ -94,18 +111,18 @@ class ContextAttention:
         if self.comm == "a2a":
             out = self.local(q, k, v, blocks[0], blocks[0])
         else:
-            out = _Ring.apply(q, k, v, blocks[index], blocks, self.outer, self.kernel)
+            out = _Ring.apply(self._across(blocks[index], shares, inner.size()), q, k, v)
         return heads_for_tokens(out, inner, order)
 
     def _joint(self, q_JNH: Tensor, k_JNH: Tensor, v_JNH: Tensor, joint: JointLayout) -> Tensor:
         """Attend with this rank's text and image rows to its text and to the image rows of all ranks."""
         shares = context_rows(joint.image, self.group.size(), self.split)
         (text_k, image_k), (text_v, image_v) = joint.split(k_JNH), joint.split(v_JNH)
-        here = (text_k, text_v, joint.text)
+        tensors = (q_JNH, image_k, image_v, text_k, text_v)
         if self.comm == "p2p":
-            return _Ring.apply(q_JNH, image_k, image_v, joint, shares.blocks(), self.group, self.kernel, *here)
+            return _Ring.apply(_Plan(joint, shares.blocks(), self.group, self.kernel, here=joint.text), *tensors)
         if self.comm == "all_gather":
-            return _GatheredKeys.apply(q_JNH, image_k, image_v, joint, shares, self.group, self.kernel, *here)
+            return _GatheredKeys.apply(self._gathering(joint, shares, joint.text), *tensors)
         return self._joint_by_heads(joint.split(q_JNH), (text_k, image_k), (text_v, image_v), joint, shares)
 
     def _joint_by_heads(
@@ -130,8 +147,8 @@ class ContextAttention:
             q_JNH, k_JNH, v_JNH = (layout.join(*pair) for pair in zip(texts, images))
             out_JNH = self.local(q_JNH, k_JNH, v_JNH, layout, layout)
         else:
-            q_JNH, here = layout.join(texts[0], images[0]), (texts[1], texts[2], joint.text)
-            out_JNH = _Ring.apply(q_JNH, *images[1:], layout, blocks, self.outer, self.kernel, *here)
+            plan = self._across(layout, shares, inner.size(), joint.text)
+            out_JNH = _Ring.apply(plan, layout.join(texts[0], images[0]), *images[1:], *texts[1:])
         text, image = layout.split(out_JNH)
         return joint.join(_GatherHeads.apply(text, inner), heads_for_tokens(image, inner, order))
 
@@ -139,7 +156,7 @@ class ContextAttention:
 class _Exchange:
     """A tensor on its way to the next rank of a ring while another one arrives from the previous rank."""
 
-    def __init__(self, x: Tensor, group: Any) -> None:
+    def __init__(self, x: Tensor, group: ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
         following, previous = (dist.get_global_rank(group, (rank + hop) % size) for hop in (1, -1))
         self._leaving, self._arriving = x, torch.empty_like(x)
@@ -156,12 +173,40 @@ class _Exchange:
         return self._arriving
 
 
-def merge(out_TNH: Tensor, lse_TN: Tensor, part_TNH: Tensor, part_lse_TN: Tensor) -> tuple[Tensor, Tensor]:
+def merge(joined: Attended, part: Attended) -> Attended:
     """Join the attention over two sets of keys, float32; a row without keys in both stays 0 with lse -inf."""
-    joined_TN = torch.logaddexp(lse_TN, part_lse_TN)
+    lse_TN = torch.logaddexp(joined.lse_TN, part.lse_TN)
     # exp(-inf - -inf) is NaN: such a row has no keys at all and weighs nothing.
-    keep, add = ((x - joined_TN).exp().nan_to_num(0.0)[..., None] for x in (lse_TN, part_lse_TN))
-    return keep * out_TNH + add * part_TNH.float(), joined_TN
+    keep, add = ((x - lse_TN).exp().nan_to_num(0.0)[..., None] for x in (joined.lse_TN, part.lse_TN))
+    return Attended(keep * joined.out_TNH + add * part.out_TNH.float(), lse_TN)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the queries of this rank meet all keys: everything that an exchange needs besides its tensors.
+
+    Attributes:
+        queries: layout of this rank's queries.
+        blocks: layouts of the keys: of each rank of a ring, or of all ranks together where they are gathered.
+        group: the ranks.
+        kernel: the block kernel.
+        order: from the rows rank by rank to the rows in ascending order, where they are gathered.
+        here: layout of the keys that every rank has for itself; None for none.
+    """
+
+    queries: SequenceLayout
+    blocks: tuple[SequenceLayout, ...]
+    group: ProcessGroup
+    kernel: BlockAttention
+    order: Order = None
+    here: Optional[SequenceLayout] = None
+
+
+class _Context(FunctionCtx):
+    """What the forward pass of `_Ring` and of `_GatheredKeys` saves."""
+
+    plan: _Plan
+    saved_tensors: tuple[Tensor, ...]
 
 
 class _Ring(torch.autograd.Function):
@@ -172,56 +217,45 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
+        plan: _Plan,
         q_TNH: Tensor,
         k_TNH: Tensor,
         v_TNH: Tensor,
-        layout_q: SequenceLayout,
-        blocks: tuple[SequenceLayout, ...],
-        group: Any,
-        kernel: BlockAttention,
-        k_here: Optional[Tensor] = None,
-        v_here: Optional[Tensor] = None,
-        layout_here: Optional[SequenceLayout] = None,
+        *kv_here: Tensor,
     ) -> Tensor:
-        rank, size = group.rank(), group.size()
+        rank, size, kernel = plan.group.rank(), plan.group.size(), plan.kernel
         travelling = torch.stack([k_TNH, v_TNH])
-        out_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
+        joined = Attended(torch.zeros_like(q_TNH, dtype=torch.float32), lse_TN)
         for hop in range(size):
-            coming = _Exchange(travelling, group) if hop < size - 1 else None
-            part = kernel.forward(q_TNH, travelling[0], travelling[1], layout_q, blocks[(rank - hop) % size])
-            out_TNH, lse_TN = merge(out_TNH, lse_TN, *part)
+            coming = _Exchange(travelling, plan.group) if hop < size - 1 else None
+            block = Block(q_TNH, travelling[0], travelling[1], plan.queries, plan.blocks[(rank - hop) % size])
+            joined = merge(joined, kernel.forward(block))
             if coming is not None:
                 travelling = coming.wait()
-        if k_here is not None and v_here is not None and layout_here is not None:
-            out_TNH, lse_TN = merge(out_TNH, lse_TN, *kernel.forward(q_TNH, k_here, v_here, layout_q, layout_here))
-        out = out_TNH.to(q_TNH.dtype)
-        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, lse_TN, k_here, v_here)
-        ctx.layouts, ctx.blocks, ctx.group, ctx.kernel = (layout_q, layout_here), blocks, group, kernel
+        here = _block_here(plan, q_TNH, kv_here)
+        if here is not None:
+            joined = merge(joined, kernel.forward(here))
+        out = joined.out_TNH.to(q_TNH.dtype)
+        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *kv_here)
+        ctx.plan = plan
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Optional[Tensor], ...]:  # type: ignore[override]
-        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, k_here, v_here = ctx.saved_tensors
-        (layout_q, layout_here), rank, size, blocks = ctx.layouts, ctx.group.rank(), ctx.group.size(), ctx.blocks
-        travelling, grad_TNH = torch.stack([k_TNH, v_TNH]), grad_TNH.contiguous()
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
+        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, *kv_here = ctx.saved_tensors
+        plan, joined = ctx.plan, Attended(out_TNH, lse_TN)
+        rank, size, kernel = plan.group.rank(), plan.group.size(), plan.kernel
+        travelling, grad_TNH = torch.stack([k_TNH, v_TNH]), grads[0].contiguous()
         dq_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
         # The gradient of a block starts at the block's second stop and arrives at its owner with the last exchange;
         # the owner adds its own part. So it travels size - 1 hops, like the block itself.
         own, homeward = torch.zeros_like(travelling, dtype=torch.float32), None
         for hop in range(size):
-            coming = _Exchange(travelling, ctx.group) if hop < size - 1 else None
-            dq, *parts = ctx.kernel.backward(
-                grad_TNH,
-                q_TNH,
-                travelling[0],
-                travelling[1],
-                out_TNH,
-                lse_TN,
-                layout_q,
-                blocks[(rank - hop) % size],
-            )
+            coming = _Exchange(travelling, plan.group) if hop < size - 1 else None
+            block = Block(q_TNH, travelling[0], travelling[1], plan.queries, plan.blocks[(rank - hop) % size])
+            dq, *parts = kernel.backward(grad_TNH, block, joined)
             dq_TNH += dq
             part = torch.stack(parts).float()
             if hop == 0:
@@ -229,33 +263,33 @@ class _Ring(torch.autograd.Function):
             else:
                 if homeward is not None:
                     part += homeward.wait()
-                homeward = _Exchange(part.to(travelling.dtype), ctx.group)
+                homeward = _Exchange(part.to(travelling.dtype), plan.group)
             if coming is not None:
                 travelling = coming.wait()
         if homeward is not None:
             own += homeward.wait()
         dk_TNH, dv_TNH = own.to(travelling.dtype)
-        dq, *here = _backward_here(ctx.kernel, grad_TNH, q_TNH, k_here, v_here, out_TNH, lse_TN, layout_q, layout_here)
-        dq_TNH = dq_TNH if dq is None else dq_TNH + dq
-        return dq_TNH.to(q_TNH.dtype), dk_TNH, dv_TNH, None, None, None, None, *here, None
+        more, dkv_here = _backward_here(grad_TNH, _block_here(plan, q_TNH, kv_here), joined, kernel)
+        dq_TNH = dq_TNH if more is None else dq_TNH + more
+        return None, dq_TNH.to(q_TNH.dtype), dk_TNH, dv_TNH, *dkv_here
+
+
+def _block_here(plan: _Plan, q_TNH: Tensor, kv_here: Sequence[Tensor]) -> Optional[Block]:
+    """Return the block that does not travel; None where there is none."""
+    if plan.here is None:
+        return None
+    k_here, v_here = kv_here
+    return Block(q_TNH, k_here, v_here, plan.queries, plan.here)
 
 
 def _backward_here(
-    kernel: BlockAttention,
-    grad_TNH: Tensor,
-    q_TNH: Tensor,
-    k_here: Optional[Tensor],
-    v_here: Optional[Tensor],
-    out_TNH: Tensor,
-    lse_TN: Tensor,
-    layout_q: SequenceLayout,
-    layout_here: Optional[SequenceLayout],
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """Return the parts of dq, dk, dv of the block that does not travel; None where there is none."""
-    if k_here is None or v_here is None or layout_here is None:
-        return None, None, None
-    dq, dk, dv = kernel.backward(grad_TNH, q_TNH, k_here, v_here, out_TNH, lse_TN, layout_q, layout_here)
-    return dq, dk.to(k_here.dtype), dv.to(v_here.dtype)
+    grad_TNH: Tensor, here: Optional[Block], joined: Attended, kernel: BlockAttention
+) -> tuple[Optional[Tensor], tuple[Tensor, ...]]:
+    """Return the parts of dq and of (dk, dv) of the block that does not travel; None and () where there is none."""
+    if here is None:
+        return None, ()
+    dq, dk, dv = kernel.backward(grad_TNH, here, joined)
+    return dq, (dk.to(here.k_KNH.dtype), dv.to(here.v_KNH.dtype))
 
 
 class _GatheredKeys(torch.autograd.Function):
@@ -263,67 +297,65 @@ class _GatheredKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
+        plan: _Plan,
         q_TNH: Tensor,
         k_TNH: Tensor,
         v_TNH: Tensor,
-        layout_q: SequenceLayout,
-        shares: Shares,
-        group: Any,
-        kernel: BlockAttention,
-        k_here: Optional[Tensor] = None,
-        v_here: Optional[Tensor] = None,
-        layout_here: Optional[SequenceLayout] = None,
+        *kv_here: Tensor,
     ) -> Tensor:
-        order, layouts = shares.order(0, shares.size), (layout_q, shares.blocks(shares.size)[0], layout_here)
-        k, v = (_gather(x, group, order) for x in (k_TNH, v_TNH))
-        out, lse_TN = kernel.forward(q_TNH, k, v, *layouts[:2])
-        if k_here is not None and v_here is not None and layout_here is not None:
-            out, lse_TN = merge(out.float(), lse_TN, *kernel.forward(q_TNH, k_here, v_here, layout_q, layout_here))
-        out = out.to(q_TNH.dtype)
-        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, lse_TN, k_here, v_here)
-        ctx.order, ctx.layouts, ctx.group, ctx.kernel = order, layouts, group, kernel
+        k, v = (_gather(x, plan.group, plan.order) for x in (k_TNH, v_TNH))
+        joined = plan.kernel.forward(Block(q_TNH, k, v, plan.queries, plan.blocks[0]))
+        here = _block_here(plan, q_TNH, kv_here)
+        if here is not None:
+            joined = merge(Attended(joined.out_TNH.float(), joined.lse_TN), plan.kernel.forward(here))
+        out = joined.out_TNH.to(q_TNH.dtype)
+        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *kv_here)
+        ctx.plan = plan
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_TNH: Tensor) -> tuple[Optional[Tensor], ...]:  # type: ignore[override]
-        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, k_here, v_here = ctx.saved_tensors
-        layout_q, layout_k, layout_here = ctx.layouts
-        grad_TNH = grad_TNH.contiguous()
-        k, v = (_gather(x, ctx.group, ctx.order) for x in (k_TNH, v_TNH))
-        dq, *parts = ctx.kernel.backward(grad_TNH, q_TNH, k, v, out_TNH, lse_TN, layout_q, layout_k)
-        grads = []
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
+        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, *kv_here = ctx.saved_tensors
+        plan, joined, grad_TNH = ctx.plan, Attended(out_TNH, lse_TN), grads[0].contiguous()
+        k, v = (_gather(x, plan.group, plan.order) for x in (k_TNH, v_TNH))
+        dq, *parts = plan.kernel.backward(grad_TNH, Block(q_TNH, k, v, plan.queries, plan.blocks[0]), joined)
+        dkv = []
         for part in parts:
-            rank_by_rank = part if ctx.order is None else part[ctx.order[1]]
-            grads.append(torch.empty_like(k_TNH, memory_format=torch.contiguous_format))
-            dist.reduce_scatter_tensor(grads[-1], rank_by_rank.to(k_TNH.dtype).contiguous(), group=ctx.group)
-        more, *here = _backward_here(
-            ctx.kernel, grad_TNH, q_TNH, k_here, v_here, out_TNH, lse_TN, layout_q, layout_here
-        )
+            rank_by_rank = part if plan.order is None else part[plan.order[1]]
+            dkv.append(torch.empty_like(k_TNH, memory_format=torch.contiguous_format))
+            dist.reduce_scatter_tensor(dkv[-1], rank_by_rank.to(k_TNH.dtype).contiguous(), group=plan.group)
+        more, dkv_here = _backward_here(grad_TNH, _block_here(plan, q_TNH, kv_here), joined, plan.kernel)
         dq = dq if more is None else dq.float() + more
-        return dq.to(q_TNH.dtype), *grads, None, None, None, None, *here, None
+        return None, dq.to(q_TNH.dtype), *dkv, *dkv_here
 
 
-def _gather(x_TNH: Tensor, group: Any, order: Order) -> Tensor:
+def _gather(x_TNH: Tensor, group: ProcessGroup, order: Order) -> Tensor:
     """Return the rows of all ranks in ascending order."""
     gathered = x_TNH.new_empty(group.size() * x_TNH.shape[0], *x_TNH.shape[1:])
     dist.all_gather_into_tensor(gathered, x_TNH.contiguous(), group=group)
     return gathered if order is None else gathered[order[0]]
 
 
+class _GroupContext(FunctionCtx):
+    """What an exchange saves: the ranks among which its gradient travels back."""
+
+    group: ProcessGroup
+
+
 class _GatherHeads(torch.autograd.Function):
     """Every rank has a share of the heads of the same rows and gets all of them."""
 
     @staticmethod
-    def forward(ctx: Any, x_KNH: Tensor, group: Any) -> Tensor:
+    def forward(ctx: _GroupContext, x_KNH: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         shares = [torch.empty_like(x_KNH, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(shares, x_KNH.contiguous(), group=group)
         return torch.cat(shares, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad_KNH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        shares = torch.stack(grad_KNH.chunk(ctx.group.size(), 1))
+    def backward(ctx: _GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
+        shares = torch.stack(grads[0].chunk(ctx.group.size(), 1))
         grad = torch.empty_like(shares[0])
         dist.reduce_scatter_tensor(grad, shares.flatten(0, 1), group=ctx.group)
         return grad, None
@@ -333,18 +365,18 @@ class _AllToAll(torch.autograd.Function):
     """Part i of the first dimension goes to rank i."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(arrived, x.contiguous(), group=group)
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _AllToAll.apply(grad, ctx.group), None
+    def backward(ctx: _GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grads[0], ctx.group), None
 
 
-def tokens_for_heads(xs_TNH: list[Tensor], group: Any, order: Order) -> list[Tensor]:
+def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) -> list[Tensor]:
     """Give away all but a share of the heads and get the tokens of the whole group for it, in one exchange.
 
     Returns:
@@ -366,7 +398,7 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: Any, order: Order) -> list[Ten
     return list(joined.split([x.shape[2] for x in shares], 1))
 
 
-def heads_for_tokens(x_TNH: Tensor, group: Any, order: Order) -> Tensor:
+def heads_for_tokens(x_TNH: Tensor, group: ProcessGroup, order: Order) -> Tensor:
     """Undo `tokens_for_heads` for one tensor."""
     rank_by_rank = x_TNH if order is None else x_TNH[order[1]]
     arrived = _AllToAll.apply(rank_by_rank.unflatten(0, (group.size(), -1)), group)

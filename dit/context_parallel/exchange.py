@@ -1,11 +1,13 @@
 """Rows on their way: to another place on the same rank, or to other ranks by one all-to-all of uneven shares."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +34,14 @@ class Route:
         return Route(self.put, self.take, self.rows_out, self.rows_in, self.received, self.sent)
 
 
+class _Context(FunctionCtx):
+    route: Route
+    group: Optional[ProcessGroup]
+
+
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route, group: Any) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, route: Route, group: Optional[ProcessGroup]) -> Tensor:
         ctx.route, ctx.group = route, group
         leaving = x.contiguous() if route.take is None else x.index_select(0, route.take)
         if route.sent is not None:
@@ -47,10 +54,10 @@ class _Move(torch.autograd.Function):
         return x.new_zeros(route.rows_out, *x.shape[1:]).index_copy_(0, route.put, leaving)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _Move.apply(grad, ctx.route.back, ctx.group), None, None
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Move.apply(grads[0], ctx.route.back, ctx.group), None, None
 
 
-def move(x: Tensor, route: Optional[Route], group: Any = None) -> Tensor:
+def move(x: Tensor, route: Optional[Route], group: Optional[ProcessGroup] = None) -> Tensor:
     """Move the rows of `x`, `[rows_in, ...]`, along a route: `[rows_out, ...]`; None leaves them where they are."""
     return x if route is None else _Move.apply(x, route, group)

@@ -16,10 +16,11 @@ moves its own share of the rows, among its own context-parallel ranks; without i
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dit.context_parallel.attention import ContextAttention
 from dit.context_parallel.exchange import Route, move
@@ -42,7 +43,7 @@ class Place:
 
     attend: Optional[Attention] = None
     route: Optional[Route] = None
-    group: Any = None
+    group: Optional[ProcessGroup] = None
     positions_T3: Optional[Tensor] = None
 
     def enter(self, x_TD: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ that follows from it: noise, time, loss; conditions per latent token); what is p
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ def shard(batch: PackedBatch, cp_rank: int, cp_size: int, split: ContextSplit) -
     )
 
 
-def over_whole_packs(network: Network, group: Any, split: ContextSplit) -> Network:
+def over_whole_packs(network: Network, group: dist.ProcessGroup, split: ContextSplit) -> Network:
     """Let a network that works on this rank's rows take and return those of the whole pack, for sampling.
 
     What is around it (the solver, guidance, thresholds) then runs on every rank alike and needs to know nothing. It

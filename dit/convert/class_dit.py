@@ -1,7 +1,5 @@
 """What the class-conditional DiT of the paper can be, and what its conversions share."""
 
-from typing import Any
-
 from torch import Tensor
 
 from dit.convert.rules import TRAIN_THAT_WAY, require
@@ -35,7 +33,7 @@ def trained_objective() -> DDPM:
     return DDPM(schedule="linear", discrete_steps=1000, prediction="noise")
 
 
-def check_expressible(model: DiTConfig, side: str, **also: Any) -> None:
+def check_expressible(model: DiTConfig, side: str, **also: int) -> None:
     """Check that a model is one of the paper's.
 
     Raises:

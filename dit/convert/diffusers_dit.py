@@ -28,7 +28,7 @@ PIPELINE_CLASSES = 1000
 """`DiTPipeline` takes this number for the class of no class, whatever the network has."""
 
 
-class DiffusersDiT(DiffusersFormat):
+class DiffusersDiT(DiffusersFormat[DiTConfig]):
     """`DiTTransformer2DModel`; the published DiT-XL/2 folders call it by its old name."""
 
     class_name = "DiTTransformer2DModel"

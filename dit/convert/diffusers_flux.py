@@ -51,7 +51,7 @@ ONLY_THESE = {
 """Settings of ours that theirs has no others of."""
 
 
-class DiffusersFlux(DiffusersFormat):
+class DiffusersFlux(DiffusersFormat[FluxConfig]):
     """`FluxTransformer2DModel`."""
 
     class_name = "FluxTransformer2DModel"

@@ -4,7 +4,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Generic, Optional, TypeVar
 
 from dit.convert import DIFFUSERS
 from dit.convert.rules import RuleBook, Shape
@@ -16,6 +16,7 @@ VERSION = "0.38.0"
 """The release of diffusers that exports are compared with."""
 
 LatentSize = tuple[int, int, int]
+Model = TypeVar("Model", bound=ModelConfig)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class TrainedModel:
     notes: list[str] = field(default_factory=list)
 
 
-class DiffusersFormat(ABC):
+class DiffusersFormat(ABC, Generic[Model]):
     """One model class of diffusers.
 
     Attributes:
@@ -57,7 +58,7 @@ class DiffusersFormat(ABC):
 
     class_name: str
     aliases: tuple[str, ...] = ()
-    config_class: type[ModelConfig]
+    config_class: type[Model]
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
     samples_by_class: bool = False
@@ -67,11 +68,11 @@ class DiffusersFormat(ABC):
         """Turn their published settings, complete and checked, into ours; `ConfigError` for what ours cannot follow."""
 
     @abstractmethod
-    def write(self, model: Any, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+    def write(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         """Turn our settings into those of theirs that differ from `defaults`, and notes on what differs in effect."""
 
     @abstractmethod
-    def rules(self, model: Any, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
+    def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         """Return the rules between the weights.
 
         Args:
@@ -116,23 +117,23 @@ class DiffusersFormat(ABC):
             )
         return self.read(complete)
 
-    def write_settings(self, model: ModelConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+    def write_settings(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         """Return a complete `config.json` and the notes of `write`."""
         changed, notes = self.write(model, latent_size)
         header = {"_class_name": self.class_name, "_diffusers_version": VERSION}
         return {**header, **self.defaults, **self.fixed, **changed}, notes
 
 
-def formats() -> list[DiffusersFormat]:
+def formats() -> list[DiffusersFormat[ModelConfig]]:
     """Return every format of the registry."""
-    found = []
+    found: list[DiffusersFormat[ModelConfig]] = []
     for path in DIFFUSERS.values():
         module, _, name = path.partition(":")
         found.append(getattr(importlib.import_module(module), name)())
     return found
 
 
-def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat:
+def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConfig]:
     """Return the format of a `config.json`.
 
     Raises:
@@ -147,7 +148,7 @@ def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat:
     )
 
 
-def format_of_model(model: ModelConfig) -> DiffusersFormat:
+def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
     """Return the format that one of our models can be written in.
 
     Raises:

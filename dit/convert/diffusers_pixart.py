@@ -40,7 +40,7 @@ ONLY_THESE = {
 """Settings of ours that PixArt has no others of."""
 
 
-class DiffusersPixArt(DiffusersFormat):
+class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
     """`PixArtTransformer2DModel`."""
 
     class_name = "PixArtTransformer2DModel"

@@ -39,7 +39,7 @@ ONLY_THESE = {
 """Settings of ours that theirs has no others of."""
 
 
-class DiffusersWan(DiffusersFormat):
+class DiffusersWan(DiffusersFormat[WanConfig]):
     """`WanTransformer3DModel`."""
 
     class_name = "WanTransformer3DModel"

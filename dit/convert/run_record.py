@@ -8,7 +8,7 @@ its own way. The values may be a stranger's: they only fill the fields of known 
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dit.convert.diffusers_format import TrainedModel
@@ -28,7 +28,7 @@ Settings = TypeVar("Settings")
 def to_record(trained: TrainedModel) -> dict[str, Any]:
     """Return a model's record, values of JSON only."""
     return {
-        "model": asdict(trained.model),  # type: ignore[call-overload]
+        "model": asdict(trained.model),
         "objective": {"name": name_of(trained.objective), **asdict(trained.objective)},  # type: ignore[call-overload]
         "latent_size": list(trained.latent_size),
         "sampling": dict(trained.sampling),
@@ -38,7 +38,7 @@ def to_record(trained: TrainedModel) -> dict[str, Any]:
     }
 
 
-def from_record(record: Any, model_class: type[ModelConfig]) -> TrainedModel:
+def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     """Rebuild what `to_record` wrote.
 
     Args:
@@ -94,7 +94,7 @@ def name_of(objective: Objective) -> str:
     return next(name for name, path in OBJECTIVES.items() if path == own)
 
 
-def objective_of(record: Any) -> Objective:
+def objective_of(record: object) -> Objective:
     """Build an objective from its name and settings, `{"name": "ddpm", "prediction": "v"}`; the rest are defaults.
 
     Raises:
@@ -108,7 +108,7 @@ def objective_of(record: Any) -> Objective:
     return build(found, {key: value for key, value in record.items() if key != "name"}, f"objective {name}")
 
 
-def build(settings_class: type[Settings], values: Any, what: str) -> Settings:
+def build(settings_class: type[Settings], values: object, what: str) -> Settings:
     """Build a settings class of this project from plain values; fields that are left out keep their defaults.
 
     Raises:
@@ -116,7 +116,8 @@ def build(settings_class: type[Settings], values: Any, what: str) -> Settings:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{what} must be settings by name, got {values!r:.200}")
-    hints = {f.name: get_type_hints(settings_class)[f.name] for f in fields(settings_class) if f.init}  # type: ignore[arg-type]
+    assert is_dataclass(settings_class)
+    hints = {f.name: get_type_hints(settings_class)[f.name] for f in fields(settings_class) if f.init}
     unknown = [str(name) for name in values if name not in hints]
     wrong = [
         f"{name}={value!r:.80}" for name, value in values.items() if name in hints and not _fits(value, hints[name])
@@ -128,7 +129,7 @@ def build(settings_class: type[Settings], values: Any, what: str) -> Settings:
     return settings_class(**values)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     """Tell whether a value of JSON is of a field's type; numbers must be finite."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Literal:

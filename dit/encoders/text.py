@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,8 +88,8 @@ class TextEncoder:
 
         logging.disable_progress_bar()
         self.name, self.width = name, entry.width
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._model: Any = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
         self.max_tokens = int(self._model.config.max_position_embeddings)
 
     @torch.no_grad()

@@ -8,8 +8,9 @@ Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Liu et a
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -18,39 +19,48 @@ from dit.kernels.attention import segment_groups
 from dit.layout import SequenceLayout
 
 
-class BlockAttention(ABC):
-    """Segment attention over a block of keys. Layouts describe exactly the rows given; a segment may be empty.
+class Block(NamedTuple):
+    """Queries and a block of keys. Layouts describe exactly the rows given; a segment may be empty.
 
     Key heads may be fewer than query heads where the kernel knows how.
     """
 
-    @abstractmethod
-    def forward(
-        self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
-    ) -> tuple[Tensor, Tensor]:
-        """Return out `[T, N, H]` and lse `[T, N]` (float32); a row without keys has out 0 and lse -inf."""
+    q_TNH: Tensor
+    k_KNH: Tensor
+    v_KNH: Tensor
+    layout_q: SequenceLayout
+    layout_k: SequenceLayout
+
+
+class Attended(NamedTuple):
+    """Attention of queries to some keys: out `[T, N, H]`, lse `[T, N]` in float32; without keys 0 and -inf."""
+
+    out_TNH: Tensor
+    lse_TN: Tensor
+
+
+class BlockAttention(ABC):
+    """Segment attention over a block of keys."""
 
     @abstractmethod
-    def backward(
-        self,
-        grad_TNH: Tensor,
-        q_TNH: Tensor,
-        k_KNH: Tensor,
-        v_KNH: Tensor,
-        out_TNH: Tensor,
-        lse_TN: Tensor,
-        layout_q: SequenceLayout,
-        layout_k: SequenceLayout,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's parts of dq, dk, dv from the gradient, output and lse over all blocks; padding gets 0."""
+    def forward(self, block: Block) -> Attended:
+        """Attend to the keys of the block."""
+
+    @abstractmethod
+    def backward(self, grad_TNH: Tensor, block: Block, joined: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this block's parts of dq, dk, dv; padding gets 0.
+
+        Args:
+            grad_TNH: of the output over all blocks.
+            joined: attention over all blocks.
+        """
 
 
 class EagerBlocks(BlockAttention):
     """The maths written out in float32, for every device and dtype: the reference of any kernel."""
 
-    def forward(
-        self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> Attended:
+        q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
         out_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
@@ -61,19 +71,10 @@ class EagerBlocks(BlockAttention):
             out = torch.einsum("bnqk,bknh->bqnh", (scores - lse[..., None]).exp(), v)
             out_TNH[rows_q] = out.flatten(0, 1)
             lse_TN[rows_q] = lse.transpose(1, 2).flatten(0, 1)
-        return out_TNH, lse_TN
+        return Attended(out_TNH, lse_TN)
 
-    def backward(
-        self,
-        grad_TNH: Tensor,
-        q_TNH: Tensor,
-        k_KNH: Tensor,
-        v_KNH: Tensor,
-        out_TNH: Tensor,
-        lse_TN: Tensor,
-        layout_q: SequenceLayout,
-        layout_k: SequenceLayout,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_TNH: Tensor, block: Block, joined: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        (q_TNH, k_KNH, v_KNH, layout_q, layout_k), (out_TNH, lse_TN) = block, joined
         dq_TNH, dk_KNH, dv_KNH = (torch.zeros_like(x, dtype=torch.float32) for x in (q_TNH, k_KNH, v_KNH))
         for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
             q, grad, out = (_dense(x, rows_q, count) for x in (q_TNH, grad_TNH, out_TNH))
@@ -106,34 +107,25 @@ class FlashBlocks(BlockAttention):
     """torch's flash-attention kernel for packed sequences (CUDA, bf16 or fp16)."""
 
     def __init__(self) -> None:
-        self._forward: Any = torch.ops.aten._flash_attention_forward
-        self._backward: Any = torch.ops.aten._flash_attention_backward
+        self._forward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._flash_attention_forward
+        self._backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.aten._flash_attention_backward
 
-    def forward(
-        self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> Attended:
+        q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
         segments = _segments(layout_q, layout_k)
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         if segments is None:
-            return torch.zeros_like(q_TNH), lse_TN
+            return Attended(torch.zeros_like(q_TNH), lse_TN)
         q, k, v = _take(q_TNH, segments.rows_q), _take(k_KNH, segments.rows_k), _take(v_KNH, segments.rows_k)
         out, lse_NT, *_ = self._forward(q, k, v, *segments.lengths, 0.0, False, False)
         lse = lse_NT.T
         if segments.rows_q is None:
-            return out, lse
-        return torch.zeros_like(q_TNH).index_copy(0, segments.rows_q, out), lse_TN.index_copy(0, segments.rows_q, lse)
+            return Attended(out, lse)
+        out_TNH = torch.zeros_like(q_TNH).index_copy(0, segments.rows_q, out)
+        return Attended(out_TNH, lse_TN.index_copy(0, segments.rows_q, lse))
 
-    def backward(
-        self,
-        grad_TNH: Tensor,
-        q_TNH: Tensor,
-        k_KNH: Tensor,
-        v_KNH: Tensor,
-        out_TNH: Tensor,
-        lse_TN: Tensor,
-        layout_q: SequenceLayout,
-        layout_k: SequenceLayout,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_TNH: Tensor, block: Block, joined: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        (q_TNH, k_KNH, v_KNH, layout_q, layout_k), (out_TNH, lse_TN) = block, joined
         segments = _segments(layout_q, layout_k)
         if segments is None:
             return torch.zeros_like(q_TNH), torch.zeros_like(k_KNH), torch.zeros_like(v_KNH)

@@ -10,16 +10,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Literal, Optional, get_args
+from typing import Literal, Optional, TypeVar, TypeVarTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from dit.errors import ConfigError
 
+Arguments = TypeVarTuple("Arguments")
+Out = TypeVar("Out")
 RecomputeChoice = Literal["none", "selective", "full"]
 
 
@@ -49,7 +52,7 @@ def recompute_activations(layer: nn.Module, choice: RecomputeChoice) -> None:
     """
     if choice != "none":
         run = _run_selective if choice == "selective" else _run_full
-        layer.forward = partial(run, layer.forward)  # type: ignore[method-assign]
+        layer.forward = partial(run, layer.forward)
 
 
 _REDOING: ContextVar[bool] = ContextVar("redoing", default=False)
@@ -69,13 +72,13 @@ def _redoing() -> Iterator[None]:
         _REDOING.reset(token)
 
 
-def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     return nullcontext(), _redoing()
 
 
-def _run_full(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+def _run_full(forward: Callable[[*Arguments], Out], *args: *Arguments) -> Out:
     # Nothing here draws random numbers from a stream, so no generator's state needs to be kept.
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
 
 
 class _Made:
@@ -86,9 +89,9 @@ class _Made:
         args: its arguments; tensors among them are kept.
     """
 
-    def __init__(self, function: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> None:
         self.function, self.args = function, args
-        self._inputs: tuple[Any, ...] = ()
+        self._inputs: tuple[object, ...] = ()
         self._result: Optional[Tensor] = None
 
     def again(self) -> Tensor:
@@ -110,17 +113,21 @@ class _Made:
         return [next(found) if isinstance(a, Tensor) and a.requires_grad else None for a in inputs]
 
 
+class _Context(FunctionCtx):
+    made: _Made
+
+
 class _Recomputed(torch.autograd.Function):
     """The result of a call whose inside autograd does not see."""
 
     @staticmethod
-    def forward(ctx: Any, made: _Made, *args: Any) -> Tensor:
+    def forward(ctx: _Context, made: _Made, *args: object) -> Tensor:
         ctx.made = made
         return made.function(*args)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return None, *ctx.made.gradients(grad)
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
+        return None, *ctx.made.gradients(grads[0])
 
 
 @dataclass(frozen=True)
@@ -143,14 +150,14 @@ class _Region:
         # A weak reference keeps the address of a storage from being used again, so that no other tensor can match.
         self._made: dict[int, tuple[StorageWeakRef, _Made]] = {}
 
-    def run(self, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+    def run(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         made = _Made(function, args)
         out = _Recomputed.apply(made, *args)
         storage = StorageWeakRef(out.untyped_storage())
         self._made[storage.cdata] = storage, made
         return out
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Tensor | _View:
         storage = StorageWeakRef(tensor.untyped_storage())
         found = self._made.get(storage.cdata)
         if found is None:
@@ -158,33 +165,33 @@ class _Region:
         return _View(found[1], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
-def _unpack(kept: Any) -> Tensor:
+def _unpack(kept: Tensor | _View) -> Tensor:
     return kept.again() if isinstance(kept, _View) else kept
 
 
 _REGION: ContextVar[Optional[_Region]] = ContextVar("region", default=None)
 
 
-def _run_selective(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+def _run_selective(forward: Callable[[*Arguments], Out], *args: *Arguments) -> Out:
     if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
+        return forward(*args)
     region = _Region()
     token = _REGION.set(region)
     try:
         with saved_tensors_hooks(region.pack, _unpack):
-            return forward(*args, **kwargs)
+            return forward(*args)
     finally:
         _REGION.reset(token)
 
 
-def recomputable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def recomputable(function: Callable[[*Arguments], Tensor]) -> Callable[[*Arguments], Tensor]:
     """Mark a cheap function: under selective recompute neither its result nor its inside is kept.
 
     Its result must be a new tensor that nobody writes into. Arguments are given by position.
     """
 
     @wraps(function)
-    def call(*args: Any) -> Tensor:
+    def call(*args: *Arguments) -> Tensor:
         region = _REGION.get()
         grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         return region.run(function, args) if region is not None and grad else function(*args)

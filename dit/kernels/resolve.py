@@ -14,7 +14,7 @@ from dit.kernels.attention import Attention, flash_attention, segment_sdpa, varl
 from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
 
 AttentionChoice = Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"]
-_PACKAGES = {"transformer_engine": "transformer_engine", "flash_attn": "flash_attn"}
+_PACKAGES: dict[AttentionChoice, str] = {"transformer_engine": "transformer_engine", "flash_attn": "flash_attn"}
 EAGER_OPS = ("layer_norm_modulate", "rms_norm_modulate", "gated_residual", "rotate", "gelu_tanh", "swiglu")
 """Ops of `modulation` and `rope` that have no other form."""
 
@@ -49,8 +49,8 @@ def resolve_attention(
     """
     half_on_cuda = device.type == "cuda" and dtype != torch.float32
     if choice == "auto":
-        installed = [name for name, package in _PACKAGES.items() if find_spec(package)]
-        choice = (*installed, "varlen")[0] if half_on_cuda else "sdpa"  # type: ignore[assignment]
+        fastest: list[AttentionChoice] = [name for name, package in _PACKAGES.items() if find_spec(package)]
+        choice = [*fastest, "varlen"][0] if half_on_cuda else "sdpa"
     if choice == "sdpa":
         return "segment_sdpa", segment_sdpa
     if choice not in get_args(AttentionChoice):

@@ -1,6 +1,6 @@
 """Self-attention and cross-attention with heads split over tensor-parallel ranks."""
 
-from typing import Optional
+from typing import Optional, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,16 @@ from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation, rotate
 from dit.layout import SequenceLayout
+
+
+class AttentionOptions(TypedDict, total=False):
+    """What self- and cross-attention of one layer share, see `SelfAttention`."""
+
+    num_query_groups: Optional[int]
+    bias: bool
+    qk_layernorm: bool
+    norm_full_width: bool
+    eps: float
 
 
 class HeadRMSNorm(nn.Module):

@@ -1,4 +1,6 @@
-"""The conditioning vector of backbones that read their text by cross-attention."""
+"""The conditioning vector: one module for every backbone, built of what the backbone is conditioned on."""
+
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -6,12 +8,18 @@ from torch import Tensor, nn
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import state_every_stage
 from dit.batch import PackedBatch
-from dit.condition_table import DEFAULT_FPS, FPS, LABEL
-from dit.layers.embeddings import LabelEmbedder, ScalarEmbedder, TimestepEmbedder
+from dit.condition_table import DEFAULT_FPS, FPS, LABEL, POOLED
+from dit.layers.embeddings import (
+    LabelEmbedder,
+    PooledTextEmbedder,
+    ScalarEmbedder,
+    TimestepEmbedder,
+    VectorEmbedder,
+)
 
 
 class Conditioner(nn.Module):
-    """The sum of the embedded time and, as asked for, class, frame rate, and size.
+    """The sum of the embedded time and, as asked for, class, texts, guidance scale, frame rate and size.
 
     The size is (height, width, duration): height and width of the latent, and its frames divided by the frame rate,
     which is the duration in seconds up to the autoencoder's compression of time.
@@ -19,10 +27,15 @@ class Conditioner(nn.Module):
     Every pipeline stage holds a copy and computes the vector from the same inputs; the copies' gradients are summed.
 
     Args:
+        hidden_size: width of the conditioning vector.
+        time_scale: factor on the objective's time, and on the guidance scale, before their sinusoids.
+        frequency_shift: of the time's sinusoid, see `timestep_features`.
         num_classes: classes; None for none.
+        context_size: width of the text embeddings whose mean joins the vector; None for none.
+        pooled_size: width of the pooled text embedding; None for none.
+        guidance: the guidance scale of a guidance-distilled network, the same for all samples; None for none.
         fps: condition on the frame rate.
-        size: condition on height, width and duration.
-        patch_temporal, patch_spatial: latent positions per patch.
+        size_patch: condition on height, width and duration; latent positions per patch along (t, h, w). None for not.
     """
 
     def __init__(
@@ -31,30 +44,45 @@ class Conditioner(nn.Module):
         provider: LayerProvider,
         *,
         time_scale: float,
-        num_classes: int | None,
-        fps: bool,
-        size: bool,
-        patch_temporal: int,
-        patch_spatial: int,
+        frequency_shift: int = 0,
+        num_classes: Optional[int] = None,
+        context_size: Optional[int] = None,
+        pooled_size: Optional[int] = None,
+        guidance: Optional[float] = None,
+        fps: bool = False,
+        size_patch: Optional[tuple[int, int, int]] = None,
     ) -> None:
         super().__init__()
-        self.patch = (patch_temporal, patch_spatial, patch_spatial)
-        self.time = TimestepEmbedder(hidden_size, provider, time_scale=time_scale)
+        self.guidance_scale, self.patch = guidance, size_patch
+        self.time = TimestepEmbedder(hidden_size, provider, time_scale=time_scale, frequency_shift=frequency_shift)
         self.label = None if num_classes is None else LabelEmbedder(num_classes, hidden_size, provider)
+        self.text = None if context_size is None else PooledTextEmbedder(context_size, hidden_size, provider)
+        self.guidance = None if guidance is None else TimestepEmbedder(hidden_size, provider, time_scale=time_scale)
+        self.pooled = None if pooled_size is None else VectorEmbedder(POOLED.name, pooled_size, hidden_size, provider)
         self.fps = ScalarEmbedder(1, hidden_size, provider) if fps else None
-        self.size = ScalarEmbedder(3, hidden_size, provider) if size else None
+        self.size = None if size_patch is None else ScalarEmbedder(3, hidden_size, provider)
         state_every_stage(self.parameters())
 
     def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
         cond_SD = self.time(time_S)
-        rate = batch.conditions.get(FPS.name)
-        fps_S = torch.full_like(time_S, DEFAULT_FPS) if rate is None else rate.values
         if self.label is not None:
             cond_SD = cond_SD + self.label(batch.conditions[LABEL.name].values)
+        if self.text is not None:
+            cond_SD = cond_SD + self.text(batch)
+        if self.pooled is not None:
+            cond_SD = cond_SD + self.pooled(batch)
+        if self.guidance is not None and self.guidance_scale is not None:
+            cond_SD = cond_SD + self.guidance(torch.full_like(time_S, self.guidance_scale))
         if self.fps is not None:
-            cond_SD = cond_SD + self.fps(fps_S)
-        if self.size is not None:
+            cond_SD = cond_SD + self.fps(_fps(time_S, batch))
+        if self.size is not None and self.patch is not None:
             grids_S3 = torch.tensor(batch.grids, dtype=torch.float32, device=time_S.device)
             frames_S, height_S, width_S = (n * side for n, side in zip(grids_S3.unbind(-1), self.patch))
+            fps_S = _fps(time_S, batch)
             cond_SD = cond_SD + self.size(height_S, width_S, frames_S / fps_S)
         return cond_SD
+
+
+def _fps(time_S: Tensor, batch: PackedBatch) -> Tensor:
+    rate = batch.conditions.get(FPS.name)
+    return torch.full_like(time_S, DEFAULT_FPS) if rate is None else rate.values

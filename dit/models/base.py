@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Optional, Self
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, Optional, Self
 
 from torch import Tensor, nn
 
@@ -14,6 +15,9 @@ from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, SavedActivations
+
+if TYPE_CHECKING:
+    from dit.backends.megatron_types import MegatronConfig, MegatronModelType
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,22 @@ class TransformerSizes:
     moe_router_dtype: Optional[str] = None
     moe_expert_capacity_factor: Optional[float] = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Return the arguments of `TransformerConfig`; it has its own defaults for what is None here."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class Ability(Enum):
+    """What a backbone may be able to do beside plain data parallelism in fp32, in the words of messages."""
+
+    TENSOR = "tensor parallelism"
+    SEQUENCE = "sequence parallelism"
+    PIPELINE = "pipeline parallelism"
+    CONTEXT = "context parallelism"
+    EXPERT = "expert parallelism"
+    FSDP = "FSDP"
+    BF16 = "bf16"
+    MIXED_SHAPES = "samples of different shapes in one micro-batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +103,22 @@ class Supports:
     bf16: bool = True
     mixed_shapes: bool = True
 
+    def abilities(self) -> dict[Ability, bool]:
+        """Return the flags by what they stand for."""
+        return {
+            Ability.TENSOR: self.tensor,
+            Ability.SEQUENCE: self.sequence,
+            Ability.PIPELINE: self.pipeline,
+            Ability.CONTEXT: self.context,
+            Ability.EXPERT: self.expert,
+            Ability.FSDP: self.fsdp,
+            Ability.BF16: self.bf16,
+            Ability.MIXED_SHAPES: self.mixed_shapes,
+        }
+
     def __str__(self) -> str:
-        words = [word for name, word in SUPPORT_WORDS.items() if getattr(self, name)]
+        words = [ability.value for ability, supported in self.abilities().items() if supported]
         return ", ".join(["data parallelism", "fp32", *words])
-
-
-SUPPORT_WORDS = {
-    "tensor": "tensor parallelism",
-    "sequence": "sequence parallelism",
-    "pipeline": "pipeline parallelism",
-    "context": "context parallelism",
-    "expert": "expert parallelism",
-    "fsdp": "FSDP",
-    "bf16": "bf16",
-    "mixed_shapes": "samples of different shapes in one micro-batch",
-}
-"""What the flags of `Supports` stand for, in messages."""
 
 
 @dataclass(kw_only=True)
@@ -133,20 +150,19 @@ class ModelConfig(ABC):
     context_size: Optional[int] = None
     context_dropout: float = 0.1
 
-    def check_supports(self, what: str, asked: str, cure: str) -> None:
+    def check_supports(self, ability: Ability, asked: str, cure: str) -> None:
         """Check that the backbone can do something that was asked of it.
 
         Args:
-            what: a flag of `Supports`.
             asked: the setting that asks for it, with its value.
             cure: settings that do without.
 
         Raises:
             ConfigError: it cannot.
         """
-        if not getattr(self.supports, what):
+        if not self.supports.abilities()[ability]:
             raise ConfigError(
-                f"{type(self).__name__} does not support {SUPPORT_WORDS[what]}, which {asked} asks for; "
+                f"{type(self).__name__} does not support {ability.value}, which {asked} asks for; "
                 f"it supports {self.supports}. Use {cure}"
             )
 
@@ -250,10 +266,11 @@ class ModelConfig(ABC):
 class Backbone(nn.Module, ABC):
     """A network from (noised tokens, time, conditions) to a prediction per token.
 
-    Megatron-Core's wrappers and schedules read `config` and call `set_input_tensor`.
+    Megatron-Core's wrappers and schedules read `config` and `model_type`, and call `set_input_tensor`.
     """
 
-    config: Any
+    config: "MegatronConfig"
+    model_type: "MegatronModelType"
     share_embeddings_and_output_weights = False
     fsdp_units: tuple[type[nn.Module], ...] = ()
     """Kinds of layers that are one to Megatron-FSDP, which gathers and frees their weights, and to recompute.
@@ -267,7 +284,7 @@ class Backbone(nn.Module, ABC):
         self.pre_process, self.post_process = stage.first, stage.last
         self.input_tensor: Optional[Tensor] = None
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Optional[Tensor]] | None) -> None:
         """Take the activations of the previous pipeline stage."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 

@@ -1,238 +1,48 @@
-"""Settings that transformer backbones share, and their checks."""
+"""Settings that the backbones with text cross-attention share, and their checks."""
 
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, Optional
+from dataclasses import dataclass, replace
+from typing import Optional
 
 from dit.errors import ConfigError
-from dit.models.base import ModelConfig, TransformerSizes
-from dit.ranges import (
-    COUNT,
-    EXPERTS,
-    LAYERS,
-    NOT_NEGATIVE,
-    PATCHES,
-    POSITIVE,
-    SHARE,
-    WIDTH,
-    Range,
-    check_ranges,
-    whole,
-)
-
-CONDITION_FEATURES = 256
-"""Width of the sinusoid of the time and of every other number a network is conditioned on."""
-
-
-RANGES: dict[str, Range] = {
-    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
-    **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "adaln_lora_rank"), WIDTH),
-    **dict.fromkeys(("num_layers", "num_joint_layers", "num_single_layers"), LAYERS),
-    **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "rope_axes"), PATCHES),
-    **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
-    **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
-    **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k"), WIDTH),
-    "rope_theta": Range(1, 10**12, open_low=True),
-    "rope_factors": Range(0, 10**6, open_low=True),
-    "num_classes": COUNT,
-    "num_experts": EXPERTS,
-    "moe_capacity_factor": POSITIVE,
-    "moe_aux_loss_coeff": NOT_NEGATIVE,
-    "time_frequency_shift": whole(0, 1),
-    "guidance": NOT_NEGATIVE,
-}
-"""What the numbers of any backbone may be, by the names that backbones share."""
-
-Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
-"""Positions of the backbones that take any that are computed from the indices."""
+from dit.models.base import TransformerSizes
+from dit.models.transformer_config import CONDITION_FEATURES, TransformerModelConfig
 
 
 @dataclass(kw_only=True)
-class RotarySettings:
-    """Settings of `position_embedding="rope_3d"`.
-
-    Attributes:
-        rope_theta: ratio of the shortest to the longest wavelength.
-        rope_scaling: how the axes are stretched beyond the training length: `ntk` raises theta, `linear` divides the
-            index.
-        rope_factors: stretch along t, h and w, such as `[2, 1, 1]` for clips of twice the length; None for none.
-    """
-
-    rope_theta: float = 10000.0
-    rope_scaling: Literal["ntk", "linear"] = "ntk"
-    rope_factors: Optional[list[float]] = None
-
-    def rotary(self, head_size: int, axes: Optional[list[int]] = None, *, time_only: bool = False) -> Any:
-        """Return the rotary embedding of these settings, checked.
-
-        Args:
-            axes: features of t, h and w; None for a third each.
-            time_only: for attention through time, whose whole head turns with t.
-
-        Raises:
-            ConfigError: a setting is impossible, or the head has no pair of features for each axis.
-        """
-        from dit.layers.positions import RotaryPositions, check_rope
-
-        factors = (1.0, 1.0, 1.0) if self.rope_factors is None else tuple(self.rope_factors)
-        positions = RotaryPositions(head_size, self.rope_theta, self.rope_scaling, factors, time_only, axes)
-        check_rope(positions)
-        return positions
-
-    def check_positions(
-        self,
-        kind: str,
-        known: Sequence[str],
-        hidden_size: int,
-        head_size: int,
-        axes: Optional[list[int]] = None,
-        *,
-        turns_in_time: bool = False,
-    ) -> None:
-        """Check the kind of positions, the sizes that it needs, and that no rotary setting is given in vain.
-
-        Args:
-            kind: the backbone's `position_embedding`.
-            known: the kinds that it has.
-            axes: features of a head that turn with t, h and w; None for a third each.
-            turns_in_time: attention through time is rotary, whatever the kind.
-
-        Raises:
-            ConfigError: the backbone has no such positions, its sizes do not fit them, or a setting has no effect.
-        """
-        from dit.layers.positions import check_scaling, check_size
-
-        if kind not in known:
-            raise ConfigError(f"model.position_embedding={kind!r} is unknown; use {', '.join(map(repr, known))}")
-        check_scaling(self.rope_scaling)
-        if kind != "rope_3d" and not turns_in_time:
-            names = [field.name for field in fields(RotarySettings)]
-            check_unused(self, names, f"with model.position_embedding={kind!r}", "use 'rope_3d'")
-        elif set(self.rope_factors or [1.0]) == {1.0}:
-            check_unused(self, ["rope_scaling"], "where nothing is stretched", "say how far in model.rope_factors")
-        if kind == "rope_3d":
-            self.rotary(head_size, axes)
-        elif kind in ("sincos_2d", "sincos_3d"):
-            check_size(hidden_size, kind)
-
-
-def check_unused(config: Any, names: Sequence[str], where: str, cure: str) -> None:
-    """Check that settings which nothing reads are left at their defaults.
-
-    Args:
-        names: fields of `config`.
-        where: under what circumstances they have no effect.
-        cure: what would give them one.
-
-    Raises:
-        ConfigError: one was given.
-    """
-    by_name = {field.name: field for field in fields(config)}
-    given, usual = [], []
-    for field in (by_name[name] for name in names):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if getattr(config, field.name) != default:
-            given.append(f"model.{field.name}={getattr(config, field.name)}")
-            usual.append(f"model.{field.name}={default}")
-    if given:
-        raise ConfigError(f"{', '.join(given)} has no effect {where}; {cure}, or leave {', '.join(usual)}")
-
-
-def check_numbers(config: ModelConfig) -> None:
-    """Check every number of a backbone's settings by itself.
-
-    Raises:
-        ConfigError: one lies outside its range.
-    """
-    named = {field.name for field in fields(config)}
-    check_ranges("model", config, {name: allowed for name, allowed in RANGES.items() if name in named})
-    if config.token_channels not in WIDTH:
-        raise ConfigError(
-            f"model.in_channels={config.in_channels} x patch_temporal={config.patch_temporal} x patch_spatial="
-            f"{config.patch_spatial} squared are {config.token_channels:,} features of a token, which must be {WIDTH}"
-        )
-
-
-def check_heads(hidden_size: int, num_attention_heads: int, num_query_groups: Optional[int] = None) -> None:
-    """Check that heads divide the width, and groups the heads.
-
-    Raises:
-        ConfigError: they do not; the message names what fits.
-    """
-    if hidden_size % num_attention_heads:
-        fits = [n for n in range(1, hidden_size + 1) if hidden_size % n == 0 and n <= 64]
-        raise ConfigError(
-            f"model.hidden_size={hidden_size} is not a multiple of model.num_attention_heads={num_attention_heads}; "
-            f"use one of {fits} heads"
-        )
-    if num_query_groups is not None and num_attention_heads % num_query_groups:
-        fits = [n for n in range(1, num_attention_heads + 1) if num_attention_heads % n == 0]
-        raise ConfigError(
-            f"model.num_attention_heads={num_attention_heads} is not a multiple of "
-            f"model.num_query_groups={num_query_groups}; use one of {fits} groups, or None for one per head"
-        )
-
-
-@dataclass(kw_only=True)
-class CrossAttentionModelConfig(ModelConfig, RotarySettings):
+class CrossAttentionModelConfig(TransformerModelConfig):
     """What the backbones with text cross-attention have in common.
 
     Attributes:
         context_size: width of the text embeddings; required, for every layer reads the text.
-        hidden_size: width of the tokens.
         num_layers: blocks.
-        num_attention_heads: heads of self- and cross-attention.
         num_query_groups: heads of keys and values in self- and cross-attention, each shared by several query heads;
             one per query head if None.
-        ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
-        out_channels: channels predicted per latent position; `in_channels` if None.
         qk_layernorm: RMSNorm on queries and keys per head, in self- and cross-attention.
-        layernorm_epsilon: of all norms.
         fps_conditioning: the frame rate joins the conditioning vector; samples that name none count as 30.
         size_conditioning: height, width and duration join the conditioning vector.
-        time_scale: factor on the objective's time before its sinusoid.
     """
 
     in_channels: int = 16
     context_size: Optional[int] = 1024
-    hidden_size: int = 384
     num_layers: int = 12
-    num_attention_heads: int = 6
     num_query_groups: Optional[int] = None
-    ffn_hidden_size: Optional[int] = None
-    out_channels: Optional[int] = None
     qk_layernorm: bool = True
-    layernorm_epsilon: float = 1e-6
     fps_conditioning: bool = True
     size_conditioning: bool = False
-    time_scale: float = 1000.0
-
-    @property
-    def ffn_size(self) -> int:
-        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads
 
     @property
     def kv_size(self) -> int:
         """Width of all keys, and of all values."""
         return self.head_size * (self.num_query_groups or self.num_attention_heads)
 
-    @property
-    def output_features(self) -> int:
-        """Width of the head: predicted channels of one patch."""
-        return self.token_channels // self.in_channels * (self.out_channels or self.in_channels)
-
     def check_sizes(self) -> None:
-        """Check what all of these backbones need.
-
-        Raises:
-            ConfigError: sizes do not fit each other.
-        """
-        check_numbers(self)
-        check_heads(self.hidden_size, self.num_attention_heads, self.num_query_groups)
+        super().check_sizes()
+        if self.num_query_groups is not None and self.num_attention_heads % self.num_query_groups:
+            fits = [n for n in range(1, self.num_attention_heads + 1) if self.num_attention_heads % n == 0]
+            raise ConfigError(
+                f"model.num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"model.num_query_groups={self.num_query_groups}; use one of {fits} groups, or None for one per head"
+            )
         if self.context_size is None:
             raise ConfigError(
                 "model.context_size=None: every layer of this backbone reads text; give the width of the text "
@@ -240,30 +50,7 @@ class CrossAttentionModelConfig(ModelConfig, RotarySettings):
             )
 
     def megatron_sizes(self) -> TransformerSizes:
-        return TransformerSizes(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            num_query_groups=self.num_query_groups,
-            ffn_hidden_size=self.ffn_size,
-            layernorm_epsilon=self.layernorm_epsilon,
-            qk_layernorm=self.qk_layernorm,
-        )
-
-    def build_conditioner(self, provider: Any) -> Any:
-        """Build the `Conditioner` of these settings."""
-        from dit.layers.conditioner import Conditioner
-
-        return Conditioner(
-            self.hidden_size,
-            provider,
-            time_scale=self.time_scale,
-            num_classes=self.num_classes,
-            fps=self.fps_conditioning,
-            size=self.size_conditioning,
-            patch_temporal=self.patch_temporal,
-            patch_spatial=self.patch_spatial,
-        )
+        return replace(super().megatron_sizes(), num_query_groups=self.num_query_groups, qk_layernorm=self.qk_layernorm)
 
     def count_conditioner(self) -> int:
         """Count the parameters of the conditioning vector's embedders and of the null text."""

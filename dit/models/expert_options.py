@@ -8,7 +8,7 @@ from dit.layers.routing import expert_capacity
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, experts, mlp, swiglu
 from dit.models.base import TransformerSizes
-from dit.models.cross_config import check_unused
+from dit.models.transformer_config import check_unused
 
 Router = Literal["expert_choice", "top_k"]
 

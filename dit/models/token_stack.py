@@ -6,19 +6,38 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
 """
 
 from abc import abstractmethod
-from typing import Any, Optional
+from typing import Any, Generic, Optional, TypeVar
 
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.layers.positions import Rotation, add_sincos
+from dit.kernels.rope import Rotation
+from dit.layers.conditioner import Conditioner
+from dit.layers.positions import add_sincos
 from dit.layers.tokens import from_previous_stage, gather_rows, shard_rows, to_next_stage
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
+from dit.models.cross_config import CrossAttentionModelConfig
+from dit.models.transformer_config import TransformerModelConfig
+
+Config = TypeVar("Config", bound=TransformerModelConfig)
 
 
-class TokenStack(Backbone):
+def cross_conditioner(config: CrossAttentionModelConfig, provider: LayerProvider) -> Conditioner:
+    """Build the conditioning vector of a backbone that reads its text by cross-attention."""
+    side = config.patch_spatial
+    return Conditioner(
+        config.hidden_size,
+        provider,
+        time_scale=config.time_scale,
+        num_classes=config.num_classes,
+        fps=config.fps_conditioning,
+        size_patch=(config.patch_temporal, side, side) if config.size_conditioning else None,
+    )
+
+
+class TokenStack(Backbone, Generic[Config]):
     """A backbone whose tokens go through one stack of blocks.
 
     A subclass builds `conditioner`, `embed` (first stage), `layers` (global index to block) and `head` (last stage),
@@ -30,12 +49,12 @@ class TokenStack(Backbone):
     layers: nn.ModuleDict
     head: nn.Module
 
-    def __init__(self, config: Any, provider: LayerProvider, stage: Stage) -> None:
+    def __init__(self, config: Config, provider: LayerProvider, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        self.rotary = config.rotary(config.head_size) if config.position_embedding == "rope_3d" else None
+        self.rotary = config.rotary() if config.position_embedding == "rope_3d" else None
 
     @abstractmethod
     def layer_inputs(

@@ -216,13 +216,13 @@ class WandbSink(Sink):
             "config": dict(config),
             "dir": str(folder.parent),
             "settings": settings,
+            "mode": os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline"),
         }
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         try:
-            self._run = wandb.init(mode=mode, **arguments)
+            self._run = wandb.init(**arguments)
         except (wandb.errors.CommError, wandb.errors.UsageError) as error:
             logger.warning("Weights & Biases is recorded offline: %s", error)
-            self._run = wandb.init(mode="offline", **arguments)
+            self._run = wandb.init(**{**arguments, "mode": "offline"})
         self._run.define_metric("consumed_samples")
         self._run.define_metric("*", step_metric="consumed_samples")
 
@@ -231,7 +231,7 @@ class WandbSink(Sink):
 
     def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
         clip = _clip_file(picture)
-        shown: Any = (
+        shown = (
             self._wandb.Image(_pixels(picture), caption=caption)
             if clip is None
             else self._wandb.Video(str(clip), caption=caption, format="gif")

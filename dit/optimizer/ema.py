@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dit.backends.megatron_types import MegatronOptimizer
 from dit.optimizer.master_weights import MasterShard, publish_masters
 
 
@@ -34,7 +35,7 @@ class EMA:
             torch._foreach_lerp_(self.values, mains, 1.0 - self.decay)
 
     @contextmanager
-    def applied(self, optimizer: Any, wrapped: Sequence[Any]) -> Iterator[None]:
+    def applied(self, optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> Iterator[None]:
         """Run the model with the averaged weights; afterwards it has its own weights back, to the bit."""
         self._swap()
         publish_masters(optimizer, wrapped)

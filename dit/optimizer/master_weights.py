@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from dit.backends.megatron_types import MegatronOptimizer
 from dit.parallel.fsdp import local, publish, sharded_parameters
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -33,7 +36,7 @@ class MasterShard:
     stop: int
     owner: Tensor
     state: dict[str, Any]
-    group: Any
+    group: Optional[ProcessGroup]
 
     @property
     def main(self) -> Tensor:
@@ -56,12 +59,12 @@ class MasterShard:
                 self.state[slot] = torch.zeros_like(self.owner)
 
 
-def sub_optimizers(optimizer: Any) -> list[Any]:
+def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers behind Megatron-Core's chain (dense and expert parameters have one each)."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _is_fsdp(optimizer: Any) -> bool:
+def _is_fsdp(optimizer: MegatronOptimizer) -> bool:
     return isinstance(optimizer, DistributedOptimizer) and optimizer.ddp_config.use_megatron_fsdp
 
 
@@ -69,7 +72,7 @@ def _flat(groups: Sequence[Sequence[Tensor]]) -> list[Any]:
     return [parameter for group in groups for parameter in group]
 
 
-def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
+def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
     """Yield (model parameter, master tensor, start, stop) of one Megatron-Core optimizer.
 
     The order of `param_groups` says nothing: Megatron-Core puts a group's fp32 parameters first.
@@ -77,7 +80,7 @@ def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
     if isinstance(optimizer, DistributedOptimizer):
         models = _flat(optimizer.model_float16_groups) + _flat(optimizer.model_fp32_groups)
         mains = _flat(optimizer.shard_fp32_from_float16_groups) + _flat(optimizer.shard_fp32_groups)
-    elif hasattr(optimizer, "float16_groups"):
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         models = _flat(optimizer.float16_groups) + _flat(optimizer.fp32_from_fp32_groups)
         mains = _flat(optimizer.fp32_from_float16_groups) + _flat(optimizer.fp32_from_fp32_groups)
     else:
@@ -90,7 +93,7 @@ def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
             yield parameter, main, 0, parameter.numel()
 
 
-def master_shards(optimizer: Any, chunks: Sequence[nn.Module]) -> list[MasterShard]:
+def master_shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[MasterShard]:
     """List this rank's master shards in the order of the model's parameters.
 
     Args:
@@ -135,7 +138,7 @@ def _absent_shards(
     return empty
 
 
-def get_step_count(optimizer: Any) -> int:
+def get_step_count(optimizer: MegatronOptimizer) -> int:
     """Return Adam's own step count (bias correction), 0 before the first step."""
     for part in sub_optimizers(optimizer):
         for group in part.optimizer.param_groups:
@@ -147,7 +150,7 @@ def get_step_count(optimizer: Any) -> int:
     return 0
 
 
-def set_step_count(optimizer: Any, step: int) -> None:
+def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
     """Set Adam's step count, wherever the implementation at hand keeps it."""
     for part in sub_optimizers(optimizer):
         per_group = type(part.optimizer).__module__.startswith(("transformer_engine", "apex"))
@@ -160,7 +163,7 @@ def set_step_count(optimizer: Any, step: int) -> None:
                 part.optimizer.state[parameter]["step"] = torch.tensor(float(step), device=device)
 
 
-def publish_masters(optimizer: Any, wrapped: Sequence[Any]) -> None:
+def publish_masters(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
     """Copy the master weights into the model's chunks, on every rank that holds a part of them."""
     if any(_is_fsdp(part) for part in sub_optimizers(optimizer)):
         for chunk in wrapped:
@@ -174,20 +177,20 @@ def publish_masters(optimizer: Any, wrapped: Sequence[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def set_rates(optimizer: Any, lr: float, beta1: float) -> None:
+def set_rates(optimizer: MegatronOptimizer, lr: float, beta1: float) -> None:
     """Set the learning rate and Adam's beta1 of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["betas"] = (beta1, group["betas"][1])
 
 
-def gradient_norm(optimizer: Any) -> float:
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """Ready the master gradients and return their global norm, before clipping."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
-def apply_update(optimizer: Any, grad_norm: float, clip_grad: float) -> None:
+def apply_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
     """Clip by the global norm and update the weights; call after `gradient_norm`."""
     if 0.0 < clip_grad < grad_norm:
         for part in sub_optimizers(optimizer):

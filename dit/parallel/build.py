@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from dit.backends.device import local_device
 from dit.backends.init import initialize_weights
+from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import write_attributes
@@ -163,7 +164,7 @@ def build_model(
     check_supported(model, parallel, training)
     config = megatron_config(model, parallel, training.precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
-    config.has_cond_embedder = True  # type: ignore[attr-defined]
+    config.has_cond_embedder = True
     provider = LayerProvider(config, groups.collection, training.linears)
     path = attention_path(
         parallel, groups, DTYPES[training.precision], training.attention, traced.device if traced else None
@@ -177,7 +178,7 @@ def build_model(
     )
     chunks = [build_backbone(model, provider, path, stage) for stage in (traced and traced.stages) or own]
     for chunk in chunks:
-        chunk.model_type = ModelType.encoder_or_decoder  # type: ignore[assignment]
+        chunk.model_type = ModelType.encoder_or_decoder
         if traced is None:
             initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
         write_attributes(
@@ -234,7 +235,7 @@ def build_optimizer(
     parallel: ParallelConfig,
     precision: str,
     groups: ProcessGroups,
-) -> Any:
+) -> MegatronOptimizer:
     """Build Megatron-Core's AdamW over the wrapped chunks of the model.
 
     Its weight decay is set here for good: neither `set_rates` nor loading a checkpoint touches it.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional, get_args
 
 from dit.errors import ConfigError
-from dit.models.base import ModelConfig, TransformerSizes
+from dit.models.base import Ability, ModelConfig, TransformerSizes
 from dit.parallel.pipeline import split_layers
 from dit.ranges import LAYERS, RANKS, check_ranges
 from dit.settings import TrainingConfig
@@ -177,22 +177,21 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
     Raises:
         ConfigError: it cannot; the message names the backbone, what was asked, and what it supports.
     """
-    sizes = {
-        "tensor": "tensor_model_parallel_size",
-        "pipeline": "pipeline_model_parallel_size",
-        "context": "context_parallel_size",
-        "expert": "expert_model_parallel_size",
-    }
-    for what, name in sizes.items():
-        if getattr(parallel, name) > 1:
-            model.check_supports(what, f"parallel.{name}={getattr(parallel, name)}", f"parallel.{name}=1")
+    for ability, name, size in (
+        (Ability.TENSOR, "tensor_model_parallel_size", parallel.tensor_model_parallel_size),
+        (Ability.PIPELINE, "pipeline_model_parallel_size", parallel.pipeline_model_parallel_size),
+        (Ability.CONTEXT, "context_parallel_size", parallel.context_parallel_size),
+        (Ability.EXPERT, "expert_model_parallel_size", parallel.expert_model_parallel_size),
+    ):
+        if size > 1:
+            model.check_supports(ability, f"parallel.{name}={size}", f"parallel.{name}=1")
     if parallel.sequence_parallel:
-        model.check_supports("sequence", "parallel.sequence_parallel=True", "parallel.sequence_parallel=False")
+        model.check_supports(Ability.SEQUENCE, "parallel.sequence_parallel=True", "parallel.sequence_parallel=False")
     if parallel.data_parallel == "fsdp":
         cure = "parallel.data_parallel=distributed_optimizer"
-        model.check_supports("fsdp", "parallel.data_parallel=fsdp", cure)
+        model.check_supports(Ability.FSDP, "parallel.data_parallel=fsdp", cure)
     if training.precision == "bf16":
-        model.check_supports("bf16", "training.precision=bf16", "training.precision=fp32")
+        model.check_supports(Ability.BF16, "training.precision=bf16", "training.precision=fp32")
 
 
 def check_parallel(

@@ -6,13 +6,13 @@ rank's shard, during a forward or backward pass the whole ("raw") parameters, wh
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dit.backends.process_groups import ProcessGroups
@@ -37,7 +37,7 @@ class _Called(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: object) -> Tensor:
         return self.module(*args)
 
 
@@ -122,7 +122,7 @@ class ShardedParameter:
     owner: nn.Parameter
     start: int
     stop: int
-    group: Any
+    group: ProcessGroup
 
 
 def sharded_parameters(wrapped: FullyShardedDataParallel) -> Iterator[ShardedParameter]:

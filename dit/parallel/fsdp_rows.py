@@ -7,10 +7,17 @@ other (megatron-core 0.16.1), and a mark may then fall inside a row, which ends 
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 
+Layout = tuple[
+    dict[int, param_and_grad_buffer.TensorItemIndex],
+    param_and_grad_buffer.BucketIndex,
+    param_and_grad_buffer.ShardBucketIndex,
+]
+"""Where each parameter lies in a bucket, the bucket, and this rank's shard of it."""
 _NAME = "build_data_parallel_buffer_index"
 
 
@@ -21,17 +28,17 @@ def keep_rows_whole() -> None:
         setattr(param_and_grad_buffer, _NAME, _with_whole_rows(original))
 
 
-def _with_whole_rows(layout: Callable[..., Any]) -> Callable[..., Any]:
+def _with_whole_rows(layout: Callable[..., Layout]) -> Callable[..., Layout]:
     @wraps(layout)
     def repaired(
-        elements: Any,
+        elements: list[torch.Size],
         rank: int,
         world_size: int,
         is_distributed: bool,
-        config: Any,
+        config: DistributedDataParallelConfig,
         bucket_id: int = 0,
         chunk_size_factor: int = 1,
-    ) -> Any:
+    ) -> Layout:
         items, bucket, shard = layout(
             elements, rank, world_size, is_distributed, config, bucket_id, chunk_size_factor=chunk_size_factor
         )

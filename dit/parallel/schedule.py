@@ -6,7 +6,7 @@ the same draws everywhere. Only activations travel, with their shapes, so packs 
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -73,16 +73,17 @@ class WholeNetwork:
         """Predict as `Backbone.forward` does on one rank; float32 when stages share the model."""
         if self.group.size() == 1:
             return self.networks[0](inputs_TC, time_S, batch)
-        out: Any = None
+        out: Optional[Tensor] = None
         for network, chunk in zip(self.networks, self.chunks, strict=True):
             # The shape asked for is a placeholder: the sender tells the real one.
             chunk.set_input_tensor(self._neighbours.recv_forward((1, 1, 1), chunk.stage.first))
             out = network(inputs_TC, time_S, batch)
             chunk.set_input_tensor(None)
             self._neighbours.send_forward(out, chunk.stage.last)
-        return self._share(out.float() if self.chunks[-1].stage.last else None, inputs_TC.device)
+        predicted = None if out is None or not self.chunks[-1].stage.last else out.float()
+        return self._share(predicted, inputs_TC.device)
 
-    def _share(self, prediction: Any, device: torch.device) -> Tensor:
+    def _share(self, prediction: Optional[Tensor], device: torch.device) -> Tensor:
         """Give the last stage's prediction to every stage."""
         last = self.group.size() - 1
         shape = torch.tensor([0, 0] if prediction is None else prediction.shape, device=device)

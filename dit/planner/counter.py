@@ -80,7 +80,7 @@ class StepCounter(TorchDispatchMode):
         self._fake, self._without_fakes = FakeTensor, unset_fake_temporarily
         self._formulas = flop_formulas()
         self._names = _names(groups)
-        self._sizes: dict[int, tuple[weakref.ref, int]] = {}
+        self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.received_shape: list[int] = []
         self.live = self.peak = 0
         self.trace = StepTrace()

@@ -6,9 +6,9 @@ traffic of the real depth and number follow by counting.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Optional, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from dit.planner.counter import StepTrace
 from dit.planner.trace import Job, PackShape, trace
 from dit.settings import OptimizerConfig, TrainingConfig
 
+Key = TypeVar("Key", bound=Hashable)
 FEWEST_LAYERS = 2
 """Layers from which on memory grows evenly."""
 
@@ -184,7 +185,7 @@ def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
     def total(values: Sequence[float]) -> int:
         return round(sum(weight * value for weight, value in zip(weights, values, strict=True)))
 
-    def table(tables: Sequence[dict]) -> dict:
+    def table(tables: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
         return {key: total([t.get(key, 0) for t in tables]) for key in dict.fromkeys(k for t in tables for k in t)}
 
     return StepTrace(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
@@ -17,7 +17,9 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective, Prepared
 from dit.patchify import outputs_apart
 
-ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, Callable]]
+Logged = dict[str, Tensor]
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Logged]]
+ForwardStep = Callable[[Iterator[PackedBatch], nn.Module], tuple[Tensor, LossFunction]]
 
 
 def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfig) -> PackedBatch:
@@ -40,12 +42,12 @@ def training_forward_step(objective: Objective, model: ModelConfig, seed: int, s
     Megatron-Core's `finalize_model_grads` divides the gradients by the real tokens of the whole global batch.
     """
 
-    def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, dict]:
+    def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
         outputs_TC = outputs_apart(prediction_TC, model.token_channels, model.in_channels)
         total, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
         return total, count.int(), {"sums": torch.stack([*terms.values(), count])}
 
-    def forward_step(batches: Iterator[PackedBatch], network: Any) -> tuple[Tensor, Callable]:
+    def forward_step(batches: Iterator[PackedBatch], network: nn.Module) -> tuple[Tensor, LossFunction]:
         batch = next(batches)
         stage = get_attr_wrapped_model(network, "stage")
         # The first stage embeds the noised tokens, the last compares with their target.

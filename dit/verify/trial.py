@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dit.backends import process_groups
+from dit.backends.init import init_of
+from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.sharding import sharding_of
 from dit.batch import PackedBatch
@@ -72,7 +74,7 @@ class Built:
     groups: ProcessGroups
     chunks: list[Backbone]
     wrapped: list[Any]
-    optimizer: Any
+    optimizer: MegatronOptimizer
     shards: list[MasterShard]
 
     @property
@@ -132,7 +134,7 @@ def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tup
 def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
     """Add noise to what starts as zeros or ones: a zero-initialised network would hide most gradients."""
     for name, parameter in named_parameters(chunks):
-        if parameter.init.kind == "constant":  # type: ignore[attr-defined]
+        if init_of(parameter, name).kind == "constant":
             sharding = sharding_of(parameter, name)
             shape = sharding.global_shape(parameter.shape, groups.tp.size())
             values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) * 0.1

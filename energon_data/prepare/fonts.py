@@ -7,11 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import numpy as np
 
 from dit.errors import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.ft2font import FT2Font
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CANVAS = 64
@@ -139,9 +142,14 @@ def _reference() -> np.ndarray:
     return np.stack([_fingerprints(draw_capitals(folder / name)) for name in names])
 
 
-def _styles(words: str, font: Any) -> tuple[str, ...]:
+def _table(font: "FT2Font", name: Literal["OS/2", "post", "head"]) -> dict[str, Any]:
+    """Return a table of a font's file by the names of its fields; empty where the font has none."""
+    return dict(font.get_sfnt_table(name) or {})
+
+
+def _styles(words: str, font: "FT2Font") -> tuple[str, ...]:
     """Return style words from a font's names and, for weight and slant, from its tables OS/2, post and head."""
-    os2, post, head = (font.get_sfnt_table(name) or {} for name in ("OS/2", "post", "head"))
+    os2, post, head = _table(font, "OS/2"), _table(font, "post"), _table(font, "head")
     weight = os2.get("usWeightClass", 400)
     styles = []
     if "condensed" in words or "narrow" in words:
@@ -156,12 +164,12 @@ def _styles(words: str, font: Any) -> tuple[str, ...]:
     return tuple(styles)
 
 
-def _stated_kind(words: str, font: Any) -> Optional[str]:
+def _stated_kind(words: str, font: "FT2Font") -> Optional[str]:
     """Return `monospace`, `script`, `sans` or `serif` where a font's names or tables say it.
 
     Source: OpenType specification 1.9, OS/2 (panose, sFamilyClass) and post (isFixedPitch).
     """
-    os2, post = (font.get_sfnt_table(name) or {} for name in ("OS/2", "post"))
+    os2, post = _table(font, "OS/2"), _table(font, "post")
     panose, family_class = os2.get("panose") or bytes(10), os2.get("sFamilyClass", 0) >> 8
     latin_text = panose[0] == 2
     fixed_pitch = post.get("isFixedPitch") or (latin_text and panose[3] == 9)

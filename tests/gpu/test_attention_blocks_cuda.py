@@ -7,7 +7,7 @@ from dit.backends import megatron_cpu
 from dit.context_parallel.attention import merge
 from dit.context_parallel.partition import ContextRows
 from dit.kernels.attention import reference_attention
-from dit.kernels.attention_blocks import EagerBlocks, FlashBlocks
+from dit.kernels.attention_blocks import Attended, Block, EagerBlocks, FlashBlocks
 from dit.layout import SequenceLayout
 from tests.gpu.test_attention_cuda import HALF, LARGE_CASES, RTOL
 from tests.unit.kernels.attention_cases import CASES, AttentionCase, check
@@ -50,13 +50,14 @@ def test_flash_blocks_add_up_to_the_whole(split: str):
     pairs = [(mine, other) for mine in range(4) for other in range(4)]
     blocks, held = rows.blocks(), [rows.of_rank(rank) for rank in range(4)]
     for mine, other in pairs:
-        part = kernel.forward(q[held[mine]], k[held[other]], v[held[other]], blocks[mine], blocks[other])
-        out[held[mine]], lse[held[mine]] = merge(out[held[mine]], lse[held[mine]], *part)
+        block = Block(q[held[mine]], k[held[other]], v[held[other]], blocks[mine], blocks[other])
+        joined = merge(Attended(out[held[mine]], lse[held[mine]]), kernel.forward(block))
+        out[held[mine]], lse[held[mine]] = joined
     sums = [torch.zeros_like(out) for _ in range(3)]
     for mine, other in pairs:
         a, b = held[mine], held[other]
-        given = (grad[a], q[a], k[b], v[b], out[a].to(q.dtype), lse[a], blocks[mine], blocks[other])
-        for total, at, part in zip(sums, (a, b, b), kernel.backward(*given)):
+        block, joined = Block(q[a], k[b], v[b], blocks[mine], blocks[other]), Attended(out[a].to(q.dtype), lse[a])
+        for total, at, part in zip(sums, (a, b, b), kernel.backward(grad[a], block, joined)):
             total[at] += part
     for got, want in zip((out, *sums), (whole.detach(), *(x.grad for x in leaves))):
         assert (got - want).norm() / want.norm() <= RTOL[torch.bfloat16]

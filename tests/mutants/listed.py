@@ -541,8 +541,8 @@ MUTANTS = (
     Mutant(
         "context parallel: blocks joined by the larger sum",
         "dit/context_parallel/attention.py",
-        "torch.logaddexp(lse_TN, part_lse_TN)",
-        "torch.maximum(lse_TN, part_lse_TN)",
+        "torch.logaddexp(joined.lse_TN, part.lse_TN)",
+        "torch.maximum(joined.lse_TN, part.lse_TN)",
         ("tests/unit/kernels/test_attention_blocks.py",),
     ),
     Mutant(

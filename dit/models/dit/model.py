@@ -6,11 +6,9 @@ from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import state_every_stage
 from dit.batch import PackedBatch
-from dit.condition_table import LABEL
 from dit.kernels.attention import Attention
-from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, TimestepEmbedder
+from dit.layers.conditioner import Conditioner
 from dit.layers.heads import FinalLayer
 from dit.layers.tokens import embed_patches
 from dit.layout import SequenceLayout
@@ -20,32 +18,7 @@ from dit.models.dit.layer import DiTLayer
 from dit.models.token_stack import TokenStack
 
 
-class Conditioner(nn.Module):
-    """The conditioning vector c: the sum of the embedded time, class and pooled text.
-
-    Every pipeline stage holds a copy and computes c from the same inputs; the copies' gradients are summed.
-    """
-
-    def __init__(self, config: DiTConfig, provider: LayerProvider) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.time = TimestepEmbedder(
-            size, provider, time_scale=config.time_scale, frequency_shift=config.time_frequency_shift
-        )
-        self.label = LabelEmbedder(config.num_classes, size, provider) if config.num_classes else None
-        self.text = PooledTextEmbedder(config.context_size, size, provider) if config.context_size else None
-        state_every_stage(self.parameters())
-
-    def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        cond_SD = self.time(time_S)
-        if self.label is not None:
-            cond_SD = cond_SD + self.label(batch.conditions[LABEL.name].values)
-        if self.text is not None:
-            cond_SD = cond_SD + self.text(batch)
-        return cond_SD
-
-
-class DiT(TokenStack):
+class DiT(TokenStack[DiTConfig]):
     """DiT with adaLN-Zero: patch embedding, blocks, modulated zero-initialised head.
 
     The positions are computed from the patch indices instead of being read from a table, so the count of parameters is
@@ -60,7 +33,14 @@ class DiT(TokenStack):
 
     def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, provider, stage)
-        self.conditioner = Conditioner(config, provider)
+        self.conditioner = Conditioner(
+            config.hidden_size,
+            provider,
+            time_scale=config.time_scale,
+            frequency_shift=config.time_frequency_shift,
+            num_classes=config.num_classes,
+            context_size=config.context_size,
+        )
         if stage.first:
             init = xavier_uniform(config.token_channels, config.hidden_size)
             self.embed = provider.replicated_linear(config.token_channels, config.hidden_size, bias=True, init=init)

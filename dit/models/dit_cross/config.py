@@ -1,7 +1,7 @@
 """Sizes of the DiT with text cross-attention."""
 
 from dataclasses import dataclass, replace
-from typing import Optional, get_args
+from typing import Optional
 
 from dit.layout import SequenceLayout
 from dit.models.activations import (
@@ -15,7 +15,8 @@ from dit.models.activations import (
     text_keys,
 )
 from dit.models.base import TransformerSizes
-from dit.models.cross_config import CrossAttentionModelConfig, Positions
+from dit.models.cross_config import CrossAttentionModelConfig
+from dit.models.transformer_config import Positions
 
 
 @dataclass(kw_only=True)
@@ -31,10 +32,6 @@ class DiTCrossConfig(CrossAttentionModelConfig):
     add_bias: bool = False
     adaln_lora_rank: Optional[int] = None
     position_embedding: Positions = "sincos_3d"
-
-    def validate(self) -> None:
-        self.check_sizes()
-        self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
 
     def megatron_sizes(self) -> TransformerSizes:
         return replace(super().megatron_sizes(), add_bias_linear=self.add_bias)

@@ -9,7 +9,7 @@ from dit.kernels.attention import Attention
 from dit.kernels.modulation import gated_residual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation
-from dit.layers.attention import CrossAttention, SelfAttention
+from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.mlp import MLP
 from dit.layout import SequenceLayout
 from dit.models.dit_cross.config import DiTCrossConfig
@@ -25,31 +25,18 @@ class DiTCrossLayer(nn.Module):
     def __init__(self, config: DiTCrossConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         bias, eps = config.add_bias, config.layernorm_epsilon
-        heads, groups = config.num_attention_heads, config.num_query_groups
+        size, heads = config.hidden_size, config.num_attention_heads
         assert config.context_size is not None
-        self.modulation = Modulation(config.hidden_size, 3, provider, bias=bias, eps=eps, rank=config.adaln_lora_rank)
-        self.attention = SelfAttention(
-            config.hidden_size,
-            heads,
-            provider,
-            attention,
-            num_query_groups=groups,
-            bias=bias,
-            qk_layernorm=config.qk_layernorm,
-            eps=eps,
-        )
-        self.cross_attention = CrossAttention(
-            config.hidden_size,
-            config.context_size,
-            heads,
-            provider,
-            attention,
-            num_query_groups=groups,
-            bias=bias,
-            qk_layernorm=config.qk_layernorm,
-            eps=eps,
-        )
-        self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias)
+        options: AttentionOptions = {
+            "num_query_groups": config.num_query_groups,
+            "bias": bias,
+            "qk_layernorm": config.qk_layernorm,
+            "eps": eps,
+        }
+        self.modulation = Modulation(size, 3, provider, bias=bias, eps=eps, rank=config.adaln_lora_rank)
+        self.attention = SelfAttention(size, heads, provider, attention, **options)
+        self.cross_attention = CrossAttention(size, config.context_size, heads, provider, attention, **options)
+        self.mlp = MLP(size, config.ffn_size, provider, bias=bias)
 
     def forward(
         self,

@@ -14,10 +14,10 @@ from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.dit_cross.layer import DiTCrossLayer
-from dit.models.token_stack import TokenStack
+from dit.models.token_stack import TokenStack, cross_conditioner
 
 
-class DiTCross(TokenStack):
+class DiTCross(TokenStack[DiTCrossConfig]):
     """DiT with cross-attention: patch embedding, blocks of three sub-layers, modulated zero-initialised head.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748; the sizes and the cross-attention are those of NeMo's diffusion
@@ -33,7 +33,7 @@ class DiTCross(TokenStack):
         super().__init__(config, provider, stage)
         size = config.hidden_size
         assert config.context_size is not None
-        self.conditioner = config.build_conditioner(provider)
+        self.conditioner = cross_conditioner(config, provider)
         self.text = TextTokens(config.context_size, provider)
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)

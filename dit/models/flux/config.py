@@ -1,37 +1,28 @@
 """Sizes of FLUX."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Optional, Self, get_args
+from typing import Literal, Optional, Self
 
 from dit.condition_table import POOLED
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, mlp
-from dit.models.base import ModelConfig, TransformerSizes
-from dit.models.cross_config import (
-    CONDITION_FEATURES,
-    RotarySettings,
-    check_heads,
-    check_numbers,
-    check_unused,
-)
+from dit.models.base import TransformerSizes
+from dit.models.transformer_config import CONDITION_FEATURES, TransformerModelConfig, check_unused
 
 Positions = Literal["rope_3d", "sincos_3d"]
 
 
 @dataclass(kw_only=True)
-class FluxConfig(ModelConfig, RotarySettings):
+class FluxConfig(TransformerModelConfig):
     """FLUX.1: blocks in which text and image are two streams, then blocks in which they are one. The defaults are 12B.
 
     Attributes:
         context_size: width of the text embeddings (T5-XXL).
         pooled_size: width of the pooled text embedding (CLIP).
-        hidden_size, num_attention_heads, ffn_hidden_size: Megatron's words.
         num_joint_layers: blocks with two streams, and one attention over both.
         num_single_layers: blocks behind them, with one stream.
-        out_channels: channels predicted per latent position; `in_channels` if None.
-        layernorm_epsilon: of all norms.
         position_embedding: rotary over (t, h, w), as in FLUX, or fixed sine-cosine over (t, h, w) added to the image's
             tokens; the text has no positions of its own.
         rope_axes: features of a head that turn with t, h and w; t of an image is 0.
@@ -48,12 +39,9 @@ class FluxConfig(ModelConfig, RotarySettings):
     num_joint_layers: int = 19
     num_single_layers: int = 38
     ffn_hidden_size: int = 12288
-    out_channels: Optional[int] = None
-    layernorm_epsilon: float = 1e-6
     position_embedding: Positions = "rope_3d"
     rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
     guidance: Optional[float] = None
-    time_scale: float = 1000.0
 
     def conditions(self) -> tuple[Condition, ...]:
         return (*super().conditions(), replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout))
@@ -63,18 +51,8 @@ class FluxConfig(ModelConfig, RotarySettings):
         """Blocks of both kinds."""
         return self.num_joint_layers + self.num_single_layers
 
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def output_features(self) -> int:
-        """Width of the head: predicted channels of one patch."""
-        return self.token_channels // self.in_channels * (self.out_channels or self.in_channels)
-
     def validate(self) -> None:
-        check_numbers(self)
-        check_heads(self.hidden_size, self.num_attention_heads)
+        self.check_sizes()
         if self.context_size is None:
             raise ConfigError("model.context_size=None: FLUX reads text; give the width of its embeddings (4096)")
         if self.num_classes is not None:
@@ -89,21 +67,13 @@ class FluxConfig(ModelConfig, RotarySettings):
                 f"model.num_attention_heads={self.num_attention_heads}, with whose heads a single-stream block's MLP "
                 f"is split; use {nearest}"
             )
-        kinds = get_args(Positions)
-        self.check_positions(self.position_embedding, kinds, self.hidden_size, self.head_size, self.rope_axes)
+        self.check_positions(self.rope_axes)
         if self.position_embedding != "rope_3d":
             where = f"with model.position_embedding={self.position_embedding!r}"
             check_unused(self, ["rope_axes"], where, "use 'rope_3d'")
 
     def megatron_sizes(self) -> TransformerSizes:
-        return TransformerSizes(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            ffn_hidden_size=self.ffn_hidden_size,
-            layernorm_epsilon=self.layernorm_epsilon,
-            qk_layernorm=True,
-        )
+        return replace(super().megatron_sizes(), qk_layernorm=True)
 
     def _matrices(self) -> tuple[int, int]:
         """Return the weights that every row meets in one stream of a joint block, and in a single-stream block."""

@@ -1,5 +1,6 @@
 """FLUX's two kinds of blocks: text and image as two streams, and as one."""
 
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -11,7 +12,7 @@ from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.modulation import gated_residual, gelu_tanh
 from dit.kernels.rope import Rotation, rotate
-from dit.layers.adaln import Modulation
+from dit.layers.adaln import Modulation, SublayerModulation
 from dit.layers.attention import HeadRMSNorm
 from dit.layers.mlp import MLP
 from dit.layout import SequenceLayout
@@ -78,7 +79,9 @@ class JointLayer(nn.Module):
         return text_KD, self._rest(self.image, x_TD, image_out, image_mods, layout)
 
     @staticmethod
-    def _rest(stream: Stream, x_TD: Tensor, attended: Tensor, mods: list, layout: SequenceLayout) -> Tensor:
+    def _rest(
+        stream: Stream, x_TD: Tensor, attended: Tensor, mods: Sequence[SublayerModulation], layout: SequenceLayout
+    ) -> Tensor:
         attention_mod, mlp_mod = mods
         x_TD = gated_residual(x_TD, stream.linear_proj(attended), attention_mod.gate_SD, layout)
         y_TD = stream.mlp(mlp_mod.norm_and_modulate(x_TD, layout))

@@ -1,18 +1,14 @@
 """FLUX on Megatron-Core linears."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import state_every_stage
 from dit.batch import PackedBatch
-from dit.condition_table import POOLED
 from dit.joint_layout import joint_layout
 from dit.kernels.attention import Attention
-from dit.layers.embeddings import TimestepEmbedder, VectorEmbedder
+from dit.layers.conditioner import Conditioner
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import add_sincos
 from dit.layers.text import TextTokens, text_layout
@@ -29,28 +25,6 @@ from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.flux.config import FluxConfig
 from dit.models.flux.layer import JointLayer, SingleLayer
-
-
-class FluxConditioner(nn.Module):
-    """The sum of the embedded time, guidance scale and pooled text.
-
-    Every pipeline stage holds a copy and computes the vector from the same inputs; the copies' gradients are summed.
-    """
-
-    def __init__(self, config: FluxConfig, provider: LayerProvider) -> None:
-        super().__init__()
-        size, scale = config.hidden_size, config.time_scale
-        self.scale: Optional[float] = config.guidance
-        self.time = TimestepEmbedder(size, provider, time_scale=scale)
-        self.guidance = None if config.guidance is None else TimestepEmbedder(size, provider, time_scale=scale)
-        self.pooled = VectorEmbedder(POOLED.name, config.pooled_size, size, provider)
-        state_every_stage(self.parameters())
-
-    def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        cond_SD = self.time(time_S) + self.pooled(batch)
-        if self.guidance is not None and self.scale is not None:
-            cond_SD = cond_SD + self.guidance(torch.full_like(time_S, self.scale))
-        return cond_SD
 
 
 class Flux(Backbone):
@@ -79,8 +53,10 @@ class Flux(Backbone):
         size = config.hidden_size
         assert config.context_size is not None
         rope = config.position_embedding == "rope_3d"
-        self.rotary = config.rotary(config.head_size, config.rope_axes) if rope else None
-        self.conditioner = FluxConditioner(config, provider)
+        self.rotary = config.rotary(config.rope_axes) if rope else None
+        self.conditioner = Conditioner(
+            size, provider, time_scale=config.time_scale, pooled_size=config.pooled_size, guidance=config.guidance
+        )
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)
             self.text = TextTokens(config.context_size, provider, stream=True)

@@ -1,7 +1,7 @@
 """Sizes of the Movie Gen backbone."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Optional, get_args
+from typing import Literal, Optional
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
@@ -16,8 +16,9 @@ from dit.models.activations import (
     text_keys,
 )
 from dit.models.base import TransformerSizes
-from dit.models.cross_config import CrossAttentionModelConfig, check_unused
+from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.expert_options import ExpertOptions
+from dit.models.transformer_config import check_unused
 
 Positions = Literal["learned_3d", "sincos_3d", "rope_3d"]
 
@@ -48,13 +49,12 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
     max_grid: list[int] = field(default_factory=lambda: [128, 120, 120])
 
     def validate(self) -> None:
-        self.check_sizes()
+        super().validate()
         self.validate_experts()
         if len(self.max_grid) != 3 or min(self.max_grid) < 1:
             raise ConfigError(
                 f"model.max_grid={self.max_grid} must be three numbers of at least 1: the most patches along t, h and w"
             )
-        self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
         if self.position_embedding != "learned_3d":
             where = f"with model.position_embedding={self.position_embedding!r}"
             check_unused(self, ["max_grid"], where, "use 'learned_3d'")

@@ -9,7 +9,7 @@ from dit.kernels.attention import Attention
 from dit.kernels.modulation import gated_residual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation, RMSNorm
-from dit.layers.attention import CrossAttention, SelfAttention
+from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.mlp import SwiGLU
 from dit.layers.moe import MoE
 from dit.layout import SequenceLayout
@@ -29,32 +29,20 @@ class MovieGenLayer(nn.Module):
     def __init__(self, config: MovieGenConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.layernorm_epsilon
-        heads, groups = config.num_attention_heads, config.num_query_groups
-        assert config.context_size is not None
+        heads, context_size = config.num_attention_heads, config.context_size
+        assert context_size is not None
+        options: AttentionOptions = {
+            "num_query_groups": config.num_query_groups,
+            "bias": False,
+            "qk_layernorm": config.qk_layernorm,
+            "eps": eps,
+        }
         self.modulation = Modulation(size, 2, provider, bias=False, eps=eps)
         self.attention_norm = RMSNorm(size, provider, eps=eps)
-        self.attention = SelfAttention(
-            size,
-            heads,
-            provider,
-            attention,
-            num_query_groups=groups,
-            bias=False,
-            qk_layernorm=config.qk_layernorm,
-            eps=eps,
-        )
+        self.attention = SelfAttention(size, heads, provider, attention, **options)
         self.cross_norm = RMSNorm(size, provider, eps=eps)
         self.cross_attention = CrossAttention(
-            size,
-            config.context_size,
-            heads,
-            provider,
-            attention,
-            num_query_groups=groups,
-            bias=False,
-            qk_layernorm=config.qk_layernorm,
-            zero_output=True,
-            eps=eps,
+            size, context_size, heads, provider, attention, zero_output=True, **options
         )
         self.mlp_norm = RMSNorm(size, provider, eps=eps)
         self.mlp: SwiGLU | MoE

@@ -16,10 +16,10 @@ from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.moviegen.layer import MovieGenLayer
-from dit.models.token_stack import TokenStack
+from dit.models.token_stack import TokenStack, cross_conditioner
 
 
-class MovieGen(TokenStack):
+class MovieGen(TokenStack[MovieGenConfig]):
     """Movie Gen's transformer: patch embedding, Llama-shaped blocks, modulated RMSNorm, zero-initialised head.
 
     Every pipeline stage holds a copy of the learned position tables, for every layer adds them; the copies' gradients
@@ -39,7 +39,7 @@ class MovieGen(TokenStack):
         assert config.context_size is not None
         learned = config.position_embedding == "learned_3d"
         self.positions = LearnedPositions(config.max_grid, size, provider) if learned else None
-        self.conditioner = config.build_conditioner(provider)
+        self.conditioner = cross_conditioner(config, provider)
         self.text = TextTokens(config.context_size, provider)
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)

@@ -18,7 +18,8 @@ from dit.models.activations import (
     text_keys,
 )
 from dit.models.base import TransformerSizes
-from dit.models.cross_config import CrossAttentionModelConfig, Positions
+from dit.models.cross_config import CrossAttentionModelConfig
+from dit.models.transformer_config import Positions
 
 
 @dataclass(kw_only=True)
@@ -56,16 +57,9 @@ class STDiTConfig(CrossAttentionModelConfig):
         self.check_sizes()
         self._check_pattern()
         temporal = any("temporal" in self.kinds(i) for i in range(len(self.layer_pattern)))
-        turns_in_time = self.temporal_rope and temporal
-        self.check_positions(
-            self.position_embedding,
-            get_args(Positions),
-            self.hidden_size,
-            self.head_size,
-            turns_in_time=turns_in_time,
-        )
+        self.check_positions(turns_in_time=self.temporal_rope and temporal)
         if self.temporal_rope:
-            self.rotary(self.head_size, time_only=True)
+            self.rotary(time_only=True)
         if self.position_embedding != "rope_3d" and self.rope_factors and self.rope_factors[1:] != [1.0, 1.0]:
             raise ConfigError(
                 f"model.rope_factors={self.rope_factors} has no effect along h and w with "

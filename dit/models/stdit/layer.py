@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from dit.kernels.attention import Attention
 from dit.kernels.modulation import gated_residual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import TableModulation
-from dit.layers.attention import CrossAttention, SelfAttention
+from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.mlp import MLP
 from dit.layout import SequenceLayout
 from dit.models.stdit.config import STDiTConfig
@@ -42,7 +42,7 @@ class STDiTLayer(nn.Module):
     ) -> None:
         super().__init__()
         size, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
-        settings: dict[str, Any] = {
+        options: AttentionOptions = {
             "num_query_groups": config.num_query_groups,
             "bias": config.add_bias,
             "qk_layernorm": config.qk_layernorm,
@@ -50,9 +50,9 @@ class STDiTLayer(nn.Module):
         }
         self.modulation = TableModulation(size, len(kinds) + 1, provider, eps=eps)
         self.attentions = nn.ModuleDict(
-            {kind: SelfAttention(size, heads, provider, attention, **settings) for kind in kinds}
+            {kind: SelfAttention(size, heads, provider, attention, **options) for kind in kinds}
         )
-        self.cross_attention = CrossAttention(size, size, heads, provider, attention, zero_output=True, **settings)
+        self.cross_attention = CrossAttention(size, size, heads, provider, attention, zero_output=True, **options)
         self.mlp = MLP(size, config.ffn_size, provider, bias=config.add_bias)
 
     def forward(

@@ -17,10 +17,10 @@ from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.stdit.config import STDiTConfig
 from dit.models.stdit.layer import STDiTLayer, Way
-from dit.models.token_stack import TokenStack
+from dit.models.token_stack import TokenStack, cross_conditioner
 
 
-class STDiT(TokenStack):
+class STDiT(TokenStack[STDiTConfig]):
     """ST-DiT: patch embedding, blocks of spatial, temporal or full attention, zero-initialised head, adaLN-single.
 
     With full attention alone this is PixArt-alpha.
@@ -39,8 +39,8 @@ class STDiT(TokenStack):
         self.attention = attention
         size, eps = config.hidden_size, config.layernorm_epsilon
         assert config.context_size is not None
-        self.rotary_time = config.rotary(config.head_size, time_only=True) if config.temporal_rope else self.rotary
-        self.conditioner = config.build_conditioner(provider)
+        self.rotary_time = config.rotary(time_only=True) if config.temporal_rope else self.rotary
+        self.conditioner = cross_conditioner(config, provider)
         self.modulation = SharedModulation(size, config.attentions_per_layer + 1, provider)
         self.text = TextTokens(config.context_size, provider)
         self.text_projection = TextProjection(config.context_size, size, provider)

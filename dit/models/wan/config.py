@@ -1,7 +1,7 @@
 """Sizes of the Wan-shaped backbone."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Optional, get_args
+from typing import Literal, Optional
 
 from dit.layout import SequenceLayout
 from dit.models.activations import (
@@ -40,10 +40,6 @@ class WanConfig(CrossAttentionModelConfig):
     ffn_hidden_size: Optional[int] = 8960
     fps_conditioning: bool = False
     position_embedding: Positions = "rope_3d"
-
-    def validate(self) -> None:
-        self.check_sizes()
-        self.check_positions(self.position_embedding, get_args(Positions), self.hidden_size, self.head_size)
 
     def megatron_sizes(self) -> TransformerSizes:
         # The norms of queries and keys are split with the heads: no gradient of theirs is summed over ranks.

@@ -1,6 +1,6 @@
 """One Wan block."""
 
-from typing import Any, Optional
+from typing import Optional
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ from dit.kernels.attention import Attention
 from dit.kernels.modulation import gated_residual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import LayerNorm, TableModulation
-from dit.layers.attention import CrossAttention, SelfAttention
+from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.mlp import MLP
 from dit.layout import SequenceLayout
 from dit.models.wan.config import WanConfig
@@ -25,7 +25,7 @@ class WanLayer(nn.Module):
     def __init__(self, config: WanConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         size, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
-        options: dict[str, Any] = {
+        options: AttentionOptions = {
             "num_query_groups": config.num_query_groups,
             "qk_layernorm": config.qk_layernorm,
             "norm_full_width": True,

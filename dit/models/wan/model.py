@@ -13,12 +13,12 @@ from dit.layers.text import TextProjection, TextTokens
 from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
-from dit.models.token_stack import TokenStack
+from dit.models.token_stack import TokenStack, cross_conditioner
 from dit.models.wan.config import WanConfig
 from dit.models.wan.layer import WanLayer
 
 
-class Wan(TokenStack):
+class Wan(TokenStack[WanConfig]):
     """Wan 2.1's transformer: patch embedding, blocks with rotary positions, a head modulated by a table and the time.
 
     Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1, and its published code; sizes of its text-to-video models.
@@ -32,7 +32,7 @@ class Wan(TokenStack):
         super().__init__(config, provider, stage)
         size = config.hidden_size
         assert config.context_size is not None
-        self.conditioner = config.build_conditioner(provider)
+        self.conditioner = cross_conditioner(config, provider)
         self.modulation = SharedModulation(size, 2, provider)
         self.text = TextTokens(config.context_size, provider)
         self.text_projection = TextProjection(config.context_size, size, provider)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dit.backends import init as addressed_init
 from dit.backends.init import ONES, ZEROS, Init, draw, initialize_weights, normal, with_init, xavier_uniform
 from dit.backends.sharding import ParameterSharding, state
+from dit.errors import ConfigError
 
 CPU = torch.device("cpu")
 INITS = {"normal": normal(0.02), "uniform": xavier_uniform(37, 50), "ones": ONES, "zeros": ZEROS}
@@ -120,3 +121,12 @@ def test_lower_precision_is_the_rounded_start():
     initialize_weights(full, 5, tp_rank=0, tp_size=1)
     initialize_weights(half, 5, tp_rank=0, tp_size=1)
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(full.parameters(), half.parameters()))
+
+
+def test_a_parameter_that_does_not_say_how_it_starts_is_refused_by_name():
+    layer = nn.Linear(2, 2)
+    for parameter in layer.parameters():
+        state(parameter, ParameterSharding())
+    with_init(layer.weight, ZEROS)
+    with pytest.raises(ConfigError, match=r"parameter bias of shape \(2,\) does not say how it starts"):
+        initialize_weights(layer, 1, tp_rank=0, tp_size=1)

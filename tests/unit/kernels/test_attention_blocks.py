@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dit.context_parallel.attention import merge
 from dit.context_parallel.partition import ContextRows
-from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
+from dit.kernels.attention_blocks import Attended, Block, BlockAttention, EagerBlocks, FlashBlocks
 from dit.kernels.resolve import resolve_blocks
 from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
@@ -28,13 +28,14 @@ class OneBlock:
         class Function(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *qkv: Tensor) -> Tensor:
-                out, lse = kernel.forward(*qkv, layout_q, layout_k)
+                out, lse = kernel.forward(Block(*qkv, layout_q, layout_k))
                 ctx.save_for_backward(*qkv, out, lse)
                 return out
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-                return kernel.backward(grad, *ctx.saved_tensors, layout_q, layout_k)
+                q, k, v, *joined = ctx.saved_tensors
+                return kernel.backward(grad, Block(q, k, v, layout_q, layout_k), Attended(*joined))
 
         return Function.apply(q, k, v)
 
@@ -52,12 +53,13 @@ def flash_on_cpu() -> FlashBlocks:
 
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug):
         assert (dropout, causal, debug) == (0.0, False, False)
-        out, lse = eager.forward(q, k, v, *layouts(cu_q, cu_k, max_q, max_k))
+        out, lse = eager.forward(Block(q, k, v, *layouts(cu_q, cu_k, max_q, max_k)))
         return out.to(q.dtype), lse.T.contiguous(), None, None, None
 
     def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, unused):
         assert lse.shape == q.shape[1::-1]
-        parts = eager.backward(grad, q, k, v, out, lse.T, *layouts(cu_q, cu_k, max_q, max_k))
+        block = Block(q, k, v, *layouts(cu_q, cu_k, max_q, max_k))
+        parts = eager.backward(grad, block, Attended(out, lse.T))
         return tuple(part.to(q.dtype) for part in parts)
 
     blocks._forward, blocks._backward = forward, backward
@@ -81,35 +83,37 @@ def test_blocks_add_up_to_the_whole(kernel: str):
     rows = ContextRows(layout, 4, "contiguous")
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(80, 2, 8, generator=generator) for _ in range(4))
-    out, lse = blocks.forward(q, k, v, layout, layout)
-    dq, dk, dv = blocks.backward(grad, q, k, v, out, lse, layout, layout)
+    whole = Block(q, k, v, layout, layout)
+    out, lse = blocks.forward(whole)
+    dq, dk, dv = blocks.backward(grad, whole, Attended(out, lse))
     sums = [torch.zeros_like(x) for x in (q, k, v)]
     for mine in range(4):
         held = rows.of_rank(mine)
-        joined, joined_lse = torch.zeros(20, 2, 8), torch.full((20, 2), -torch.inf)
+        joined = Attended(torch.zeros(20, 2, 8), torch.full((20, 2), -torch.inf))
         for other in range(4):
             theirs, pair = rows.of_rank(other), (rows.blocks()[mine], rows.blocks()[other])
-            joined, joined_lse = merge(joined, joined_lse, *blocks.forward(q[held], k[theirs], v[theirs], *pair))
-            given = (grad[held], q[held], k[theirs], v[theirs], out[held], lse[held])
-            for total, rows_of, part in zip(sums, (held, theirs, theirs), blocks.backward(*given, *pair)):
+            block = Block(q[held], k[theirs], v[theirs], *pair)
+            joined = merge(joined, blocks.forward(block))
+            parts = blocks.backward(grad[held], block, Attended(out[held], lse[held]))
+            for total, rows_of, part in zip(sums, (held, theirs, theirs), parts):
                 total[rows_of] += part
-        torch.testing.assert_close(joined, out[held], rtol=RTOL, atol=RTOL)
-        torch.testing.assert_close(joined_lse, lse[held], rtol=RTOL, atol=RTOL)
-    for total, whole in zip(sums, (dq, dk, dv)):
-        torch.testing.assert_close(total, whole, rtol=RTOL, atol=5 * RTOL)
+        torch.testing.assert_close(joined.out_TNH, out[held], rtol=RTOL, atol=RTOL)
+        torch.testing.assert_close(joined.lse_TN, lse[held], rtol=RTOL, atol=RTOL)
+    for total, expected in zip(sums, (dq, dk, dv)):
+        torch.testing.assert_close(total, expected, rtol=RTOL, atol=5 * RTOL)
 
 
 def test_merge_with_no_keys_changes_nothing():
     """The neutral element is (0, -inf), on either side, and two of them give it again without NaN."""
-    out, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
-    nothing = torch.zeros(3, 2, 4), torch.full((3, 2), -torch.inf)
-    for a, b in (((out, lse), nothing), (nothing, (out, lse))):
-        merged, merged_lse = merge(*a, *b)
-        assert torch.equal(merged, out)
-        assert torch.equal(merged_lse, lse)
-    merged, merged_lse = merge(*nothing, *nothing)
-    assert not merged.any()
-    assert (merged_lse == -torch.inf).all()
+    some = Attended(torch.randn(3, 2, 4), torch.randn(3, 2))
+    nothing = Attended(torch.zeros(3, 2, 4), torch.full((3, 2), -torch.inf))
+    for a, b in ((some, nothing), (nothing, some)):
+        merged = merge(a, b)
+        assert torch.equal(merged.out_TNH, some.out_TNH)
+        assert torch.equal(merged.lse_TN, some.lse_TN)
+    merged = merge(nothing, nothing)
+    assert not merged.out_TNH.any()
+    assert (merged.lse_TN == -torch.inf).all()
 
 
 def test_padding_may_hold_anything():
@@ -118,9 +122,10 @@ def test_padding_may_hold_anything():
     padding = ~layout.valid_T[:, None, None]
     q, k, v, grad = (torch.randn(16, 2, 4).masked_fill(padding, float("nan")) for _ in range(4))
     for kernel in KERNELS.values():
-        out, lse = kernel().forward(q, k, v, layout, layout)
-        assert out.isfinite().all()
-        assert all(x.isfinite().all() for x in kernel().backward(grad, q, k, v, out, lse, layout, layout))
+        block = Block(q, k, v, layout, layout)
+        attended = kernel().forward(block)
+        assert attended.out_TNH.isfinite().all()
+        assert all(x.isfinite().all() for x in kernel().backward(grad, block, attended))
 
 
 def test_kernel_is_chosen_by_device_and_precision():

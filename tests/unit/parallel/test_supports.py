@@ -8,7 +8,7 @@ import pytest
 
 from dit.backends.process_groups import ProcessGroups
 from dit.errors import ConfigError
-from dit.models.base import Supports
+from dit.models.base import Ability, Supports
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_model
@@ -85,9 +85,9 @@ def test_more_than_a_backbone_supports_is_refused_alike_everywhere(one_rank_worl
 
 def test_each_flag_is_refused_and_listed_alone() -> None:
     """So no flag stands for another, and a message lists the other seven."""
-    from dit.models.base import SUPPORT_WORDS
-
-    assert SUPPORT_WORDS.keys() == NOTHING.keys() == ASKED.keys() | {"mixed_shapes"}
+    words = {name: Ability[name.upper()].value for name in NOTHING}
+    assert list(Supports().abilities()) == list(Ability)
+    assert words.keys() == ASKED.keys() | {"mixed_shapes"}
     for what, (parallel, says) in ASKED.items():
 
         @dataclass(kw_only=True)
@@ -99,7 +99,7 @@ def test_each_flag_is_refused_and_listed_alone() -> None:
         with pytest.raises(ConfigError, match=says) as raised:
             run_of(parallel, "bf16", Lacks()).check()
         listed = str(raised.value).partition("it supports ")[2].partition(". Use")[0].split(", ")
-        assert listed == ["data parallelism", "fp32", *(w for name, w in SUPPORT_WORDS.items() if name != what)]
+        assert listed == ["data parallelism", "fp32", *(word for name, word in words.items() if name != what)]
 
 
 def test_what_is_supported_is_not_refused() -> None:
