@@ -25,6 +25,7 @@ from dit.checkpoint import sharded_state
 from dit.checkpoint.checkpointer import Checkpointer
 from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree
 from dit.checkpoint.store import CheckpointStore
+from dit.config_record import TRUST_VARIABLE
 from dit.errors import exit_code
 from dit.models.base import ModelConfig
 from dit.monitoring import run_lock
@@ -63,11 +64,12 @@ def train(arguments: Sequence[str], fault: Optional[Fault] = None) -> Ended:
         return command(main, arguments)
 
 
-def draw(arguments: Sequence[str]) -> Ended:
+def draw(arguments: Sequence[str], fault: Optional[Fault] = None) -> Ended:
     """Do as `python -m launch.sample` does."""
     from launch.sample import main
 
-    return command(main, arguments)
+    with contextlib.nullcontext() if fault is None else fault():
+        return command(main, arguments)
 
 
 def import_weights(arguments: Sequence[str]) -> Ended:
@@ -378,6 +380,11 @@ def resaved(folder: Path) -> Iterator[None]:
 
     with mock.patch.object(Checkpointer, "resume", resume):
         yield
+
+
+def trusting(package: str) -> contextlib.AbstractContextManager[Any]:
+    """Let the user name a package of their own, whose settings records may name."""
+    return mock.patch.dict(os.environ, {TRUST_VARIABLE: package})
 
 
 @contextlib.contextmanager
