@@ -1,7 +1,7 @@
 """Packs of images and clips with texts, and what every backbone with cross-attention must do with them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -141,44 +141,4 @@ def check_against_reference(
     assert not wrong, wrong
 
 
-ROPE_FIELDS = {"rope_theta": 50.0, "rope_scaling": "linear", "rope_factors": None}
-"""Another value of each, for a config whose `rope_factors` are `STRETCH`."""
 STRETCH = [2.0, 3.0, 2.0]
-
-
-def check_setting_acts(build: Any, config: Any, name: str, value: Any) -> None:
-    """The same weights predict something else under another value of a setting that shapes no weight."""
-    batch = pack(MIXED, config)
-    models = [build(made, perturb=0.1) for made in (config, replace(config, **{name: value}))]
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
-    one, other = (model(*draw(batch), batch) for model in models)
-    assert relative_error(one, other.double()) > 10 * RTOL
-
-
-def check_padding_is_never_read(build: Any, config: Any, garbage: float) -> None:
-    """Whatever lies in the padding rows of tokens and texts, outputs of real rows and all gradients stay the same."""
-    batch = pack(MIXED, config, multiple_of=8, tail=8, context_multiple_of=4)
-    valid, context_valid = batch.layout.valid_T, batch.conditions["context"].layout.valid_T[:, None]
-    inputs, time = draw(batch)
-    runs = []
-    for fill in (0.0, garbage):
-        model = build(config, perturb=0.1)
-        text = batch.conditions["context"]
-        filled = replace(text, values=text.values.masked_fill(~context_valid, fill))
-        given = replace(batch, conditions=batch.conditions | {"context": filled})
-        out = model(inputs.masked_fill(~valid[:, None], fill), time, given)[valid]
-        out.square().sum().backward()
-        runs.append({"out": out.detach(), **{name: p.grad for name, p in model.named_parameters()}})
-    for name, expected in runs[0].items():
-        assert expected.isfinite().all(), name
-        assert torch.equal(expected, runs[1][name]), name
-
-
-def check_missing_text_is_dropped_text(model: nn.Module, config: Any) -> None:
-    """A batch without any text gives what a batch with every text dropped gives (guidance relies on it)."""
-    samples = [Sample((2, 2, 2)), Sample((1, 3, 3))]
-    dropped = pack(samples, config)
-    inputs, time = draw(dropped)
-    absent = replace(dropped, conditions=dropped.conditions.without("context"))
-    torch.testing.assert_close(model(inputs, time, dropped), model(inputs, time, absent), rtol=1e-5, atol=1e-6)
