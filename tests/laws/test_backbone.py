@@ -223,7 +223,7 @@ def padded_texts(batch: PackedBatch, fill: float) -> PackedBatch:
 def test_padding_may_hold_anything(build: Any, name: str) -> None:
     """Outputs of real tokens and every gradient are the same to the bit, whatever padding of tokens and texts holds."""
     config, found = config_of(name), []
-    batch = half_dropped(config, pack(config, SAMPLES, multiple_of=8, total=96))
+    batch = half_dropped(config, pack(config, SAMPLES, multiple_of=10, total=96))
     valid_T = batch.layout.valid_T
     assert not valid_T.all()
     for fill in (0.0, float("nan"), 1e30):
@@ -241,7 +241,7 @@ def test_padding_may_hold_anything(build: Any, name: str) -> None:
 def test_packed_is_alone(build: Any, name: str) -> None:
     """No sample feels another one of its pack, nor the padding between."""
     config = config_of(name)
-    model, batch = build(config), pack(config, SAMPLES, multiple_of=8, total=96)
+    model, batch = build(config), pack(config, SAMPLES, multiple_of=10, total=96)
     together_TC = model(batch.latents_TC, times(batch), batch)
     assert len(set(batch.grids)) > 1 or not config.supports.mixed_shapes
     for i, (number, start, length) in enumerate(zip(SAMPLES, batch.layout.starts, batch.layout.lengths)):
