@@ -30,7 +30,7 @@ from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Pair, compare, tiny_pair
 from tests.conftest import BuildModel
-from tests.parallel.rows import rows, selected
+from tests.support.ranks import rows, selected
 
 
 @dataclass(frozen=True, kw_only=True)

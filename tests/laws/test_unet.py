@@ -17,16 +17,10 @@ from launch import config_file
 from launch.train import call_recipe, load_component
 from launch.train import main as launch_train
 from tests.integration import actions
-from tests.integration.runs import (
-    Job,
-    assert_same_bits,
-    checkpoint,
-    loss_values,
-    overrides,
-    read_tensors,
-    run_jobs,
-)
+from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors
 from tests.laws.trial_unet import UNet
+from tests.support import faults
+from tests.support.ranks import Job, run_jobs
 
 FACTORY = "tests.laws.trial_unet.trial_unet"
 NUM_STEPS, STOP = 6, 3
@@ -57,7 +51,7 @@ def done(folder: Path) -> dict[str, Any]:
     jobs["resumed"] = Job(actions.train, {"arguments": training("stopped")})
     draw = ["--checkpoint", str(folder / "whole"), "--labels", "1,7", "--steps", "2", "--guidance-scale", "1.5"]
     drawing = {"arguments": [*draw, "--out", str(folder / "drawn.png")]}
-    jobs["drawn"] = Job(actions.draw, {**drawing, "fault": partial(actions.trusting, "tests")})
+    jobs["drawn"] = Job(actions.draw, {**drawing, "fault": partial(faults.trusting, "tests")})
     jobs["not trusted"] = Job(actions.draw, drawing)
     return run_jobs(folder / "world", jobs)
 

@@ -19,8 +19,8 @@ from dit.settings import LoggingConfig, OptimizerConfig, TrainingConfig
 from dit.training.pretrain import Run
 from energon_data.mock import MockData
 from tests.laws.trial_unet import UNetConfig
-from tests.live_bytes import LiveBytes
 from tests.parallel.traffic import bytes_sent
+from tests.support.reference import LiveBytes
 
 MICRO_BATCHES = 2
 MODELS: dict[str, dict[str, Any]] = {

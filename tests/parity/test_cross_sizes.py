@@ -16,7 +16,7 @@ from dit.models.moviegen.config import MovieGenConfig
 from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import DENSE, MIXED, STRETCH, Sample, draw, pack
+from tests.support.batches import DENSE, MIXED, STRETCH, Sample, draw, pack
 
 SMALL: dict[str, Any] = {
     **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5},

@@ -8,14 +8,8 @@ import torch
 from dit.conditions import per_sample
 from dit.models.dit_cross.config import DiTCrossConfig
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import (
-    DENSE,
-    MIXED,
-    Sample,
-    check_against_reference,
-    draw,
-    pack,
-)
+from tests.parity.cross_cases import check_against_reference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack
 
 VARIANTS = {
     "default": {},

@@ -15,16 +15,10 @@ from dit.models.flux.config import FluxConfig
 from dit.monitoring.flops import forward_flops, training_flops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import (
-    DENSE,
-    MIXED,
-    Sample,
-    check_against_reference,
-    draw,
-    pack,
-    relative_error,
-)
+from tests.parity.cross_cases import check_against_reference
 from tests.parity.reference_flux import DROPPED_TOKENS, FluxReference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack
+from tests.support.reference import relative_error
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "num_joint_layers": 2, "num_single_layers": 2, "num_attention_heads": 4, "in_channels": 3},

@@ -6,14 +6,8 @@ import torch
 from dit.errors import BatchError
 from dit.models.moviegen.config import MovieGenConfig
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import (
-    DENSE,
-    MIXED,
-    Sample,
-    check_against_reference,
-    draw,
-    pack,
-)
+from tests.parity.cross_cases import check_against_reference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack
 
 VARIANTS = {
     "default": {},

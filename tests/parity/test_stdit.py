@@ -9,15 +9,9 @@ from dit.errors import ConfigError
 from dit.layers.positions import sincos, spanning
 from dit.models.stdit.config import STDiTConfig
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import (
-    DENSE,
-    MIXED,
-    Sample,
-    check_against_reference,
-    draw,
-    pack,
-)
+from tests.parity.cross_cases import check_against_reference
 from tests.parity.reference_stdit import STDiTReference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack
 
 ALL_IN_ONE = ["spatial+full+temporal"]
 VARIANTS = {

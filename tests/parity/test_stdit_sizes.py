@@ -13,7 +13,7 @@ from dit.models.stdit.config import STDiTConfig
 from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import DENSE, MIXED, STRETCH, Sample, draw, pack
+from tests.support.batches import DENSE, MIXED, STRETCH, Sample, draw, pack
 
 BASE = STDiTConfig(
     hidden_size=48,

@@ -14,15 +14,9 @@ from dit.models.wan.config import WanConfig
 from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import (
-    DENSE,
-    MIXED,
-    Sample,
-    check_against_reference,
-    draw,
-    pack,
-)
+from tests.parity.cross_cases import check_against_reference
 from tests.parity.reference_wan import WanReference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 3},
