@@ -84,18 +84,33 @@ class PackedBatch:
             raise BatchError("; ".join(wrong))
         return self
 
-    def grid(self, patch_temporal: int, patch_spatial: int) -> Tensor:
-        """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor, for convolutional backbones.
+    def dense(self, x_TC: Tensor) -> Tensor:
+        """Return tokens of all samples as one dense `[S, t, h, w, C]` tensor, for convolutional backbones.
+
+        Without padding it is a view: with patch 1, `dense(x)[:, 0].permute(0, 3, 1, 2)` are channels-last pictures
+        without a copy. `layout.spread(y.flatten(0, 3))` makes tokens of them again.
+
+        Args:
+            x_TC: values of every row of the pack; what padding rows hold is left out.
 
         Raises:
-            BatchError: the samples differ in shape, or the pack holds padding.
+            BatchError: the samples differ in shape, or this rank has a part of them.
+        """
+        if len(set(self.grids)) != 1 or self.layout.rows is not None:
+            raise BatchError(
+                f"a convolutional backbone needs complete samples of one shape, got grids {sorted(set(self.grids))}"
+                f"{'' if self.layout.rows is None else ', of which this rank has a part'}; bucket the data by shape "
+                "(data.bucket_by_shape=True) and leave parallel.context_parallel_size at 1"
+            )
+        return self.layout.without_padding(x_TC).view(self.layout.num_samples, *self.grids[0], x_TC.shape[1])
+
+    def grid(self, patch_temporal: int, patch_spatial: int) -> Tensor:
+        """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor.
+
+        Raises:
+            BatchError: see `dense`.
         """
         from dit.patchify import unpatchify
 
-        if len(set(self.grids)) != 1 or self.layout.uniform_length is None:
-            raise BatchError(
-                "a convolutional backbone needs samples of one shape without padding, "
-                f"got grids {sorted(set(self.grids))}; bucket the data by shape"
-            )
-        tokens = self.latents_TC.view(self.layout.num_samples, -1, self.latents_TC.shape[1])
+        tokens = self.dense(self.latents_TC).flatten(1, 3)
         return torch.stack([unpatchify(x, self.grids[0], patch_temporal, patch_spatial) for x in tokens])

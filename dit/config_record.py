@@ -1,22 +1,30 @@
 """Settings on disk: dataclasses as plain values that say which class each part is, and back.
 
 The form is that of `--to-yaml`: a run's `config.yaml` starts the same run with `--yaml`. Only classes of this project
-are rebuilt, so reading a record runs no foreign code.
+and of packages that the user names in `DIT_PACKAGES` are rebuilt, so reading a record runs no foreign code.
 """
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from dit.errors import CheckpointError
 
 CLASS_KEY = "_target_"
-PACKAGES = ("dit.", "energon_data.")
+TRUST_VARIABLE = "DIT_PACKAGES"
+"""Environment variable: packages of the user's own, separated by commas, whose settings records may name."""
 MOVED = {"dit.training.settings": "dit.settings"}
 """Modules whose classes older records name, and where these are now."""
 FORMER_SCHEDULES = {"constant": "Constant", "cosine": "Cosine", "one_cycle": "OneCycle"}
 """The classes that were one class of schedules, by its setting `kind`."""
+
+
+def trusted_packages() -> tuple[str, ...]:
+    """Return the packages whose classes a record may name, and which are imported for it."""
+    own = os.environ.get(TRUST_VARIABLE, "").split(",")
+    return ("dit", "energon_data", *(name.strip() for name in own if name.strip()))
 
 
 def current_module(name: str) -> str:
@@ -66,8 +74,12 @@ def from_record(record: object) -> Any:
     if name is None:
         return values
     module, _, qualname = name.rpartition(".")
-    if not module.startswith(PACKAGES):
-        raise CheckpointError(f"the record names {name!r}; only classes of {', '.join(PACKAGES)} are rebuilt")
+    package = module.partition(".")[0]
+    if package not in trusted_packages():
+        raise CheckpointError(
+            f"the record names {name!r}; only classes of {', '.join(trusted_packages())} are rebuilt. If {package!r} "
+            f"is a package of your own, set the environment variable {TRUST_VARIABLE}={package}"
+        )
     try:
         found = getattr(importlib.import_module(current_module(module)), qualname)
     except (ImportError, AttributeError) as error:

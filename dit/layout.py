@@ -160,6 +160,12 @@ class SequenceLayout:
             first += length
         return out
 
+    def without_padding(self, x_T: Tensor) -> Tensor:
+        """Undo `spread`: return the samples' rows side by side; a pack without padding is not copied."""
+        if self.total_tokens == self.valid_tokens:
+            return x_T
+        return torch.cat([x_T[start : start + length] for start, length in zip(self.starts, self.lengths)])
+
     def followed_by(self, other: "SequenceLayout") -> "SequenceLayout":
         """Describe another pack laid behind this one: samples and rows of this one, then those of the other.
 

@@ -19,13 +19,12 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.checkpointer import CONFIG_FILE
-from dit.config_record import CLASS_KEY, current, current_module
+from dit.config_record import CLASS_KEY, TRUST_VARIABLE, current, current_module, trusted_packages
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
 from recipes.registry import TRAINING_FUNCTION
 
-TRUSTED_PACKAGES = ("dit", "energon_data", "recipes")
 # A run folder's config.yaml also holds these, which are not settings.
 RECORDED_FACTS = ("class_names", "latent_size")
 
@@ -172,8 +171,12 @@ def _target(name: object, wanted: list[type], key: str) -> type:
     if name is None:
         raise ConfigError(f"{key} names no class; add _target_ with the {kinds} to use")
     module, _, attribute = str(name).rpartition(".")
-    if module.partition(".")[0] not in TRUSTED_PACKAGES:
-        raise ConfigError(f"{key}: _target_ {name!r} is not in {', '.join(TRUSTED_PACKAGES)}, so it is not imported")
+    trusted = (*trusted_packages(), "recipes")
+    if module.partition(".")[0] not in trusted:
+        raise ConfigError(
+            f"{key}: _target_ {name!r} is not in {', '.join(trusted)}, so it is not imported; "
+            f"{TRUST_VARIABLE}=PACKAGE in the environment trusts a package of your own"
+        )
     try:
         found = getattr(importlib.import_module(current_module(module)), attribute)
     except (ImportError, AttributeError) as error:

@@ -36,8 +36,9 @@ examples
   python -m launch.verify --explain --factory flux_12b parallel.pipeline_model_parallel_size=4
 
 The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
-samples differ in length. Every gradient, the losses, the weights after the steps and the copies of each parameter are
-compared. The first wrong gradient is named with what is stated of its parameter. Exit code 0 says equal, 70 different.
+samples differ in length if the backbone takes such. Every gradient, the losses, the weights after the steps and the
+copies of each parameter are compared. The first wrong gradient is named with what is stated of its parameter. Exit
+code 0 says equal, 70 different.
 """
 
 
@@ -114,7 +115,7 @@ def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
     """
     from dit.parallel.dims import ParallelConfig
     from dit.verify.report import axis_sizes
-    from dit.verify.tiny import GRIDS, multiple_of, pack_tokens, tiny_layout, tiny_model
+    from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids, tiny_layout, tiny_model
     from dit.verify.trial import SEED, Trial
     from energon_data.mock import MockData
 
@@ -129,7 +130,7 @@ def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
     micro_batches = multiple_of(max(1, world_size // (tp * pp * cp)) * pp, 4)  # as the interleaved schedule takes them
     t, s = model.patch_temporal, model.patch_spatial
     data = MockData(
-        shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in GRIDS],
+        shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(model)],
         text_tokens=5,
         max_tokens_per_pack=total,
         num_streams=micro_batches,

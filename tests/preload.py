@@ -14,6 +14,7 @@ for name in (
     "launch.train",
     "recipes.registry",
     "tests.integration.actions",
+    "tests.laws.trial_unet",
     "tests.parallel.context_worker",
     "benchmarks.parallel_checkpoints",
     "tests.parallel.fsdp_worker",

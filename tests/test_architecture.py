@@ -100,6 +100,7 @@ MAY_IMPORT = {
     "dit.verify": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.data_api", "dit.objectives", "dit.context_parallel"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.training"),
+        "dit.patchify",
     },
     # Above training: it traces the step that training makes.
     "dit.planner": {

@@ -6,12 +6,18 @@ from typing import Any
 
 from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelConfig
+from dit.patchify import Grid
 
 HEAD_SIZE = 8
 """Features of a head: enough for rotary positions over t, h and w."""
 
 GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 2, 4), (3, 2, 2))
 """Patches along t, h and w of the samples, so that those of one pack differ in length."""
+
+
+def tiny_grids(model: ModelConfig) -> tuple[Grid, ...]:
+    """Return the shapes of the samples: of one shape where the backbone takes no others in a micro-batch."""
+    return GRIDS if model.supports.mixed_shapes else GRIDS[:1]
 
 
 def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:

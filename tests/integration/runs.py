@@ -2,14 +2,12 @@
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dit.monitoring.sinks import read_records
-from dit.verify.ranks import ROOT, free_port, run_ranks
-from tests.integration.worker import main
+from dit.verify.ranks import ROOT
 
 TINY = {
     "model.hidden_size": 32,
@@ -58,42 +55,6 @@ def mock(run_dir: Path, **settings: Any) -> list[str]:
     """Return the arguments of a `tiny_dit` run on made-up data, with the distributed optimizer."""
     own = {"logging__tensorboard": False, "parallel__data_parallel": "distributed_optimizer"}
     return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, **{**own, **settings})]
-
-
-@dataclass(frozen=True)
-class Job:
-    """Something to do in a worker process.
-
-    Attributes:
-        action: a function of `tests.integration.actions`.
-        arguments: of the function.
-        ranks: of the world it is done in; the other worker processes wait meanwhile.
-    """
-
-    action: Callable[..., Any]
-    arguments: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 1
-
-
-def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0) -> dict[str, Any]:
-    """Do all jobs in order, in one start of as many worker processes as they need.
-
-    Returns:
-        By name, what the action returned; of a job of several ranks, the list of what each returned.
-
-    Raises:
-        RuntimeError: a worker failed; the message holds the end of its output.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    # A port for each world: the store of the one before may linger.
-    (folder / "jobs.pkl").write_bytes(pickle.dumps([(name, job, free_port()) for name, job in jobs.items()]))
-    count = max(job.ranks for job in jobs.values())
-    run_ranks(main, count, folder, timeout_s=timeout_s)
-    found = [pickle.loads((folder / f"results_{rank}.pkl").read_bytes()) for rank in range(count)]
-    return {
-        name: found[0][name] if job.ranks == 1 else [results[name] for results in found[: job.ranks]]
-        for name, job in jobs.items()
-    }
 
 
 def environment(**changes: str) -> dict[str, str]:

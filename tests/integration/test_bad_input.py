@@ -18,7 +18,6 @@ import torch
 from dit.monitoring.sinks import read_records
 from tests.integration import actions
 from tests.integration.runs import (
-    Job,
     assert_same_bits,
     checkpoint,
     checkpoints,
@@ -27,10 +26,11 @@ from tests.integration.runs import (
     mock,
     outcome,
     read_tensors,
-    run_jobs,
     scalars,
     started,
 )
+from tests.support import faults
+from tests.support.ranks import Job, run_jobs
 from tests.unit.energon_data.small_data import npy, write_dataset
 
 ROUNDING = 1e-5  # relative, fp32: on two ranks sums are taken in another order
@@ -127,20 +127,20 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     add("another model", at="sound", model__hidden_size=64)
     add("never", at="sound", checkpoint__resume="never")
     add("must", checkpoint__resume="must")
-    nan = partial(partial, actions.not_a_number)
+    nan = partial(partial, faults.not_a_number)
     add("nan", fault=nan(4, 0, folder / "nan.pt"), checkpoint__interval=1)
-    add("disk", fault=partial(actions.saving_fails, 16_000, 0), at="sound")
+    add("disk", fault=partial(faults.saving_fails, 16_000, 0), at="sound")
     small = mock(small_disk / "run", checkpoint__interval=1, checkpoint__keep_last=9, training__num_steps=9)
     jobs["small disk"] = Job(actions.train, {"arguments": small})
     sweep = mock(folder / "sweep", training__num_steps=20, checkpoint__keep_last=1)
     jobs["sweep"] = Job(actions.full_disk, {"arguments": sweep, "limits": LIMITS})
     add("budget", damaged[0], ranks=2, data__max_lost_samples=1000, training__num_steps=2)
     add("nan on one rank", ranks=2, fault=nan(3, 1, folder / "nan_2.pt"), checkpoint__interval=1)
-    add("disk of rank 0", ranks=2, fault=partial(actions.saving_fails, 500, 0), at="sound")
+    add("disk of rank 0", ranks=2, fault=partial(faults.saving_fails, 500, 0), at="sound")
     halves = {"parallel__tensor_model_parallel_size": 2}
-    add("disk of rank 1", ranks=2, fault=partial(actions.saving_fails, 16_000, 1), at="sound", **halves)
-    add("disk at the index", ranks=2, fault=actions.index_refused, at="sound")
-    add("repaired", at="sound", fault=partial(actions.resaved, folder / "loaded"))
+    add("disk of rank 1", ranks=2, fault=partial(faults.saving_fails, 16_000, 1), at="sound", **halves)
+    add("disk at the index", ranks=2, fault=faults.index_refused, at="sound")
+    add("repaired", at="sound", fault=partial(faults.resaved, folder / "loaded"))
     return run_jobs(folder / "world", jobs)
 
 

@@ -13,8 +13,9 @@ from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from tests.integration import actions
-from tests.integration.runs import Job, checkpoint, mock, read_tensors, run_jobs
+from tests.integration.runs import checkpoint, mock, read_tensors
 from tests.parity.public_dit import random_state
+from tests.support.ranks import Job, run_jobs
 
 SIZES = {"size": 48, "depth": 2, "inner": 192, "channels": 4, "patch": 2, "classes": 5, "grid": 4}
 TINY = {

@@ -7,17 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration import actions
-from tests.integration.runs import (
-    SLOTS,
-    Job,
-    assert_same_bits,
-    checkpoint,
-    letters,
-    loss_values,
-    outcome,
-    read_tensors,
-    run_jobs,
-)
+from tests.integration.runs import SLOTS, assert_same_bits, checkpoint, letters, loss_values, outcome, read_tensors
+from tests.support import faults
+from tests.support.ranks import Job, run_jobs
 
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 DDP = {"parallel__data_parallel": "ddp"}
@@ -53,7 +45,7 @@ def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (ranks, settings) in WAY.items():
         stop = STOPS[name]
         arguments = letters(letters_data, folder / "moving", **shared, **settings, training__stop_at_step=stop)
-        fault = partial(actions.resaved, folder / f"loaded_{stop - PART}") if stop > PART else None
+        fault = partial(faults.resaved, folder / f"loaded_{stop - PART}") if stop > PART else None
         jobs[f"moving {name}"] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
     results = run_jobs(folder / "world", jobs)
     for name, job in jobs.items():

@@ -7,7 +7,8 @@ from statistics import mean
 import pytest
 
 from tests.integration import actions
-from tests.integration.runs import Job, loss_values, overrides, run_jobs
+from tests.integration.runs import loss_values, overrides
+from tests.support.ranks import Job, run_jobs
 
 TP2SP = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}
 RUNS = {

@@ -12,7 +12,9 @@ from dit.models.dit.config import DiTConfig
 from dit.monitoring.flops import training_flops
 from dit.monitoring.sinks import read_records, scalars_by_step
 from tests.integration import actions
-from tests.integration.runs import Job, letters, loss_values, run_jobs
+from tests.integration.runs import letters, loss_values
+from tests.support import faults
+from tests.support.ranks import Job, run_jobs
 
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 FP32 = 1e-6  # relative; TensorBoard keeps single precision
@@ -38,7 +40,7 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
         "plain": Job(actions.train, {"arguments": run("plain")}),
         "bounded": Job(actions.train, {"arguments": run("bounded", training__micro_batch_size=3)}),
         "mirrored": Job(actions.train, {"arguments": run("mirrored", **MIRRORS, logging__wandb_artifacts=True)}),
-        "broken": Job(actions.train, {"arguments": run("broken", **MIRRORS), "fault": actions.no_wandb}),
+        "broken": Job(actions.train, {"arguments": run("broken", **MIRRORS), "fault": faults.no_wandb}),
         "benchmark": Job(actions.benchmark, {"arguments": measure}),
         "shape": Job(
             actions.benchmark, {"arguments": [*measure, "--shape", "1x16x8", "training.global_batch_size=16"]}

@@ -17,7 +17,6 @@ from dit.checkpoint.checkpointer import read_loader_state
 from dit.monitoring.sinks import read_records
 from tests.integration import actions
 from tests.integration.runs import (
-    Job,
     assert_same_bits,
     checkpoint,
     checkpoints,
@@ -27,12 +26,13 @@ from tests.integration.runs import (
     losses,
     outcome,
     read_tensors,
-    run_jobs,
     scalars,
     started,
     steps_logged,
     wait_for,
 )
+from tests.support import faults
+from tests.support.ranks import Job, run_jobs
 
 NUM_STEPS = 24
 INTERVAL = 2
@@ -71,7 +71,7 @@ def jobs(letters_data: Path, folder: Path, command: Command) -> "Future[dict[str
     bf16 = partial(letters, letters_data, **BF16)
     runs = {
         "whole": Job(actions.train, {"arguments": command("whole")}),
-        "asked": Job(actions.train, {"arguments": command("asked"), "fault": partial(actions.terminated, 7)}),
+        "asked": Job(actions.train, {"arguments": command("asked"), "fault": partial(faults.terminated, 7)}),
         "asked again": Job(actions.train, {"arguments": command("asked")}),
         "bf16": Job(actions.train, {"arguments": bf16(folder / "bf16")}),
         "bf16 stopped": Job(actions.train, {"arguments": bf16(folder / "bf16_stopped", training__stop_at_step=4)}),

@@ -13,7 +13,9 @@ import torch
 
 from dit.monitoring.sinks import read_records, scalars_by_step
 from tests.integration import actions
-from tests.integration.runs import Job, checkpoints, losses, mock, outcome, run_jobs
+from tests.integration.runs import checkpoints, losses, mock, outcome
+from tests.support import faults
+from tests.support.ranks import Job, run_jobs
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +37,21 @@ def done(folder: Path) -> dict[str, Any]:
     reports = {"training__validation_interval": 2, "sampling__num_steps": 1, "checkpoint__keep_last": 1}
     add("first", at="run", training__sample_interval=4, **reports)
     jobs["before"] = Job(actions.contents, {"folder": folder / "run"})
-    add("second process", at="run", ranks=2, fault=partial(actions.locked, folder / "run"), training__num_steps=9)
-    add("second process, other mistakes", at="run", fault=partial(actions.locked, folder / "run"), model__num_layers=0)
+    add("second process", at="run", ranks=2, fault=partial(faults.locked, folder / "run"), training__num_steps=9)
+    add("second process, other mistakes", at="run", fault=partial(faults.locked, folder / "run"), model__num_layers=0)
     jobs["after"] = Job(actions.contents, {"folder": folder / "run"})
     add("resumed", at="run", training__stop_at_step=5, training__num_steps=6, **reports)
     add("no such place", at=Path("/proc/nope"))
-    add("port", fault=actions.port_taken)
-    add("deleted", fault=partial(actions.deleted, folder / "deleted"), checkpoint__interval=0)
-    add("interrupted", fault=partial(actions.interrupted, 3))
+    add("port", fault=faults.port_taken)
+    add("deleted", fault=partial(faults.deleted, folder / "deleted"), checkpoint__interval=0)
+    add("interrupted", fault=partial(faults.interrupted, 3))
     jobs["interrupted run"] = Job(actions.contents, {"folder": folder / "interrupted"})
-    jobs["sealed"] = Job(actions.cut_off, {"folder": folder / "interrupted", "sealed": True})
+    jobs["sealed"] = Job(faults.cut_off, {"folder": folder / "interrupted", "sealed": True})
     add("does not load", at="interrupted")
     add("start from", checkpoint__start_from=folder / "interrupted")
     drawing = ["--checkpoint", str(folder / "interrupted"), "--out", str(folder / "none.png")]
     jobs["draw what does not load"] = Job(actions.draw, {"arguments": drawing})
-    jobs["damaged"] = Job(actions.cut_off, {"folder": folder / "interrupted", "sealed": False})
+    jobs["damaged"] = Job(faults.cut_off, {"folder": folder / "interrupted", "sealed": False})
     add("all damaged", at="interrupted")
     add("all damaged, must", at="interrupted", checkpoint__resume="must")
     add("anew", at="interrupted", checkpoint__resume="never")

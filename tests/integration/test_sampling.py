@@ -9,17 +9,8 @@ import pytest
 import torch
 
 from tests.integration import actions
-from tests.integration.runs import (
-    Job,
-    checkpoint,
-    letters,
-    loss_values,
-    mock,
-    overrides,
-    read_tensors,
-    run_jobs,
-    scalars,
-)
+from tests.integration.runs import checkpoint, letters, loss_values, mock, overrides, read_tensors, scalars
+from tests.support.ranks import Job, run_jobs
 
 OBJECTIVES = ["edm", "ddpm", "flow_matching"]
 SOLVERS = ["euler", "heun", "ddim", "ancestral", "dpmpp_2m"]

@@ -10,7 +10,8 @@ from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.warm_start import agree_on_folder
 from dit.errors import CheckpointError
 from tests.integration import actions
-from tests.integration.runs import Job, overrides, run_jobs
+from tests.integration.runs import overrides
+from tests.support.ranks import Job, run_jobs
 from tests.unit.checkpoint.checkpoints import make_store, save
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration import actions
-from tests.integration.runs import Job, loss_values, overrides, run_jobs
+from tests.integration.runs import loss_values, overrides
+from tests.support.ranks import Job, run_jobs
 
 NUM_STEPS = 20
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order

@@ -12,7 +12,9 @@ from dit.checkpoint.checkpointer import read_loader_state
 from dit.checkpoint.manifest import read_manifest
 from dit.monitoring.sinks import read_records
 from tests.integration import actions
-from tests.integration.runs import Job, checkpoint, checkpoints, losses, outcome, overrides, run_jobs, scalars
+from tests.integration.runs import checkpoint, checkpoints, losses, outcome, overrides, scalars
+from tests.support import faults
+from tests.support.ranks import Job, run_jobs
 
 LOOP = {
     "schedule__warmup_steps": 2,
@@ -66,23 +68,23 @@ def ended(folder: Path) -> dict[str, Any]:
     def add(name: str, at: str = "", ranks: int = 1, fault: Any = None, **settings: Any) -> None:
         jobs[name] = Job(actions.train, {"arguments": packs(folder / (at or name), **settings), "fault": fault}, ranks)
 
-    inside, store = partial(partial, actions.terminated_inside), "dit.checkpoint.store.CheckpointStore"
+    inside, store = partial(partial, faults.terminated_inside), "dit.checkpoint.store.CheckpointStore"
     loop = "dit.training.pretrain"
-    add("whole", fault=partial(actions.flushes_counted, folder / "whole", folder / "flushes.json"))
+    add("whole", fault=partial(faults.flushes_counted, folder / "whole", folder / "flushes.json"))
     # Between two validations, and where one is due: in the step, and while its checkpoint is saved.
     for name, fault in {
-        "between": partial(actions.terminated, 7),
-        "in the step": partial(actions.terminated, 6),
+        "between": partial(faults.terminated, 7),
+        "in the step": partial(faults.terminated, 6),
         "in the save": inside(f"{store}.publish", 2),
     }.items():
         add(name, fault=fault)
         add(f"{name}, again", at=name)
     # Both are due at the last step, and nobody has the time.
     last = {"checkpoint__interval": 0, "training__num_steps": 6, "training__sample_interval": 6}
-    stuck = partial(actions.stuck_inside, f"{store}.newest_first", 0.8)
-    add("last save", fault=partial(actions.together, inside(f"{store}.publish"), stuck), **last)
-    add("looks fail", fault=partial(actions.out_of_memory, f"{loop}.Run.validate"))
-    add("pictures fail", fault=partial(actions.out_of_memory, f"{loop}.Run.sample"), training__sample_interval=3)
+    stuck = partial(faults.stuck_inside, f"{store}.newest_first", 0.8)
+    add("last save", fault=partial(faults.together, inside(f"{store}.publish"), stuck), **last)
+    add("looks fail", fault=partial(faults.out_of_memory, f"{loop}.Run.validate"))
+    add("pictures fail", fault=partial(faults.out_of_memory, f"{loop}.Run.sample"), training__sample_interval=3)
     add("no pictures", sampling__num_steps=0)
     # Before the first step: of a new run, and of one that would resume.
     short = {"at": "finished", "training__num_steps": 3}
@@ -92,7 +94,7 @@ def ended(folder: Path) -> dict[str, Any]:
     add("loading", at="finished", fault=inside("dit.checkpoint.checkpointer.load_state"), training__num_steps=9)
     for name, (_, settings) in OTHERS.items():
         add(name, **{**short, **settings})
-    add("no room", **short, fault=partial(actions.no_room_for_logs, 100))
+    add("no room", **short, fault=partial(faults.no_room_for_logs, 100))
     jobs["refused"] = Job(Path.read_text, {"self": folder / "finished" / "config.yaml"})
     add("accepted", **{**short, **ACCEPTED})
     return run_jobs(folder / "world", jobs)

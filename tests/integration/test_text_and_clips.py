@@ -18,7 +18,8 @@ from energon_data.prepare.letters import prepare_letters
 from energon_data.prepare.moving_letters import CLASS_NAMES, FPS, prepare_moving_letters
 from energon_data.prepare.shards import npy_bytes
 from tests.integration import actions
-from tests.integration.runs import TINY, Job, loss_values, overrides, read_records, run_jobs
+from tests.integration.runs import TINY, loss_values, overrides, read_records
+from tests.support.ranks import Job, run_jobs
 
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 ENCODER = "all-minilm-l6-v2"

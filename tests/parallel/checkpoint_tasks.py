@@ -9,7 +9,7 @@ from benchmarks.parallel_checkpoints import load, save
 from benchmarks.parallel_training import build
 from dit.backends import process_groups
 from dit.verify.trial import named_parameters
-from tests.live_bytes import LiveBytes
+from tests.support.reference import LiveBytes
 
 
 def cost(case: dict) -> dict:

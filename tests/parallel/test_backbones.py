@@ -7,8 +7,8 @@ ranks shows in that parameter alone.
 import pytest
 
 from benchmarks.parallel_world import run_world
-from tests.parallel.rows import rows, selected
-from tests.parallel.test_layouts import assert_equal_training
+from tests.support.ranks import rows, selected
+from tests.support.reference import assert_equal_training
 
 MODELS = {
     "dit_cross": {"backbone": "dit_cross", "num_query_groups": 2, "size_conditioning": True, "num_classes": 5},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
-from tests.parallel.test_layouts import assert_equal_training
+from tests.support.reference import assert_equal_training
 from tests.unit.kernels.attention_cases import AttentionCase
 
 ATTENTION_RTOL = 2e-6  # fp32 sums of up to 33 terms in another order

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
-from tests.parallel.test_layouts import assert_equal_training
+from tests.support.reference import assert_equal_training
 
 EP2, EP4 = {"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

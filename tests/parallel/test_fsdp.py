@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
-from tests.parallel.test_layouts import assert_equal_training
+from tests.support.reference import assert_equal_training
 
 FSDP = {"data_parallel": "fsdp"}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

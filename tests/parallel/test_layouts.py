@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.parallel_world import run_world
-from dit.verify.compare import compare_training
+from tests.support.reference import assert_equal_training
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS = {
@@ -55,11 +55,6 @@ def results(tmp_path_factory):
             cases += [{"task": "tests.parallel.traffic:of_a_step", "parallel": p} for p in TRAFFIC.values()]
         found |= dict(zip(keys, run_world(world, cases, folder / str(world))))
     return found
-
-
-def assert_equal_training(one: dict, many: dict) -> None:
-    """Compare what `worker.train` reports of one rank and of a layout."""
-    assert compare_training(one, many).differences == ()
 
 
 @pytest.mark.parametrize(("world", "name", "packed"), CASES)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.parallel_matrix import MISSION, SMALL, Outcome, not_carried, run, table, write_page
 from dit.verify.compare import BOUNDS, compare_training
-from tests.parallel.test_layouts import assert_equal_training
+from tests.support.reference import assert_equal_training
 
 ROWS = [*SMALL, *MISSION]
 

@@ -6,7 +6,8 @@ import torch
 from benchmarks.parallel_world import run_world
 from dit.verify.compare import SUM_RTOL, largest_error, relative_errors
 from tests.parallel import pipeline_cases
-from tests.parallel.test_layouts import TP2SP, assert_equal_training
+from tests.parallel.test_layouts import TP2SP
+from tests.support.reference import assert_equal_training
 
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}

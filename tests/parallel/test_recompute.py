@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.parallel_world import run_world
-from tests.parallel.rows import rows, selected
-from tests.parallel.test_layouts import assert_equal_training
+from tests.support.ranks import rows, selected
+from tests.support.reference import assert_equal_training
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}

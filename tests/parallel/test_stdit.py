@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parallel_world import run_world
-from tests.parallel.rows import rows, selected
-from tests.parallel.test_layouts import assert_equal_training
+from tests.support.ranks import rows, selected
+from tests.support.reference import assert_equal_training
 
 MODELS = {
     "alternating": {"backbone": "stdit", "num_classes": 5, "position_span": 4.0},

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.parallel_world import run_world
 from dit.verify.compare import SUM_RTOL, relative_errors
-from tests.parallel.rows import rows, selected
 from tests.parallel.stream_cases import forget_text_rows, norm_own_heads_alone
-from tests.parallel.test_layouts import assert_equal_training
+from tests.support.ranks import rows, selected
+from tests.support.reference import assert_equal_training
 
 MODELS = {
     "flux": {

@@ -23,6 +23,7 @@ LAYOUTS = {
 MODELS = {"ep2": "experts", "pp2_vpp2": "deep"}
 CASES = {
     **{name: {"model": MODELS.get(name, "dit"), "parallel": layout} for name, layout in LAYOUTS.items()},
+    "unet": {"model": "unet", "parallel": LAYOUTS["ddp"]},
     "cross_bf16": {"model": "dit_cross", "parallel": LAYOUTS["tp2_sp"], "precision": "bf16"},
     "cross_recompute": {"model": "dit_cross", "parallel": LAYOUTS["ddp"], "recompute": "full"},
 }
@@ -35,7 +36,7 @@ SENT = {  # as the traffic tests name what they count
 }
 
 
-FEW = ("ddp", "distributed_optimizer", "tp2_sp", "pp2", "cp2_ring")
+FEW = ("ddp", "distributed_optimizer", "tp2_sp", "pp2", "cp2_ring", "unet")
 MORE = tuple(name for name in CASES if name not in FEW)
 
 
@@ -56,7 +57,7 @@ def results(tmp_path_factory):
 
 
 def cases():
-    """Return the cases; those beyond the first five layouts only run with the matrix."""
+    """Return the cases; those beyond the first few only run with the matrix."""
     return [*FEW, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE)]
 
 

@@ -18,8 +18,9 @@ from dit.run_config import RunConfig
 from dit.settings import LoggingConfig, OptimizerConfig, TrainingConfig
 from dit.training.pretrain import Run
 from energon_data.mock import MockData
-from tests.live_bytes import LiveBytes
+from tests.laws.trial_unet import UNetConfig
 from tests.parallel.traffic import bytes_sent
+from tests.support.reference import LiveBytes
 
 MICRO_BATCHES = 2
 MODELS: dict[str, dict[str, Any]] = {
@@ -29,11 +30,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "dit_cross": {"backbone": "dit_cross", "hidden_size": 64, "num_layers": 2},
 }
 PACK = PackShape(((1, 8, 8), (1, 4, 8), (2, 4, 4)), text_lengths=(5, 7, 3), multiple_of=4, total_tokens=128)
+PICTURES = PackShape(((1, 16, 16),) * 2)  # equal in shape, as convolutions need them
+UNET = UNetConfig(hidden_size=32)
 
 
 def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
     """Return what a case trains."""
-    model: ModelConfig = tiny_model(**MODELS[case["model"]])
+    model: ModelConfig = UNET if case["model"] == "unet" else tiny_model(**MODELS[case["model"]])
     parallel = ParallelConfig(**case["parallel"])
     ranks = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     replicas = world_size // (ranks * parallel.tensor_model_parallel_size)
@@ -49,7 +52,7 @@ def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
         OptimizerConfig(),
         parallel,
         training,
-        PACK,
+        PACK if model.supports.mixed_shapes else PICTURES,
         world_size,
         rank,
         (MICRO_BATCHES,),
@@ -63,7 +66,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     folder = case["folder"]
     config = RunConfig(
         model=work.model,
-        data=MockData(max_tokens_per_pack=128, shapes=["1x16x16"]),
+        data=MockData(max_tokens_per_pack=128, shapes=["1x8x8"]),
         objective=work.objective,
         optimizer=work.optimizer,
         parallel=work.parallel,
@@ -74,7 +77,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     groups = process_groups.initialize(work.parallel)
     with LiveBytes() as live:
         run = Run(config, dims, spec, groups, quiet=True)
-        run.batches._stream = (batch_of(work.model, PACK) for _ in itertools.count())  # type: ignore[assignment]
+        run.batches._stream = (batch_of(work.model, work.pack) for _ in itertools.count())  # type: ignore[assignment]
         sums = torch.zeros(2)
         run.step(sums)
         before = live.total()

@@ -1,24 +1,22 @@
 """Sizes of the backbones with cross-attention: the config says what the module has, and what it costs."""
 
 import re
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.models.cross_config import CONDITION_FEATURES, CrossAttentionModelConfig
+from dit.models.cross_config import CONDITION_FEATURES
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import DENSE, MIXED, ROPE_FIELDS, STRETCH, Sample, check_setting_acts, draw, pack
+from tests.support.batches import DENSE, MIXED, STRETCH, Sample, draw, pack
 
 SMALL: dict[str, Any] = {
     **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5},
@@ -28,101 +26,6 @@ BASES = {
     "dit_cross": DiTCrossConfig(**SMALL),
     "moviegen": MovieGenConfig(**SMALL, num_query_groups=4, ffn_hidden_size=96),
 }
-
-# Read by the training step, which drops conditions; the network itself has nothing to build from them.
-NOT_IN_THE_NETWORK = {"class_dropout", "context_dropout"}
-
-Row = tuple[Any, Callable[[nn.Module], Any], Callable[[Any], Any] | None]
-
-
-def names(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters()}
-
-
-# field: (another value, what shows it in the built model, how the shown value follows from the field's)
-SHARED: dict[str, Row] = {
-    "in_channels": (6, lambda m: m.embed.linear.weight.shape[1], lambda v: 4 * v),
-    "patch_spatial": (3, lambda m: m.embed.linear.weight.shape[1], lambda v: 4 * v**2),
-    "patch_temporal": (2, lambda m: m.embed.linear.weight.shape[1], lambda v: 16 * v),
-    "num_classes": (9, lambda m: m.conditioner.label.weight.shape[0], lambda v: v + 1),
-    "context_size": (20, lambda m: m.layers["1"].cross_attention.linear_kv.weight.shape[1], None),
-    "hidden_size": (96, lambda m: m.embed.linear.weight.shape[0], None),
-    "num_layers": (3, lambda m: len(m.layers), None),
-    "num_attention_heads": (8, lambda m: m.layers["1"].attention.local_heads, None),
-    "num_query_groups": (
-        2,
-        lambda m: {m.layers["1"].attention.local_groups, m.layers["1"].cross_attention.local_groups},
-        lambda v: {v or 4},
-    ),
-    "out_channels": (8, lambda m: m.head.linear.weight.shape[0], lambda v: 4 * (v or 4)),
-    "qk_layernorm": (
-        False,
-        lambda m: {f"layers.1.{a}.{n}_layernorm.weight" in names(m) for a in ATTENTIONS for n in "qk"},
-        lambda v: {v},
-    ),
-    "layernorm_epsilon": (1e-3, lambda m: {m.layers["1"].modulation.eps, m.head.eps}, lambda v: {v}),
-    "fps_conditioning": (None, lambda m: m.conditioner.fps is not None, None),
-    "size_conditioning": (True, lambda m: m.conditioner.size is not None, None),
-    "time_scale": (7.0, lambda m: m.conditioner.time.time_scale, None),
-    "rope_theta": (50.0, lambda m: m.rotary.theta, None),
-    "rope_scaling": ("linear", lambda m: m.rotary.scaling, None),
-    "rope_factors": ([4.0, 1.0, 1.0], lambda m: m.rotary.factors, tuple),
-}
-OWN: dict[str, dict[str, Row]] = {
-    "dit_cross": {
-        "ffn_hidden_size": (100, lambda m: m.layers["1"].mlp.linear_fc1.weight.shape[0], lambda v: v or 4 * 48),
-        "add_bias": (True, lambda m: {f"layers.1.{n}.bias" in names(m) for n in LINEARS}, lambda v: {v}),
-        "adaln_lora_rank": (6, lambda m: getattr(m.layers["1"].modulation.down, "out_features", None), None),
-        "position_embedding": ("sincos_2d", lambda m: m.rotary is None, lambda v: v != "rope_3d"),
-    },
-    "moviegen": {
-        "ffn_hidden_size": (100, lambda m: m.layers["1"].mlp.linear_fc2.weight.shape[1], None),
-        "position_embedding": ("learned_3d", lambda m: m.positions is not None, lambda v: v == "learned_3d"),
-    },
-}
-ATTENTIONS = ("attention", "cross_attention")
-LINEARS = (
-    *("modulation.linear", "attention.linear_qkv", "attention.linear_proj", "cross_attention.linear_q"),
-    *("cross_attention.linear_kv", "cross_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
-)
-FIELDS = [(backbone, name) for backbone in BASES for name in {**SHARED, **OWN[backbone]}]
-
-
-def changed(backbone: str, name: str) -> CrossAttentionModelConfig:
-    other = {**SHARED, **OWN[backbone]}[name][0]
-    if other is None:  # a switch whose default differs between the backbones
-        other = not getattr(BASES[backbone], name)
-    also = {"rope_factors": None} if name == "position_embedding" else {}
-    return replace(BASES[backbone], **{name: other}, **also)
-
-
-@pytest.mark.parametrize("backbone", BASES)
-def test_every_field_has_a_row(backbone: str):
-    shown = set(SHARED) | set(OWN[backbone]) | NOT_IN_THE_NETWORK
-    if backbone == "moviegen":  # these have tests of their own below
-        shown |= {"max_grid", "num_experts", *EXPERT_FIELDS}
-    assert shown == {field.name for field in fields(BASES[backbone])}
-
-
-@pytest.mark.parametrize(("backbone", "name"), FIELDS)
-def test_field_reaches_the_model(build_model: BuildModel, backbone: str, name: str):
-    """Both values of a field show in the model that is built from them, and the counted parameters follow."""
-    _, show, follows = {**SHARED, **OWN[backbone]}[name]
-    follows = follows or (lambda value: value)
-    seen = []
-    for config in (BASES[backbone], changed(backbone, name)):
-        config.validate()
-        model = build_model(config)
-        seen.append(show(model))
-        assert seen[-1] == follows(getattr(config, name))
-        assert config.num_parameters() == sum(p.numel() for p in model.parameters())
-    assert seen[0] != seen[1]
-
-
-@pytest.mark.parametrize("backbone", BASES)
-@pytest.mark.parametrize("name", ROPE_FIELDS)
-def test_rotary_settings_change_the_prediction(build_model: BuildModel, backbone: str, name: str):
-    check_setting_acts(build_model, BASES[backbone], name, ROPE_FIELDS[name])
 
 
 def test_position_tables_have_the_size_of_max_grid(build_model: BuildModel):
@@ -140,28 +43,6 @@ def test_fixed_positions_take_no_weights(build_model: BuildModel):
     assert model.positions is None
     assert model.rotary is None
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
-
-
-EXPERT_FIELDS: dict[str, tuple[Any, Callable[[nn.Module], Any]]] = {
-    "moe_ffn_hidden_size": (24, lambda mlp: mlp.experts["1"].linear_fc2.weight.shape[1]),
-    "moe_router": ("top_k", lambda mlp: mlp.routing),
-    "moe_capacity_factor": (0.5, lambda mlp: mlp.capacity_factor),
-    "moe_top_k": (1, lambda mlp: mlp.top_k),
-    "moe_aux_loss_coeff": (0.5, lambda mlp: mlp.aux_loss_coeff),
-}
-
-
-@pytest.mark.parametrize("name", EXPERT_FIELDS)
-def test_expert_fields_reach_the_model(build_model: BuildModel, name: str):
-    router = "top_k" if name in ("moe_top_k", "moe_aux_loss_coeff") else "expert_choice"
-    base = replace(BASES["moviegen"], num_experts=4, moe_ffn_hidden_size=40, moe_router=router)
-    other, show = EXPERT_FIELDS[name]
-    for config in (base, replace(base, **{name: other})):
-        config.validate()
-        model = build_model(config)
-        assert show(model.layers["1"].mlp) == getattr(config, name)
-        assert len(model.layers["1"].mlp.experts) == 4
-        assert config.num_parameters() == sum(p.numel() for p in model.parameters())
 
 
 # The counts of the published sizes, next to what the reference counts (weights of NeMo's configurations). Ours are

@@ -1,6 +1,6 @@
 """Our packed, parallel-ready FLUX computes what its description says: outputs, every gradient, sizes and work."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,20 +15,10 @@ from dit.models.flux.config import FluxConfig
 from dit.monitoring.flops import forward_flops, training_flops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import (
-    DENSE,
-    MIXED,
-    ROPE_FIELDS,
-    STRETCH,
-    Sample,
-    check_against_reference,
-    check_padding_is_never_read,
-    check_setting_acts,
-    draw,
-    pack,
-    relative_error,
-)
+from tests.parity.cross_cases import check_against_reference
 from tests.parity.reference_flux import DROPPED_TOKENS, FluxReference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack
+from tests.support.reference import relative_error
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "num_joint_layers": 2, "num_single_layers": 2, "num_attention_heads": 4, "in_channels": 3},
@@ -116,11 +106,6 @@ def test_blocks_start_as_the_identity(build_model: BuildModel):
     assert torch.equal(out, torch.zeros_like(out))
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-def test_padding_rows_never_reach_real_ones(build_model: BuildModel, garbage: float):
-    check_padding_is_never_read(build_model, config(), garbage)
-
-
 def test_missing_text_is_one_null_token(build_model: BuildModel):
     """A dropped text keeps its length, so joint attention tells it from a missing one, which is a single null token."""
     model_config = config()
@@ -142,60 +127,6 @@ def test_pooled_texts_are_one_for_each_sample():
         replace(
             batch, conditions=batch.conditions | {"pooled": per_sample(batch.conditions["pooled"].values[:3])}
         ).validate()
-
-
-OTHER: dict[str, tuple[Any, Any]] = {
-    # field: (another value, what shows it in the built model)
-    "in_channels": (6, lambda m: m.embed.linear.weight.shape[1]),
-    "patch_spatial": (3, lambda m: m.embed.linear.weight.shape[1]),
-    "patch_temporal": (2, lambda m: m.embed.linear.weight.shape[1]),
-    "context_size": (20, lambda m: m.embed_text.weight.shape[1]),
-    "pooled_size": (9, lambda m: m.conditioner.pooled.linear_1.weight.shape[1]),
-    "hidden_size": (96, lambda m: m.embed.linear.weight.shape[0]),
-    "num_attention_heads": (8, lambda m: m.layers["3"].local_heads),
-    "num_joint_layers": (1, lambda m: sum(hasattr(layer, "image") for layer in m.layers.values())),
-    "num_single_layers": (3, lambda m: sum(hasattr(layer, "linear_in") for layer in m.layers.values())),
-    "ffn_hidden_size": (80, lambda m: (m.layers["0"].text.mlp.linear_fc1.weight.shape[0], m.layers["3"].shares[-1])),
-    "out_channels": (8, lambda m: m.head.linear.weight.shape[0]),
-    "layernorm_epsilon": (
-        1e-3,
-        lambda m: {m.layers["0"].text.modulation.eps, m.layers["3"].q_layernorm.eps, m.head.eps},
-    ),
-    "position_embedding": ("sincos_3d", lambda m: m.rotary is None),
-    "rope_axes": ([4, 4, 4], lambda m: m.rotary.axes),
-    "rope_theta": (50.0, lambda m: m.rotary.theta),
-    "rope_scaling": ("linear", lambda m: m.rotary.scaling),
-    "rope_factors": ([2.0, 1.0, 1.0], lambda m: m.rotary.factors),
-    "guidance": (3.5, lambda m: m.conditioner.guidance is not None),
-    "time_scale": (7.0, lambda m: m.conditioner.time.time_scale),
-}
-
-
-def test_every_field_has_a_row():
-    """`num_classes` is refused, and the training step alone reads the shares of dropped conditions."""
-    assert set(OTHER) | {"num_classes", "class_dropout", "context_dropout"} == {f.name for f in fields(FluxConfig)}
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_field_reaches_the_model(build_model: BuildModel, name: str):
-    """Another value shows in the model that is built from it, and the counted parameters follow."""
-    value, show = OTHER[name]
-    changes = {name: value}
-    axes = {"hidden_size": [8, 8, 8], "num_attention_heads": [2, 2, 2], "position_embedding": [16, 56, 56]}
-    if name in axes:
-        changes["rope_axes"] = axes[name]
-    base = {"rope_factors": STRETCH} if name == "rope_scaling" else {}
-    seen = []
-    for made in (config(**base), config(**{**base, **changes})):
-        model = build_model(made)
-        seen.append(show(model))
-        assert made.num_parameters() == sum(p.numel() for p in model.parameters())
-    assert seen[0] != seen[1]
-
-
-@pytest.mark.parametrize("name", ROPE_FIELDS)
-def test_rotary_settings_change_the_prediction(build_model: BuildModel, name: str):
-    check_setting_acts(build_model, config(rope_factors=STRETCH), name, ROPE_FIELDS[name])
 
 
 NULLS = 4096 + 768  # a null text and a null pooled text, for guidance without a text encoder at hand

@@ -6,16 +6,8 @@ import torch
 from dit.errors import BatchError
 from dit.models.moviegen.config import MovieGenConfig
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import (
-    DENSE,
-    MIXED,
-    Sample,
-    check_against_reference,
-    check_missing_text_is_dropped_text,
-    check_padding_is_never_read,
-    draw,
-    pack,
-)
+from tests.parity.cross_cases import check_against_reference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack
 
 VARIANTS = {
     "default": {},
@@ -74,16 +66,6 @@ def test_blocks_start_as_the_addition_of_positions(build_model: BuildModel):
         assert torch.equal(after, x + positions)
     out = model(*draw(batch), batch)
     assert torch.equal(out, torch.zeros_like(out))
-
-
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-def test_padding_rows_never_reach_real_ones(build_model: BuildModel, garbage: float):
-    check_padding_is_never_read(build_model, config(), garbage)
-
-
-def test_missing_text_is_the_dropped_text(build_model: BuildModel):
-    model_config = config()
-    check_missing_text_is_dropped_text(build_model(model_config, perturb=0.1), model_config)
 
 
 @pytest.mark.parametrize("grid", [(5, 2, 2), (1, 6, 2), (1, 2, 7)])

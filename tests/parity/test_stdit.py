@@ -9,18 +9,9 @@ from dit.errors import ConfigError
 from dit.layers.positions import sincos, spanning
 from dit.models.stdit.config import STDiTConfig
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import (
-    DENSE,
-    MIXED,
-    Sample,
-    check_against_reference,
-    check_missing_text_is_dropped_text,
-    check_padding_is_never_read,
-    draw,
-    pack,
-    relative_error,
-)
+from tests.parity.cross_cases import check_against_reference
 from tests.parity.reference_stdit import STDiTReference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack
 
 ALL_IN_ONE = ["spatial+full+temporal"]
 VARIANTS = {
@@ -75,18 +66,6 @@ def test_dense_batch_is_the_formulas(build_model: BuildModel):
     check_against_reference(build_model(made, perturb=0.1), made, samples, STDiTReference)
 
 
-def test_packed_is_unpacked(build_model: BuildModel):
-    """Every sample of a mixed pack gets what it gets alone."""
-    made = config(layer_pattern=ALL_IN_ONE)
-    model, batch = build_model(made, perturb=0.1), pack(MIXED, made, multiple_of=8)
-    inputs, time = draw(batch)
-    together = model(inputs, time, batch)
-    for i, (sample, start, length) in enumerate(zip(MIXED, batch.layout.starts, batch.layout.lengths)):
-        rows = slice(start, start + length)
-        alone = model(inputs[rows], time[i : i + 1], pack([sample], made))
-        assert relative_error(together[rows], alone.double()) <= 1e-6
-
-
 def test_blocks_start_as_the_identity(build_model: BuildModel):
     """At initialisation no sub-layer speaks: neither the gated ones nor the cross-attention, which has no gate."""
     made = config(layer_pattern=ALL_IN_ONE)
@@ -100,16 +79,6 @@ def test_blocks_start_as_the_identity(build_model: BuildModel):
         assert torch.equal(after, x)
     out = model(*draw(batch), batch)
     assert torch.equal(out, torch.zeros_like(out))
-
-
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-def test_padding_rows_never_reach_real_ones(build_model: BuildModel, garbage: float):
-    check_padding_is_never_read(build_model, config(layer_pattern=ALL_IN_ONE), garbage)
-
-
-def test_missing_text_is_the_dropped_text(build_model: BuildModel):
-    made = config()
-    check_missing_text_is_dropped_text(build_model(made, perturb=0.1), made)
 
 
 def test_spatial_attention_does_not_see_other_frames(build_model: BuildModel):

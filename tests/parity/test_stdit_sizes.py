@@ -1,11 +1,9 @@
 """Sizes of ST-DiT: the config says what the module has, and what it costs."""
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +13,7 @@ from dit.models.stdit.config import STDiTConfig
 from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import DENSE, MIXED, ROPE_FIELDS, STRETCH, Sample, check_setting_acts, draw, pack
+from tests.support.batches import DENSE, MIXED, STRETCH, Sample, draw, pack
 
 BASE = STDiTConfig(
     hidden_size=48,
@@ -26,89 +24,6 @@ BASE = STDiTConfig(
     position_embedding="rope_3d",
     rope_factors=STRETCH,
 )
-# Read by the training step, which drops conditions; the network itself has nothing to build from them.
-NOT_IN_THE_NETWORK = {"class_dropout", "context_dropout"}
-LINEARS = (
-    *("attentions.temporal.linear_qkv", "attentions.temporal.linear_proj", "cross_attention.linear_q"),
-    *("cross_attention.linear_kv", "cross_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
-)
-
-
-def names(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters()}
-
-
-def attentions(model: nn.Module) -> list[nn.Module]:
-    return [model.layers["1"].attentions.temporal, model.layers["1"].cross_attention]
-
-
-def temporal_pairs(model: nn.Module) -> int:
-    """Return how many of a head's six pairs of features turn with t in temporal attention."""
-    positions = pack([Sample((2, 1, 1), 1)], BASE).positions_T3
-    return int((model.rotary_time.angles(positions)[1] != 0).sum())
-
-
-# field: (another value, what shows it in the built model, how the shown value follows from the field's)
-FIELDS: dict[str, tuple[Any, Callable[[nn.Module], Any], Callable[[Any], Any]]] = {
-    "in_channels": (6, lambda m: m.embed.linear.weight.shape[1], lambda v: 4 * v),
-    "patch_spatial": (3, lambda m: m.embed.linear.weight.shape[1], lambda v: 4 * v**2),
-    "patch_temporal": (2, lambda m: m.embed.linear.weight.shape[1], lambda v: 16 * v),
-    "num_classes": (9, lambda m: m.conditioner.label.weight.shape[0], lambda v: v + 1),
-    "context_size": (20, lambda m: m.text_projection.linear_1.weight.shape[1], lambda v: v),
-    "hidden_size": (96, lambda m: m.embed.linear.weight.shape[0], lambda v: v),
-    "num_layers": (4, lambda m: len(m.layers), lambda v: v),
-    "num_attention_heads": (8, lambda m: {a.local_heads for a in attentions(m)}, lambda v: {v}),
-    "num_query_groups": (2, lambda m: {a.local_groups for a in attentions(m)}, lambda v: {v or 4}),
-    "ffn_hidden_size": (100, lambda m: m.layers["1"].mlp.linear_fc1.weight.shape[0], lambda v: v or 4 * 48),
-    "out_channels": (8, lambda m: m.head.linear.weight.shape[0], lambda v: 4 * (v or 4)),
-    "qk_layernorm": (
-        False,
-        lambda m: {isinstance(norm, nn.Identity) for a in attentions(m) for norm in (a.q_layernorm, a.k_layernorm)},
-        lambda v: {not v},
-    ),
-    "layernorm_epsilon": (1e-3, lambda m: {m.layers["1"].modulation.eps, m.head.eps}, lambda v: {v}),
-    "fps_conditioning": (False, lambda m: m.conditioner.fps is not None, lambda v: v),
-    "size_conditioning": (True, lambda m: m.conditioner.size is not None, lambda v: v),
-    "time_scale": (7.0, lambda m: m.conditioner.time.time_scale, lambda v: v),
-    "rope_theta": (50.0, lambda m: {m.rotary.theta, m.rotary_time.theta}, lambda v: {v}),
-    "rope_scaling": ("linear", lambda m: {m.rotary.scaling, m.rotary_time.scaling}, lambda v: {v}),
-    "rope_factors": ([4.0, 1.0, 1.0], lambda m: {m.rotary.factors, m.rotary_time.factors}, lambda v: {tuple(v)}),
-    "layer_pattern": (
-        ["temporal+full"],
-        lambda m: [[*layer.attentions] for layer in m.layers.values()],
-        lambda v: [layer.split("+") for layer in (v * 2)[:2]],
-    ),
-    "add_bias": (False, lambda m: {f"layers.1.{n}.bias" in names(m) for n in LINEARS}, lambda v: {v}),
-    "position_embedding": ("sincos_2d", lambda m: m.rotary is None, lambda v: v != "rope_3d"),
-    "temporal_rope": (False, temporal_pairs, lambda v: 6 if v else 2),
-}
-
-
-def test_every_field_has_a_row():
-    """`position_span` scales what is added to the tokens; the comparison with the formulas shows it."""
-    shown = set(FIELDS) | NOT_IN_THE_NETWORK | {"position_span"}
-    assert shown == {field.name for field in fields(STDiTConfig)}
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_field_reaches_the_model(build_model: BuildModel, name: str):
-    """Both values of a field show in the model that is built from them, and the counted parameters follow."""
-    other, show, follows = FIELDS[name]
-    seen = []
-    also = {"rope_factors": [2.0, 1.0, 1.0]} if name == "position_embedding" else {}
-    for config in (BASE, replace(BASE, **{name: other}, **also)):
-        config.validate()
-        model = build_model(config)
-        seen.append(show(model))
-        assert seen[-1] == follows(getattr(config, name))
-        assert config.num_parameters() == sum(p.numel() for p in model.parameters())
-    assert seen[0] != seen[1]
-
-
-@pytest.mark.parametrize("pattern", ["spatial", "temporal"])
-@pytest.mark.parametrize("name", ROPE_FIELDS)
-def test_rotary_settings_change_the_prediction(build_model: BuildModel, pattern: str, name: str):
-    check_setting_acts(build_model, replace(BASE, layer_pattern=[pattern]), name, ROPE_FIELDS[name])
 
 
 def published(pairs: int, hidden_size: int, heads: int, ffn_hidden_size: int | None = None) -> STDiTConfig:

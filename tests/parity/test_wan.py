@@ -1,6 +1,5 @@
 """Our packed, parallel-ready Wan computes what its report says: outputs, every gradient, sizes and work."""
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,20 +14,9 @@ from dit.models.wan.config import WanConfig
 from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
-from tests.parity.cross_cases import (
-    DENSE,
-    MIXED,
-    ROPE_FIELDS,
-    STRETCH,
-    Sample,
-    check_against_reference,
-    check_missing_text_is_dropped_text,
-    check_padding_is_never_read,
-    check_setting_acts,
-    draw,
-    pack,
-)
+from tests.parity.cross_cases import check_against_reference
 from tests.parity.reference_wan import WanReference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 3},
@@ -88,16 +76,6 @@ def test_blocks_start_as_the_identity(build_model: BuildModel):
     assert torch.equal(out, torch.zeros_like(out))
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-def test_padding_rows_never_reach_real_ones(build_model: BuildModel, garbage: float):
-    check_padding_is_never_read(build_model, config(), garbage)
-
-
-def test_missing_text_is_the_dropped_text(build_model: BuildModel):
-    model_config = config()
-    check_missing_text_is_dropped_text(build_model(model_config, perturb=0.1), model_config)
-
-
 @pytest.mark.parametrize("size", [128, 96, 20])
 def test_the_head_is_split_as_in_wan(size: int):
     """Features of t, h, w: d - 4 (d // 6), 2 (d // 6), 2 (d // 6)."""
@@ -106,60 +84,6 @@ def test_the_head_is_split_as_in_wan(size: int):
         2 * (size // 6),
         2 * (size // 6),
     )
-
-
-OTHER: dict[str, tuple[Any, Any]] = {
-    # field: (another value, what shows it in the built model)
-    "in_channels": (6, lambda m: m.embed.linear.weight.shape[1]),
-    "patch_spatial": (3, lambda m: m.embed.linear.weight.shape[1]),
-    "patch_temporal": (2, lambda m: m.embed.linear.weight.shape[1]),
-    "num_classes": (9, lambda m: m.conditioner.label is None),
-    "context_size": (20, lambda m: m.text_projection.linear_1.weight.shape[1]),
-    "hidden_size": (96, lambda m: m.embed.linear.weight.shape[0]),
-    "num_layers": (3, lambda m: len(m.layers)),
-    "num_attention_heads": (8, lambda m: m.layers["1"].attention.local_heads),
-    "num_query_groups": (
-        2,
-        lambda m: (m.layers["1"].attention.k_layernorm.width, m.layers["1"].cross_attention.local_groups),
-    ),
-    "ffn_hidden_size": (80, lambda m: m.layers["1"].mlp.linear_fc1.weight.shape[0]),
-    "out_channels": (8, lambda m: m.head.linear.weight.shape[0]),
-    "qk_layernorm": (False, lambda m: [hasattr(m.layers["1"].attention.q_layernorm, "weight")]),
-    "layernorm_epsilon": (
-        1e-3,
-        lambda m: {m.layers["1"].modulation.eps, m.layers["1"].cross_norm.eps, m.head.eps},
-    ),
-    "fps_conditioning": (True, lambda m: m.conditioner.fps is None),
-    "size_conditioning": (True, lambda m: m.conditioner.size is None),
-    "rope_theta": (50.0, lambda m: m.rotary.theta),
-    "rope_scaling": ("linear", lambda m: m.rotary.scaling),
-    "rope_factors": ([2.0, 1.0, 1.0], lambda m: m.rotary.factors),
-    "position_embedding": ("sincos_3d", lambda m: m.rotary is None),
-    "time_scale": (7.0, lambda m: m.conditioner.time.time_scale),
-}
-
-
-def test_every_field_has_a_row():
-    """The training step alone reads the shares of dropped conditions."""
-    assert set(OTHER) | {"class_dropout", "context_dropout"} == {field.name for field in fields(WanConfig)}
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_field_reaches_the_model(build_model: BuildModel, name: str):
-    """Another value shows in the model that is built from it, and the counted parameters follow."""
-    value, show = OTHER[name]
-    base = {"rope_factors": STRETCH} if name == "rope_scaling" else {}
-    seen = []
-    for made in (config(**base), config(**{**base, name: value})):
-        model = build_model(made)
-        seen.append(show(model))
-        assert made.num_parameters() == sum(p.numel() for p in model.parameters())
-    assert seen[0] != seen[1]
-
-
-@pytest.mark.parametrize("name", ROPE_FIELDS)
-def test_rotary_settings_change_the_prediction(build_model: BuildModel, name: str):
-    check_setting_acts(build_model, config(rope_factors=STRETCH), name, ROPE_FIELDS[name])
 
 
 NULL = 4096  # the null text

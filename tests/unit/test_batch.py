@@ -137,13 +137,35 @@ def test_grid_undoes_patchify_for_every_sample():
     assert torch.equal(dense[1], expected + 1000)
 
 
-def test_grid_refuses_mixed_or_padded_packs():
-    with pytest.raises(BatchError, match=r"one shape without padding, got grids .*bucket the data by shape"):
-        make_batch([(1, 2, 3), (1, 3, 2)]).grid(1, 2)
-    padded = make_batch([(1, 1, 3), (1, 1, 3)])
-    padded.layout = SequenceLayout.from_lengths([3, 3], total_tokens=8)
-    with pytest.raises(BatchError, match="without padding"):
-        padded.grid(1, 2)
+def test_dense_is_a_view_of_equal_samples():
+    """Tokens `[S, t, h, w, C]` share the pack's memory and go back to it."""
+    batch = make_batch([(2, 2, 3), (2, 2, 3)])
+    pictures = batch.dense(batch.latents_TC)
+    assert pictures.shape == (2, 2, 2, 3, 8)
+    assert pictures.data_ptr() == batch.latents_TC.data_ptr()
+    assert pictures[1, 1, 0, 2].tolist() == batch.latents_TC[12 + 6 + 2].tolist()
+    assert torch.equal(batch.layout.spread(pictures.flatten(0, 3)), batch.latents_TC)
+
+
+@pytest.mark.parametrize(("multiple_of", "total"), [(1, 8), (4, 8), (4, 12)])
+def test_dense_leaves_padding_out(multiple_of: int, total: int):
+    batch = make_batch([(1, 1, 3), (1, 1, 3)])
+    padded = replace(batch, layout=SequenceLayout.from_lengths([3, 3], multiple_of=multiple_of, total_tokens=total))
+    padded.latents_TC = padded.layout.spread(batch.latents_TC)
+    assert torch.equal(padded.grid(1, 2), batch.grid(1, 2))
+    padding = ~padded.layout.valid_T[:, None]
+    filled = padded.latents_TC.masked_fill(padding, float("nan"))
+    assert torch.equal(padded.layout.spread(padded.dense(filled).flatten(0, 3)), padded.latents_TC)
+
+
+def test_dense_refuses_mixed_shapes_and_parts_of_samples():
+    mixed = make_batch([(1, 2, 3), (1, 3, 2)])
+    with pytest.raises(BatchError, match=r"got grids \[\(1, 2, 3\), \(1, 3, 2\)\]; bucket the data by shape"):
+        mixed.dense(mixed.latents_TC)
+    batch = make_batch([(1, 2, 3), (1, 2, 3)])
+    part = replace(batch, layout=batch.layout.select(torch.arange(6)))
+    with pytest.raises(BatchError, match="of which this rank has a part"):
+        part.dense(batch.latents_TC[:6])
 
 
 @pytest.mark.parametrize(

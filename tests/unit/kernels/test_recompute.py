@@ -14,7 +14,7 @@ from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.wan.config import WanConfig
 from dit.patchify import grid_positions
-from tests.live_bytes import LiveBytes
+from tests.support.reference import LiveBytes
 
 DIT = DiTConfig(hidden_size=32, num_layers=3, num_attention_heads=4, num_classes=5)
 EXPERTS = DiTConfig(

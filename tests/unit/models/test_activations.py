@@ -24,7 +24,7 @@ from dit.models.registry import build_backbone
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.patchify import grid_positions
-from tests.live_bytes import LiveBytes
+from tests.support.reference import LiveBytes
 
 H = 128
 NOT_COUNTED = 0.03  # log-sum-exp of softmax, mean and deviation of norms, a router's scores: some numbers per head

@@ -1,11 +1,27 @@
-"""How many bytes a piece of code leaves alive."""
+"""What a result is compared with, and by what measure."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from dit.verify.compare import compare_training
+
+# float32 against float64: a few hundred roundings of 6e-8 each, seen at most 4e-6.
+RTOL = 1e-5
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    """Return |ours - exact| / |exact| in the Euclidean norm."""
+    return float((ours.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
+
+
+def assert_equal_training(one: dict, many: dict) -> None:
+    """Compare what `dit.verify.trial.train` reports of one rank and of a layout."""
+    assert compare_training(one, many).differences == ()
 
 
 class LiveBytes(TorchDispatchMode):

@@ -1,0 +1,367 @@
+"""What holds for every backbone: packs, padding, dropped conditions, settings, layouts. A new backbone is one row."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.conditions import per_text_token
+from dit.errors import ConfigError
+from dit.layout import SequenceLayout
+from dit.models.base import Backbone, ModelConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.build import count_parameters
+from dit.parallel.dims import ParallelConfig
+from dit.run_config import RunConfig
+from dit.training.step import training_forward_step
+from dit.verify.ranks import run_world
+from dit.verify.report import Verdict
+from dit.verify.tiny import tiny_grids, tiny_model
+from dit.verify.trial import Trial, disturb_constants
+from energon_data.mock import MockData, MockSource
+from energon_data.packing import collate
+from launch.config_file import built
+from launch.train import call_recipe
+from launch.verify import Pair, compare, tiny_pair
+from tests.conftest import BuildModel
+from tests.support.ranks import rows, selected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A backbone: the tiny form of a recipe of it.
+
+    Attributes:
+        recipe: as `--factory` takes it.
+        quick: layouts that every start compares; the others carry the mark `matrix`.
+        other: other values of its fields, besides those of `OTHER`.
+        given: what a field needs beside it to act, besides those of `GIVEN`; set on both sides.
+        also: what must change with a field.
+        refused: fields that are refused; `OTHER` has the value.
+        without_effect: fields that change no number of a training step, and why.
+        text_tokens: of the texts that are dropped.
+    """
+
+    recipe: str
+    quick: tuple[str, ...] = ()
+    other: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    also: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    text_tokens: int = 5
+
+
+CLASSES, TEXT = {"num_classes": 5}, {"context_size": 12}
+ROTARY = {"position_embedding": "rope_3d"}
+LEARNED = {**ROTARY, "max_grid": [128, 120, 120]}  # rotary positions want the tables' default size
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 2.0}
+TOP_K = {**EXPERTS, "moe_router": "top_k"}
+GIVEN: dict[str, dict[str, Any]] = {
+    "class_dropout": CLASSES,
+    "context_dropout": TEXT,
+    "rope_theta": ROTARY,
+    "rope_factors": ROTARY,
+    "rope_scaling": {**ROTARY, "rope_factors": [2.0, 3.0, 2.0]},
+    "moe_ffn_hidden_size": EXPERTS,
+    "moe_router": EXPERTS,
+    "moe_capacity_factor": EXPERTS,
+    "moe_top_k": TOP_K,
+    "moe_aux_loss_coeff": TOP_K,
+}
+OTHER: dict[str, Any] = {
+    "in_channels": 6,
+    "patch_spatial": lambda value: 3 - value,
+    "patch_temporal": 2,
+    "num_classes": 9,
+    "class_dropout": 0.9,
+    "context_size": 20,
+    "context_dropout": 0.9,
+    "pooled_size": 9,
+    "hidden_size": 64,
+    "num_layers": lambda value: 2 * value,
+    "num_joint_layers": 2,
+    "num_single_layers": 2,
+    "num_attention_heads": 2,
+    "num_query_groups": lambda value: 4 if value == 2 else 2,
+    "ffn_hidden_size": 64,
+    "out_channels": 8,
+    "qk_layernorm": lambda value: not value,
+    "add_bias": lambda value: not value,
+    "layernorm_epsilon": 1e-3,
+    "fps_conditioning": lambda value: not value,
+    "size_conditioning": True,
+    "time_scale": 7.0,
+    "time_frequency_shift": 1,
+    "adaln_lora_rank": 4,
+    "guidance": 3.5,
+    "position_embedding": "sincos_3d",
+    "rope_theta": 50.0,
+    "rope_scaling": "linear",
+    "rope_factors": [4.0, 1.0, 1.0],
+    "rope_axes": [4, 2, 2],
+    "num_experts": lambda value: 8 if value == 4 else 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_router": "top_k",
+    "moe_capacity_factor": 1.0,
+    "moe_top_k": 1,
+    "moe_aux_loss_coeff": 0.5,
+}
+LEARNED_POSITIONS: dict[str, Any] = {
+    "given": {
+        **{name: {**GIVEN[name], **LEARNED} for name in ("rope_theta", "rope_factors", "rope_scaling")},
+        "ffn_hidden_size": {"moe_ffn_hidden_size": None},
+    },
+    "also": {"position_embedding": {"max_grid": LEARNED["max_grid"]}},
+    "other": {"max_grid": [4, 5, 6]},
+}
+BACKBONES = {
+    "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
+    "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
+    "stdit": Row(
+        recipe="pretrain_stdit_xl",
+        quick=("tp2_sp", "cp2"),
+        other={"layer_pattern": ["spatial", "full"], "position_span": 8.0, "temporal_rope": False},
+        # Attention through time always turns its queries.
+        given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {"rope_factors": [2.0, 1.0, 1.0]}},
+    ),
+    "moviegen": Row(recipe="pretrain_ditllama5b", **LEARNED_POSITIONS),
+    "experts": Row(recipe="pretrain_ecditllama1b", quick=("tp2_sp",), **LEARNED_POSITIONS),
+    "flux": Row(
+        recipe="flux_12b",
+        quick=("tp2_sp", "pp2"),
+        other={"rope_factors": [1.0, 4.0, 1.0]},  # one pair of features turns with t, which ntk never slows
+        also={
+            "hidden_size": {"rope_axes": [4, 8, 4]},
+            "num_attention_heads": {"rope_axes": [4, 8, 4]},
+            "position_embedding": {"rope_axes": [16, 56, 56]},
+        },
+        refused=("num_classes",),
+        given={"class_dropout": {}},
+        without_effect={"class_dropout": "it takes no class"},
+        text_tokens=1,  # a dropped text keeps its length in joint attention, a missing one is one null token
+    ),
+    "wan": Row(recipe="wan_14b_mock", quick=("tp2_sp",)),
+    "unet": Row(
+        recipe="tests.laws.trial_unet.trial_unet",
+        quick=("dp2", "fsdp2", "tp2_sp"),
+        other={"norm_groups": 2},
+        refused=("context_size",),
+        given={"context_dropout": {}},
+        without_effect={"context_dropout": "it takes no text"},
+    ),
+}
+NAMES = list(BACKBONES)
+
+
+@cache
+def run_of(name: str) -> RunConfig:
+    return built(call_recipe(BACKBONES[name].recipe))
+
+
+@cache
+def config_of(name: str) -> ModelConfig:
+    return tiny_model(run_of(name).model, ParallelConfig())
+
+
+@pytest.fixture
+def build(build_model: BuildModel, one_rank_world: ProcessGroups) -> Any:
+    """Build a model in which nothing is zero; what a parameter starts as depends on its own name alone."""
+
+    def built(config: ModelConfig) -> Backbone:
+        config.validate()
+        model = build_model(config)
+        disturb_constants([model], one_rank_world)
+        return model
+
+    return built
+
+
+def pack(
+    config: ModelConfig, numbers: list[int], *, multiple_of: int = 1, total: int | None = None, text_tokens: int = 5
+) -> PackedBatch:
+    """Lay synthetic samples side by side; the grids of successive numbers differ, if the backbone takes such."""
+    t, s = config.patch_temporal, config.patch_spatial
+    shapes = [f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(config)]
+    spec = config.batch_spec(multiple_of=multiple_of)
+    data = MockData(shapes=shapes, text_tokens=text_tokens)
+    source = MockSource(data, spec, seed=0, split="train", stream=0, num_streams=1)
+    return collate([source.sample(number) for number in numbers], spec, total_tokens=total)
+
+
+SAMPLES = [0, 1, 2, 3]
+
+
+def times(batch: PackedBatch) -> Tensor:
+    return torch.linspace(0.1, 0.9, len(SAMPLES))[: batch.layout.num_samples]
+
+
+def half_dropped(config: ModelConfig, batch: PackedBatch) -> PackedBatch:
+    """Drop the conditions of every second sample."""
+    draw_S = torch.arange(batch.layout.num_samples) % 2.0
+    return replace(batch, conditions=batch.conditions.drop(config.conditions(), lambda _: draw_S, batch.layout))
+
+
+def padded_texts(batch: PackedBatch, fill: float) -> PackedBatch:
+    """Pad every text to a multiple of four tokens."""
+    texts = {}
+    for name, entry in batch.conditions.items():
+        if entry.layout is not None:
+            layout = SequenceLayout.from_lengths(entry.layout.lengths, multiple_of=4)
+            values = layout.spread(entry.values).masked_fill(~layout.valid_T[:, None], fill)
+            texts[name] = per_text_token(values, layout, entry.dropped_S)
+    return replace(batch, conditions=batch.conditions | texts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_may_hold_anything(build: Any, name: str) -> None:
+    """Outputs of real tokens and every gradient are the same to the bit, whatever padding of tokens and texts holds."""
+    config, found = config_of(name), []
+    batch = half_dropped(config, pack(config, SAMPLES, multiple_of=10, total=96))
+    valid_T = batch.layout.valid_T
+    assert not valid_T.all()
+    for fill in (0.0, float("nan"), 1e30):
+        model = build(config)
+        inputs_TC = batch.latents_TC.masked_fill(~valid_T[:, None], fill)
+        out_TC = model(inputs_TC, times(batch), padded_texts(batch, fill))[valid_T]
+        out_TC.square().sum().backward()
+        found.append({"output": out_TC.detach(), **{n: p.grad for n, p in model.named_parameters()}})
+    for n, expected in found[0].items():
+        assert expected.isfinite().all(), n
+        assert all(torch.equal(expected, other[n]) for other in found[1:]), n
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_is_alone(build: Any, name: str) -> None:
+    """No sample feels another one of its pack, nor the padding between."""
+    config = config_of(name)
+    model, batch = build(config), pack(config, SAMPLES, multiple_of=10, total=96)
+    together_TC = model(batch.latents_TC, times(batch), batch)
+    assert len(set(batch.grids)) > 1 or not config.supports.mixed_shapes
+    for i, (number, start, length) in enumerate(zip(SAMPLES, batch.layout.starts, batch.layout.lengths)):
+        alone = pack(config, [number])
+        alone_TC = model(alone.latents_TC, times(batch)[i : i + 1], alone)
+        torch.testing.assert_close(together_TC[start : start + length], alone_TC, rtol=1e-4, atol=1e-5)
+        assert alone_TC.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dropped_condition_is_one_that_is_not_given(build: Any, name: str) -> None:
+    """Guidance leads away from what training has learned where it dropped conditions."""
+    config = config_of(name)
+    batch, wanted = pack(config, SAMPLES, text_tokens=BACKBONES[name].text_tokens), config.conditions()
+    droppable = [condition for condition in wanted if condition.dropout is not None]
+    absent = {c.name: c.absent(batch.layout, config.batch_spec().patch) for c in droppable}
+    without = batch.conditions.without(*absent) | {n: entry for n, entry in absent.items() if entry is not None}
+    dropped = batch.conditions.unconditional(wanted, batch.layout)
+    model = build(config)
+    all_given, all_dropped, none_given = (
+        model(batch.latents_TC, times(batch), replace(batch, conditions=conditions))
+        for conditions in (batch.conditions, dropped, without)
+    )
+    torch.testing.assert_close(all_dropped, none_given, rtol=1e-5, atol=1e-6)
+    assert (all_given - all_dropped).abs().max() > 1e-3
+
+
+def observed(config: ModelConfig, model: Backbone) -> Iterator[Tensor]:
+    """Give the prediction of a training step, then every gradient."""
+    step = training_forward_step(FlowMatching(), config, 7, 0)
+    prediction_TC, loss_of = step(iter([pack(config, SAMPLES)]), model)
+    yield prediction_TC
+    loss_of(prediction_TC)[0].backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        yield parameter.grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counted_parameters_are_those_of_the_model(build: Any, name: str) -> None:
+    """The count needs no memory; every one of them has a gradient."""
+    config = config_of(name)
+    model = build(config)
+    assert count_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    assert all(found.isfinite().all() for found in observed(config, model))
+
+
+FIELDS = [(name, field.name) for name in NAMES for field in fields(config_of(name))]
+
+
+@pytest.mark.parametrize(("name", "setting"), FIELDS)
+def test_every_setting_acts_or_says_why_not(build: Any, name: str, setting: str) -> None:
+    """Another value changes the prediction of a step, or a gradient."""
+    row = BACKBONES[name]
+    known, given = {**OTHER, **row.other}, {**GIVEN, **row.given}.get(setting, {})
+    assert setting in known, f"add another value of {setting} to OTHER or to the row, and what it needs to act"
+    base = replace(config_of(name), **given)
+    value = known[setting](getattr(base, setting)) if callable(known[setting]) else known[setting]
+    changed = replace(base, **{setting: value}, **row.also.get(setting, {}))
+    if setting in row.refused:
+        with pytest.raises(ConfigError, match=f"{setting}={value}"):
+            changed.validate()
+        return
+    models = [build(base), build(changed)]
+    pairs = zip(observed(base, models[0]), observed(changed, models[1]))
+    acts = any(one.shape != two.shape or not torch.equal(one, two) for one, two in pairs)
+    assert acts == (setting not in row.without_effect), row.without_effect.get(setting, "it changes nothing")
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"data_parallel": "ddp"},
+    "fsdp2": {"data_parallel": "fsdp"},
+    "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+LAYOUT_ROW = ("name", "layout")
+
+
+def pair_of(name: str, layout: str) -> Pair:
+    """Return the tiny form of a recipe under a layout of two ranks, in place of the recipe's own."""
+    return tiny_pair(replace(run_of(name), parallel=ParallelConfig(**LAYOUTS[layout])), 2)
+
+
+def supported(name: str, layout: str) -> bool:
+    """Tell whether the backbone says that it supports the layout."""
+    flags = {"fsdp2": "fsdp", "tp2_sp": "tensor", "cp2": "context", "pp2": "pipeline"}
+    return layout == "dp2" or getattr(config_of(name).supports, flags[layout])
+
+
+@pytest.fixture(scope="module")
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Verdict]:
+    """Every selected case's verdict; each world size starts once."""
+    folder = tmp_path_factory.mktemp("layouts")
+    pairs = {row: pair_of(*row) for row in sorted(selected(request, LAYOUT_ROW)) if supported(*row)}
+    references = {repr(pair.one): pair.one for pair in pairs.values()}
+
+    def trained(ranks: int, trials: Iterable[Trial]) -> list[dict[str, Any]]:
+        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
+        return run_world(ranks, cases, folder / str(ranks))
+
+    alone = dict(zip(references, trained(1, references.values())))
+    many = trained(2, [pair.many for pair in pairs.values()])
+    return {row: compare(pair, alone[repr(pair.one)], found) for (row, pair), found in zip(pairs.items(), many)}
+
+
+@pytest.mark.parametrize(
+    LAYOUT_ROW,
+    rows(
+        [(name, layout) for name in NAMES for layout in LAYOUTS],
+        lambda name, layout: layout in BACKBONES[name].quick or not supported(name, layout),
+    ),
+)
+def test_layouts_equal_one_rank_or_are_refused(request: pytest.FixtureRequest, name: str, layout: str) -> None:
+    """Every gradient, loss, weight and copy; what the backbone does not support is refused by name."""
+    if not supported(name, layout):
+        with pytest.raises(ConfigError, match=f"{type(config_of(name)).__name__} does not support"):
+            pair_of(name, layout)
+        return
+    verdict = request.getfixturevalue("verdicts")[name, layout]
+    assert verdict.is_equal, verdict.text()
+    assert not verdict.idle
+    assert verdict.text().endswith(f"equal: {verdict.compared} gradients, losses, weights and their copies")

@@ -1,0 +1,121 @@
+"""A backbone from outside the packages goes through everything: trained, resumed, drawn from, on two ranks, refused.
+
+Its row in the laws of backbones compares every gradient.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from dit.config_record import TRUST_VARIABLE
+from dit.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_OK, EXIT_PREEMPTED, ConfigError
+from dit.training.pretrain import pretrain
+from launch import config_file
+from launch.train import call_recipe, load_component
+from launch.train import main as launch_train
+from tests.integration import actions
+from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors
+from tests.laws.trial_unet import UNet
+from tests.support import faults
+from tests.support.ranks import Job, run_jobs
+
+FACTORY = "tests.laws.trial_unet.trial_unet"
+NUM_STEPS, STOP = 6, 3
+ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+FALLS = 0.95
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "whole": (1, {}),
+    "stopped": (1, {"training__stop_at_step": STOP}),
+    "fsdp2": (2, {"parallel__data_parallel": "fsdp"}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("unet")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> dict[str, Any]:
+    """All runs, one resumed, and pictures."""
+
+    def training(name: str, **settings: Any) -> list[str]:
+        own = {"training__num_steps": NUM_STEPS, "schedule__warmup_steps": 2, "checkpoint__interval": NUM_STEPS}
+        own |= {"logging__tensorboard": False, "training__validation_interval": NUM_STEPS}
+        return ["--yes", "--factory", FACTORY, *overrides(folder / name, **own, **settings)]
+
+    jobs = {name: Job(actions.train, {"arguments": training(name, **s)}, ranks) for name, (ranks, s) in RUNS.items()}
+    jobs["resumed"] = Job(actions.train, {"arguments": training("stopped")})
+    draw = ["--checkpoint", str(folder / "whole"), "--labels", "1,7", "--steps", "2", "--guidance-scale", "1.5"]
+    drawing = {"arguments": [*draw, "--out", str(folder / "drawn.png")]}
+    jobs["drawn"] = Job(actions.draw, {**drawing, "fault": partial(faults.trusting, "tests")})
+    jobs["not trusted"] = Job(actions.draw, drawing)
+    return run_jobs(folder / "world", jobs)
+
+
+@pytest.mark.parametrize("name", [*RUNS, "resumed", "drawn"])
+def test_it_ends_well(done: dict[str, Any], name: str) -> None:
+    ended = done[name] if isinstance(done[name], list) else [done[name]]
+    assert {e.code for e in ended} == {EXIT_PREEMPTED if name == "stopped" else EXIT_OK}, ended
+
+
+def test_it_learns(done: dict[str, Any], folder: Path) -> None:
+    losses = loss_values(folder / "whole")
+    assert len(losses) == NUM_STEPS
+    assert sum(losses[-3:]) < FALLS * sum(losses[:3])
+
+
+def test_a_resumed_run_is_the_one_that_was_never_stopped(done: dict[str, Any], folder: Path) -> None:
+    assert loss_values(folder / "stopped") == loss_values(folder / "whole")
+    ends = [read_tensors(checkpoint(folder / name, NUM_STEPS)) for name in ("stopped", "whole")]
+    assert any(tensor.dim() == 4 for tensor in ends[0].values())
+    assert_same_bits(*ends)
+
+
+def test_two_ranks_that_share_the_weights_train_as_one(done: dict[str, Any], folder: Path) -> None:
+    assert loss_values(folder / "fsdp2") == pytest.approx(loss_values(folder / "whole"), rel=ROUNDING)
+
+
+def test_it_is_drawn_from_once_its_package_is_trusted(done: dict[str, Any], folder: Path) -> None:
+    """A record names its class; reading one imports nothing that the user did not name."""
+    assert (folder / "drawn.png").stat().st_size > 0
+    refused = done["not trusted"]
+    assert refused.code == EXIT_CHECKPOINT
+    assert "set the environment variable DIT_PACKAGES=tests" in refused.err
+
+
+def test_a_saved_configuration_is_read_once_its_package_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, path = call_recipe(FACTORY), tmp_path / "unet.yaml"
+    config_file.write(task, path)
+    with pytest.raises(ConfigError, match=r"UNetConfig' is not in dit, energon_data, recipes.*DIT_PACKAGES=PACKAGE"):
+        config_file.load(path, pretrain, load_component)
+    monkeypatch.setenv(TRUST_VARIABLE, "another, tests")
+    assert config_file.built(config_file.load(path, pretrain, load_component)) == config_file.built(task)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("parallel.tensor_model_parallel_size=2", "UNetConfig does not support tensor parallelism"),
+        ("data.shapes=['1x8x8','1x4x8']", "UNetConfig does not support samples of different shapes in one micro-batch"),
+    ],
+)
+def test_what_it_does_not_support_is_refused_before_anything_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, says: str
+) -> None:
+    with mock.patch.object(UNet, "__init__", side_effect=AssertionError("built")):
+        for words in (["--yes"], ["--dryrun", "--world-size", "2"]):
+            assert launch_train([*words, "--factory", FACTORY, f"training.run_dir={tmp_path}", setting]) == EXIT_CONFIG
+            assert says in capsys.readouterr().err
+
+
+def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
+    config = config_file.built(call_recipe(FACTORY)).model
+    config.norm_groups = 5  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"hidden_size=16 is not a multiple of model.norm_groups=5; use 15"):
+        config.validate()

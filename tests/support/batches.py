@@ -1,0 +1,100 @@
+"""Packs of images and clips with texts, classes and frame rates."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_sample, per_text_token
+from dit.layout import SequenceLayout
+from dit.patchify import grid_positions
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An image or clip: its grid, the number of its text tokens (None for no text), frame rate, class."""
+
+    grid: tuple[int, int, int]
+    text_tokens: Optional[int] = None
+    fps: float = 30.0
+    label: Optional[int] = None
+
+    def text(self, width: int) -> Optional[Tensor]:
+        if self.text_tokens is None:
+            return None
+        generator = torch.Generator().manual_seed(sum(self.grid) * 100 + self.text_tokens)
+        return torch.randn(self.text_tokens, width, generator=generator)
+
+    def pooled(self, width: int) -> Optional[Tensor]:
+        """Return the text as one vector; it is no function of the tokens."""
+        if self.text_tokens is None:
+            return None
+        return torch.randn(width, generator=torch.Generator().manual_seed(sum(self.grid) * 7 + self.text_tokens))
+
+
+MIXED = [
+    Sample((1, 4, 4), 5, label=1),
+    Sample((3, 2, 2), None, fps=8.0),
+    Sample((1, 2, 3), 1, label=0),
+    Sample((2, 3, 4), 9, fps=24.0, label=2),
+]
+
+
+DENSE = [Sample((2, 2, 3), n, fps=12.0, label=n) for n in (2, 4, 1)]
+
+
+def pooled_size(config: Any) -> Optional[int]:
+    """Return the width of the pooled text that the model takes, None for none."""
+    pooled = config.batch_spec().condition("pooled")
+    return None if pooled is None else pooled.shape[0]
+
+
+def pack(
+    samples: list[Sample], config: Any, *, multiple_of: int = 1, tail: int = 0, context_multiple_of: int = 1
+) -> PackedBatch:
+    """Pack samples as the data side does; a sample without text gets a text that it must not be able to see."""
+    lengths = [t * h * w for t, h, w in (sample.grid for sample in samples)]
+    layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
+    layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of, total_tokens=layout.total_tokens + tail)
+    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.long)
+    for sample, start, length in zip(samples, layout.starts, layout.lengths):
+        positions[start : start + length] = grid_positions(sample.grid)
+    width = config.context_size
+    texts = [torch.full((3, width), 1e3) if sample.text_tokens is None else sample.text(width) for sample in samples]
+    context_layout = SequenceLayout.from_lengths([len(text) for text in texts], multiple_of=context_multiple_of)
+    context = torch.full((context_layout.total_tokens, width), 1e3)
+    for text, start in zip(texts, context_layout.starts):
+        context[start : start + len(text)] = text
+    dropped = torch.tensor([sample.text_tokens is None for sample in samples])
+    conditions = Conditions(
+        context=per_text_token(context, context_layout, dropped),
+        fps=per_sample(torch.tensor([sample.fps for sample in samples])),
+    )
+    if config.num_classes is not None:
+        labels = torch.tensor([config.num_classes if s.label is None else s.label for s in samples])
+        conditions |= {"label": per_sample(labels)}
+    if (size := pooled_size(config)) is not None:
+        given = [sample.pooled(size) for sample in samples]
+        vectors = torch.stack([torch.full((size,), 1e3) if x is None else x for x in given])
+        conditions |= {"pooled": per_sample(vectors, dropped)}
+    return PackedBatch(
+        latents_TC=torch.zeros(layout.total_tokens, config.token_channels),
+        positions_T3=positions,
+        layout=layout,
+        sample_ids_S=torch.arange(len(samples)),
+        grids=tuple(sample.grid for sample in samples),
+        keys=tuple(map(str, range(len(samples)))),
+        conditions=conditions,
+    ).validate()
+
+
+def draw(batch: PackedBatch, seed: int = 5) -> tuple[Tensor, Tensor]:
+    """Draw inputs and times of a pack."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch.latents_TC.shape
+    return torch.randn(shape, generator=generator), torch.rand(batch.layout.num_samples, generator=generator)
+
+
+STRETCH = [2.0, 3.0, 2.0]

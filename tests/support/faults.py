@@ -1,0 +1,272 @@
+"""What can be made to go wrong in a process that trains: context managers around a run."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import pkgutil
+import resource
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from dit.checkpoint import sharded_state
+from dit.checkpoint.checkpointer import Checkpointer
+from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree
+from dit.checkpoint.store import CheckpointStore
+from dit.config_record import TRUST_VARIABLE
+from dit.monitoring import run_lock
+from dit.monitoring.run_lock import RunLock
+from dit.monitoring.run_log import RunLog, open_log
+from dit.training.pretrain import Run
+from dit.verify.trial import gathered
+
+Fault = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def no_file_beyond(limit: int) -> Iterator[None]:
+    """Let the kernel refuse to write any file of this process beyond `limit` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def saving_fails(limit: int, rank: int) -> Iterator[None]:
+    """Let no file of this rank's checkpoints grow beyond `limit` bytes."""
+    original = Run.save
+
+    def save(self: Run) -> None:
+        with no_file_beyond(limit) if self.groups.rank == rank else contextlib.nullcontext():
+            original(self)
+
+    with mock.patch.object(Run, "save", save):
+        yield
+
+
+@contextlib.contextmanager
+def index_refused() -> Iterator[None]:
+    """Let the disk be full when rank 0 writes the index of the checkpoint."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
+    with mock.patch.object(sharded_state, "write_index", side_effect=full):
+        yield
+
+
+@contextlib.contextmanager
+def terminated_inside(method: str, call: int = 1) -> Iterator[None]:
+    """Send SIGTERM to this process at the start of the given call of a method, named `package.module.Class.method`."""
+    original, calls = pkgutil.resolve_name(method), itertools.count(1)
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    with mock.patch(method, signalled):
+        yield
+
+
+@contextlib.contextmanager
+def together(*faults: Fault) -> Iterator[None]:
+    """Let several things go wrong in one run."""
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(fault())
+        yield
+
+
+@contextlib.contextmanager
+def stuck_inside(method: str, seconds: float) -> Iterator[None]:
+    """Let every call of a method, named `package.module.Class.method`, take several times what the watchdog allows."""
+    original = pkgutil.resolve_name(method)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    with mock.patch(method, slow), mock.patch("dit.training.pretrain.STACK_DUMP_AFTER_S", seconds / 4):
+        yield
+
+
+@contextlib.contextmanager
+def out_of_memory(method: str) -> Iterator[None]:
+    """Let a method, named `package.module.Class.method`, find no memory."""
+    with mock.patch(method, side_effect=torch.OutOfMemoryError("tried to allocate 20.00 GiB")):
+        yield
+
+
+@contextlib.contextmanager
+def no_room_for_logs(limit: int) -> Iterator[None]:
+    """Let no file that is opened with the logs grow beyond `limit` bytes."""
+
+    def limited(*args: Any, **kwargs: Any) -> RunLog:
+        with no_file_beyond(limit):
+            return open_log(*args, **kwargs)
+
+    with mock.patch("dit.training.pretrain.open_log", limited):
+        yield
+
+
+@contextlib.contextmanager
+def flushes_counted(run_dir: Path, out: Path) -> Iterator[None]:
+    """Write down, for each checkpoint that is sealed, how many bytes of `metrics.jsonl` were flushed, and its size."""
+    metrics, fsync, publish = run_dir / "metrics.jsonl", os.fsync, CheckpointStore.publish
+    flushed, found = [0], []
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(metrics):
+            flushed.append(os.fstat(descriptor).st_size)
+
+    def noted_publish(self: CheckpointStore, *args: Any) -> Any:
+        found.append((flushed[-1], metrics.stat().st_size))
+        out.write_text(json.dumps(found))
+        return publish(self, *args)
+
+    with mock.patch("os.fsync", noted_fsync), mock.patch.object(CheckpointStore, "publish", noted_publish):
+        yield
+
+
+class _NaN:
+    """An objective whose target is not a number."""
+
+    def __init__(self, objective: Any) -> None:
+        self.objective = objective
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objective, name)
+
+    def prepare(self, *inputs: Any) -> Any:
+        prepared = self.objective.prepare(*inputs)
+        return replace(prepared, target_TC=prepared.target_TC * float("nan"))
+
+
+@contextlib.contextmanager
+def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
+    """Make the loss NaN on one rank in one step; write down the weights at the end, and each rank's last samples."""
+    from dit.training import pretrain
+
+    forward_step, close = pretrain.training_forward_step, Run.close
+
+    def poisoned(objective: Any, model: Any, seed: int, done: int) -> Any:
+        bad = done + 1 == step and torch.distributed.get_rank() == rank
+        return forward_step(_NaN(objective) if bad else objective, model, seed, done)
+
+    def close_and_tell(self: Run) -> None:
+        shards = self.state.shards
+        whole = {f"weight.{s.name}": gathered(s, s.main) for s in shards}
+        if self.groups.rank == 0:
+            torch.save(whole, weights)
+        weights.with_suffix(f".rank{self.groups.rank}.json").write_text(json.dumps(self.batches.consumed.keys))
+        close(self)
+
+    poison = mock.patch.object(pretrain, "training_forward_step", poisoned)
+    with poison, mock.patch.object(Run, "close", close_and_tell):
+        yield
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Let the process of rank 0 be at work in the run folder already, and not be waited for."""
+    with mock.patch.object(run_lock, "WAIT_S", 0.0), RunLock(run_dir, int(os.environ.get("RANK", "0"))):
+        yield
+
+
+@contextlib.contextmanager
+def port_taken() -> Iterator[None]:
+    """Start as a launcher's only rank, at a port that somebody else listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}):
+            yield
+
+
+@contextlib.contextmanager
+def before_step(step: int, happens: Callable[..., Any], *arguments: Any) -> Iterator[None]:
+    """Let something happen before a step."""
+    original = Run.step
+
+    def disturbed(self: Run, loss_sums: Tensor) -> float:
+        if self.state.step + 1 == step:
+            happens(*arguments)
+        return original(self, loss_sums)
+
+    with mock.patch.object(Run, "step", disturbed):
+        yield
+
+
+def deleted(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Delete the run folder before the third step."""
+    return before_step(3, shutil.rmtree, run_dir)
+
+
+def press_ctrl_c() -> None:
+    """Interrupt this process as a terminal does, also where a shell has started it with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupted(step: int) -> contextlib.AbstractContextManager[None]:
+    """Press Ctrl-C before a step."""
+    return before_step(step, press_ctrl_c)
+
+
+def terminated(step: int) -> contextlib.AbstractContextManager[None]:
+    """Send SIGTERM to this process before a step."""
+    return before_step(step, signal.raise_signal, signal.SIGTERM)
+
+
+def cut_off(folder: Path, *, sealed: bool) -> None:
+    """Halve the files of tensors in all checkpoints of a run, and seal them anew so that their hashes agree."""
+    for checkpoint in (folder / "checkpoints").glob("iter_*"):
+        for path in checkpoint.glob("*.safetensors"):
+            os.truncate(path, path.stat().st_size // 2)
+        if sealed:
+            old = Manifest.from_text((checkpoint / MANIFEST).read_text())
+            (checkpoint / MANIFEST).write_text(replace(old, files=hash_tree(checkpoint, {})).to_text())
+
+
+@contextlib.contextmanager
+def resaved(folder: Path) -> Iterator[None]:
+    """Write what a resumed run has loaded, at once and as it holds it, into a folder."""
+    original = Checkpointer.resume
+
+    def resume(self: Checkpointer, state: Any, mode: str) -> bool:
+        found = original(self, state, mode)
+        assert found
+        folder.mkdir(exist_ok=True)
+        sharded_state.save_state(folder, state.shards, state.ema, state.optimizer, state.groups)
+        return found
+
+    with mock.patch.object(Checkpointer, "resume", resume):
+        yield
+
+
+def trusting(package: str) -> contextlib.AbstractContextManager[Any]:
+    """Let the user name a package of their own, whose settings records may name."""
+    return mock.patch.dict(os.environ, {TRUST_VARIABLE: package})
+
+
+@contextlib.contextmanager
+def no_wandb() -> Iterator[None]:
+    """Let Weights & Biases fail at its first scalar."""
+    from dit.monitoring.sinks import WandbSink
+
+    with mock.patch.object(WandbSink, "scalars", side_effect=ConnectionError("the service is gone")):
+        yield

@@ -1,0 +1,83 @@
+"""Worlds of ranks for tests: which rows run, jobs in worker processes, one start for many of them."""
+
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dit.verify.ranks import free_port, run_ranks
+
+
+def rows(cases: Iterable[tuple], quick: Callable[..., bool]) -> list[Any]:
+    """Mark the cases that only the whole suite runs."""
+    return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.matrix) for case in cases]
+
+
+def selected(request: pytest.FixtureRequest, names: tuple[str, ...]) -> set[tuple]:
+    """Return the values of these parameters in all tests of the asking module that this start of pytest will run."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return {tuple(call.params[n] for n in names) for call in calls if call and call.params.keys() >= set(names)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to do in a worker process.
+
+    Attributes:
+        action: a function of `tests.integration.actions`.
+        arguments: of the function.
+        ranks: of the world it is done in; the other worker processes wait meanwhile.
+    """
+
+    action: Callable[..., Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+
+
+def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0) -> dict[str, Any]:
+    """Do all jobs in order, in one start of as many worker processes as they need.
+
+    Returns:
+        By name, what the action returned; of a job of several ranks, the list of what each returned.
+
+    Raises:
+        RuntimeError: a worker failed; the message holds the end of its output.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # A port for each world: the store of the one before may linger.
+    (folder / "jobs.pkl").write_bytes(pickle.dumps([(name, job, free_port()) for name, job in jobs.items()]))
+    count = max(job.ranks for job in jobs.values())
+    run_ranks(_work, count, folder, timeout_s=timeout_s)
+    found = [pickle.loads((folder / f"results_{rank}.pkl").read_bytes()) for rank in range(count)]
+    return {
+        name: found[0][name] if job.ranks == 1 else [results[name] for results in found[: job.ranks]]
+        for name, job in jobs.items()
+    }
+
+
+def _work(folder: Path, rank: int) -> None:
+    """Be one worker process: do the jobs it is given, one after the other."""
+    from dit.backends import process_groups
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    results: dict[str, Any] = {}
+    for name, job, port in pickle.loads((folder / "jobs.pkl").read_bytes()):
+        if rank >= job.ranks:
+            continue
+        launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "MASTER_PORT": port}
+        for variable, value in launched.items():
+            if job.ranks > 1:
+                os.environ[variable] = str(value)
+            else:
+                os.environ.pop(variable, None)
+        print(f"--- {name}", flush=True)
+        results[name] = job.action(**job.arguments)
+        if dist.is_initialized():  # a run that failed leaves its groups behind
+            process_groups.destroy()
+    (folder / f"results_{rank}.pkl").write_bytes(pickle.dumps(results))
