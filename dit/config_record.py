@@ -1,22 +1,44 @@
 """Settings on disk: dataclasses as plain values that say which class each part is, and back.
 
 The form is that of `--to-yaml`: a run's `config.yaml` starts the same run with `--yaml`. Only classes of this project
-are rebuilt, so reading a record runs no foreign code.
+are rebuilt, and of the packages that the user trusts by name, so reading a record runs no foreign code.
 """
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from dit.errors import CheckpointError
 
 CLASS_KEY = "_target_"
-PACKAGES = ("dit.", "energon_data.")
+PACKAGES = ("dit", "energon_data")
+TRUST = "DIT_TRUSTED_PACKAGES"
+"""Environment variable: packages or modules of the user's own, joined by commas, whose classes are rebuilt too."""
 MOVED = {"dit.training.settings": "dit.settings"}
 """Modules whose classes older records name, and where these are now."""
 FORMER_SCHEDULES = {"constant": "Constant", "cosine": "Cosine", "one_cycle": "OneCycle"}
 """The classes that were one class of schedules, by its setting `kind`."""
+
+
+def check_trusted(name: str, packages: tuple[str, ...] = PACKAGES) -> None:
+    """Check that a class may be imported because a record names it.
+
+    Args:
+        name: `package.module.Class`.
+        packages: trusted besides those of `DIT_TRUSTED_PACKAGES`.
+
+    Raises:
+        ValueError: it is of another package.
+    """
+    package, dot, _ = name.partition(".")
+    own = os.environ.get(TRUST, "").split(",")
+    if not (package and dot and package in (*packages, *own)):
+        raise ValueError(
+            f"{name!r} is no class of {', '.join(packages)}, so it is not imported; "
+            f"if {package!r} is a package or module of your own, trust it by {TRUST}={package}"
+        )
 
 
 def current_module(name: str) -> str:
@@ -65,9 +87,11 @@ def from_record(record: Any) -> Any:
     values = {k: from_record(v) for k, v in record.items() if k != CLASS_KEY}
     if name is None:
         return values
+    try:
+        check_trusted(name)
+    except ValueError as error:
+        raise CheckpointError(f"the run's record: {error}") from error
     module, _, qualname = name.rpartition(".")
-    if not module.startswith(PACKAGES):
-        raise CheckpointError(f"the record names {name!r}; only classes of {', '.join(PACKAGES)} are rebuilt")
     try:
         found = getattr(importlib.import_module(current_module(module)), qualname)
     except (ImportError, AttributeError) as error:
