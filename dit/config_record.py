@@ -1,7 +1,7 @@
 """Settings on disk: dataclasses as plain values that say which class each part is, and back.
 
 The form is that of `--to-yaml`: a run's `config.yaml` starts the same run with `--yaml`. Only classes of this project
-are rebuilt, and of the packages that the user trusts by name, so reading a record runs no foreign code.
+and of packages that the user names in `DIT_PACKAGES` are rebuilt, so reading a record runs no foreign code.
 """
 
 import dataclasses
@@ -13,32 +13,18 @@ from typing import Any
 from dit.errors import CheckpointError
 
 CLASS_KEY = "_target_"
-PACKAGES = ("dit", "energon_data")
-TRUST = "DIT_TRUSTED_PACKAGES"
-"""Environment variable: packages or modules of the user's own, joined by commas, whose classes are rebuilt too."""
+TRUST_VARIABLE = "DIT_PACKAGES"
+"""Environment variable: packages of the user's own, separated by commas, whose settings records may name."""
 MOVED = {"dit.training.settings": "dit.settings"}
 """Modules whose classes older records name, and where these are now."""
 FORMER_SCHEDULES = {"constant": "Constant", "cosine": "Cosine", "one_cycle": "OneCycle"}
 """The classes that were one class of schedules, by its setting `kind`."""
 
 
-def check_trusted(name: str, packages: tuple[str, ...] = PACKAGES) -> None:
-    """Check that a class may be imported because a record names it.
-
-    Args:
-        name: `package.module.Class`.
-        packages: trusted besides those of `DIT_TRUSTED_PACKAGES`.
-
-    Raises:
-        ValueError: it is of another package.
-    """
-    package, dot, _ = name.partition(".")
-    own = os.environ.get(TRUST, "").split(",")
-    if not (package and dot and package in (*packages, *own)):
-        raise ValueError(
-            f"{name!r} is no class of {', '.join(packages)}, so it is not imported; "
-            f"if {package!r} is a package or module of your own, trust it by {TRUST}={package}"
-        )
+def trusted_packages() -> tuple[str, ...]:
+    """Return the packages whose classes a record may name, and which are imported for it."""
+    own = os.environ.get(TRUST_VARIABLE, "").split(",")
+    return ("dit", "energon_data", *(name.strip() for name in own if name.strip()))
 
 
 def current_module(name: str) -> str:
@@ -87,11 +73,13 @@ def from_record(record: Any) -> Any:
     values = {k: from_record(v) for k, v in record.items() if k != CLASS_KEY}
     if name is None:
         return values
-    try:
-        check_trusted(name)
-    except ValueError as error:
-        raise CheckpointError(f"the run's record: {error}") from error
     module, _, qualname = name.rpartition(".")
+    package = module.partition(".")[0]
+    if package not in trusted_packages():
+        raise CheckpointError(
+            f"the record names {name!r}; only classes of {', '.join(trusted_packages())} are rebuilt. If {package!r} "
+            f"is a package of your own, set the environment variable {TRUST_VARIABLE}={package}"
+        )
     try:
         found = getattr(importlib.import_module(current_module(module)), qualname)
     except (ImportError, AttributeError) as error:

@@ -3,7 +3,7 @@
 The layout is nemo-run's (`_target_` names the class, `_partial_` marks the run), with every default written out, so a
 file still says what ran after a default has changed. nemo-run's own reader (0.11) refuses its `_partial_`, and imports
 and calls whatever `_target_` names; this one only accepts a subclass of what the setting asks for, from packages that
-are trusted. It reads the `config.yaml` of a run folder too.
+are already trusted. It reads the `config.yaml` of a run folder too.
 """
 
 import importlib
@@ -19,7 +19,7 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.checkpointer import CONFIG_FILE
-from dit.config_record import CLASS_KEY, PACKAGES, check_trusted, current, current_module
+from dit.config_record import CLASS_KEY, TRUST_VARIABLE, current, current_module, trusted_packages
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
@@ -170,11 +170,13 @@ def _target(name: Any, wanted: list[type], key: str) -> type:
     kinds = " or ".join(t.__name__ for t in wanted) or "a plain value"
     if name is None:
         raise ConfigError(f"{key} names no class; add _target_ with the {kinds} to use")
-    try:
-        check_trusted(str(name), (*PACKAGES, "recipes"))
-    except ValueError as error:
-        raise ConfigError(f"{key}: _target_ {error}") from error
     module, _, attribute = str(name).rpartition(".")
+    trusted = (*trusted_packages(), "recipes")
+    if module.partition(".")[0] not in trusted:
+        raise ConfigError(
+            f"{key}: _target_ {name!r} is not in {', '.join(trusted)}, so it is not imported; "
+            f"{TRUST_VARIABLE}=PACKAGE in the environment trusts a package of your own"
+        )
     try:
         found = getattr(importlib.import_module(current_module(module)), attribute)
     except (ImportError, AttributeError) as error:

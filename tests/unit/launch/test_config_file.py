@@ -104,17 +104,17 @@ def test_a_file_that_yaml_cannot_hold_is_refused(tmp_path, text):
 def test_a_class_of_the_users_own_is_not_imported_unless_its_package_is_trusted(monkeypatch, trusted):
     """Training finds it by --factory; what only reads a record must be told, for the record may be a stranger's."""
     name = f"{OwnSettings.__module__}.{OwnSettings.__qualname__}"
-    monkeypatch.setenv("DIT_TRUSTED_PACKAGES", trusted)
-    with pytest.raises(CheckpointError, match=r"trust it by DIT_TRUSTED_PACKAGES=tests$"):
+    monkeypatch.setenv("DIT_PACKAGES", trusted)
+    with pytest.raises(CheckpointError, match=r"DIT_PACKAGES=tests$"):
         from_record({CLASS_KEY: name, "width": 3})
-    monkeypatch.setenv("DIT_TRUSTED_PACKAGES", "other,tests")
+    monkeypatch.setenv("DIT_PACKAGES", "other,tests")
     assert from_record({CLASS_KEY: name, "width": 3}) == OwnSettings(3)
 
 
 @pytest.mark.parametrize("name", ["os.system", "ditto.x", "dit", ".x", "", "energon_data"])
 def test_nothing_else_is_imported(monkeypatch, name):
-    monkeypatch.setenv("DIT_TRUSTED_PACKAGES", "")
-    with pytest.raises(CheckpointError, match="so it is not imported"):
+    monkeypatch.setenv("DIT_PACKAGES", "")
+    with pytest.raises(CheckpointError, match="only classes of dit, energon_data are rebuilt"):
         from_record({CLASS_KEY: name})
 
 
