@@ -9,6 +9,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.models.base import Backbone, ModelConfig
 from dit.models.registry import build_backbone
 from dit.verify.ranks import FORKS
+from tests.left_out import pytest_deselected, pytest_terminal_summary, pytest_testnodedown  # noqa: F401
 
 FORKS.set_forkserver_preload(["tests.preload"])
 
@@ -60,12 +61,3 @@ def build_model(one_rank_world: ProcessGroups) -> BuildModel:
         return model
 
     return build
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say aloud what was left out, and how it is run."""
-    left = len(terminalreporter.stats.get("deselected", []))
-    if left:
-        terminalreporter.write_line(
-            f"{left} tests were left out by their mark: `make test-parallel` runs the slow rows of every layout"
-        )

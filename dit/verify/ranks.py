@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["dit.verify.trial"])  # benchmarks and tests have longer lists
+FORKS.set_forkserver_preload(["dit.verify.preload"])  # benchmarks and tests have longer lists
 
 
 def free_port() -> int:

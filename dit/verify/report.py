@@ -1,6 +1,7 @@
 """What a comparison of one rank with a layout says: the first wrong gradient, and what was stated of its parameter."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -43,6 +44,11 @@ class WrongGradient:
     ratio: float
     error: float
     by_rank: Mapping[str, float]
+
+    @property
+    def num_stages(self) -> int:
+        """How many pipeline stages have the parameter."""
+        return len({stage for place in self.by_rank for stage in re.findall(r"pp \d+", place)})
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,11 @@ class Verdict:
             return (
                 f"every gradient is {first.ratio:.3f} times its size: no parameter's statement is at fault, but what "
                 "scales the loss or divides by the tokens of the global batch"
+            )
+        if first.num_stages > 1 and not first.sharding.every_stage:
+            return (
+                f"{first.num_stages} pipeline stages have a copy, whose gradients nobody adds up: call "
+                "state_every_stage(module.parameters()) (dit/backends/sharding.py) where it is built"
             )
         axes: tuple[Axis, ...] = ("tp", "pp", first.sharding.data_axis)
         fitting = [axis for axis in axes if math.isclose(first.ratio, self.sizes.ranks[axis], rel_tol=0.02)]

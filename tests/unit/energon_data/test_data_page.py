@@ -1,10 +1,12 @@
-"""What `energon_data/README.md` shows works as shown, and its table is that of the recipes."""
+"""What `energon_data/README.md` and `docs/data.md` show works as shown; their tables are those of recipes and code."""
 
+import ast
 import io
 import json
 import re
 import runpy
 import shlex
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -20,11 +22,14 @@ from small_data import npy
 from dit.data_api import BatchSpec
 from dit.errors import DataError
 from energon_data.dataset import EnergonData
+from energon_data.skip_log import GIVE_UP_AFTER
 from launch import cli
 from launch.train import call_recipe, resolve
 from recipes import registry
 
-PAGE = Path(__file__).parents[3] / "energon_data" / "README.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "energon_data" / "README.md"
+LOADER_PAGE = ROOT / "docs" / "data.md"
 
 
 def spec(**changes) -> BatchSpec:
@@ -146,3 +151,38 @@ def test_the_table_says_what_every_recipe_asks_of_its_folder():
         if limit is not None and not data.path.startswith("data/moving_letters"):  # many to a pack
             assert limit in {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", tokens)}, entry.name
     assert {path: sorted(names) for path, names in asked.items()} == {p: sorted(row[0]) for p, row in rows.items()}
+
+
+def test_the_blend_is_read(written, tmp_path):
+    """Both of its members exist, and each split has what the file says."""
+    (blend,) = re.findall(r"^```yaml\n(.*?)^```", LOADER_PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "blend.yaml").write_text(blend)
+    for member in re.findall(r"path: (\w+)", blend)[:2]:
+        shutil.copytree(written, tmp_path / member)
+    data = EnergonData(path=str(tmp_path / "blend.yaml"), max_tokens_per_pack=128)
+    data.validate(spec(), 1, 4)
+    found = [pack.layout.num_samples for pack in data.build_validation(spec(), dp_rank=0, dp_size=1)]
+    assert sum(found) == 12, "one member is held out"
+
+
+def test_the_limits_and_their_defaults_are_those_of_the_loader():
+    rows = re.findall(r"^\| `data\.(\w+)` \| (\S+) \|", LOADER_PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    assert dict(rows) == {name: str(getattr(EnergonData(), name)) for name, _ in rows}
+    assert f"`data.validation_micro_batches` ({EnergonData().validation_micro_batches})" in LOADER_PAGE.read_text()
+    assert f"{GIVE_UP_AFTER:,} in a row" in LOADER_PAGE.read_text()
+
+
+def test_every_reason_of_a_lost_sample_is_explained():
+    """As the code spells them; one reason is the condition's own name."""
+    calls = [
+        node
+        for file in (ROOT / "energon_data").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("SampleError", "Skip")
+    ]
+    reasons = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    table = LOADER_PAGE.read_text().partition("| reason |")[2].partition("\n\n")[0]
+    explained = {word for row in table.splitlines()[2:] for word in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert explained == reasons
+    assert len(reasons) > 12

@@ -1,6 +1,6 @@
 """A configuration survives the way through YAML, and a file cannot name foreign code."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import fiddle
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dit.checkpoint.resume_check import changes
 from dit.config_record import CLASS_KEY, from_record, to_record
-from dit.errors import ConfigError
+from dit.errors import CheckpointError, ConfigError
 from dit.optimizer.schedules import WSD, Constant, Cosine, OneCycle
 from dit.training.pretrain import pretrain
 from launch import config_file
@@ -20,6 +20,11 @@ from recipes.letters import letters_dit
 from recipes.tiny import tiny_dit
 
 WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=0, max_size=12)
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    width: int
 
 
 def built(task):
@@ -93,6 +98,24 @@ def test_a_file_that_yaml_cannot_hold_is_refused(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match="--to-yaml FILE writes"):
         config_file.load(tmp_path / "config.yaml", pretrain, load_component)
+
+
+@pytest.mark.parametrize("trusted", ["", "other", "test", "tests.unit", ".", "tests.unit.launch"])
+def test_a_class_of_the_users_own_is_not_imported_unless_its_package_is_trusted(monkeypatch, trusted):
+    """Training finds it by --factory; what only reads a record must be told, for the record may be a stranger's."""
+    name = f"{OwnSettings.__module__}.{OwnSettings.__qualname__}"
+    monkeypatch.setenv("DIT_PACKAGES", trusted)
+    with pytest.raises(CheckpointError, match=r"DIT_PACKAGES=tests$"):
+        from_record({CLASS_KEY: name, "width": 3})
+    monkeypatch.setenv("DIT_PACKAGES", "other,tests")
+    assert from_record({CLASS_KEY: name, "width": 3}) == OwnSettings(3)
+
+
+@pytest.mark.parametrize("name", ["os.system", "ditto.x", "dit", ".x", "", "energon_data"])
+def test_nothing_else_is_imported(monkeypatch, name):
+    monkeypatch.setenv("DIT_PACKAGES", "")
+    with pytest.raises(CheckpointError, match="only classes of dit, energon_data are rebuilt"):
+        from_record({CLASS_KEY: name})
 
 
 def test_a_run_folder_stands_for_its_configuration(tmp_path):

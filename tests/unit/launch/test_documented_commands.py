@@ -1,15 +1,18 @@
 """Every command that a page names: its recipe plans at the world size it is started with, and no two runs share a port.
 
-Pages are found, not listed: a new page or command is checked without anybody thinking of it.
+Every line of a fenced block is a command that some test checks, every Python block is run by one, every link leads
+somewhere. Pages are found, not listed: a new page or command is checked without anybody thinking of it.
 """
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -19,15 +22,13 @@ from launch import plan
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
 from tests.integration.runs import environment
+from tests.unit.launch.pages import FILES, MARKDOWN, ROOT, blocks, shown_commands, without_assignments
 
-ROOT = Path(__file__).parents[3]
-PACKAGES = ("benchmarks", "dit", "docs", "energon_data", "launch", "recipes")
-FOLDERS = (ROOT.glob("*"), *((ROOT / package).rglob("*") for package in PACKAGES))
-PAGES = sorted(
-    path.relative_to(ROOT)
-    for path in chain(*FOLDERS)
-    if path.suffix in (".md", ".sh", ".py") or path.name == "Makefile"
-)
+PAGES = [
+    path
+    for path in FILES
+    if path.parts[0] != "tests" and (path.suffix in (".md", ".sh", ".py") or path.name in ("Makefile", "run"))
+]
 # How each kind of page sets the variables of its commands: `NAME ?= a`, `for NAME in a b; do`, `#SBATCH --nodes=4`.
 VARIABLES = [
     (re.compile(r"^(\w+) \?= (\S+)", re.MULTILINE), None),
@@ -68,11 +69,11 @@ def expanded(line: str, values: dict[str, list[str]]) -> Iterator[str]:
 
 
 def parsed(page: Path, line: str) -> Optional[Command]:
-    """Read the recipe, its overrides and the number of ranks from a command line; None for a placeholder."""
+    """Read the recipe, its overrides and the number of ranks from a command line; None for a recipe not of ours."""
     before, _, after = line.partition("--factory ")
     text = after.partition("`")[0].partition("|")[0]
     recipe, *rest = text.split() if page.suffix == ".py" else shlex.split(text)  # Python's lines hold prose, too
-    if PLACEHOLDER.fullmatch(recipe):
+    if PLACEHOLDER.fullmatch(recipe) or "." in recipe:  # the reader's own: tests/unit/launch/test_extending_pages.py
         return None
     planned = re.search(r"--world-size (\d+)", line)
     ranks, nodes = (re.search(rf'--{flag} "?(\d+)', before) for flag in ("nproc-per-node", "nnodes"))
@@ -130,18 +131,16 @@ def test_two_runs_on_one_machine_take_two_ports():
     assert not sharing, "\n".join(sharing)
 
 
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-MODULES = sorted(
-    {
-        (page, match[1], line)
-        for page in PAGES
-        if page.suffix == ".md"
-        for _, block in FENCED.findall((ROOT / page).read_text())
-        for line in block.replace("\\\n", " ").splitlines()
-        if (match := re.match(r"(?:python|\.venv/bin/python) -m (\S+)", line))
-    },
-    key=str,
-)
+def module_lines(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield each `python -m MODULE ...` of a page, in a block or in its text, with the module."""
+    text = (ROOT / page).read_text()
+    in_text = (" ".join(words.split()) for words in re.findall(r"`(python -m [^`]+)`", text))
+    for line in (*(line for block in blocks(page) for line in block.text.replace("\\\n", " ").splitlines()), *in_text):
+        if match := re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(python -m (\S+).*)", line):
+            yield match[2], match[1]
+
+
+MODULES = sorted({(page, *found) for page in MARKDOWN for found in module_lines(page)}, key=str)
 
 
 @pytest.mark.parametrize(("page", "module", "line"), MODULES, ids=lambda value: str(value)[:60])
@@ -159,9 +158,121 @@ def test_a_documented_module_takes_the_flags_of_its_page(page, module, line, cap
     assert not missing, f"{page}: {module} does not take {missing}"
 
 
+def target_of(words: list[str]) -> list[str]:
+    """Return the targets that a `make` command names; its variables are set by `NAME=VALUE`."""
+    return [word for word in words[1:] if "=" not in word]
+
+
+def extras_of(words: list[str]) -> list[str]:
+    """Return the optional dependencies of this project that a `pip` command installs."""
+    return [extra for word in words for found in re.findall(r"^\.\[(.+)\]$", word) for extra in found.split(",")]
+
+
+def checked_by(page: Path, line: str) -> str:
+    """Return which test checks a line of a fenced block, or an empty string where none does."""
+    _, words = without_assignments(line)
+    start = " ".join(words[:2])
+    if start == "python -m":
+        return "test_a_documented_module_takes_the_flags_of_its_page"
+    if words[0] == "torchrun" and "--factory" in words:
+        return "test_a_documented_command_plans_at_its_world_size"
+    if words[0] == "make" or start in ("pip install", "python3 -m", ". .venv/bin/activate"):
+        return "test_targets_and_extras_exist"
+    if start.startswith("energon prepare"):
+        return "test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure"
+    if words[0] == "python" and (ROOT / page).read_text().find(f"# {words[1]}\n") > 0:
+        return "test_a_command_of_the_page_does_what_it_says"
+    return ""
+
+
+def test_every_line_of_a_block_is_checked():
+    """A block without a language holds commands; anything else says what it is."""
+    lines = [(page, line) for page in MARKDOWN for line in shown_commands(page)]
+    assert len(lines) > 30
+    assert [
+        f"{page}: {line}" for page, line in lines for part in line.split(" && ") if not checked_by(page, part)
+    ] == []
+    hidden = [
+        f"{page}: {line}"
+        for page in MARKDOWN
+        for line in (ROOT / page).read_text().splitlines()
+        if re.match(r"    +(python -m|torchrun|make|pip|megatron-dit) ", line)
+    ]
+    assert hidden == [], "an indented command is checked by nothing; fence it"
+
+
+def test_every_script_parses():
+    scripts = [block for page in MARKDOWN for block in blocks(page) if block.language == "bash"]
+    assert len(scripts) > 2
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script.text, text=True, check=True)
+
+
+def test_targets_and_extras_exist():
+    """Of `make` and `pip` in blocks, in the text, in the workflow and in what it runs."""
+    rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = 0
+    for page in (*MARKDOWN, Path(".ci/run"), Path(".github/workflows/ci.yml"), Path("Dockerfile")):
+        text = (ROOT / page).read_text().replace("\\\n", " ")
+        for line in re.findall(
+            r"(?:^|`|&& |RUN )((?:make|(?:\S*python -m )?pip install) [^`\n&]+)", text, re.MULTILINE
+        ):
+            words = shlex.split(line, comments=True)
+            wrong = [x for x in target_of(words) if x not in rules] if words[0] == "make" else []
+            wrong += [x for x in extras_of(words) if x not in project["optional-dependencies"]]
+            assert wrong == [], f"{page}: {line}"
+            named += 1
+    assert named > 12
+    for command in re.findall(r"^ +- run: (\S+)$", (ROOT / ".github/workflows/ci.yml").read_text(), re.MULTILINE):
+        assert os.access(ROOT / command, os.X_OK), command
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links may point to in a page: its headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=str)
+def test_the_links_of_a_page_lead_somewhere(page):
+    """Files, folders and headings of this repository."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, heading = target.partition("#")
+        if "://" in target:
+            continue
+        found = (ROOT / page.parent / file).resolve() if file else ROOT / page
+        assert found.exists(), f"{page}: {target}"
+        assert not heading or heading in anchors(found.relative_to(ROOT)), f"{page}: {target}"
+
+
+def test_every_page_of_docs_is_in_its_list():
+    listed = re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs/README.md").read_text())
+    assert {path.name for path in MARKDOWN if path.parts[0] == "docs"} - {"README.md"} <= set(listed)
+
+
+RUNS_THE_PYTHON = {
+    "README.md": "test_documented_commands.py",
+    "energon_data/README.md": "test_data_page.py",
+    "launch/README.md": "test_launch_page.py",
+    "docs/adding-a-backbone.md": "test_extending_pages.py",
+    "docs/adding-an-objective.md": "test_extending_pages.py",
+    "docs/adding-a-condition.md": "test_extending_pages.py",
+}
+"""Which test runs the Python blocks of a page."""
+
+
+def test_every_python_block_is_run():
+    with_python = {str(page) for page in MARKDOWN if any(block.language == "python" for block in blocks(page))}
+    assert with_python == set(RUNS_THE_PYTHON)
+    languages = {block.language for page in MARKDOWN for block in blocks(page)}
+    assert languages <= {"", "python", "bash", "yaml", "text"}
+
+
 def test_the_python_of_the_readme_trains_and_draws(tmp_path):
     """As a reader pastes it; in a process of its own, from an empty folder."""
-    [program] = [block for language, block in FENCED.findall((ROOT / "README.md").read_text()) if language == "python"]
+    [program] = [block.text for block in blocks(Path("README.md")) if block.language == "python"]
     assert len(program.splitlines()) <= 10
     program += "\nprint(tuple(latents.shape))\n"
     done = subprocess.run(

@@ -1,0 +1,95 @@
+"""docs/adding-a-*.md: the files that they show are written to a folder, and their commands do there what they say."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dit.verify.ranks import run_world
+from launch import cli
+from launch.config_file import built
+from launch.train import resolve
+from launch.verify import Pair, build_parser, compare, tiny_pair, world_size_of
+from tests.integration.runs import Job, run_jobs
+from tests.unit.launch import pages
+
+PAGES = [Path(f"docs/adding-{what}.md") for what in ("a-backbone", "an-objective", "a-condition")]
+LINES = [line for page in PAGES for line in pages.shown_commands(page)]
+VERIFY = "python -m launch.verify "
+STATED = "        state_every_stage(self.parameters())  # every pipeline stage has a copy: add up their gradients\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Write what the pages show, and the backbone once more without the statement of which its page tells."""
+    folder = tmp_path_factory.mktemp("extending")
+    files = {name: text for page in PAGES for name, text in pages.shown_files(page).items()}
+    assert STATED in files["side_by_side.py"]
+    files["not_stated.py"] = files["side_by_side.py"].replace(STATED, "")
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    np.save(folder / "motion.npy", np.ones(3, np.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+
+
+def pair_of(line: str) -> Pair:
+    """Return what a line with `launch.verify` compares."""
+    args = build_parser().parse_args(line.removeprefix(VERIFY).split())
+    config = built(resolve(cli.Options(factory=args.factory, overrides=args.overrides)))
+    return tiny_pair(config, world_size_of(config.parallel, args.world_size))
+
+
+@pytest.fixture(scope="module")
+def verdicts(folder, tmp_path_factory):
+    """What each `launch.verify` of the pages finds; each world size starts once."""
+    lines = [line for line in LINES if line.startswith(VERIFY)]
+    faulty = next(line for line in lines if "pipeline" in line and "side_by_side" in line)
+    lines.append(faulty.replace("side_by_side", "not_stated"))
+    pairs = {line: pair_of(line) for line in lines}
+    assert {pair.world_size for pair in pairs.values()} == {2}
+    logs = tmp_path_factory.mktemp("verify")
+    tasks = [[{"task": "dit.verify.trial:run_case", "trial": t} for t in (p.one, p.many)] for p in pairs.values()]
+    one, many = (run_world(n + 1, [task[n] for task in tasks], logs / str(n)) for n in (0, 1))
+    return {line: compare(pair, *found) for (line, pair), *found in zip(pairs.items(), one, many)}
+
+
+@pytest.fixture(scope="module")
+def ended(folder, tmp_path_factory):
+    """How each other command of the pages ended; one process runs them in order, as a reader does."""
+    quick = {"launch.train": " logging.tensorboard=False", "launch.sample": " --steps 2"}
+    jobs = {
+        line: Job(
+            pages.run_line, {"line": line + quick.get(line.partition("-m ")[2].split(" ")[0], ""), "folder": folder}
+        )
+        for line in LINES
+        if not line.startswith(VERIFY)
+    }
+    return run_jobs(tmp_path_factory.mktemp("commands"), jobs)
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if not line.startswith(VERIFY)])
+def test_a_command_of_the_page_does_what_it_says(ended, folder, line):
+    assert ended[line].code == 0, ended[line].err
+    if "--yes" in line:
+        assert "finished step 2 of 2" in ended[line].err + ended[line].out
+    if "--out" in line:
+        assert "grid.png: 2 samples" in ended[line].out
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith(VERIFY)])
+def test_the_layouts_of_the_page_equal_one_rank(verdicts, line):
+    assert verdicts[line].is_equal
+    assert verdicts[line].idle == ()
+    if "side_by_side" in line:
+        assert verdicts[line].text().endswith("equal: 31 gradients, losses, weights and their copies")
+
+
+def test_a_copy_on_every_stage_that_is_not_stated_is_named_with_its_cure(verdicts):
+    """As the page says: the first parameter, that two stages have a copy, and what to call."""
+    (verdict,) = (verdicts[line] for line in verdicts if "not_stated" in line)
+    assert verdict.wrong[0].row.name == "conditioner.label.weight"
+    assert "2 pipeline stages have a copy" in verdict.reading()
+    assert "state_every_stage(module.parameters())" in verdict.reading()

@@ -1,0 +1,33 @@
+"""Tests that are left out are counted aloud."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOUR = """
+import pytest
+
+@pytest.mark.parametrize("i", range(3))
+@pytest.mark.slow
+def test_slow(i):
+    pass
+
+def test_quick():
+    pass
+"""
+
+
+def test_the_number_is_said_also_where_workers_collect(tmp_path):
+    """xdist's own summary says nothing of them."""
+    (tmp_path / "test_four.py").write_text(FOUR)
+    options = ["-p", "xdist", "-p", "tests.left_out", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "."]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-n", "2", "-m", "not slow", "."],
+        cwd=tmp_path,
+        env={"PATH": "", "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 tests were left out by their mark: `make test-parallel`" in done.stdout
