@@ -1,6 +1,7 @@
 """From the decoded parts of a sample to a `Clip`.
 
-A sample has a part `latent.npy` or `latent.safetensors` (`[C, T, H, W]`, or `[C, H, W]` for an image). Its conditions
+A sample has a part `latent.npy` or `latent.safetensors` (`[C, T, H, W]`, or `[C, H, W]` for an image), or else a
+picture or video called `pixels`, whose values in [-1, 1] are the latent of a model with three channels. Its conditions
 are arrays in parts of their own, or numbers in the metadata, named as `dit.conditions.Condition.stored_as` says; those
 that the model does not take are not looked at. Other metadata that is used: `loss_weight`, `aesthetic_score`.
 """
@@ -15,7 +16,8 @@ from torch import Tensor
 from dit.conditions import Condition, Value
 from dit.data_api import sample_id
 from dit.errors import page_of
-from energon_data.samples import LATENT, META_PART, Clip, SampleError, finite_number
+from energon_data.media_files import PICTURES, VIDEOS, read_pixels
+from energon_data.samples import LATENT, META_PART, PIXELS, Clip, SampleError, finite_number
 
 LOSS_WEIGHT_RANGE = (0.0, 1e3)
 """Weights that a sample may state: none turns its loss around, none outweighs all others."""
@@ -45,6 +47,15 @@ def _from_numpy(value: np.ndarray, stem: str) -> Tensor:
         return torch.from_numpy(value)
     except (TypeError, ValueError) as error:  # ValueError: another byte order than this machine's
         raise SampleError("wrong_part", f"{stem}.npy holds {value.dtype}, which is no number type of torch") from error
+
+
+def _pixels(sample: dict[str, Any]) -> Optional[Tensor]:
+    """Decode the picture or video of a sample, `[3, T, H, W]` in [-1, 1]; None if it has none."""
+    for name, data in sample.items():
+        stem, _, extension = name.partition(".")
+        if stem == PIXELS and extension in PICTURES | VIDEOS:
+            return read_pixels(data, extension)
+    return None
 
 
 def _number(metadata: dict[str, Any], names: tuple[str, ...], limits: tuple[float, float]) -> Optional[float]:
@@ -126,11 +137,12 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
     """
     metadata = sample[META_PART]
     latent = _tensor(sample, LATENT)
+    latent = _pixels(sample) if latent is None else latent
     if latent is None:
         raise SampleError(
             "missing_part",
-            "the sample has no latent.npy or latent.safetensors; pictures and videos must be encoded beforehand "
-            f"({page_of('energon_data')})",
+            "the sample has no latent.npy, latent.safetensors, or picture or video called pixels; "
+            f"`python -m energon_data.prepare` makes such samples ({page_of('energon_data')})",
         )
     if latent.dim() == 3:
         latent = latent[:, None]

@@ -18,7 +18,7 @@ from dit.conditions import Condition, Value
 from dit.errors import DataError, page_of
 
 META_PART = "json"
-LATENT = "latent"
+LATENT, PIXELS = "latent", "pixels"
 _SELF = re.compile(rb'"json": "([0-9a-f]{8})"')
 _BLANK = b'"json": "00000000"'
 

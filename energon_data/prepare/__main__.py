@@ -1,11 +1,18 @@
-"""Command line: `python -m energon_data.prepare letters --out DIR`."""
+"""Command line: `python -m energon_data.prepare images --in DIR --out DIR`, or `... letters --out DIR`."""
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Sequence
-from typing import Any, Optional
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import told_in_one_line
+
+if TYPE_CHECKING:
+    from energon_data.prepare.build import UnitRecord
+    from energon_data.prepare.media import Preparation
 
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:
@@ -23,6 +30,138 @@ def _moving_letters(args: argparse.Namespace) -> None:
     from energon_data.prepare.moving_letters import prepare_moving_letters
 
     print(prepare_moving_letters(args.out, frames=args.frames, stills=args.stills, **_common(args)).summary())
+
+
+def _media(args: argparse.Namespace) -> None:
+    from energon_data.prepare.media import Options, Preparation
+    from energon_data.prepare.pictures import Fit
+    from energon_data.prepare.videos import Cut
+
+    cut = Cut()
+    if args.command != "images":
+        cut = Cut(fps=args.fps, frames=args.frames, multiple_of=args.frames_multiple_of, clips=args.clips)
+    options = Options(
+        fit=Fit(size=args.size, aspect=args.aspect, multiple_of=args.multiple_of),
+        cut=cut,
+        image_format=args.format,
+        quality=args.quality,
+        vae=args.vae,
+        precision=args.precision,
+        device=args.device,
+        text_encoder=args.text_encoder,
+        batch=args.batch,
+    )
+    preparation = Preparation.of(
+        args.command,
+        args.source,
+        args.out,
+        options,
+        labels=getattr(args, "labels", False),
+        samples_per_shard=args.samples_per_shard,
+        validation=args.validation,
+    )
+    if args.dry_run:
+        print(_forecast(preparation))
+        return
+    began = time.monotonic()
+    total = _run_with_progress(preparation, args)
+    print(_media_summary(args.out, total, time.monotonic() - began))
+
+
+def _run_with_progress(preparation: "Preparation", args: argparse.Namespace) -> "UnitRecord":
+    """Make the data set beside a progress bar in files (archives, of a WebDataset) with rate and time left."""
+    from tqdm import tqdm
+
+    unit = "archive" if args.command == "webdataset" else "file"
+    with tqdm(total=preparation.entries, unit=unit, desc=f"preparing {args.out}", disable=None) as bar:
+
+        def show(number: int, record: "UnitRecord") -> None:
+            work = preparation.units[number]
+            bar.update(len(work) if isinstance(work, list) else 1)
+            if record.skipped:
+                bar.write("; ".join(f"{texts[0]}" for texts in record.examples.values()), file=sys.stderr)
+
+        return preparation.run(processes=args.processes, force=args.force, on_unit=show)
+
+
+def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
+    """Describe a finished data set in a few lines."""
+    size = sum(facts["bytes"] for facts in total.shards.values())
+    lines = [f"{out}: {total.shapes.total():,} samples in {len(total.shards)} shards, {size:,} bytes, {seconds:.0f} s"]
+    for split in ("train", "val"):
+        count = sum(facts["samples"] for facts in total.of(split).values())
+        hint = "" if count else " (train with training.validation_interval=0, or raise --validation)"
+        lines.append(f"  {split}: {count:,} samples{hint}")
+    shapes = ", ".join(f"{count:,} of {shape}" for shape, count in total.shapes.most_common(5))
+    lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
+    for reason, count in total.skipped.most_common():
+        lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
+    return "\n".join(lines)
+
+
+def _forecast(preparation: "Preparation") -> str:
+    """Say what would be made, from a few samples made in memory."""
+    samples, record = preparation.try_out()
+    what = "archives" if preparation.plan["command"] == "webdataset" else "files"
+    lines = [f"{preparation.job.out}: nothing is written; {preparation.entries:,} {what} were found"]
+    for sample in samples:
+        size = sum(map(len, sample.parts.values()))
+        named = sample.metadata.get("caption", "no caption")
+        lines.append(
+            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {named}"
+        )
+    for reason, texts in record.examples.items():
+        lines.append(f"  skipped, {reason}: {texts[0]}")
+    if samples and what == "files":
+        tried = len(samples) + record.skipped.total()
+        mean = sum(sum(map(len, sample.parts.values())) for sample in samples) / tried
+        lines.append(f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, by these {tried} samples")
+    return "\n".join(lines)
+
+
+def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.add_argument("--in", dest="source", type=Path, required=True, metavar="PATH", help="folder that is read")
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--size", type=int, metavar="N", help="pixels: N x N is the largest area (native sizes)")
+    parser.add_argument(
+        "--aspect",
+        choices=("keep", "square", "buckets"),
+        default="keep",
+        help="keep the ratio of the sides, cut squares of N x N, or cut to the nearest aspect bucket (%(default)s)",
+    )
+    parser.add_argument(
+        "--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)"
+    )
+    if command != "images":
+        parser.add_argument("--fps", type=float, help="frames per second that are taken (all)")
+        parser.add_argument("--frames", type=int, metavar="N", help="cut videos into clips of N frames (one clip)")
+        parser.add_argument("--frames-multiple-of", type=int, default=1, metavar="N", help="of a clip (%(default)s)")
+        parser.add_argument("--clips", type=int, metavar="N", help="most clips of one video (all)")
+    if command != "webdataset":
+        parser.add_argument("--labels", action="store_true", help="the folders right below --in are classes")
+    parser.add_argument(
+        "--format", choices=("png", "webp", "jpg"), default="png", help="of stored pixels (%(default)s)"
+    )
+    parser.add_argument("--quality", type=int, default=95, metavar="N", help="of jpg, 1 to 100 (%(default)s)")
+    parser.add_argument(
+        "--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder or hub name)"
+    )
+    parser.add_argument(
+        "--text-encoder", metavar="NAME", help="store embeddings of the captions, such as all-minilm-l6-v2's"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="of the autoencoder (%(default)s)"
+    )
+    parser.add_argument("--device", default="cpu", help="of the autoencoder (%(default)s)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")
+    parser.add_argument("--validation", type=float, default=0.02, metavar="SHARE", help="held out (%(default)s)")
+    parser.add_argument(
+        "--samples-per-shard", type=int, default=1000, metavar="N", help="files of a shard (%(default)s)"
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(%(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be made, from a few samples")
+    parser.add_argument("--force", action="store_true", help="replace an older data set")
+    parser.set_defaults(run=_media, command=command)
 
 
 def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) -> None:
@@ -47,6 +186,9 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m energon_data.prepare", description="Make a data set.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_media(commands.add_parser("images", help="a folder of pictures with captions or classes"), "images")
+    _add_media(commands.add_parser("videos", help="a folder of videos with captions or classes"), "videos")
+    _add_media(commands.add_parser("webdataset", help="tar files of pictures or videos with captions"), "webdataset")
     letters = commands.add_parser("letters", help="capitals A-Z of every text font on this machine")
     _add_common(letters, variations=16, what="pictures per glyph and font face")
     letters.set_defaults(run=_letters)

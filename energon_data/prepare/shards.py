@@ -32,11 +32,12 @@ class ShardWriter:
     Args:
         folder: where the shards go.
         split: name of the split; shards are called `SPLIT-000000.tar`.
-        samples_per_shard: samples in every shard but the last.
+        samples_per_shard: samples in every shard but the last; None for one shard with all.
+        first: number of the first shard.
     """
 
-    def __init__(self, folder: Path, split: str, samples_per_shard: int) -> None:
-        self.folder, self.split, self.samples_per_shard = folder, split, samples_per_shard
+    def __init__(self, folder: Path, split: str, samples_per_shard: int | None, first: int = 0) -> None:
+        self.folder, self.split, self.samples_per_shard, self.first = folder, split, samples_per_shard, first
         self.shards: dict[str, dict[str, int]] = {}
         self._tar: tarfile.TarFile | None = None
         self._name, self._count = "", 0
@@ -54,7 +55,7 @@ class ShardWriter:
             raise DataError(f"two samples of split {self.split!r} are called {key!r}; give each a name of its own")
         self._keys.add(key)
         if self._tar is None:
-            name = f"{self.split}-{len(self.shards):06d}.tar"
+            name = f"{self.split}-{self.first + len(self.shards):06d}.tar"
             self._name = name
             self._tar = tarfile.open(self.folder / name, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
             self._count = 0
@@ -123,9 +124,8 @@ def _remove_leftovers(out: Path) -> None:
             continue
 
 
-@contextlib.contextmanager
-def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
-    """Give a temporary folder beside `out` that takes its place when the block ends well, and vanishes otherwise.
+def check_replaceable(out: Path, *, force: bool) -> None:
+    """Check that a data set may be made at `out`.
 
     Raises:
         ConfigError: `out` exists and `force` is not set, or `out` is not a data set of ours.
@@ -134,6 +134,26 @@ def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
         raise ConfigError(f"{out} exists already; choose another --out, or replace it with --force")
     if out.exists() and not (out.is_dir() and ((out / DATASET_FILE).is_file() or not any(out.iterdir()))):
         raise ConfigError(f"{out} was not made by this command, so --force does not delete it; remove it first")
+
+
+def publish(folder: Path, out: Path) -> None:
+    """Rename a finished folder to `out`, in place of an older data set if there is one."""
+    if out.exists():
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.old-", dir=out.parent) as old:
+            out.rename(Path(old) / out.name)
+            folder.rename(out)
+    else:
+        folder.rename(out)
+
+
+@contextlib.contextmanager
+def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """Give a temporary folder beside `out` that takes its place when the block ends well, and vanishes otherwise.
+
+    Raises:
+        ConfigError: `out` exists and `force` is not set, or `out` is not a data set of ours.
+    """
+    check_replaceable(out, force=force)
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(out)
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
@@ -141,12 +161,7 @@ def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        if out.exists():
-            with tempfile.TemporaryDirectory(prefix=f".{out.name}.old-", dir=out.parent) as old:
-                out.rename(Path(old) / out.name)
-                temporary.rename(out)
-        else:
-            temporary.rename(out)
+        publish(temporary, out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -1,0 +1,247 @@
+"""Frozen autoencoders (VAEs) of diffusers: from pixels to latents for data, from latents to pixels for samples.
+
+What an autoencoder does to sizes and numbers stands in its `config.json`; `Geometry` reads it without loading weights.
+
+    pixels [3, T, H, W] in [-1, 1]  -- encoder, posterior mean -->  z  -- (z - mean) / std -->  latent [C, t, h, w]
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+
+Precision = Literal["fp32", "bf16"]
+KINDS = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLHunyuanVideo")
+"""Classes of diffusers that are read; the first encodes each frame alone, the others are causal in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What an autoencoder does to sizes and numbers.
+
+    Attributes:
+        kind: class of diffusers, one of `KINDS`.
+        channels: C of a latent.
+        time, space: frames, and pixels per side, that become one in a latent.
+        mean, std: per channel or one for all; a latent is (z - mean) / std.
+    """
+
+    kind: str
+    channels: int
+    time: int
+    space: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def read(cls, name: str) -> "Geometry":
+        """Read the configuration of an autoencoder.
+
+        Args:
+            name: a folder with `config.json` (or with a folder `vae` that has one), or a name on the Hugging Face hub.
+
+        Raises:
+            ConfigError: there is none, or it is of another class.
+        """
+        return cls.of(_config(name), name)
+
+    @classmethod
+    def of(cls, config: dict[str, Any], name: str) -> "Geometry":
+        """Interpret the content of `config.json`; fields that it leaves out have diffusers' defaults.
+
+        Raises:
+            ConfigError: the class is none of `KINDS`.
+        """
+        kind = config.get("_class_name")
+        if kind not in KINDS:
+            raise ConfigError(f"{name} is a {kind}; autoencoders of the classes {', '.join(KINDS)} are read")
+        entry = {**_defaults(str(kind)), **config}
+        if kind == "AutoencoderKL":
+            channels, time, space = entry["latent_channels"], 1, 2 ** (len(entry["block_out_channels"]) - 1)
+        elif kind == "AutoencoderKLWan":
+            channels, time, space = entry["z_dim"], entry["scale_factor_temporal"], entry["scale_factor_spatial"]
+        else:
+            channels = entry["latent_channels"]
+            time, space = entry["temporal_compression_ratio"], entry["spatial_compression_ratio"]
+        if entry.get("latents_mean") is not None and entry.get("latents_std") is not None:
+            mean, std = tuple(map(float, entry["latents_mean"])), tuple(map(float, entry["latents_std"]))
+            scale = 1.0 if kind == "AutoencoderKLWan" else float(entry["scaling_factor"])
+            std = tuple(value / scale for value in std)
+        else:
+            mean = (float(entry.get("shift_factor") or 0.0),)
+            std = (1.0 / float(entry["scaling_factor"]),)
+        return cls(kind=str(kind), channels=int(channels), time=int(time), space=int(space), mean=mean, std=std)
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return (C, t, h, w) of the latent of a picture (one frame) or clip.
+
+        Raises:
+            ConfigError: a size is no multiple of the compression (frames: 1 + a multiple, of a causal autoencoder).
+        """
+        if height % self.space or width % self.space:
+            raise ConfigError(f"{height} x {width} pixels cannot be encoded; sides must be multiples of {self.space}")
+        if (frames - 1) % self.time:
+            raise ConfigError(f"{frames} frames cannot be encoded; use 1 + a multiple of {self.time}")
+        return self.channels, 1 + (frames - 1) // self.time, height // self.space, width // self.space
+
+    def pixel_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Return (T, H, W) in pixels of a latent's (t, h, w)."""
+        return 1 + (frames - 1) * self.time, height * self.space, width * self.space
+
+
+def _folder(name: str) -> Optional[Path]:
+    """Return the local folder with the configuration, None for a name on the hub."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return None
+    return path if (path / "config.json").is_file() else path / "vae"
+
+
+def _config(name: str) -> dict[str, Any]:
+    folder = _folder(name)
+    try:
+        if folder is not None:
+            return dict(json.loads((folder / "config.json").read_text()))
+        from diffusers import AutoencoderKL
+
+        return dict(AutoencoderKL.load_config(name))
+    except ImportError as error:
+        raise _not_installed(name) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no autoencoder at {name!r}: {error}; name a folder in diffusers' layout (config.json and "
+            "diffusion_pytorch_model.safetensors), or a name on the Hugging Face hub"
+        ) from error
+
+
+def _not_installed(name: str) -> ConfigError:
+    return ConfigError(f"the autoencoder {name!r} needs diffusers, which is not installed: pip install '.[encoders]'")
+
+
+@lru_cache
+def _defaults(kind: str) -> dict[str, Any]:
+    """Return the defaults of the constructor of a class of diffusers."""
+    import inspect
+
+    try:
+        parameters = inspect.signature(_class_of(kind).__init__).parameters
+    except ImportError as error:
+        raise _not_installed(kind) from error
+    return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+
+
+def _class_of(kind: str) -> Any:
+    import diffusers
+
+    return getattr(diffusers, kind)
+
+
+class VAE:
+    """A pretrained autoencoder, frozen.
+
+    Args:
+        name: as in `Geometry.read`.
+        device: where it runs.
+        precision: of its weights and activations; latents are float32 either way.
+        tile: sides above so many pixels are encoded and decoded in overlapping tiles (diffusers' own), which bounds
+            memory and changes the numbers slightly; None for never.
+    """
+
+    def __init__(
+        self, name: str, *, device: str = "cpu", precision: Precision = "fp32", tile: Optional[int] = None
+    ) -> None:
+        self.name, self.geometry, self.tile = name, Geometry.read(name), tile
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        folder = _folder(name)
+        try:
+            kind = _class_of(self.geometry.kind)
+            model = kind.from_pretrained(folder or name, torch_dtype=self.dtype, use_safetensors=True)
+        except ImportError as error:
+            raise _not_installed(name) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"the weights of the autoencoder {name!r} cannot be loaded: {error}") from error
+        self._model: Any = model.to(device).eval().requires_grad_(False)
+        self._mean = torch.tensor(self.geometry.mean, device=device)[:, None, None, None]
+        self._std = torch.tensor(self.geometry.std, device=device)[:, None, None, None]
+
+    @torch.no_grad()
+    def encode(self, pixels_BCTHW: Tensor) -> Tensor:
+        """Encode pictures (one frame) or clips of one shape.
+
+        Args:
+            pixels_BCTHW: `[B, 3, T, H, W]` in [-1, 1].
+
+        Returns:
+            `[B, C, t, h, w]` float32 on the autoencoder's device: the mean of the posterior, shifted and scaled.
+
+        Raises:
+            ConfigError: a size cannot be encoded.
+        """
+        frames, height, width = pixels_BCTHW.shape[2:]
+        self.geometry.latent_shape(frames, height, width)
+        self._choose_tiling(max(height, width))
+        pixels = pixels_BCTHW.to(self._mean.device, self.dtype)
+        if self.geometry.kind == "AutoencoderKL":
+            flat = self._model.encode(pixels.transpose(1, 2).flatten(0, 1)).latent_dist.mode()
+            z = flat.unflatten(0, (-1, frames)).transpose(1, 2)
+        else:
+            z = self._model.encode(pixels).latent_dist.mode()
+        return (z.float() - self._mean) / self._std
+
+    @torch.no_grad()
+    def decode(self, latent_BCTHW: Tensor) -> Tensor:
+        """Decode latents of one shape.
+
+        Returns:
+            `[B, 3, T, H, W]` float32, clamped to [-1, 1].
+        """
+        self._choose_tiling(max(latent_BCTHW.shape[3:]) * self.geometry.space)
+        latent = latent_BCTHW.to(self._mean.device, torch.float32)
+        z = (latent * self._std + self._mean).to(self.dtype)
+        if self.geometry.kind == "AutoencoderKL":
+            flat = self._model.decode(z.transpose(1, 2).flatten(0, 1)).sample
+            pixels = flat.unflatten(0, (-1, latent.shape[2])).transpose(1, 2)
+        else:
+            pixels = self._model.decode(z).sample
+        return pixels.float().clamp(-1, 1)
+
+    def _choose_tiling(self, side: int) -> None:
+        if self.tile is not None and side > self.tile:
+            self._model.enable_tiling()
+        else:
+            self._model.disable_tiling()
+
+
+def encode_together(vae: VAE, clips: Sequence[Tensor], batch: int) -> list[Tensor]:
+    """Encode clips of any shapes, those of one shape in batches.
+
+    Args:
+        clips: `[3, T, H, W]` each, in [-1, 1].
+        batch: most clips at a time.
+
+    Returns:
+        The latent of each, in the order given, float32 on the host.
+    """
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, clip in enumerate(clips):
+        by_shape.setdefault(clip.shape, []).append(i)
+    latents: dict[int, Tensor] = {}
+    for places in by_shape.values():
+        for start in range(0, len(places), batch):
+            part = places[start : start + batch]
+            encoded = vae.encode(torch.stack([clips[i] for i in part])).cpu()
+            latents |= dict(zip(part, encoded, strict=True))
+    return [latents[i] for i in range(len(clips))]
+
+
+@lru_cache(maxsize=1)
+def load_vae(name: str, device: str = "cpu", precision: Precision = "fp32", tile: Optional[int] = None) -> VAE:
+    """Return an autoencoder that stays in memory, for commands that use it more than once."""
+    return VAE(name, device=device, precision=precision, tile=tile)

@@ -1,0 +1,279 @@
+"""Make shards from a listing: in parallel, restartable, the same bytes every time.
+
+The listing is cut into units of work. A unit writes at most one shard per split, `train-000012.tar`, and then a record,
+`unit-000012.json`, that says it is finished. What is interrupted leaves finished units behind in a folder beside the
+one asked for; the same command goes on from there. Nothing depends on how many processes work.
+
+    .OUT.partial/plan.json           what the result depends on: another command does not go on with this folder
+    .OUT.partial/unit-000012.json    this unit is finished: its shards with their SHA-256, what was skipped and why
+    .OUT.partial/data/               becomes OUT by one rename
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Optional
+
+from dit.data_api import sample_id
+from dit.durable_files import write_atomic
+from dit.errors import ConfigError, DataError
+from energon_data.prepare.listing import Source
+from energon_data.prepare.shards import (
+    ShardWriter,
+    check_replaceable,
+    publish,
+    write_dataset_file,
+    write_energon_metadata,
+)
+from energon_data.samples import SampleError
+
+TRAIN, VALIDATION = "train", "val"
+PLAN = "plan.json"
+EXAMPLES = 3  # skipped samples that are named per reason
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What goes into a shard.
+
+    Attributes:
+        key: name of the sample.
+        origin: name of the file that it is from; all samples of a file go to one split.
+        parts: bytes by part name.
+        shape: of its pixels or latent.
+    """
+
+    key: str
+    origin: str
+    metadata: dict[str, Any]
+    parts: dict[str, bytes]
+    shape: tuple[int, ...]
+
+
+Raw = Source | tuple[str, SampleError]
+"""A sample before it is decoded, or the name of one that cannot be read, and why."""
+Work = Callable[[Iterable[Raw], "UnitRecord"], Iterator[Sample]]
+"""Turns sources into samples in their order; writes what it skips into the record."""
+
+
+@dataclass
+class UnitRecord:
+    """What a finished unit wrote.
+
+    Attributes:
+        shards: samples, bytes and SHA-256 of each shard by its name.
+        skipped: samples by reason.
+        examples: a few skipped samples by reason, with the detail.
+        shapes: samples by the shape of their pixels or latent.
+    """
+
+    shards: dict[str, dict[str, Any]] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    shapes: Counter[str] = field(default_factory=Counter)
+
+    def skip(self, name: str, error: SampleError) -> None:
+        """Count a sample that cannot be used."""
+        self.skipped[error.reason] += 1
+        named = self.examples.setdefault(error.reason, [])
+        if len(named) < EXAMPLES:
+            named.append(f"{name}: {error.detail}")
+
+    def of(self, split: str) -> dict[str, dict[str, Any]]:
+        """Return the shards of a split by name, sorted."""
+        return {name: self.shards[name] for name in sorted(self.shards) if name.startswith(f"{split}-")}
+
+    def add(self, other: "UnitRecord") -> None:
+        """Add another unit's counts to this one."""
+        self.shards |= other.shards
+        self.skipped += other.skipped
+        self.shapes += other.shapes
+        for reason, named in other.examples.items():
+            self.examples[reason] = [*self.examples.get(reason, []), *named][:EXAMPLES]
+
+
+def is_held_out(origin: str, share: float) -> bool:
+    """Tell whether the samples of a file belong to the validation split: decided by its name alone."""
+    return sample_id(f"split/{origin}") % 1_000_000 < round(share * 1_000_000)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A preparation, described so that it can be sent to another process and recognised when it is started again.
+
+    Attributes:
+        out: folder to make.
+        sources: from a unit to its sources.
+        work: turns sources into samples.
+        validation: share of the samples that is held out.
+    """
+
+    out: Path
+    sources: Callable[[Any], Iterable[Raw]]
+    work: Work
+    validation: float
+
+    @property
+    def partial(self) -> Path:
+        """Where unfinished work lies."""
+        return self.out.with_name(f".{self.out.name}.partial")
+
+    @property
+    def data(self) -> Path:
+        """The unfinished data set."""
+        return self.partial / "data"
+
+
+def _make_unit(job: Job, number: int, sources: Iterable[Raw]) -> UnitRecord:
+    """Write the shards of one unit, then its record."""
+    record = UnitRecord()
+    writers = {split: ShardWriter(job.data, split, None, first=number) for split in (TRAIN, VALIDATION)}
+    for sample in job.work(sources, record):
+        split = VALIDATION if is_held_out(sample.origin, job.validation) else TRAIN
+        writers[split].add(sample.key, sample.metadata, sample.parts)
+        record.shapes["x".join(map(str, sample.shape))] += 1
+    for writer in writers.values():
+        writer.close()
+        for name, facts in writer.shards.items():
+            with (job.data / name).open("rb") as shard:
+                os.fsync(shard.fileno())
+                digest = hashlib.file_digest(shard, "sha256").hexdigest()
+            record.shards[name] = {**facts, "sha256": digest}
+    write_atomic(_record_file(job, number), json.dumps(vars(record)))
+    return record
+
+
+def _record_file(job: Job, number: int) -> Path:
+    return job.partial / f"unit-{number:06d}.json"
+
+
+def _finished(job: Job, number: int) -> Optional[UnitRecord]:
+    """Return the record of a finished unit whose shards are there in full."""
+    try:
+        body = json.loads(_record_file(job, number).read_text())
+        record = UnitRecord(body["shards"], Counter(body["skipped"]), body["examples"], Counter(body["shapes"]))
+        complete = all((job.data / name).stat().st_size == facts["bytes"] for name, facts in record.shards.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if complete else None
+
+
+def _run_unit(job: Job, number: int, unit: Any) -> UnitRecord:
+    """Make one unit, possibly in a worker process."""
+    return _make_unit(job, number, job.sources(unit))
+
+
+def build(
+    job: Job,
+    units: Sequence[Any],
+    plan: dict[str, Any],
+    *,
+    processes: int,
+    force: bool,
+    on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
+) -> UnitRecord:
+    """Write all shards, going on with what an interrupted run of the same plan finished.
+
+    Args:
+        units: what `job.sources` reads, one after the other.
+        plan: what the result depends on, as plain values.
+        processes: units made side by side; 1 works in this process.
+        force: replace an older data set, and do not go on with the unfinished work of another plan.
+        on_unit: called with the number of every finished unit and its record, also of those finished earlier.
+
+    Returns:
+        The counts of all units.
+
+    Raises:
+        ConfigError: the folder exists, or unfinished work is of another command, and `force` is not set.
+        DataError: no sample is left for training.
+    """
+    check_replaceable(job.out, force=force)
+    _open_partial(job, plan, force)
+    records = {number: record for number in range(len(units)) if (record := _finished(job, number)) is not None}
+    for number, record in records.items():
+        on_unit(number, record)
+    for number, record in _records(job, units, [n for n in range(len(units)) if n not in records], processes):
+        records[number] = record
+        on_unit(number, record)
+    total = UnitRecord()
+    for _, record in sorted(records.items()):
+        total.add(record)
+    if not total.of(TRAIN):
+        counts = total.skipped.most_common(3)
+        why = "; ".join(f"{count} {reason} ({total.examples[reason][0]})" for reason, count in counts)
+        raise DataError(f"no sample is left for training: {why or 'the input holds none, or all are held out'}")
+    return total
+
+
+def _records(job: Job, units: Sequence[Any], todo: Sequence[int], processes: int) -> Iterator[tuple[int, UnitRecord]]:
+    if processes <= 1 or len(todo) <= 1:
+        for number in todo:
+            yield number, _run_unit(job, number, units[number])
+        return
+    with ProcessPoolExecutor(min(processes, len(todo)), mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(_run_unit, job, number, units[number]): number for number in todo}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
+    """Make the folder of unfinished work, or recognise it as this plan's own."""
+    plan = json.loads(json.dumps(plan))  # as it reads back
+    file = job.partial / PLAN
+    if job.partial.exists():
+        try:
+            known = json.loads(file.read_text())
+        except (OSError, ValueError):
+            known = None
+        if known == plan:
+            job.data.mkdir(exist_ok=True)
+            return
+        if not force and known is not None:
+            differing = sorted(k for k in {*plan, *known} if known.get(k) != plan.get(k))
+            raise ConfigError(
+                f"{job.partial} holds unfinished work of another command (it differs in {', '.join(differing)}); "
+                "finish that one, or start anew with --force"
+            )
+        shutil.rmtree(job.partial)
+    job.data.mkdir(parents=True)
+    write_atomic(file, json.dumps(plan))
+
+
+def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
+    """Index the shards, describe the data set and put it in its place.
+
+    Args:
+        description: entries of `dataset.json` besides format, shards, counts and skips.
+    """
+    by_split = {split: shards for split in (TRAIN, VALIDATION) if (shards := total.of(split))}
+    shards = {name: facts for some in by_split.values() for name, facts in some.items()}
+    for path in job.data.glob("*.tar"):
+        if path.name not in shards:  # of a unit that was interrupted, by a listing with more units
+            path.unlink()
+    write_energon_metadata(job.data, shards, by_split)
+    write_dataset_file(
+        job.data,
+        {
+            "format": 1,
+            **description,
+            "samples": {split: sum(facts["samples"] for facts in some.values()) for split, some in by_split.items()},
+            "shapes": dict(total.shapes.most_common()),
+            "skipped": dict(total.skipped),
+            "skipped_examples": total.examples,
+            "shards": shards,
+        },
+    )
+    publish(job.data, job.out)
+    shutil.rmtree(job.partial)

@@ -1,0 +1,307 @@
+"""Pictures and videos of a user become samples: kept as pixels, or encoded by a VAE; captions embedded if asked for."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import numpy as np
+from PIL import Image
+
+from dit.encoders.text import check_text_encoder, load_text_encoder
+from dit.encoders.vae import Geometry, Precision, encode_together, load_vae
+from dit.errors import ConfigError
+from energon_data.media_files import (
+    PICTURES,
+    VIDEOS,
+    Format,
+    open_picture,
+    picture_bytes,
+    pixel_values,
+    pixels_of,
+    video_bytes,
+)
+from energon_data.prepare.build import Job, Raw, Sample, UnitRecord, build, finish
+from energon_data.prepare.listing import (
+    Entry,
+    Source,
+    list_folder,
+    list_tars,
+    read_tar,
+)
+from energon_data.prepare.pictures import Fit
+from energon_data.prepare.shards import npy_bytes
+from energon_data.prepare.videos import Cut, clips_of
+from energon_data.samples import SampleError
+
+Command = Literal["images", "videos", "webdataset"]
+EXTENSIONS = {"images": PICTURES, "videos": VIDEOS, "webdataset": PICTURES | VIDEOS}
+TRY_OUT = 8  # samples that a dry run makes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a picture or video becomes a sample.
+
+    Attributes:
+        fit: size of pictures and frames.
+        cut: clips of videos.
+        image_format, quality: how pixels are stored if they are not the file's own.
+        vae: an autoencoder; samples then hold latents instead of pixels.
+        precision, device: of the autoencoder.
+        text_encoder: name of an encoder; samples then hold embeddings of their (first) caption, and need one.
+        batch: samples decoded and encoded together.
+    """
+
+    fit: Fit = field(default_factory=Fit)
+    cut: Cut = field(default_factory=Cut)
+    image_format: Format = "png"
+    quality: int = 95
+    vae: Optional[str] = None
+    precision: Precision = "fp32"
+    device: str = "cpu"
+    text_encoder: Optional[str] = None
+    batch: int = 8
+
+
+@dataclass
+class _Decoded:
+    """A clip (a picture has one frame) on its way into a shard; `file` is what it was read from, if that may stay."""
+
+    key: str
+    source: Source
+    frames: list[Image.Image]
+    fps: Optional[float]
+    file: Optional[tuple[str, bytes]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        width, height = self.frames[0].size
+        return 3, len(self.frames), height, width
+
+
+@dataclass(frozen=True)
+class MakeSamples:
+    """Turns sources into samples; a value, so that it can be sent to other processes."""
+
+    options: Options
+
+    def __call__(self, sources: Iterable[Raw], record: UnitRecord) -> Iterator[Sample]:
+        """Yield the samples of one unit in order, and count what is skipped."""
+        waiting: list[_Decoded] = []
+        for clip in self._decoded(sources, record):
+            waiting.append(clip)
+            if len(waiting) == self.options.batch:
+                yield from self._samples(waiting)
+                waiting = []
+        yield from self._samples(waiting)
+
+    def _decoded(self, sources: Iterable[Raw], record: UnitRecord) -> Iterator[_Decoded]:
+        for source in sources:
+            if isinstance(source, tuple):
+                record.skip(*source)
+                continue
+            try:
+                if self.options.text_encoder is not None and not source.captions:
+                    raise SampleError("no_caption", "it has no caption, and --text-encoder needs one")
+                yield from self._clips(source)
+            except SampleError as error:
+                record.skip(source.name, error)
+
+    def _clips(self, source: Source) -> Iterator[_Decoded]:
+        fit, data = self.options.fit, source.read()
+        if source.extension not in VIDEOS:
+            opened = open_picture(data)
+            fitted = fit.apply(opened)
+            original = opened.info["original"] if fitted is opened else None
+            yield _Decoded(source.key, source, [fitted], None, None if original is None else (original, data))
+            return
+        cut = self.options.cut
+        for number, (frames, fps) in enumerate(clips_of(data, cut)):
+            fitted_frames = [fit.apply(frame) for frame in frames]
+            untouched = cut == Cut() and all(a is b for a, b in zip(frames, fitted_frames))
+            file = ("mp4", data) if untouched and source.extension in ("mp4", "m4v") else None
+            yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file)
+
+    def _samples(self, clips: list[_Decoded]) -> Iterator[Sample]:
+        if not clips:
+            return
+        media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
+        texts = self._texts(clips)
+        for clip, (shape, parts), text in zip(clips, media, texts, strict=True):
+            yield Sample(clip.key, clip.source.key, _metadata(clip), {**parts, **text}, shape)
+
+    def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes]]:
+        if clip.file is not None:
+            extension, data = clip.file
+        elif clip.fps is not None:
+            extension, data = "mp4", video_bytes(clip.frames, clip.fps)
+        else:
+            extension = self.options.image_format
+            data = picture_bytes(clip.frames[0], self.options.image_format, self.options.quality)
+        return clip.shape, {f"pixels.{extension}": data}
+
+    def _latents(self, clips: list[_Decoded]) -> list[tuple[tuple[int, ...], dict[str, bytes]]]:
+        options = self.options
+        assert options.vae is not None
+        pixels = [pixel_values(pixels_of(clip.frames)) for clip in clips]
+        latents = encode_together(load_vae(options.vae, options.device, options.precision), pixels, options.batch)
+        return [(tuple(z.shape), {"latent.npy": npy_bytes(z.numpy().astype(np.float16))}) for z in latents]
+
+    def _texts(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
+        if self.options.text_encoder is None:
+            return [{} for _ in clips]
+        rows = load_text_encoder(self.options.text_encoder).encode([clip.source.captions[0] for clip in clips])
+        return [{"text.npy": npy_bytes(row.half().numpy())} for row in rows]
+
+
+def _metadata(clip: _Decoded) -> dict[str, Any]:
+    """Return what the shard says of a sample: the user's own entries, and what was done."""
+    source = clip.source
+    _, frames, height, width = clip.shape
+    captions = source.captions
+    return {
+        **source.metadata,
+        "source": source.name,
+        "height": height,
+        "width": width,
+        **({"num_frames": frames, "fps": clip.fps} if clip.fps is not None else {}),
+        **({"caption": captions[0]} if captions else {}),
+        **({"captions": list(captions)} if len(captions) > 1 else {}),
+        **({"label": source.label} if source.label is not None else {}),
+    }
+
+
+def _sources_of_folder(folder: Path, unit: list[Entry]) -> Iterator[Raw]:
+    for entry in unit:
+        try:
+            yield entry.source(folder)
+        except SampleError as error:
+            yield entry.name, error
+
+
+def _sources_of_tar(extensions: frozenset[str], unit: Path) -> Iterator[Raw]:
+    return read_tar(unit, extensions)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A command on one input: what there is to do, before anything is done.
+
+    Attributes:
+        entries: files, or tar archives.
+        classes: names of the classes; empty without labels.
+        plan: what the result depends on.
+    """
+
+    job: Job
+    units: list[Any]
+    entries: int
+    classes: list[str]
+    plan: dict[str, Any]
+    options: Options
+
+    @classmethod
+    def of(
+        cls,
+        command: Command,
+        source: Path,
+        out: Path,
+        options: Options,
+        *,
+        labels: bool = False,
+        samples_per_shard: int = 1000,
+        validation: float = 0.02,
+    ) -> "Preparation":
+        """List the input and check the options.
+
+        Args:
+            source: the user's folder (or tar file).
+            labels: the folders right below are classes.
+            samples_per_shard: files that are read for one shard.
+            validation: share of the files that is held out.
+
+        Raises:
+            ConfigError: options do not fit each other or this machine.
+            DataError: the input holds nothing to prepare, or its list of files is damaged.
+        """
+        if not 0 <= validation < 1:
+            raise ConfigError(f"--validation {validation:g} is the share held out: 0 for none, below 1")
+        if samples_per_shard < 1 or options.batch < 1:
+            raise ConfigError("--samples-per-shard and --batch must be at least 1")
+        _check_encoders(options)
+        extensions = EXTENSIONS[command]
+        classes: list[str] = []
+        units: list[Any]
+        if command == "webdataset":
+            tars = list_tars(source)
+            units, listed = list(tars), [[str(path), path.stat().st_size] for path in tars]
+            job = Job(out, partial(_sources_of_tar, extensions), MakeSamples(options), validation)
+        else:
+            entries, classes = list_folder(source, extensions, labels=labels)
+            units = [entries[i : i + samples_per_shard] for i in range(0, len(entries), samples_per_shard)]
+            listed = [[entry.name, entry.size] for entry in entries]
+            job = Job(out, partial(_sources_of_folder, source), MakeSamples(options), validation)
+        plan = {
+            "command": command,
+            "in": str(source.resolve()),
+            "options": asdict(options),
+            "labels": labels,
+            "samples_per_shard": samples_per_shard,
+            "validation": validation,
+            "files": listed,
+        }
+        return cls(job, units, len(listed), classes, plan, options)
+
+    def run(self, *, processes: int, force: bool, on_unit: Any = lambda *_: None) -> UnitRecord:
+        """Make the data set.
+
+        Raises:
+            ConfigError: the folder exists, or unfinished work is of another command, and `force` is not set.
+            DataError: no sample could be used.
+        """
+        total = build(self.job, self.units, self.plan, processes=processes, force=force, on_unit=on_unit)
+        finish(self.job, total, self._description(total))
+        return total
+
+    def _description(self, total: UnitRecord) -> dict[str, Any]:
+        options = self.options
+        shape = [int(side) for side in total.shapes.most_common(1)[0][0].split("x")]
+        width = None if options.text_encoder is None else check_text_encoder(options.text_encoder).width
+        made = {name: value for name, value in self.plan.items() if name != "files"}
+        return {
+            "latent_shape": shape,
+            **({"class_names": self.classes} if self.classes else {}),
+            **({} if width is None else {"text_encoder": options.text_encoder, "context_size": width}),
+            **({} if options.vae is None else {"vae": options.vae}),
+            "prepared": made,
+        }
+
+    def try_out(self) -> tuple[list[Sample], UnitRecord]:
+        """Make a few samples in memory, for a dry run."""
+        record, found = UnitRecord(), []
+        for unit in self.units:
+            for sample in self.job.work(self.job.sources(unit), record):
+                found.append(sample)
+                if len(found) == TRY_OUT:
+                    return found, record
+        return found, record
+
+
+def _check_encoders(options: Options) -> None:
+    """Check that the encoders exist and that what is fed to them has sizes they take.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if options.text_encoder is not None:
+        check_text_encoder(options.text_encoder)
+    if options.vae is None:
+        return
+    geometry = Geometry.read(options.vae)
+    if options.fit.multiple_of % geometry.space:
+        raise ConfigError(
+            f"--multiple-of {options.fit.multiple_of} must be a multiple of {geometry.space}, the compression of "
+            f"{options.vae}; times the model's patch is best"
+        )

@@ -1,0 +1,69 @@
+"""Videos cut into clips of one length."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Optional
+
+from PIL import Image
+
+from dit.errors import ConfigError
+from energon_data.media_files import sampled_frames
+from energon_data.samples import SampleError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a video becomes clips.
+
+    Attributes:
+        fps: frames per second that are taken: for each instant the frame on display then. None for every frame.
+        frames: frames of each clip; the rest of a video that does not fill one is left out. None for one clip with
+            everything.
+        multiple_of: frames of a clip are cut to this multiple, plus `first` (a causal VAE reads 1 + 4 n).
+        first: see `multiple_of`.
+        clips: most clips of one video, from its beginning; None for all.
+    """
+
+    fps: Optional[float] = None
+    frames: Optional[int] = None
+    multiple_of: int = 1
+    first: int = 0
+    clips: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        if self.fps is not None and not 0.001 <= self.fps <= 1000:
+            raise ConfigError(f"--fps {self.fps:g} must lie between 0.001 and 1000 frames per second")
+        if self.frames is not None and (self.frames < 1 or self.whole(self.frames) != self.frames):
+            raise ConfigError(f"--frames {self.frames} must be {self.first} plus a multiple of {self.multiple_of}")
+
+    def whole(self, frames: int) -> int:
+        """Return how many of so many frames a clip can have; 0 if there are too few."""
+        if frames < max(1, self.first):
+            return 0
+        return (frames - self.first) // self.multiple_of * self.multiple_of + self.first
+
+
+def clips_of(data: bytes, cut: Cut) -> Iterator[tuple[list[Image.Image], float]]:
+    """Cut a video into clips.
+
+    Yields:
+        The frames of a clip, and frames per second.
+
+    Raises:
+        SampleError: as `sampled_frames`, or the video is too short for one clip.
+    """
+    frames: list[Image.Image] = []
+    rate, given = 0.0, 0
+    for picture, rate in sampled_frames(data, cut.fps):
+        frames.append(picture)
+        if cut.frames is not None and len(frames) == cut.frames:
+            yield frames, rate
+            frames, given = [], given + 1
+            if given == cut.clips:
+                return
+    usable = cut.whole(len(frames)) if cut.frames is None else 0
+    if usable:
+        yield frames[:usable], rate
+    elif not given:
+        needed = cut.frames or max(1, cut.first, cut.multiple_of if not cut.first else 0)
+        raise SampleError("too_short", f"{len(frames)} frames, a clip needs {needed}")

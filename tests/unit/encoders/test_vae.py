@@ -1,0 +1,133 @@
+"""Autoencoders against diffusers' own use of them: sizes by arithmetic, latents and pixels to rounding."""
+
+import json
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLWan
+
+from dit.encoders.vae import VAE, Geometry, encode_together
+from dit.errors import ConfigError
+
+IMAGE = {
+    "block_out_channels": (8, 8, 8),
+    "down_block_types": ("DownEncoderBlock2D",) * 3,
+    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+}
+NORMALISED = {
+    **IMAGE,
+    "shift_factor": None,
+    "latents_mean": (0.1, -0.2, 0.3, 0.4),
+    "latents_std": (0.5, 1.5, 2.0, 1.0),
+}
+HUNYUAN = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
+MODELS = {
+    "image": (AutoencoderKL, IMAGE),
+    "normalised": (AutoencoderKL, NORMALISED),
+    "wan": (AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1}),
+    "hunyuan": (AutoencoderKLHunyuanVideo, HUNYUAN),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a function from a name to a saved autoencoder with random weights: its folder and the model."""
+
+    @cache
+    def save(name):
+        kind, config = MODELS[name]
+        torch.manual_seed(0)
+        model = kind(**config).eval()
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        return str(folder), model
+
+    return save
+
+
+def scale_and_shift(name, model):
+    """Return mean and factor of a latent as diffusers' pipelines apply them: (z - mean) * factor."""
+    config = model.config
+    if name == "image":
+        return config.shift_factor, config.scaling_factor
+    if name == "hunyuan":
+        return 0.0, config.scaling_factor
+    mean, std = (torch.tensor(x)[:, None, None, None] for x in (config.latents_mean, config.latents_std))
+    return mean, (1.0 if name == "wan" else config.scaling_factor) / std
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_latents_and_pixels_are_those_of_diffusers(saved, name):
+    folder, model = saved(name)
+    vae = VAE(folder)
+    frames = 5 if vae.geometry.time > 1 else 2
+    pixels = torch.rand(2, 3, frames, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    mean, factor = scale_and_shift(name, model)
+    with torch.no_grad():
+        if vae.geometry.time == 1:  # frame by frame
+            z = torch.stack([model.encode(pixels[:, :, t]).latent_dist.mean for t in range(frames)], 2)
+        else:
+            z = model.encode(pixels).latent_dist.mean
+        expected = (z - mean) * factor
+        if vae.geometry.time == 1:
+            decoded = torch.stack([model.decode(z[:, :, t]).sample for t in range(frames)], 2)
+        else:
+            decoded = model.decode(z).sample
+    latent = vae.encode(pixels)
+    torch.testing.assert_close(latent, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(vae.decode(latent), decoded.clamp(-1, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_are_known_without_the_weights(saved, name, tmp_path):
+    folder, _ = saved(name)
+    (tmp_path / "vae").mkdir()
+    shutil.copy(f"{folder}/config.json", tmp_path / "vae")
+    geometry = Geometry.read(str(tmp_path))  # a pipeline's folder, without weights
+    vae = VAE(folder)
+    assert geometry == vae.geometry
+    frames = 1 + 2 * geometry.time
+    shape = geometry.latent_shape(frames, 32, 64)
+    if geometry.time > 1:
+        assert tuple(vae.encode(torch.zeros(1, 3, frames, 32, 64)).shape[1:]) == shape
+    assert geometry.pixel_shape(*shape[1:]) == (frames, 32, 64)
+
+
+def test_clips_of_any_shapes_are_encoded_in_batches_and_come_back_in_order(saved):
+    vae = VAE(saved("image")[0])
+    generator = torch.Generator().manual_seed(2)
+    clips = [torch.rand(3, 1, 16, 16 + 16 * (i % 3), generator=generator) for i in range(7)]
+    together = encode_together(vae, clips, batch=2)
+    for clip, latent in zip(clips, together, strict=True):
+        torch.testing.assert_close(latent, vae.encode(clip[None])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_is_close_and_gives_float32(saved):
+    folder, _ = saved("image")
+    pixels = torch.rand(1, 3, 1, 32, 32, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    exact, rounded = VAE(folder).encode(pixels), VAE(folder, precision="bf16").encode(pixels)
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.05)
+    assert not torch.equal(rounded, exact)
+
+
+def test_what_cannot_be_read_or_encoded_is_one_line(saved, tmp_path):
+    folder, _ = saved("hunyuan")
+    with pytest.raises(ConfigError, match="multiples of 8"):
+        Geometry.read(folder).latent_shape(1, 30, 32)
+    with pytest.raises(ConfigError, match=r"1 \+ a multiple of 4"):
+        Geometry.read(folder).latent_shape(4, 32, 32)
+    with pytest.raises(ConfigError, match="no autoencoder at"):
+        Geometry.read(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
+    with pytest.raises(ConfigError, match="is a UNet2DModel"):
+        Geometry.read(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
+    with pytest.raises(ConfigError, match="weights of the autoencoder"):
+        VAE(str(tmp_path))

@@ -1,0 +1,471 @@
+"""A user's own pictures and videos become shards: sizes, conventions, damage, restarts, and the same bytes always."""
+
+import io
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from dit.errors import ConfigError, DataError
+from energon_data.cookers import cook_clip
+from energon_data.decoder import decode_sample
+from energon_data.folder import check_folder
+from energon_data.media_files import open_picture, picture_bytes, pixels_of, video_bytes
+from energon_data.prepare.__main__ import main
+from energon_data.prepare.build import is_held_out
+from energon_data.prepare.listing import list_folder
+from energon_data.prepare.media import Options, Preparation
+from energon_data.prepare.pictures import Fit, buckets
+from energon_data.prepare.videos import Cut, clips_of
+from energon_data.samples import SampleError
+
+SIDES = st.integers(1, 3000)
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(values)
+
+
+def as_file(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def folder_of_pictures(folder: Path, count: int = 12) -> Path:
+    folder.mkdir()
+    for i in range(count):
+        (folder / f"p{i:02d}.png").write_bytes(as_file(noise(16 + 16 * (i % 2), 32, i)))
+        (folder / f"p{i:02d}.txt").write_text(f"noise {i}\n")
+    return folder
+
+
+def prepare(source: Path, out: Path, command: str = "images", processes: int = 1, force: bool = False, **kwargs):
+    options = kwargs.pop("options", Options(fit=Fit(multiple_of=16)))
+    arguments = {"samples_per_shard": 5, "validation": 0.3, **kwargs}
+    return Preparation.of(command, source, out, options, **arguments).run(processes=processes, force=force)
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.tar"))}
+
+
+def samples(folder: Path):
+    """Yield metadata and cooked clip of every sample, as training reads them."""
+    for path in sorted(folder.glob("*.tar")):
+        parts: dict[str, dict[str, bytes]] = {}
+        with tarfile.open(path) as archive:
+            for member in archive:
+                key, _, part = member.name.partition(".")
+                parts.setdefault(key, {})[part] = archive.extractfile(member).read()
+        for key, raw in parts.items():
+            decoded = decode_sample(key, raw, require_checksums=True)
+            decoded |= {"__key__": key, "__restore_key__": (), "__sources__": None, "__shard__": path.name}
+            yield path.name.partition("-")[0], decoded["json"], cook_clip(decoded), raw
+
+
+# Sizes.
+
+
+@given(
+    SIDES,
+    SIDES,
+    st.sampled_from([8, 16, 24]),
+    st.sampled_from([1, 4, 16]),
+    st.sampled_from(["keep", "square", "buckets"]),
+)
+def test_sizes_are_multiples_within_the_area_and_only_cut_what_was_scaled(width, height, m, times, aspect):
+    size = m * times
+    fit = Fit(size=size, aspect=aspect, multiple_of=m)
+    shrink = min(1, size / (width * height) ** 0.5)
+    if aspect == "keep" and min(int(side * shrink + 1e-9) for side in (width, height)) < m:
+        with pytest.raises(SampleError, match="the least is"):
+            fit.target(width, height)
+        return
+    wide, high, cut_wide, cut_high = fit.target(width, height)
+    assert cut_wide % m == cut_high % m == 0
+    assert 0 < cut_wide <= wide
+    assert 0 < cut_high <= high
+    assert cut_wide * cut_high <= size * size
+    if aspect == "keep":
+        assert wide <= width
+        assert high <= height
+        assert wide - cut_wide < m
+        assert high - cut_high < m
+    else:  # one side is filled exactly, to a pixel of rounding
+        assert min(wide - cut_wide, high - cut_high) <= 1
+
+
+def test_native_sizes_lose_less_than_a_multiple():
+    assert Fit(multiple_of=16).target(100, 63) == (100, 63, 96, 48)
+
+
+def test_buckets_cover_the_ratios_with_the_largest_areas():
+    found = buckets(256, 32)
+    assert (256, 256) in found
+    for width, height in found:
+        assert width * height <= 256**2 < (width + 32) * (height + 32)
+        assert 1 / 4 <= width / height <= 4
+
+
+def test_the_middle_is_cut_out():
+    picture = noise(50, 20)
+    cut = Fit(multiple_of=16).apply(picture)
+    assert cut.size == (48, 16)
+    assert np.array_equal(np.asarray(cut), np.asarray(picture)[2:18, 1:49])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"size": 100}, {"size": 0}, {"multiple_of": 0}, {"aspect": "square"}, {"aspect": "buckets"}]
+)
+def test_impossible_sizes_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        Fit(**wrong)
+
+
+# Files.
+
+
+def test_what_is_transparent_is_white_and_what_the_camera_turned_is_upright():
+    see_through = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    see_through.putpixel((1, 0), (10, 20, 30, 255))
+    assert np.asarray(open_picture(as_file(see_through))).tolist() == [[[255, 255, 255], [10, 20, 30]]]
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    assert open_picture(as_file(noise(40, 20), exif=exif)).size == (20, 40)
+
+
+def test_sixteen_bits_of_grey_keep_their_shades():
+    grey = Image.fromarray(np.array([[0, 32768, 65535]], np.uint16))
+    assert np.asarray(open_picture(as_file(grey)))[0, :, 0].tolist() == [0, 128, 255]
+
+
+def bomb() -> bytes:
+    """A PNG of 69 bytes whose header promises 60,000 x 60,000 pixels."""
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    body = b"".join(struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "bad_image"),
+        (b"no picture", "bad_image"),
+        (as_file(noise(64, 64))[:500], "bad_image"),
+        (bomb(), ("bad_image", "too_large")),
+    ],
+)
+def test_damaged_pictures_and_bombs_are_refused(data, reason):
+    with pytest.raises(SampleError) as caught:
+        open_picture(data)
+    assert caught.value.reason in reason
+
+
+# From folder to training and back.
+
+
+@pytest.mark.parametrize("kind", ["png", "webp"])
+def test_pixels_come_back_to_the_bit(tmp_path, kind):
+    source = tmp_path / "in"
+    source.mkdir()
+    originals = {}
+    for i, (width, height) in enumerate([(32, 32), (50, 40), (64, 16)]):
+        picture = noise(width, height, i)
+        name = f"{i}.png"
+        (source / name).write_bytes(as_file(picture))
+        originals[name] = Fit(multiple_of=16).apply(picture)
+    prepare(source, tmp_path / "out", validation=0, options=Options(fit=Fit(multiple_of=16), image_format=kind))
+    found = {metadata["source"]: clip.latent for _, metadata, clip, _ in samples(tmp_path / "out")}
+    assert found.keys() == originals.keys()
+    for name, picture in originals.items():
+        expected = torch.from_numpy(pixels_of([picture]).astype(np.float32)) / 127.5 - 1
+        assert torch.equal(found[name], expected)
+
+
+def test_a_file_that_fits_is_stored_as_it_is(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    photo = as_file(noise(48, 32), "JPEG", quality=80)
+    (source / "a.jpg").write_bytes(photo)
+    prepare(source, tmp_path / "out", validation=0)
+    [(_, metadata, _, parts)] = samples(tmp_path / "out")
+    assert parts["pixels.jpg"] == photo
+    assert (metadata["width"], metadata["height"]) == (48, 32)
+
+
+def test_every_file_is_a_sample_and_the_folder_passes_the_checks_of_training(tmp_path):
+    total = prepare(folder_of_pictures(tmp_path / "in"), tmp_path / "out")
+    held_out = {m["source"] for split, m, _, _ in samples(tmp_path / "out") if split == "val"}
+    every = {f"p{i:02d}.png" for i in range(12)}
+    assert {m["source"] for _, m, _, _ in samples(tmp_path / "out")} == every
+    assert total.shapes == {"3x1x32x16": 6, "3x1x32x32": 6}
+    entries, _ = list_folder(tmp_path / "in", frozenset({"png"}))
+    assert held_out == {e.name for e in entries if is_held_out(e.source(tmp_path / "in").key, 0.3)}
+    for split, count in (("train", 12 - len(held_out)), ("val", len(held_out))):
+        info = check_folder(tmp_path / "out", split)
+        assert info.samples == count > 0
+    assert info.description["samples"] == {"train": 12 - len(held_out), "val": len(held_out)}
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_captions_and_classes_from_every_convention(tmp_path):
+    source = tmp_path / "in"
+    for name in ("cat/a.png", "cat/b.png", "dog/c.png", "dog/d.png"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(as_file(noise(16, 16)))
+    (source / "cat/a.txt").write_text("\ufeffa cat\n", encoding="utf-8")
+    (source / "cat/b.json").write_text(
+        json.dumps({"caption": ["two", "captions"], "aesthetic_score": 6.5, "list": [1]})
+    )
+    prepare(source, tmp_path / "out", labels=True, validation=0)
+    found = {metadata["source"]: metadata for _, metadata, _, _ in samples(tmp_path / "out")}
+    assert {name: m["label"] for name, m in found.items()} == {
+        "cat/a.png": 0,
+        "cat/b.png": 0,
+        "dog/c.png": 1,
+        "dog/d.png": 1,
+    }
+    assert found["cat/a.png"]["caption"] == "a cat"
+    assert found["cat/b.png"]["captions"] == ["two", "captions"]
+    assert found["cat/b.png"]["aesthetic_score"] == 6.5
+    assert "list" not in found["cat/b.png"]
+    assert "caption" not in found["dog/c.png"]
+    assert check_folder(tmp_path / "out", "train").description["class_names"] == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_list_of_files_names_captions_and_what_it_lacks_is_counted(tmp_path, kind):
+    source = tmp_path / "in"
+    source.mkdir()
+    for name in ("a", "b", "unlisted"):
+        (source / f"{name}.png").write_bytes(as_file(noise(16, 16)))
+    rows = [("a.png", "first, with comma", 3), ("b.png", "second", 4), ("gone.png", "third", 5)]
+    if kind == "jsonl":
+        text = "".join(json.dumps({"file_name": f, "text": t, "label": n}) + "\n" for f, t, n in rows)
+    else:
+        text = "file_name,text,label\n" + "".join(f'{f},"{t}",{n}\n' for f, t, n in rows)
+    (source / f"metadata.{kind}").write_text(text)
+    total = prepare(source, tmp_path / "out", validation=0)
+    found = {m["source"]: (m["caption"], m["label"]) for _, m, _, _ in samples(tmp_path / "out")}
+    assert found == {"a.png": ("first, with comma", 3), "b.png": ("second", 4)}
+    assert dict(total.skipped) == {"unreadable": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"file_name": "../secret.png"}, "leaves the folder"),
+        ({"file_name": "/etc/passwd"}, "leaves the folder"),
+        ({"caption": "nameless"}, "file_name is None"),
+        ([1], "not an object"),
+    ],
+)
+def test_a_wrong_list_of_files_is_one_line_with_its_row(tmp_path, row, said):
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "metadata.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=said):
+        prepare(source, tmp_path / "out")
+
+
+def test_a_link_that_leaves_the_folder_and_hidden_files_are_no_samples(tmp_path):
+    (tmp_path / "secret.png").write_bytes(as_file(noise(16, 16)))
+    source = folder_of_pictures(tmp_path / "in", 1)
+    (source / "link.png").symlink_to(tmp_path / "secret.png")
+    (source / ".hidden.png").write_bytes(b"")
+    assert [entry.name for entry in list_folder(source, frozenset({"png"}))[0]] == ["p00.png"]
+
+
+def test_a_webdataset_of_jpg_and_txt_is_read_and_a_truncated_archive_counted(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for number in range(2):
+        with tarfile.open(source / f"{number}.tar", "w") as archive:
+            for i in range(3):
+                for part, data in (
+                    ("jpg", as_file(noise(32, 32, i), "JPEG")),
+                    ("txt", b"caption %d" % i),
+                    ("cls", b"7"),
+                ):
+                    member = tarfile.TarInfo(f"s{i}.{part}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
+            if number:
+                member = tarfile.TarInfo("lonely.txt")
+                archive.addfile(member, io.BytesIO(b""))
+    broken = (source / "0.tar").read_bytes()
+    (source / "0.tar").write_bytes(broken[: len(broken) // 2])
+    total = prepare(source, tmp_path / "out", command="webdataset", validation=0)
+    found = [m for _, m, _, _ in samples(tmp_path / "out")]
+    assert {m["source"] for m in found} >= {"0.tar/s0.jpg", "1.tar/s0.jpg", "1.tar/s1.jpg", "1.tar/s2.jpg"}
+    assert {m["label"] for m in found} == {7}
+    assert found[0]["caption"] == "caption 0"
+    assert dict(total.skipped) == {"bad_tar": 1, "missing_part": 1}
+
+
+# Videos.
+
+
+def test_clips_are_cut_at_the_rate_asked_for():
+    frames = [Image.new("RGB", (32, 16), (8 * i, 0, 255 - 8 * i)) for i in range(24)]
+    data = video_bytes(frames, 24.0)
+    for fps, count in ((None, 24), (24.0, 24), (12.0, 12), (6.0, 6), (48.0, 48)):
+        [(found, rate)] = clips_of(data, Cut(fps=fps))
+        assert len(found) == count
+        assert rate == (fps or 24.0)
+        # Every instant shows the frame that was on display then.
+        shown = [round(np.asarray(f)[..., 0].mean() / 8) for f in found]
+        assert shown == [int(i * 24 / rate) for i in range(count)]
+    clips = list(clips_of(data, Cut(frames=10)))
+    assert [len(found) for found, _ in clips] == [10, 10]
+    assert len(list(clips_of(data, Cut(frames=5, clips=3)))) == 3
+    [(found, _)] = clips_of(data, Cut(multiple_of=4, first=1))
+    assert len(found) == 21
+    with pytest.raises(SampleError, match="24 frames, a clip needs 25"):
+        list(clips_of(data, Cut(frames=25)))
+
+
+def test_videos_become_clips_that_training_reads(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    frames = [Image.new("RGB", (48, 32), (10 * i, 100, 50)) for i in range(20)]
+    (source / "v.mp4").write_bytes(video_bytes(frames, 10.0))
+    (source / "broken.mp4").write_bytes(b"not a video")
+    (source / "short.mp4").write_bytes(video_bytes(frames[:3], 10.0))
+    (source / "v.txt").write_text("red rises")
+    options = Options(fit=Fit(multiple_of=16), cut=Cut(frames=8))
+    total = prepare(source, tmp_path / "out", command="videos", validation=0, options=options)
+    assert dict(total.skipped) == {"bad_video": 1, "too_short": 1}
+    found = list(samples(tmp_path / "out"))
+    assert [clip.latent.shape for _, _, clip, _ in found] == [(3, 8, 32, 48)] * 2
+    assert {m["fps"] for _, m, _, _ in found} == {10.0}
+    red = found[1][2].latent[0].mean((1, 2))
+    expected = torch.tensor([10.0 * i for i in range(8, 16)]) / 127.5 - 1
+    assert torch.allclose(red, expected, atol=0.02)  # of lossy colours
+
+
+# Damage, restarts, repetition.
+
+
+def test_bad_files_are_counted_by_reason_and_nothing_else_is_lost(tmp_path):
+    source = folder_of_pictures(tmp_path / "in")
+    (source / "p03.png").write_bytes(b"")
+    (source / "p04.png").write_bytes(bomb())
+    (source / "p05.txt").write_bytes(b"\xff\xfe\xff")
+    (source / "p06.png").write_bytes(as_file(noise(8, 8)))
+    os.unlink(source / "p07.png")
+    os.mkfifo(source / "p07.png")  # is no file
+    total = prepare(source, tmp_path / "out")
+    assert total.skipped.total() == 4
+    assert set(total.skipped) <= {"bad_image", "too_large", "bad_caption", "too_small"}
+    assert {m["source"] for _, m, _, _ in samples(tmp_path / "out")} == {
+        f"p{i:02d}.png" for i in (0, 1, 2, 8, 9, 10, 11)
+    }
+    description = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert description["skipped_examples"]["too_small"] == ["p06.png: 8 x 8 pixels; the least is 16 x 16"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "all_bad"])
+def test_no_sample_is_an_error(tmp_path, damage):
+    source = tmp_path / "in"
+    source.mkdir()
+    if damage == "all_bad":
+        (source / "a.png").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"holds no file|no sample is left for training: 1 bad_image"):
+        prepare(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path):
+    source = folder_of_pictures(tmp_path / "in")
+    prepare(source, tmp_path / "one")
+    prepare(source, tmp_path / "two", processes=2)
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")
+    one, two = (json.loads((tmp_path / name / "dataset.json").read_text()) for name in ("one", "two"))
+    assert one == two
+
+
+def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):
+    source = folder_of_pictures(tmp_path / "in")
+    prepare(source, tmp_path / "undisturbed")
+    preparation = Preparation.of(
+        "images", source, tmp_path / "out", Options(fit=Fit(multiple_of=16)), samples_per_shard=5, validation=0.3
+    )
+
+    def stop(number, record):
+        if number == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        preparation.run(processes=1, force=False, on_unit=stop)
+    partial = preparation.job.partial
+    assert sorted(path.name for path in partial.glob("unit-*")) == ["unit-000000.json", "unit-000001.json"]
+    cut = sorted(preparation.job.data.glob("*-000001.tar"))[0]
+    cut.write_bytes(cut.read_bytes()[:1000])  # a record without its shard does not count
+    times = {path.name: path.stat().st_mtime_ns for path in preparation.job.data.glob("*-000000.tar")}
+    with pytest.raises(ConfigError, match=r"differs in samples_per_shard"):
+        prepare(source, tmp_path / "out", samples_per_shard=4)
+    prepare(source, tmp_path / "out")
+    assert shards(tmp_path / "out") == shards(tmp_path / "undisturbed")
+    assert {n: (tmp_path / "out" / n).stat().st_mtime_ns for n in times} == times  # unit 0 was not made again
+    with pytest.raises(ConfigError, match="exists already"):
+        prepare(source, tmp_path / "out")
+    prepare(source, tmp_path / "out", samples_per_shard=4, force=True)
+    assert len(shards(tmp_path / "out")) > len(shards(tmp_path / "undisturbed")) - 1
+
+
+def test_kill_9_and_the_same_command_give_the_same_shards(tmp_path):
+    source = folder_of_pictures(tmp_path / "in", 40)
+    command = ["images", "--in", str(source), "--samples-per-shard", "2", "--validation", "0.3", "--processes", "1"]
+    out = tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-m", "energon_data.prepare", *command, "--out", str(out)])
+    partial = tmp_path / ".out.partial"
+    deadline = time.monotonic() + 120
+    while len(list(partial.glob("unit-*.json"))) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    assert partial.exists()
+    assert main([*command, "--out", str(out)]) == 0
+    assert main([*command, "--out", str(tmp_path / "undisturbed")]) == 0
+    assert shards(out) == shards(tmp_path / "undisturbed")
+
+
+def test_a_dry_run_says_what_would_be_made_and_writes_nothing(tmp_path, capsys):
+    source = folder_of_pictures(tmp_path / "in")
+    assert main(["images", "--in", str(source), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "12 files were found" in said
+    assert "3x1x32x16, pixels.png" in said
+    assert "MiB in all" in said
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_the_summary_counts_samples_shapes_and_skips(tmp_path, capsys):
+    source = folder_of_pictures(tmp_path / "in")
+    (source / "p03.png").write_bytes(picture_bytes(noise(8, 8), "png"))
+    assert (
+        main(["images", "--in", str(source), "--out", str(tmp_path / "out"), "--processes", "1", "--validation", "0"])
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "11 samples in 1 shards" in said
+    assert "6 of 3x1x32x16, 5 of 3x1x32x32" in said
+    assert "skipped, too_small: 1; p03.png" in said
