@@ -20,7 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks.step import config_of, revision, table
-from dit.errors import told_in_one_line
+from dit.errors import one_line_errors
 from launch import environment
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
     return record
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

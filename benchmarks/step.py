@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, told_in_one_line
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from launch import cli, environment
 from launch.train import resolve
 
@@ -191,7 +191,7 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code; out of memory is a result, not a crash."""
     args = build_parser().parse_args(argv)

@@ -130,7 +130,7 @@ class Condition:
         if self.axis == "text":
             texts = SequenceLayout.from_lengths([len(text) for text in tensors])
             return Entry(self.axis, tensors[0] if len(tensors) == 1 else torch.cat(tensors), texts)
-        return Entry(self.axis, layout.spread(patchify_all(tensors, *patch)))
+        return Entry(self.axis, layout.insert_padding(patchify_all(tensors, *patch)))
 
     def absent(self, layout: SequenceLayout, patch: tuple[int, int]) -> Optional["Entry"]:
         """Return the entry of samples that are given none: the default or the null; None where the model learns it."""
@@ -142,7 +142,7 @@ class Condition:
             return Entry(self.axis, torch.full((layout.num_samples, *self.shape), value, dtype=self.dtype), texts)
         if self.axis == "latent":
             width = self.shape[0] * patch[0] * patch[1] ** 2
-            return Entry(self.axis, torch.full((layout.num_rows, width), value, dtype=self.dtype))
+            return Entry(self.axis, torch.full((layout.num_local_tokens, width), value, dtype=self.dtype))
         return Entry(self.axis, torch.full((layout.num_samples, *self.shape), value, dtype=self.dtype))
 
 
@@ -319,7 +319,7 @@ class Conditions(Mapping[str, Entry]):
         """
         wrong = []
         for name, entry in self.items():
-            need = layout.num_rows if entry.axis == "latent" else layout.num_samples
+            need = layout.num_local_tokens if entry.axis == "latent" else layout.num_samples
             if entry.axis == "text":
                 texts = entry.layout
                 if texts is None:

@@ -81,7 +81,7 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, UserError) else EXIT_UNEXPECTED
 
 
-def told_in_one_line(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
+def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
     """Let a command print an error with a known cure as one line and return its exit code, instead of raising it."""
 
     @functools.wraps(command)

@@ -52,7 +52,7 @@ def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[T
     return tokens, (frames // patch_temporal, height // patch_spatial, width // patch_spatial)
 
 
-def outputs_apart(prediction_TC: Tensor, token_channels: int, latent_channels: int) -> Tensor:
+def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: int) -> Tensor:
     """Sort a prediction by output: what belongs to the latent's channels first, then the rest, such as a variance.
 
     Networks predict all outputs of one position of a patch before those of the next:

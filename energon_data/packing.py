@@ -72,8 +72,8 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
     given = {condition.name: [clip.value(condition) for clip in clips] for condition in spec.conditions}
     weights = [c.loss_weight for c in clips]
     return PackedBatch(
-        latents_TC=layout.spread(patchify_all([c.latent for c in clips], *spec.patch)),
-        positions_T3=layout.spread(torch.cat([_positions(c.grid) for c in clips])),
+        latents_TC=layout.insert_padding(patchify_all([c.latent for c in clips], *spec.patch)),
+        positions_T3=layout.insert_padding(torch.cat([_positions(c.grid) for c in clips])),
         layout=layout,
         sample_ids_S=torch.tensor([c.id for c in clips], dtype=torch.int64),
         grids=tuple(c.grid for c in clips),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from dit.errors import CheckpointError, told_in_one_line
+from dit.errors import CheckpointError, one_line_errors
 from launch import environment
 
 DESCRIPTION = """\
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     run_dir = Path(build_parser().parse_args(argv).run)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor
 
-from dit.errors import ConfigError, told_in_one_line
+from dit.errors import ConfigError, one_line_errors
 from launch.letter_reader import LetterReader, load_reader
 from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
 from launch.sample import (
@@ -261,7 +261,7 @@ def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
     return lines
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import CheckpointError, ConfigError, told_in_one_line
+from dit.errors import CheckpointError, ConfigError, one_line_errors
 from launch import environment
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--pipeline is for --format diffusers, not {args.format}; leave it out")
     environment.prepare()
     environment.quiet_libraries()
-    from dit.checkpoint.full_weights import read_whole_weights
+    from dit.checkpoint.full_weights import read_full_weights
     from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 
     found, _ = find_checkpoint(folder)
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> list[str]:
     trained = trained_model(config, facts)
     slot = slot_of(found, config, "raw" if args.raw_weights else "ema")
     if args.format == "dit":
-        return write_original(trained, lambda: read_whole_weights(found, slot), out)
-    return write_diffusers_folder(trained, lambda: read_whole_weights(found, slot), out, pipeline=args.pipeline)
+        return write_original(trained, lambda: read_full_weights(found, slot), out)
+    return write_diffusers_folder(trained, lambda: read_full_weights(found, slot), out, pipeline=args.pipeline)
 
 
 def trained_model(config: "RunConfig", facts: dict[str, Any]) -> "TrainedModel":
@@ -183,7 +183,7 @@ def original_rules(model: Any, latent_size: Any) -> Any:
     return original_dit.rules(model, parameter_shapes(model), latent_size)
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

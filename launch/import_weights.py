@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from dit.errors import ConfigError, told_in_one_line
+from dit.errors import ConfigError, one_line_errors
 from launch import environment
 from launch.export import FORMATS, original_rules
 from launch.sample import at_least_one
@@ -219,7 +219,7 @@ def read_diffusers_folder(source: Path) -> Found:
     return Found(trained, rules, theirs, CONFIG_KEY in settings)
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

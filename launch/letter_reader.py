@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dit.errors import told_in_one_line
+from dit.errors import one_line_errors
 
 FILE = "letter_reader.safetensors"
 VERSION = "1"  # of the network and its training; another one is trained again
@@ -205,7 +205,7 @@ def _write_network(network: nn.Module, path: Path, digest: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Train the reader if needed and print its accuracy."""
     import argparse

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dit.errors import CheckpointError, ConfigError, told_in_one_line
+from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.sampling.grid import spread
 from dit.settings import SamplingConfig
 from launch import environment
@@ -329,7 +329,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{out}: {len(samples)} samples in {seconds:.1f} s")
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

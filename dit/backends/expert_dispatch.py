@@ -25,19 +25,19 @@ class ExpertDispatch:
         assert config.moe_expert_capacity_factor is not None
         self._dispatcher = MoEAlltoAllTokenDispatcher(len(experts), list(experts), config, groups)
 
-    def send(self, x_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def send(self, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Bring every chosen token to its experts.
 
         Args:
             x_TD: tokens held here.
-            chosen_TE: which of all experts take which token, bool.
+            selected_TE: which of all experts take which token, bool.
             weights_TE: weight of each pair.
 
         Returns:
             For each expert held here, the tokens of all ranks that it takes and their weights.
         """
         dispatcher = self._dispatcher
-        tokens, weights = dispatcher.dispatch_preprocess(x_TD, chosen_TE, weights_TE)
+        tokens, weights = dispatcher.dispatch_preprocess(x_TD, selected_TE, weights_TE)
         tokens, weights = dispatcher.token_dispatch(tokens, weights)
         tokens, counts, weights = dispatcher.dispatch_postprocess(tokens, weights)
         sizes = counts.tolist()

@@ -109,17 +109,17 @@ class LayerProvider:
         return count // self.tp_size
 
     def column_linear(
-        self, in_features: int, out_features: int, *, bias: bool, init: Init, whole_input: bool = False
+        self, in_features: int, out_features: int, *, bias: bool, init: Init, replicated_input: bool = False
     ) -> ColumnLinear:
         """Build a linear layer whose output features are split.
 
         Args:
-            whole_input: every tensor-parallel rank holds all rows of the input, also under sequence parallelism (text):
+            replicated_input: the input is replicated over tensor-parallel ranks, under sequence parallelism too (text):
                 nothing is gathered, and the input's gradient is complete on every rank.
         """
         self.split(out_features, "output features")
         config = self.config
-        if whole_input:
+        if replicated_input:
             config = copy(config)
             config.sequence_parallel = False
         layer = self._column(

@@ -29,7 +29,7 @@ from dit.run_config import RunConfig
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
-FACTS_FILE = "facts.json"
+METADATA_FILE = "facts.json"
 
 
 def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
@@ -51,13 +51,13 @@ class Checkpointer:
         config: of the run.
 
     Attributes:
-        resumed_facts: what `save` was given as `facts` when the resumed checkpoint was saved; empty for a new run.
+        resumed_metadata: what `save` was given as `facts` when the resumed checkpoint was saved; empty for a new run.
     """
 
     def __init__(self, store: CheckpointStore, config: RunConfig) -> None:
         self.store = store
         self.config = config
-        self.resumed_facts: dict[str, Any] = {}
+        self.resumed_metadata: dict[str, Any] = {}
 
     def save(self, state: TrainState, facts: dict[str, Any]) -> Path:
         """Write a checkpoint of `state.step` and make it current.
@@ -86,7 +86,7 @@ class Checkpointer:
                 records[name] = hash_file(folder / name, flush=True)
             if groups.rank == 0:
                 (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.config.to_record(), sort_keys=False))
-                (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
+                (folder / METADATA_FILE).write_text(json.dumps(facts, indent=1))
         parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
         dist.gather_object(records, parts)
         with fails_together():
@@ -171,7 +171,7 @@ class Checkpointer:
         state.step = manifest.step
         state.consumed_samples = int(manifest.meta["consumed_samples"])
         state.held_out = manifest.held_out
-        self.resumed_facts = read_facts(folder)
+        self.resumed_metadata = read_metadata(folder)
 
     def _check_ema(self, state: TrainState, folder: Path, saved: dict[str, Any]) -> None:
         had_ema = saved["training"]["ema_decay"] is not None
@@ -191,13 +191,13 @@ def read_record(folder: Path) -> dict[str, Any]:
     return _read_table(folder / CONFIG_FILE, yaml.safe_load, ("model", "objective", "training", "sampling"))
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
+def read_metadata(folder: Path) -> dict[str, Any]:
     """Return what sampling must know beside the settings.
 
     Raises:
         CheckpointError: the file is missing or is no such record.
     """
-    return _read_table(folder / FACTS_FILE, json.loads, ("class_names", "latent_size"))
+    return _read_table(folder / METADATA_FILE, json.loads, ("class_names", "latent_size"))
 
 
 def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from dit.checkpoint.checkpointer import CONFIG_FILE, FACTS_FILE
+from dit.checkpoint.checkpointer import CONFIG_FILE, METADATA_FILE
 from dit.checkpoint.state_files import StateReader, write_full_state
 from dit.checkpoint.store import CheckpointStore, model_fingerprint
 from dit.config_record import to_record
@@ -22,7 +22,7 @@ from dit.errors import ConfigError
 from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 
 
-def read_whole_weights(folder: Path, slot: str) -> dict[str, Tensor]:
+def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
     """Read every parameter of a verified checkpoint in full, float32, on this one process.
 
     Args:
@@ -81,7 +81,7 @@ def write_imported(
         shapes = {f"weight.{name}": tensor.shape for name, tensor in weights.items()}
         records = write_full_state(folder, shapes, (x.float().contiguous() for x in weights.values()), {})
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(to_record(settings), sort_keys=False))
-        (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
+        (folder / METADATA_FILE).write_text(json.dumps(facts, indent=1))
     meta = {
         "imported_from": source,
         "consumed_samples": 0,

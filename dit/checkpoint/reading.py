@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from dit.checkpoint.checkpointer import read_facts, read_record
+from dit.checkpoint.checkpointer import read_metadata, read_record
 from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
@@ -53,7 +53,7 @@ def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
     Raises:
         CheckpointError: they cannot be read.
     """
-    return RunConfig.from_record(read_record(folder)), read_facts(folder)
+    return RunConfig.from_record(read_record(folder)), read_metadata(folder)
 
 
 def slot_of(folder: Path, config: RunConfig, weights: Literal["ema", "raw"]) -> str:

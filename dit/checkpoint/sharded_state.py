@@ -23,7 +23,7 @@ from dit.checkpoint.manifest import FileRecord
 from dit.checkpoint.state_files import StateReader, file_of_rank, write_boxes, write_index
 from dit.errors import CheckpointError
 from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, publish_masters, set_step_count
+from dit.optimizer.master_weights import SLOTS, MasterShard, copy_masters_to_model, get_step_count, set_step_count
 
 ADAM_STEP = "adam_step"
 MIN_SHARE_ELEMENTS = 1024
@@ -154,7 +154,7 @@ def load_state(
         for slot, target in _values(shards, ema, i).items():
             reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(target, shard.start))
     set_step_count(optimizer, reader.scalars[ADAM_STEP])
-    publish_masters(optimizer, wrapped)
+    copy_masters_to_model(optimizer, wrapped)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from dit.checkpoint.store import check_same_model, model_fingerprint
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import agree, newest_valid_together
 from dit.errors import CheckpointError
-from dit.optimizer.master_weights import publish_masters
+from dit.optimizer.master_weights import copy_masters_to_model
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def start_from(path: str, state: TrainState) -> None:
     if state.ema is not None:
         for average, shard in zip(state.ema.values, state.shards, strict=True):
             average.copy_(shard.main)
-    publish_masters(state.optimizer, state.wrapped)
+    copy_masters_to_model(state.optimizer, state.wrapped)
 
 
 def agree_on_folder(path: str, groups: ProcessGroups) -> Path:

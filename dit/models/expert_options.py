@@ -119,7 +119,7 @@ class ExpertOptions:
         if self.num_experts is None:
             return rows * (3 if gated else 2) * hidden_size * dense_size
         expert = (3 if gated else 2) * hidden_size * self.expert_size(dense_size)
-        return rows * hidden_size * self.num_experts + self.chosen_pairs(layout) * expert
+        return rows * hidden_size * self.num_experts + self.routed_pairs(layout) * expert
 
     def mlp_saved(self, hidden_size: int, dense_size: int, form: BatchForm, *, gated: bool = False) -> Kept:
         """Count what one layer's MLP or experts keep of a token."""
@@ -128,7 +128,7 @@ class ExpertOptions:
         met = self.moe_capacity_factor if self.moe_router == "expert_choice" else self.moe_top_k
         return experts(hidden_size, self.expert_size(dense_size), met, form, gated=gated)
 
-    def chosen_pairs(self, layout: SequenceLayout) -> int:
+    def routed_pairs(self, layout: SequenceLayout) -> int:
         """Count the (token, expert) pairs that one layer computes."""
         assert self.num_experts is not None
         if self.moe_router == "top_k":

@@ -184,7 +184,7 @@ def write_outcome(run_dir: Path, outcome: Outcome) -> None:
         write_atomic(run_dir / (f"exit.rank{outcome.rank}.json" if failed else EXIT_FILE), text)
         shown: Optional[Outcome] = None
         # Ranks fail at the same time. Each looks again after writing, so whoever writes last has seen all the others.
-        while (best := _most_telling(run_dir)) is not None and best != shown:
+        while (best := _root_outcome(run_dir)) is not None and best != shown:
             write_atomic(run_dir / EXIT_FILE, strict_json(asdict(best), indent=1) + "\n")
             shown = best
     except OSError as error:
@@ -197,7 +197,7 @@ def read_outcome(run_dir: Path | str) -> Optional[Outcome]:
     return _read(Path(run_dir) / EXIT_FILE)
 
 
-def _most_telling(run_dir: Path) -> Optional[Outcome]:
+def _root_outcome(run_dir: Path) -> Optional[Outcome]:
     found = [_read(path) for path in run_dir.glob("exit.rank*.json")]
     return min((outcome for outcome in found if outcome is not None), key=lambda o: o.precedence, default=None)
 

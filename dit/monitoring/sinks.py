@@ -267,22 +267,22 @@ class FanOut(Sink):
                 self._warn(name, error)
 
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
-        self._tell_all(lambda sink: sink.scalars(step, values, consumed_samples))
+        self._for_each_sink(lambda sink: sink.scalars(step, values, consumed_samples))
 
     def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        self._tell_all(lambda sink: sink.image(name, step, picture, caption))
+        self._for_each_sink(lambda sink: sink.image(name, step, picture, caption))
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        self._tell_all(lambda sink: sink.artifact(path, metadata))
+        self._for_each_sink(lambda sink: sink.artifact(path, metadata))
 
     def sync(self) -> None:
-        self._tell_all(lambda sink: sink.sync())
+        self._for_each_sink(lambda sink: sink.sync())
 
     def close(self) -> None:
-        self._tell_all(lambda sink: sink.close())
+        self._for_each_sink(lambda sink: sink.close())
         self.mirrors.clear()
 
-    def _tell_all(self, tell: Callable[[Sink], None]) -> None:
+    def _for_each_sink(self, tell: Callable[[Sink], None]) -> None:
         tell(self.record)
         for name, sink in list(self.mirrors.items()):
             try:

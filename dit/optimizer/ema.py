@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dit.optimizer.master_weights import MasterShard, publish_masters
+from dit.optimizer.master_weights import MasterShard, copy_masters_to_model
 
 
 class EMA:
@@ -37,12 +37,12 @@ class EMA:
     def applied(self, optimizer: Any, wrapped: Sequence[Any]) -> Iterator[None]:
         """Run the model with the averaged weights; afterwards it has its own weights back, to the bit."""
         self._swap()
-        publish_masters(optimizer, wrapped)
+        copy_masters_to_model(optimizer, wrapped)
         try:
             yield
         finally:
             self._swap()
-            publish_masters(optimizer, wrapped)
+            copy_masters_to_model(optimizer, wrapped)
 
     @torch.no_grad()
     def _swap(self) -> None:

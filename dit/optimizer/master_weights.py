@@ -9,7 +9,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from dit.parallel.fsdp import local, publish, sharded_parameters
+from dit.parallel.fsdp import local, sharded_parameters, use_updated_weights
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -160,11 +160,11 @@ def set_step_count(optimizer: Any, step: int) -> None:
                 part.optimizer.state[parameter]["step"] = torch.tensor(float(step), device=device)
 
 
-def publish_masters(optimizer: Any, wrapped: Sequence[Any]) -> None:
+def copy_masters_to_model(optimizer: Any, wrapped: Sequence[Any]) -> None:
     """Copy the master weights into the model's chunks, on every rank that holds a part of them."""
     if any(_is_fsdp(part) for part in sub_optimizers(optimizer)):
         for chunk in wrapped:
-            publish(chunk)
+            use_updated_weights(chunk)
         return
     for part in sub_optimizers(optimizer):
         if hasattr(part, "_copy_main_params_to_model_params"):

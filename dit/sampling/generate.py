@@ -14,7 +14,7 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
-from dit.patchify import grid_positions, outputs_apart, unpatchify
+from dit.patchify import grid_positions, split_outputs, unpatchify
 from dit.sampling.guidance import guided_pair, needs_unconditional
 from dit.sampling.solvers import solve
 
@@ -126,7 +126,7 @@ def generate(
 
     def predict(inputs_TC: Tensor, time_S: Tensor, of: PackedBatch) -> Tensor:
         # The mean; solvers choose the variance themselves.
-        prediction_TC = outputs_apart(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
+        prediction_TC = split_outputs(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
         return prediction_TC[:, :channels]
 
     if needs_unconditional(guidance_scale):

@@ -87,9 +87,9 @@ def dynamically_thresholded(denoiser: Denoiser, layout: SequenceLayout, quantile
     """
     if not 0 < quantile <= 1:
         raise ConfigError(f"quantile={quantile} must lie in (0, 1]; Imagen's is 0.995")
-    if layout.rows is not None:
+    if layout.local_indices is not None:
         raise ConfigError(
-            f"dynamic thresholding needs whole samples, but this rank holds {len(layout.rows)} of "
+            f"dynamic thresholding needs whole samples, but this rank holds {len(layout.local_indices)} of "
             f"{layout.total_tokens} rows; sample with context_parallel_size=1 or use static thresholding"
         )
 

@@ -21,7 +21,7 @@ from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import build_state
 from dit.checkpoint.warm_start import start_from
 from dit.condition_table import CONTEXT
-from dit.context_parallel.shard_batch import over_whole_packs, shard
+from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED
 from dit.inference.preview import PictureWriter
@@ -37,7 +37,7 @@ from dit.objectives.base import Objective
 from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.parallel.schedule import WholeNetwork, forward_backward
+from dit.parallel.schedule import FullNetwork, forward_backward
 from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.settings import (
@@ -199,7 +199,7 @@ class Run:
         # What a model does not take, the members of a blend need not agree on.
         self.class_names = None if config.model.num_classes is None else config.data.class_names()
         self.state = build_state(config, spec, groups)
-        self.network = WholeNetwork(self.state.wrapped, groups)
+        self.network = FullNetwork(self.state.wrapped, groups)
         store = CheckpointStore(Path(config.training.run_dir) / "checkpoints", config.checkpoint)
         self.checkpointer = Checkpointer(store, config)
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
@@ -215,7 +215,7 @@ class Run:
             self.shard,
         )
         if resumed:
-            self.batches.recall_largest(self.checkpointer.resumed_facts, spec)
+            self.batches.recall_largest(self.checkpointer.resumed_metadata, spec)
         self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
         self.pictures = PictureWriter(
             config.model, config.objective, spec, config.sampling, self.class_names, self.text_encoder
@@ -340,7 +340,7 @@ class Run:
         state, fps = self.state, self.batches.fps
         with state.averaged():
             # Every rank generates all samples: those that share a model must, the others would only wait.
-            network = over_whole_packs(self.network, self.groups.cp, self.config.parallel.context_split)
+            network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
             frames = self.pictures.draw(network, self.batches.latent_size(self.spec), fps, self.device)
         if not self.log.is_silent:
             folder = Path(self.config.training.run_dir) / "samples" / f"step_{state.step:07d}"

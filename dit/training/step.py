@@ -15,7 +15,7 @@ from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective, Prepared
-from dit.patchify import outputs_apart
+from dit.patchify import split_outputs
 
 ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, Callable]]
 
@@ -29,7 +29,7 @@ class LevelsOnly(AddressedNoise):
     """The draws per sample, and zeros per token: all that a pipeline stage between the first and the last needs."""
 
     def normal_TC(self, purpose: str, channels: int) -> Tensor:
-        rows = self.layout.num_rows
+        rows = self.layout.num_local_tokens
         return torch.zeros(1, 1, device=self.layout.device).expand(rows, channels)
 
 
@@ -41,7 +41,7 @@ def training_forward_step(objective: Objective, model: ModelConfig, seed: int, s
     """
 
     def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, dict]:
-        outputs_TC = outputs_apart(prediction_TC, model.token_channels, model.in_channels)
+        outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
         total, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
         return total, count.int(), {"sums": torch.stack([*terms.values(), count])}
 

@@ -10,7 +10,7 @@ from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
-from dit.patchify import outputs_apart
+from dit.patchify import split_outputs
 
 NUM_BUCKETS = 4
 VALIDATION_SEED = 0x5A11DA7E
@@ -44,7 +44,7 @@ def held_out_loss(
         noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
         prepared = objective.prepare(batch, noise)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
-        outputs_TC = outputs_apart(prediction_TC, model.token_channels, model.in_channels)
+        outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
         found = objective.loss_terms(outputs_TC, prepared, batch.layout)
         columns_S = [found[name].sum_per_sample(batch.layout) for name in terms]
         columns_S.append(batch.layout.sum_per_sample(batch.layout.valid_T.float()))

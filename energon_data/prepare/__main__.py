@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from dit.errors import told_in_one_line
+from dit.errors import one_line_errors
 
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

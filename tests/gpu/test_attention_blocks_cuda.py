@@ -5,7 +5,7 @@ import torch
 
 from dit.backends import megatron_cpu
 from dit.context_parallel.attention import merge
-from dit.context_parallel.partition import ContextRows
+from dit.context_parallel.partition import ContextPartition
 from dit.kernels.attention import reference_attention
 from dit.kernels.attention_blocks import EagerBlocks, FlashBlocks
 from dit.layout import SequenceLayout
@@ -40,7 +40,7 @@ def test_eager_block_is_the_reference(case: AttentionCase):
 def test_flash_blocks_add_up_to_the_whole(split: str):
     """What a ring computes: outputs merge and gradients add, also where a block holds no token of a sample."""
     layout = SequenceLayout.from_lengths([120, 5, 333, 1], multiple_of=8, total_tokens=512, device=CUDA)
-    rows, kernel = ContextRows(layout, 4, split), FlashBlocks()
+    rows, kernel = ContextPartition(layout, 4, split), FlashBlocks()
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(512, 4, 64, generator=generator).to(CUDA, torch.bfloat16) for _ in range(4))
     leaves = [x.float().requires_grad_() for x in (q, k, v)]

@@ -448,8 +448,8 @@ MUTANTS = (
     Mutant(
         "layout: tokens counted from the unpadded start",
         "dit/layout.py",
-        "rows - self.cu_seqlens_padded.long()",
-        "rows - self.cu_seqlens.long()",
+        "indices_T - self.cu_seqlens_padded.long()",
+        "indices_T - self.cu_seqlens.long()",
         (BATCH,),
     ),
     Mutant(
@@ -484,8 +484,8 @@ MUTANTS = (
     Mutant(
         "experts: padding chooses",
         "dit/layers/routing.py",
-        "return chosen_TE & valid_T[:, None]",
-        "return chosen_TE",
+        "return selected_TE & valid_T[:, None]",
+        "return selected_TE",
         (MOE,),
     ),
     Mutant(

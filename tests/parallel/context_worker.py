@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.parallel_training import micro_batch, tiny_model
 from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
-from dit.context_parallel.partition import ContextSplit, context_rows
-from dit.context_parallel.shard_batch import over_whole_packs, shard
+from dit.context_parallel.partition import ContextSplit, context_partition
+from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.kernels.attention import Attention
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
@@ -69,7 +69,7 @@ def _errors(
     told_q, told_k = true_q, true_k
     if one_segment:
         told_q = told_k = SequenceLayout.from_lengths([true_q.total_tokens])
-    mine = context_rows(told_q, group.size(), split).of_rank(group.rank())
+    mine = context_partition(told_q, group.size(), split).of_rank(group.rank())
     held_q = told_q.select(mine)
     keys, held_k = (mine, held_q) if told_k is told_q else (slice(None), told_k)
 
@@ -114,7 +114,7 @@ def sample_and_validate(case: dict) -> dict:
         generator = torch.Generator().manual_seed(1)
         texts = [torch.randn(n, model.context_size, generator=generator) for n in (3, 5)]
         pack = empty_pack(spec, (1, 6, 6), 2, torch.device("cpu"), {"label": [1, 4], "context": texts})
-        network = over_whole_packs(backbone, groups.cp, split)
+        network = on_full_packs(backbone, groups.cp, split)
         settings = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
         latents = generate(network, FlowMatching(), pack, spec, **settings)
         packs = (micro_batch(i, packed=True, multiple_of=max(4, multiple_of)) for i in range(3))

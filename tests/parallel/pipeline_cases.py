@@ -64,13 +64,13 @@ def predict(case: dict) -> dict:
     """Held-out loss and samples with the weight average, and the weights afterwards."""
     from dit.backends import process_groups
     from dit.optimizer.ema import EMA
-    from dit.parallel.schedule import WholeNetwork
+    from dit.parallel.schedule import FullNetwork
     from dit.sampling.generate import empty_pack, generate
     from dit.training.validate import held_out_loss
 
     it = build(case)
     groups, model = it.groups, it.model
-    network = WholeNetwork(it.chunks, groups)
+    network = FullNetwork(it.chunks, groups)
     ema = EMA(it.shards, 0.5)
     for value in ema.values:
         value.mul_(1.25)

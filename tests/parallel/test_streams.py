@@ -9,7 +9,7 @@ import pytest
 from benchmarks.parallel_world import run_world
 from dit.verify.compare import SUM_RTOL, relative_errors
 from tests.parallel.rows import rows, selected
-from tests.parallel.stream_cases import forget_text_rows, norm_own_heads_alone
+from tests.parallel.stream_cases import forget_text_tokens, norm_own_heads_alone
 from tests.parallel.test_layouts import assert_equal_training
 
 MODELS = {
@@ -64,7 +64,7 @@ QUICK = {"tp2_sp", "pp2", "cp2_ring", "pp2_tp2_sp"}
 ROW = ("model", "layout", "packed")
 BROKEN = {
     ("wan", "tp2", "norm_own_heads_alone"): {"parallel": TP, "break": norm_own_heads_alone},
-    ("flux", "tp2_sp", "forget_text_rows"): {"parallel": SP, "break": forget_text_rows},
+    ("flux", "tp2_sp", "forget_text_tokens"): {"parallel": SP, "break": forget_text_tokens},
 }
 
 

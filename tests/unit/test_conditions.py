@@ -11,7 +11,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, FPS, LABEL, POOLED, TABLE, match_conditions
 from dit.conditions import Condition, Conditions, per_latent_token
-from dit.context_parallel.partition import context_rows
+from dit.context_parallel.partition import context_partition
 from dit.context_parallel.shard_batch import shard
 from dit.data_api import BatchSpec
 from dit.errors import BatchError, ConfigError
@@ -89,7 +89,7 @@ def test_packed_is_alone(condition: Condition) -> None:
 def test_what_two_ranks_cut_is_together_the_uncut(split: str) -> None:
     """Per latent token each row is on one rank, beside its latent; all else is on both."""
     source = made()
-    rows = context_rows(source.layout, 2, split)
+    rows = context_partition(source.layout, 2, split)
     back = {name: torch.full_like(source.conditions[name].values, 1e9) for name in NAMES}
     for rank in range(2):
         part = shard(source, rank, 2, split)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dit.errors import BatchError
-from dit.patchify import grid_positions, outputs_apart, patchify, unpatchify
+from dit.patchify import grid_positions, patchify, split_outputs, unpatchify
 
 small = st.integers(1, 3)
 
@@ -68,9 +68,9 @@ def test_outputs_of_a_patch_are_sorted_apart():
     both = torch.randn(6, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     prediction_TC, _ = patchify(both, 1, 2)
     mean_TC, variance_TC = (patchify(half, 1, 2)[0] for half in both.chunk(2))
-    assert torch.equal(outputs_apart(prediction_TC, mean_TC.shape[1], 3), torch.cat([mean_TC, variance_TC], 1))
+    assert torch.equal(split_outputs(prediction_TC, mean_TC.shape[1], 3), torch.cat([mean_TC, variance_TC], 1))
 
 
 def test_a_prediction_of_the_latents_width_is_taken_as_it_is():
     prediction_TC = torch.randn(5, 12)
-    assert outputs_apart(prediction_TC, 12, 3) is prediction_TC
+    assert split_outputs(prediction_TC, 12, 3) is prediction_TC

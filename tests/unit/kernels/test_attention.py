@@ -10,7 +10,7 @@ import torch
 
 from dit.backends.provider import ColumnLinear, RowLinear, resolve_linears
 from dit.errors import ConfigError
-from dit.kernels.attention import _side_by_side, reference_attention, segment_sdpa, varlen_attention
+from dit.kernels.attention import _without_padding, reference_attention, segment_sdpa, varlen_attention
 from dit.kernels.resolve import resolve_attention, table
 from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
@@ -66,7 +66,7 @@ def kernel_that_needs_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     raise AssertionError(f"called with {len(q)} queries and {len(k)} keys")
 
 
-@pytest.mark.parametrize("attention", [segment_sdpa, partial(_side_by_side, kernel_that_needs_queries)])
+@pytest.mark.parametrize("attention", [segment_sdpa, partial(_without_padding, kernel_that_needs_queries)])
 @pytest.mark.parametrize("lengths", [((0, 0), (3, 5)), ((4, 0), (0, 5))])
 def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
     """A context-parallel rank of padding alone still gives every parameter before its attention a gradient, of zeros.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dit.context_parallel.attention import merge
-from dit.context_parallel.partition import ContextRows
+from dit.context_parallel.partition import ContextPartition
 from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
 from dit.kernels.resolve import resolve_blocks
 from dit.layout import SequenceLayout
@@ -78,7 +78,7 @@ def test_blocks_add_up_to_the_whole(kernel: str):
     """Outputs merge, gradients add, also where a block or a rank holds no token of a sample."""
     blocks = KERNELS[kernel]()
     layout = SequenceLayout.from_lengths([12, 5, 33, 1], multiple_of=8, total_tokens=80)
-    rows = ContextRows(layout, 4, "contiguous")
+    rows = ContextPartition(layout, 4, "contiguous")
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(80, 2, 8, generator=generator) for _ in range(4))
     out, lse = blocks.forward(q, k, v, layout, layout)

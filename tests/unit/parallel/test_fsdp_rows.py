@@ -50,7 +50,7 @@ def test_shards_end_between_rows(shapes, world_size):
 
     from dit.parallel import fsdp_rows
 
-    fsdp_rows.keep_rows_whole()
+    fsdp_rows.shard_between_rows()
     shapes = sorted(shapes, key=lambda shape: -shape[1])
     assert cuts(param_and_grad_buffer.build_data_parallel_buffer_index, shapes, world_size) == []
 
@@ -61,6 +61,6 @@ def test_without_the_repair_a_row_is_cut():
 
     from dit.parallel import fsdp_rows
 
-    fsdp_rows.keep_rows_whole()
+    fsdp_rows.shard_between_rows()
     original = param_and_grad_buffer.build_data_parallel_buffer_index.__wrapped__
     assert cuts(original, [(6, 17), (12, 13)], world_size=2) == [(1, 221)]
