@@ -1,4 +1,4 @@
-"""The contract between data and training: a pack of samples and the layout that joins them.
+"""The contract between data and training: a pack of samples and its layout.
 
 Shape suffixes: T packed tokens, S samples in the pack, C latent channels per token, K packed text tokens.
 """
@@ -22,14 +22,14 @@ class PackedBatch:
     Attributes:
         latents_TC: clean latents, patchified, dimensionless after VAE scale and shift.
         positions_T3: (t, h, w) patch index of each token, int64.
-        layout: where the samples lie in T.
-        sample_ids_S: 63-bit address of each sample, int64; a part of the address of its noise.
+        layout: of the samples on the token axis.
+        sample_ids_S: 63-bit id of each sample, int64; a part of the counter of its noise.
         grids: (t, h, w) in patches of each sample, on the host.
         keys: name of each sample, for messages.
-        conditions: what the network is given besides the latents, by name.
+        conditions: the inputs of the network besides the latents, by name.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
-        draws_S: number of each sample's draw from the training data, unique in a step, int64; copies of a sample are
-            distinguished by it. None for data that are read once, such as held-out ones.
+        draws_S: number of each sample's draw from the training data, int64; it is unique in a step and distinguishes
+            copies of a sample. None for data that are read once, such as held-out data.
     """
 
     latents_TC: Tensor
@@ -88,7 +88,7 @@ class PackedBatch:
         """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor, for convolutional backbones.
 
         Raises:
-            BatchError: the samples differ in shape, or the pack holds padding.
+            BatchError: the samples differ in shape, or the pack has padding.
         """
         from dit.patchify import unpatchify
 

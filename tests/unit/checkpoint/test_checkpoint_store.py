@@ -264,7 +264,7 @@ def test_dying_before_every_deletion_leaves_one_too_many_at_most(tmp_path, monke
     """A run that always dies between publishing and deleting does not fill the disk."""
     store = make_store(tmp_path, keep_last=2)
     prune = store.prune
-    monkeypatch.setattr(store, "prune", lambda **limits: None if "proven" in limits else prune(**limits))
+    monkeypatch.setattr(store, "prune", lambda **limits: None if "verified" in limits else prune(**limits))
     for step in range(1, 9):
         save(store, step)
         assert store.steps() == list(range(max(1, step - 2), step + 1))
