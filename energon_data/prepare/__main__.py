@@ -26,7 +26,7 @@ def _moving_letters(args: argparse.Namespace) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) -> None:
-    parser.add_argument("--out", required=True, help="folder to make")
+    parser.add_argument("--out", required=True, help="folder to create")
     parser.add_argument("--size", type=int, default=16, help="side of the pictures in pixels (%(default)s)")
     parser.add_argument(
         "--fonts",
@@ -39,13 +39,13 @@ def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) 
     parser.add_argument(
         "--text-encoder", metavar="NAME", help="also store caption embeddings, such as all-minilm-l6-v2's"
     )
-    parser.add_argument("--seed", type=int, default=0, help="addresses variations and order (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of variations and order (%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace an older data set")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(prog="python -m energon_data.prepare", description="Make a data set.")
+    parser = argparse.ArgumentParser(prog="python -m energon_data.prepare", description="Write a data set.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     letters = commands.add_parser("letters", help="capitals A-Z of every text font on this machine")
     _add_common(letters, variations=16, what="pictures per glyph and font face")

@@ -1,4 +1,4 @@
-"""Render the capitals A-Z of every text font on this machine into a real, small data set."""
+"""Render the capitals A-Z of every text font on this machine into a small data set."""
 
 import re
 import time
@@ -29,7 +29,7 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class LettersReport:
-    """What was written: counts by split and the fonts behind them."""
+    """The data set: counts by split, and the fonts."""
 
     folder: Path
     images: dict[str, int]
@@ -59,7 +59,7 @@ class LettersReport:
 
 
 def vary(glyphs: Tensor, count: int, size: int, generator: torch.Generator) -> Tensor:
-    """Draw each glyph `count` times, slightly moved, scaled, turned, slanted, thinned or thickened.
+    """Render each glyph `count` times, slightly shifted, scaled, rotated, slanted, thinned or thickened.
 
     The first variation of each glyph is the glyph itself.
 
@@ -111,7 +111,7 @@ def encode_captions(captions: Iterable[str], encoder: Optional[str]) -> dict[str
 
 
 def face_record(face: Face) -> dict[str, Any]:
-    """Return what `dataset.json` says of a font face."""
+    """Return the entry of a font face in `dataset.json`."""
     styles = [*face.styles, face.style_class]
     return {"family": face.family, "styles": styles, "file": face.path.name, **asdict(Style.of(face))}
 
@@ -172,16 +172,16 @@ def prepare_letters(
     seed: int = 0,
     force: bool = False,
 ) -> LettersReport:
-    """Render A-Z into Energon shards; `out` appears complete or not at all.
+    """Render A-Z into Energon shards; `out` is created only when complete.
 
     Args:
-        out: folder to make.
+        out: folder to create.
         size: side of the pictures in pixels.
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: pictures per shard.
         variations: pictures per glyph and font face; held-out faces get half as many.
         text_encoder: also store each caption's embedding by this encoder of `dit.encoders.text`.
-        seed: addresses every variation and the order.
+        seed: of all variations and of the order.
         force: replace an older data set.
 
     Raises:
