@@ -137,7 +137,7 @@ def whole(out: Path) -> Iterator[Path]:
         ConfigError: `out` exists, or the disk refused.
     """
     if os.path.lexists(out):
-        raise ConfigError(f"{out} exists already and is left alone; choose another --out or remove it")
+        raise ConfigError(f"{out} already exists and is not changed; choose another --out or remove it")
     part = out.with_name(f".{out.name}.{os.getpid()}.tmp{out.suffix}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -289,7 +289,7 @@ def test_what_counts_is_the_flag_then_the_record_then_the_publication(tmp_path):
     assert found["recorded", False, False][:2] == (FlowMatching(), {"solver": "heun"})
     for name in ("plain", "recorded"):
         assert found[name, True, False][:2] == (EDM(sigma_data=1.0), {})
-        assert found[name, True, False][2].startswith(f"--objective: {EDM(sigma_data=1.0)} is taken, not")
+        assert found[name, True, False][2].startswith(f"--objective: {EDM(sigma_data=1.0)} is used, not")
     args.num_attention_heads = 6
     with pytest.raises(ConfigError, match="says 4; leave the flag out"):
         import_weights.read_original(recorded, args)
@@ -338,7 +338,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, write):
 
 def test_nothing_is_written_over(tmp_path):
     write_tensors({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(ConfigError, match="left alone"):
+    with pytest.raises(ConfigError, match="not changed"):
         write_tensors({"x": torch.ones(2)}, tmp_path / "x.safetensors")
     assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], torch.zeros(2))
 
