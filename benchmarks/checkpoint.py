@@ -1,10 +1,10 @@
-"""Time and memory of saving and loading a training state, beside plain torch distributed checkpointing (DCP).
+"""Time and memory of saving and loading a training state, compared with plain torch distributed checkpointing (DCP).
 
 `python -m benchmarks.checkpoint --factory letters_dit model.hidden_size=768 model.num_layers=12`
 
-Both write and read what each rank owns: DCP one tensor per rank and parameter, under a name of its own, which only the
-same ranks can read again; ours boxes that any layout can read. The two take turns, so that a machine whose speed drifts
-slows both. Ours includes the SHA-256 of every byte and both include flushing to the disk.
+Both write and read the local ranges of each rank: DCP one tensor per rank and parameter, under separate names, which
+only the same layout can read; ours boxes that every layout can read. The two alternate, so that changes in the speed of
+the machine affect both. Ours includes the SHA-256 of every byte and both include flushing to the disk.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Time the optimizer steps of a recipe: `python -m benchmarks.step --factory NAME [key=value ...]`, on CPU or GPU.
 
 The steps are those of training, through the same code. Under torchrun every rank takes part and rank 0 reports: one
-line of JSON on the last line of the output (and appended to `--out`), and a table for people before it.
+line of JSON on the last line of the output (and appended to `--out`), and a table before it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PEAK_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command; overrides are left over for the recipe."""
+    """Return the parser of the command; overrides are parsed by the recipe."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
     parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps (%(default)s)")
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape",
         metavar="TxHxW",
-        help="synthetic latents (default: the recipe's own if it makes them up, or 256 tokens)",
+        help="synthetic latents (default: the recipe's own if it is synthetic, or 256 tokens)",
     )
     parser.add_argument("--real-data", action="store_true", help="the recipe's own data instead of synthetic latents")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class Recording(Iterator):
-    """Passes micro-batches on and remembers their layouts.
+    """Yields micro-batches and records their layouts.
 
     Args:
         batches: the `DeviceBatches` of a run.
@@ -65,7 +65,7 @@ class Recording(Iterator):
 
 
 def config_of(args: argparse.Namespace, run_dir: str) -> "RunConfig":
-    """Build a recipe's settings with real data replaced by synthetic latents, unless it is asked for."""
+    """Build a recipe's settings with real data replaced by synthetic latents, except with `--real-data`."""
     from energon_data.mock import MockData
     from launch import config_file
 
@@ -74,11 +74,11 @@ def config_of(args: argparse.Namespace, run_dir: str) -> "RunConfig":
     task.training.run_dir = run_dir
     task.logging.tensorboard = task.logging.wandb = False
     config = config_file.built(task)
-    made_up = isinstance(config.data, MockData) and args.shape is None
-    if not args.real_data and not made_up:
+    synthetic = isinstance(config.data, MockData) and args.shape is None
+    if not args.real_data and not synthetic:
         model = config.model
         side = 16 * model.patch_spatial
-        # Few enough samples to be kept in memory: the step is timed, not the drawing.
+        # Few enough samples for the cache: generating them is not timed.
         shape = args.shape or f"{model.patch_temporal}x{side}x{side}"
         return replace(config, data=MockData(shapes=[shape], dataset_size=64))
     return config
@@ -185,7 +185,7 @@ def revision() -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Lay a record out for people, one quantity per line."""
+    """Format a record, one quantity per line."""
     width = max(map(len, record))
     shown = {k: f"{v:,.4g}" if isinstance(v, float) else v for k, v in record.items()}
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())

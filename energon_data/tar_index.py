@@ -140,7 +140,7 @@ class SampleReader:
         return f"SampleReader({self._energon})"
 
     def _shard(self, number: int) -> tuple[int, np.ndarray]:
-        """Return file descriptor and offsets of a shard; forks may share descriptors, since reads state their offset."""
+        """Return file descriptor and offsets of a shard; forks may share it, since reads state their offset."""
         entry = self._open.get(number)
         if entry is None:
             path = Path(self._shards[number].path.local_path())

@@ -55,7 +55,7 @@ def letters(data: Path, run_dir: Path, **settings: Any) -> list[str]:
 
 
 def mock(run_dir: Path, **settings: Any) -> list[str]:
-    """Return the arguments of a `tiny_dit` run on made-up data, with the distributed optimizer."""
+    """Return the arguments of a `tiny_dit` run on synthetic data, with the distributed optimizer."""
     own = {"logging__tensorboard": False, "parallel__data_parallel": "distributed_optimizer"}
     return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, **{**own, **settings})]
 
