@@ -37,26 +37,26 @@ def test_eager_block_is_the_reference(case: AttentionCase):
 
 
 @pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
-def test_flash_blocks_add_up_to_the_whole(split: str):
-    """What a ring computes: outputs merge and gradients add, also where a block holds no token of a sample."""
+def test_flash_blocks_sum_to_full_attention(split: str):
+    """Ring attention: outputs are merged and gradients summed, also if a block has no token of a sample."""
     layout = SequenceLayout.from_lengths([120, 5, 333, 1], multiple_of=8, total_tokens=512, device=CUDA)
     rows, kernel = ContextPartition(layout, 4, split), FlashBlocks()
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(512, 4, 64, generator=generator).to(CUDA, torch.bfloat16) for _ in range(4))
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
-    whole = reference_attention(*leaves, layout, layout)
-    (whole * grad.float()).sum().backward()
+    exact = reference_attention(*leaves, layout, layout)
+    (exact * grad.float()).sum().backward()
     out, lse = torch.zeros(512, 4, 64, device=CUDA), torch.full((512, 4), -torch.inf, device=CUDA)
     pairs = [(mine, other) for mine in range(4) for other in range(4)]
-    blocks, held = rows.blocks(), [rows.of_rank(rank) for rank in range(4)]
+    blocks, local = rows.blocks(), [rows.of_rank(rank) for rank in range(4)]
     for mine, other in pairs:
-        part = kernel.forward(q[held[mine]], k[held[other]], v[held[other]], blocks[mine], blocks[other])
-        out[held[mine]], lse[held[mine]] = merge(out[held[mine]], lse[held[mine]], *part)
+        part = kernel.forward(q[local[mine]], k[local[other]], v[local[other]], blocks[mine], blocks[other])
+        out[local[mine]], lse[local[mine]] = merge(out[local[mine]], lse[local[mine]], *part)
     sums = [torch.zeros_like(out) for _ in range(3)]
     for mine, other in pairs:
-        a, b = held[mine], held[other]
+        a, b = local[mine], local[other]
         given = (grad[a], q[a], k[b], v[b], out[a].to(q.dtype), lse[a], blocks[mine], blocks[other])
         for total, at, part in zip(sums, (a, b, b), kernel.backward(*given)):
             total[at] += part
-    for got, want in zip((out, *sums), (whole.detach(), *(x.grad for x in leaves))):
+    for got, want in zip((out, *sums), (exact.detach(), *(x.grad for x in leaves))):
         assert (got - want).norm() / want.norm() <= RTOL[torch.bfloat16]

@@ -7,7 +7,7 @@ import pytest
 
 
 def rows(cases: Iterable[tuple], quick: Callable[..., bool]) -> list[Any]:
-    """Mark the cases that only the whole suite runs."""
+    """Mark the cases that only the full suite runs."""
     return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.matrix) for case in cases]
 
 

@@ -1,7 +1,7 @@
 """FLUX and Wan give the numbers of one rank under any layout: joint attention, a stream of text, norms over all heads.
 
-In FLUX the text is shared out as the image is, but whole on every context-parallel rank; in Wan the mean square of
-queries and keys runs over the heads of all tensor-parallel ranks.
+In FLUX the text is split over tensor-parallel ranks as the image is, but replicated over context-parallel ranks; in Wan
+the mean square of queries and keys runs over the heads of all tensor-parallel ranks.
 """
 
 import pytest

@@ -157,7 +157,7 @@ def check_setting_acts(build: Any, config: Any, name: str, value: Any) -> None:
 
 
 def check_padding_is_never_read(build: Any, config: Any, garbage: float) -> None:
-    """Whatever lies in the padding rows of tokens and texts, outputs of real rows and all gradients stay the same."""
+    """The padding of tokens and texts changes no output of real tokens and no gradient."""
     batch = pack(MIXED, config, multiple_of=8, tail=8, context_multiple_of=4)
     valid, context_valid = batch.layout.valid_T, batch.conditions["context"].layout.valid_T[:, None]
     inputs, time = draw(batch)

@@ -262,8 +262,8 @@ def test_adaln_zero_starts_as_the_identity(build_model: BuildModel):
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-def test_padding_rows_never_reach_real_ones(build_model: BuildModel, garbage: float):
-    """Whatever lies in the padding rows of tokens and texts, outputs of real rows and all gradients stay the same."""
+def test_padding_never_reaches_real_tokens(build_model: BuildModel, garbage: float):
+    """The padding of tokens and texts changes no output of real tokens and no gradient."""
     model_config = config(qk_layernorm=True, context_size=10)
     samples = [
         Sample((1, 3, 3), 1, text(3, 10, seed=1)),

@@ -130,7 +130,7 @@ def test_field_without_weights_changes_the_prediction(build_model: BuildModel, n
 
 
 def count_on_meta(config: DiTConfig) -> int:
-    """Count the parameters of the whole model without memory for them."""
+    """Count the parameters of the full model without allocating them."""
     from megatron.core.transformer import TransformerConfig
 
     from dit.backends.provider import LayerProvider

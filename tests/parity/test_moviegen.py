@@ -77,7 +77,7 @@ def test_blocks_start_as_the_addition_of_positions(build_model: BuildModel):
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-def test_padding_rows_never_reach_real_ones(build_model: BuildModel, garbage: float):
+def test_padding_never_reaches_real_tokens(build_model: BuildModel, garbage: float):
     check_padding_is_never_read(build_model, config(), garbage)
 
 

@@ -31,7 +31,7 @@ def test_unpatchify_is_the_exact_inverse(channels, t, h, w, patch_temporal, patc
 @given(small, small, small)
 @settings(max_examples=30, deadline=None)
 def test_token_n_lies_where_grid_positions_says(t, h, w):
-    """The token at (i, j, k) holds the patch at (i, j, k): positions and tokens have one order."""
+    """The token at (i, j, k) is the patch at (i, j, k): positions and tokens have the same order."""
     latent = torch.zeros(3, t, h, w)
     for i, j, k in product(range(t), range(h), range(w)):
         latent[:, i, j, k] = torch.tensor([i, j, k])
@@ -63,7 +63,7 @@ def test_sides_that_do_not_divide_are_refused_with_a_cure(shape, sizes):
         patchify(torch.zeros(shape), 2, 2)
 
 
-def test_outputs_of_a_patch_are_sorted_apart():
+def test_outputs_of_a_patch_are_sorted():
     """Patches of (mean, variance) images become the patches of the mean image, then those of the variance."""
     both = torch.randn(6, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     prediction_TC, _ = patchify(both, 1, 2)

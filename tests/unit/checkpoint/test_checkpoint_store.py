@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or refused, and one is always kept."""
+"""Checkpoint folders: complete or refused, and one is always retained."""
 
 import errno
 import json
@@ -113,7 +113,7 @@ DAMAGE = {
     "other json": lambda folder, rng: (folder / MANIFEST).write_text(rng.choice(["[]", "{}", "null", '{"files": 3}'])),
     "spaces in manifest": lambda folder, rng: (folder / MANIFEST).open("a").write(" "),
     "manifest of another step": lambda folder, rng: edit_manifest(folder, step=19),
-    "file nobody listed": lambda folder, rng: (folder / "planted.pt").write_bytes(b"code"),
+    "unlisted file": lambda folder, rng: (folder / "planted.pt").write_bytes(b"code"),
     "path to the parent": lambda folder, rng: list_outside_file(folder, "../iter_0000010/empty"),
     "absolute path": lambda folder, rng: list_outside_file(folder, "/etc/hostname"),
     "roundabout path": lambda folder, rng: list_outside_file(folder, "loader/./dp_00000.pt"),

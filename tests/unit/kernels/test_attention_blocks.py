@@ -74,8 +74,8 @@ def test_one_block_of_all_keys_is_the_reference(case: AttentionCase, kernel: str
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_blocks_add_up_to_the_whole(kernel: str):
-    """Outputs merge, gradients add, also where a block or a rank holds no token of a sample."""
+def test_blocks_sum_to_full_attention(kernel: str):
+    """Outputs are merged and gradients summed, also if a block or a rank has no token of a sample."""
     blocks = KERNELS[kernel]()
     layout = SequenceLayout.from_lengths([12, 5, 33, 1], multiple_of=8, total_tokens=80)
     rows = ContextPartition(layout, 4, "contiguous")
@@ -85,18 +85,18 @@ def test_blocks_add_up_to_the_whole(kernel: str):
     dq, dk, dv = blocks.backward(grad, q, k, v, out, lse, layout, layout)
     sums = [torch.zeros_like(x) for x in (q, k, v)]
     for mine in range(4):
-        held = rows.of_rank(mine)
+        local = rows.of_rank(mine)
         joined, joined_lse = torch.zeros(20, 2, 8), torch.full((20, 2), -torch.inf)
         for other in range(4):
             theirs, pair = rows.of_rank(other), (rows.blocks()[mine], rows.blocks()[other])
-            joined, joined_lse = merge(joined, joined_lse, *blocks.forward(q[held], k[theirs], v[theirs], *pair))
-            given = (grad[held], q[held], k[theirs], v[theirs], out[held], lse[held])
-            for total, rows_of, part in zip(sums, (held, theirs, theirs), blocks.backward(*given, *pair)):
+            joined, joined_lse = merge(joined, joined_lse, *blocks.forward(q[local], k[theirs], v[theirs], *pair))
+            given = (grad[local], q[local], k[theirs], v[theirs], out[local], lse[local])
+            for total, rows_of, part in zip(sums, (local, theirs, theirs), blocks.backward(*given, *pair)):
                 total[rows_of] += part
-        torch.testing.assert_close(joined, out[held], rtol=RTOL, atol=RTOL)
-        torch.testing.assert_close(joined_lse, lse[held], rtol=RTOL, atol=RTOL)
-    for total, whole in zip(sums, (dq, dk, dv)):
-        torch.testing.assert_close(total, whole, rtol=RTOL, atol=5 * RTOL)
+        torch.testing.assert_close(joined, out[local], rtol=RTOL, atol=RTOL)
+        torch.testing.assert_close(joined_lse, lse[local], rtol=RTOL, atol=RTOL)
+    for total, exact in zip(sums, (dq, dk, dv)):
+        torch.testing.assert_close(total, exact, rtol=RTOL, atol=5 * RTOL)
 
 
 def test_merge_with_no_keys_changes_nothing():
@@ -123,7 +123,7 @@ def test_padding_may_hold_anything():
         assert all(x.isfinite().all() for x in kernel().backward(grad, q, k, v, out, lse, layout, layout))
 
 
-def test_kernel_is_chosen_by_device_and_precision():
+def test_kernel_is_selected_by_device_and_precision():
     """The packed kernel knows half precision on CUDA only."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert isinstance(resolve_blocks(cpu, torch.bfloat16), EagerBlocks)

@@ -10,7 +10,7 @@ from dit.kernels.modulation import gated_residual, layer_norm_modulate, per_row
 from dit.layout import SequenceLayout
 
 DENSE = SequenceLayout.from_lengths([6, 6, 6])
-# The same pack, told as a list of rows, takes the gather path.
+# The same pack with `local_indices` takes the gather path.
 GATHERED = DENSE.select(torch.arange(18))
 RAGGED = SequenceLayout.from_lengths([6, 2, 7], multiple_of=4, total_tokens=24)
 

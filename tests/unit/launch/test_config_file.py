@@ -154,7 +154,7 @@ def test_a_record_of_an_older_version_names_a_schedule_by_its_kind(tmp_path, mod
     assert not change.is_refused
 
 
-def test_the_former_setting_says_how_a_schedule_is_chosen_now():
+def test_the_former_setting_names_the_present_one():
     with pytest.raises(ConfigError, match=r"schedule\.kind: .* schedule=constant, cosine or one_cycle"):
         apply_overrides(tiny_dit(), ["schedule.kind=cosine"], load_component)
     task = tiny_dit()

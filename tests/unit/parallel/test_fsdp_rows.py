@@ -21,8 +21,8 @@ def chunk_of(shapes):
     """Return the chunk size that Megatron-FSDP gives a bucket of these parameters, the widest rows first."""
     chunk = shapes[0][1]
     for rows, width in shapes:
-        whole = width == chunk or (chunk % width == 0 and rows * width % chunk == 0)
-        if not whole and rows * width >= chunk:
+        aligned = width == chunk or (chunk % width == 0 and rows * width % chunk == 0)
+        if not aligned and rows * width >= chunk:
             chunk = math.lcm(chunk, width)
     return chunk
 

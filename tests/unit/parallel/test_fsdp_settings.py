@@ -1,4 +1,4 @@
-"""What Megatron-FSDP cannot do is refused before anything is built, and what it is told reaches it."""
+"""Settings that Megatron-FSDP does not support are refused before anything is built; the others reach it."""
 
 import pytest
 from torch import nn
