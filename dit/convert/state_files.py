@@ -69,9 +69,9 @@ def _read_pickle(path: Path) -> Any:
             raise
         except Exception as error:  # a damaged or hostile pickle fails in any way it likes
             reason = str(error).strip().splitlines()
-            told = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0] if reason else "")
+            named = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0] if reason else "")
             raise ConfigError(
-                f"{path} is damaged or holds more than tensors and is not loaded, for a pickle can run code ({told}); "
+                f"{path} is damaged or holds more than tensors and is not loaded, for a pickle can run code ({named}); "
                 "save plain tensors by name, best as .safetensors"
             ) from error
 

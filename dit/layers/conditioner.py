@@ -11,12 +11,12 @@ from dit.layers.embeddings import LabelEmbedder, ScalarEmbedder, TimestepEmbedde
 
 
 class Conditioner(nn.Module):
-    """The sum of the embedded time and, as asked for, class, frame rate, and size.
+    """The sum of the embeddings of time and, if configured, class, frame rate and size.
 
     The size is (height, width, duration): height and width of the latent, and its frames divided by the frame rate,
     which is the duration in seconds up to the autoencoder's compression of time.
 
-    Every pipeline stage holds a copy and computes the vector from the same inputs; the copies' gradients are summed.
+    Replicated over pipeline stages, which compute the same vector; the gradients of the copies are summed.
 
     Args:
         num_classes: classes; None for none.

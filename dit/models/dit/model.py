@@ -23,7 +23,7 @@ from dit.models.token_stack import TokenStack
 class Conditioner(nn.Module):
     """The conditioning vector c: the sum of the embedded time, class and pooled text.
 
-    Every pipeline stage holds a copy and computes c from the same inputs; the copies' gradients are summed.
+    Replicated over pipeline stages, which compute the same vector; the gradients of the copies are summed.
     """
 
     def __init__(self, config: DiTConfig, provider: LayerProvider) -> None:
@@ -48,8 +48,8 @@ class Conditioner(nn.Module):
 class DiT(TokenStack):
     """DiT with adaLN-Zero: patch embedding, blocks, modulated zero-initialised head.
 
-    The positions are computed from the patch indices instead of being read from a table, so the count of parameters is
-    that of the paper's code less its frozen table. Labels equal to `num_classes` mean "no class".
+    Positions are computed from the patch indices instead of being stored in a table: the number of parameters is that
+    of the paper's code minus its frozen table. Labels equal to `num_classes` mean "no class".
 
     Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: text may join the conditioning vector (mean-pooled);
     QK-layernorm, (t, h, w) positions and rotary positions are options.

@@ -138,5 +138,5 @@ def test_dynamic_threshold_scales_each_sample_by_its_own_quantile():
 def test_dynamic_threshold_refuses_what_it_cannot_do():
     with pytest.raises(ConfigError, match=r"quantile=1\.5"):
         dynamically_thresholded(lambda x, u: x, LAYOUT, 1.5)
-    with pytest.raises(ConfigError, match="holds 2 of 10 rows; sample with context_parallel_size=1"):
+    with pytest.raises(ConfigError, match="has 2 of 10 tokens; sample with context_parallel_size=1"):
         dynamically_thresholded(lambda x, u: x, LAYOUT.select(torch.tensor([0, 1])))
