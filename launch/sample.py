@@ -45,9 +45,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steps", type=at_least_one, metavar="N", help="solver steps")
     group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
     group.add_argument("--seed", type=int, metavar="N", help="addresses the initial noise")
-    group.add_argument(
-        "--fps", type=frame_rate, metavar="X", help="frames per second, as the model is told them and of a film"
-    )
+    group.add_argument("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
 
 
 def build_parser() -> argparse.ArgumentParser:

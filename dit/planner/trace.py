@@ -266,7 +266,7 @@ class _Program:
     """The program of training on one rank: build, and make steps.
 
     Args:
-        counter: is told where a step and its phases begin.
+        counter: is notified when a step and its phases begin.
     """
 
     def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter) -> None:

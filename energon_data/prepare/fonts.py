@@ -270,20 +270,20 @@ def held_out_families(faces: list[Face], share: float = 0.2) -> set[str]:
     for face in faces:
         by_class[face.style_class][face.family] += 1
     total = len({face.family for face in faces})
-    held: set[str] = set()
+    held_out: set[str] = set()
     if total < 2:
-        return held
+        return held_out
     order = sorted(_CLASSES, key=lambda c: (-len(by_class[c]), _CLASSES.index(c)))
     # The only family of a class is selected only if no class has two.
     spare = 1 if any(len(by_class[c]) > 1 for c in _CLASSES) else 0
-    while len(held) < math.ceil(share * total):
-        before = len(held)
+    while len(held_out) < math.ceil(share * total):
+        before = len(held_out)
         for name in order:
-            left = {f: n for f, n in by_class[name].items() if f not in held}
-            if len(left) <= spare or len(held) >= math.ceil(share * total) or total - len(held) < 2:
+            left = {f: n for f, n in by_class[name].items() if f not in held_out}
+            if len(left) <= spare or len(held_out) >= math.ceil(share * total) or total - len(held_out) < 2:
                 continue
             small = {f: n for f, n in left.items() if n <= share * len(faces)}
-            held.add(max(small, key=lambda f: (small[f], f)) if small else min(left, key=lambda f: (left[f], f)))
-        if len(held) == before:
+            held_out.add(max(small, key=lambda f: (small[f], f)) if small else min(left, key=lambda f: (left[f], f)))
+        if len(held_out) == before:
             break
-    return held
+    return held_out

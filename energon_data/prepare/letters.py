@@ -118,9 +118,12 @@ def face_record(face: Face) -> dict[str, Any]:
 
 def assign_faces(faces: list[Face]) -> tuple[dict[str, list[Face]], str]:
     """Split faces into train and val by family, or by face if there is one family, or not at all for one face."""
-    held = held_out_families(faces)
-    if held:
-        by = {"train": [f for f in faces if f.family not in held], "val": [f for f in faces if f.family in held]}
+    held_out = held_out_families(faces)
+    if held_out:
+        by = {
+            "train": [f for f in faces if f.family not in held_out],
+            "val": [f for f in faces if f.family in held_out],
+        }
         return by, "family"
     if len(faces) > 1:
         cut = max(1, round(0.2 * len(faces)))
