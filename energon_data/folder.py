@@ -53,7 +53,7 @@ def _load(file: Path) -> Any:
 def _check_shard_name(folder: Path, name: str) -> Path:
     parts = PurePosixPath(name).parts
     if not name or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name:
-        raise DataError(f"{folder / _META} names the shard {name!r}, which lies outside the data set; {_ADVICE}")
+        raise DataError(f"{folder / _META} names the shard {name!r}, which is outside of the data set; {_ADVICE}")
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"shard {path} is a link that leads outside the data set; copy the file instead")

@@ -47,11 +47,11 @@ def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         )
     bins = []
     while sizes:
-        room, chosen = capacity, []
+        room, items = capacity, []
         while (at := bisect_right(sizes, room) - 1) >= 0:
             room -= sizes.pop(at)
-            chosen.append(order.pop(at))
-        bins.append(chosen)
+            items.append(order.pop(at))
+        bins.append(items)
     return bins
 
 

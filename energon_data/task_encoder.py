@@ -185,7 +185,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Fill packs from a full buffer; no pack exceeds the limit, every sample is in exactly one."""
         assert self.options.max_tokens_per_pack is not None
         lengths = [padded_length(c.num_tokens, self.spec.multiple_of) for c in samples]
-        packs = [[samples[i] for i in chosen] for chosen in greedy_knapsack(lengths, self.options.max_tokens_per_pack)]
+        packs = [[samples[i] for i in items] for items in greedy_knapsack(lengths, self.options.max_tokens_per_pack)]
         # The fullest packs come first; ordering them by sample id removes this trend from the stream.
         return sorted(packs, key=lambda pack: (sum(c.id for c in pack) & (2**63 - 1), pack[0].__key__))
 

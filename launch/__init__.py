@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def check_packages(names: tuple[str, ...] = ("dit", "recipes", "energon_data")) -> None:
-    """Check that the packages beside this one are this project's own.
+    """Check that the other packages of this project are imported from it.
 
     Raises:
         ImportError: Python finds one of them elsewhere first.

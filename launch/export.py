@@ -79,28 +79,28 @@ def run(args: argparse.Namespace) -> list[str]:
     from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 
     found, _ = find_checkpoint(folder)
-    config, facts = read_settings(found)
-    trained = trained_model(config, facts)
+    config, metadata = read_settings(found)
+    trained = trained_model(config, metadata)
     slot = slot_of(found, config, "raw" if args.raw_weights else "ema")
     if args.format == "dit":
         return write_original(trained, lambda: read_full_weights(found, slot), out)
     return write_diffusers_folder(trained, lambda: read_full_weights(found, slot), out, pipeline=args.pipeline)
 
 
-def trained_model(config: "RunConfig", facts: dict[str, Any]) -> "TrainedModel":
+def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedModel":
     """Return the model with the metadata that is exported with its weights."""
     from dit.convert.diffusers_format import TrainedModel
 
-    frames, height, width = facts["latent_size"]
+    frames, height, width = metadata["latent_size"]
     return TrainedModel(
         model=config.model,
         objective=config.objective,
         latent_size=(frames, height, width),
         sampling=asdict(config.sampling),
         # A data set may have classes that the model does not use.
-        class_names=None if config.model.num_classes is None else facts["class_names"],
-        text_encoder=facts.get("text_encoder"),
-        fps=facts.get("fps"),
+        class_names=None if config.model.num_classes is None else metadata["class_names"],
+        text_encoder=metadata.get("text_encoder"),
+        fps=metadata.get("fps"),
     )
 
 

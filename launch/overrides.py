@@ -59,8 +59,8 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
         node = _child(node, parent, ".".join(parents[:depth]))
     path = ".".join(parents)
     if "[" in name:
-        whole = _join(path, name.partition("[")[0])
-        raise ConfigError(f"{text}: entries are not assigned one by one; write the list in full, {whole}=[...]")
+        full_key = _join(path, name.partition("[")[0])
+        raise ConfigError(f"{text}: entries are not assigned one by one; write the list in full, {full_key}=[...]")
     try:
         annotation = annotation_of(node, name, path)
     except ConfigError as error:
@@ -100,7 +100,7 @@ def _child(node: Any, part: str, path: str) -> Any:
             raise ConfigError(f"{_join(path, part)}: {_join(path, name)} {size}; choose an index below that")
         child = child[int(index)]
     if not isinstance(child, Config | Partial):
-        raise ConfigError(f"{_join(path, part)}={child!r} has no settings of its own; assign it whole first")
+        raise ConfigError(f"{_join(path, part)}={child!r} has no settings of its own; assign all of it first")
     return child
 
 

@@ -32,7 +32,7 @@ class ProcessGroups:
 
     Attributes:
         collection: Megatron-Core's `ProcessGroupCollection`, passed to its layers, optimizer and schedules.
-        world_size, rank: of the whole job.
+        world_size, rank: of the job.
         dp_size, dp_rank: of the replicas, which read different samples (context-parallel ranks read the same ones).
     """
 

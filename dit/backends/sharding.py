@@ -12,7 +12,7 @@ Four kinds of parameters on four ranks with TP 2 + SP and PP 2:
     stage 1   tp 0      (has layer 1)        (has layer 1)   copy, all text    copy, tokens of shard 0 in layer 1
               tp 1                                           copy, all text    copy, tokens of shard 1 in layer 1
     gradient summed     nowhere              TP              PP                TP and PP
-    beside DP x CP
+    besides DP x CP
 
 Megatron-Core reads this from eight attributes of a parameter; a missing attribute means its default.
 `write_attributes` derives all of them; nothing else in this project sets one.

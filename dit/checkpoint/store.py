@@ -235,7 +235,7 @@ class CheckpointStore:
         for step in unselected:
             self._discard(self.path(step))
         if unselected:
-            logger.debug("deleted checkpoints of steps %s, kept %s", unselected, sorted(keep))
+            logger.debug("deleted checkpoints of steps %s, retained %s", unselected, sorted(keep))
         return unselected
 
     def _retained(self, manifests: Mapping[int, Manifest]) -> set[int]:

@@ -109,7 +109,7 @@ class DiffusersDiT(DiffusersFormat):
     def pipeline_index(self, trained: TrainedModel) -> dict[str, Any]:
         objective, classes = trained.objective, trained.model.num_classes
         steps = objective.discrete_steps if isinstance(objective, DDPM) else None
-        # DiTPipeline tells the network the scheduler's own steps, and writes 1000 for no class.
+        # DiTPipeline passes the scheduler's own steps to the network, and 1000 for no class.
         if steps != REFERENCE_STEPS or classes != PIPELINE_CLASSES:
             raise ConfigError(
                 f"--pipeline: DiTPipeline runs DDPM of {REFERENCE_STEPS} steps with {PIPELINE_CLASSES} classes, this "

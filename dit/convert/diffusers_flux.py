@@ -4,7 +4,7 @@ All differences of their model:
 
 * q, k and v as separate matrices, in single-stream blocks also that of the MLP; their output projection has all inputs
   of attention first, then all of the MLP, while ours are ordered by head;
-* the pairs of a head that turn together are neighbours, ours lie half a head apart: rows of q and k and the weights of
+* features that rotate together are adjacent, ours are half a head apart: rows of q and k and the weights of
   their norms change places;
 * the last modulation as scale, then shift;
 * patches of 2 x 2 are cut by the pipeline, channels slowest: `in_channels` there is that of a token;

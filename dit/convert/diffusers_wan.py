@@ -3,7 +3,7 @@
 All differences of their model:
 
 * q, k and v (in cross-attention k and v) as separate matrices; a convolution that embeds patches;
-* the pairs of a head that turn together are neighbours, ours lie half a head apart: in self-attention rows of q and k
+* features that rotate together are adjacent, ours are half a head apart: in self-attention rows of q and k
   and the weights of their norms change places;
 * a predicted patch goes frame by frame, ours row by row;
 * tables with an axis of one more.

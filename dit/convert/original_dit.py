@@ -22,7 +22,7 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
-"""Attention heads of the published sizes S, B, L and XL by width: no shape tells them."""
+"""Attention heads of the published sizes S, B, L and XL by width: they do not follow from shapes."""
 
 _NEEDED = ("x_embedder.proj.weight", "y_embedder.embedding_table.weight", "final_layer.linear.weight", "pos_embed")
 

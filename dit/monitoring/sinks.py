@@ -320,10 +320,10 @@ def _cut_torn_line(descriptor: int) -> bytes:
     while start and tail.count(b"\n") < 2:
         start = max(0, start - TAIL_BYTES)
         tail = os.pread(descriptor, end - start, start)
-    whole = tail.rfind(b"\n") + 1
-    if whole < len(tail):
-        os.ftruncate(descriptor, start + whole)
-    return tail[:whole].rstrip(b"\n").rsplit(b"\n", 1)[-1]
+    complete = tail.rfind(b"\n") + 1
+    if complete < len(tail):
+        os.ftruncate(descriptor, start + complete)
+    return tail[:complete].rstrip(b"\n").rsplit(b"\n", 1)[-1]
 
 
 def _clip_file(picture: Picture) -> Optional[Path]:

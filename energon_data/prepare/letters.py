@@ -193,7 +193,7 @@ def prepare_letters(
     """
     started = time.monotonic()
     if not 4 <= size <= CANVAS:
-        raise ConfigError(f"--size must lie in 4..{CANVAS}, got {size}")
+        raise ConfigError(f"--size must be in 4..{CANVAS}, got {size}")
     if samples_per_shard < 1 or variations < 1:
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"

@@ -186,13 +186,13 @@ def prepare_moving_letters(
     """
     started = time.monotonic()
     if not 8 <= size <= CANVAS or frames < 2:
-        raise ConfigError(f"--size must lie in 8..{CANVAS} and --frames be at least 2, got {size} and {frames}")
+        raise ConfigError(f"--size must be in 8..{CANVAS} and --frames be at least 2, got {size} and {frames}")
     fastest = max(SPEEDS.values()) / 16
     most = int((REACH - OFF_MIDDLE) * 2 / fastest) + 1
     if frames > most:
         raise ConfigError(f"in --frames {frames} the fast letters would leave the picture; use at most {most}")
     if not 0 <= stills <= frames:
-        raise ConfigError(f"--stills {stills} must lie between 0 and the {frames} frames of a clip")
+        raise ConfigError(f"--stills {stills} must be between 0 and the {frames} frames of a clip")
     if samples_per_shard < 1 or variations < 1:
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"

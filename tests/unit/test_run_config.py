@@ -55,7 +55,7 @@ def test_records_of_other_versions_and_of_imported_weights_are_read():
     found = RunConfig.from_record(record)
     assert replace(found, data=RUN.data) == RUN
     assert found.data == NoData()
-    with pytest.raises(ConfigError, match="without data"):
+    with pytest.raises(ConfigError, match="have no data"):
         found.check()
 
 
