@@ -1,6 +1,7 @@
 """Whether a run may resume from a checkpoint: which settings changed, and whether that is allowed.
 
-A change of the model, the objective or the data would make it another experiment, and is refused. Settings that users
+A change of what is trained or of its data (model, objective, data, seed, ...) would make it another experiment, and is
+refused. Settings that users
 change on purpose (length, learning rate, clipping), and settings that change results by rounding at most (layout,
 recompute, attention path, intervals, logs), are reported, one line each.
 """

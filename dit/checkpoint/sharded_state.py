@@ -2,7 +2,7 @@
 
 Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`. They do not
 depend on the optimizer or on the layout that wrote them. Each rank writes and reads the boxes of its own ranges
-(`dit.checkpoint.boxes`). Ranks with copies of a range write equal parts of it:
+(`dit.checkpoint.boxes`). Ranks with copies of a range write equal parts of it. An example:
 
     weight.layers.0.mlp.linear_fc1.weight, 4 x 4, TP 2 (rows), 2 data-parallel ranks with a distributed optimizer
 
