@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from benchmarks.forks import ROOT
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
 from dit.monitoring.sinks import LOSS, METRICS_FILE, read_records, scalars_by_step
+from dit.verify.ranks import ROOT
 
 RECIPES = (
     "tiny_dit_pack",
