@@ -1,7 +1,7 @@
-"""Time attention, forward and backward, on every path this machine has: `python -m benchmarks.attention`.
+"""Time attention, forward and backward, on every path of this machine: `python -m benchmarks.attention`.
 
-Each case is first compared with the float32 reference on inputs drawn anew, then timed; a path that refuses a case is a
-row that says so. Rates count 4 n^2 N H operations forward and 2.5 times that backward per segment of n tokens.
+Each case is first compared with the float32 reference on random inputs, then timed; a path that refuses a case is a row
+with the reason. Rates count 4 n^2 N H operations forward and 2.5 times that backward per segment of n tokens.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Time and memory of saving and loading a training state, beside plain torch distributed checkpointing (DCP).
+"""Time and memory of saving and loading a training state, compared with plain torch distributed checkpointing (DCP).
 
 `python -m benchmarks.checkpoint --factory letters_dit model.hidden_size=768 model.num_layers=12`
 
-Both write and read what each rank owns: DCP one tensor per rank and parameter, under a name of its own, which only the
-same ranks can read again; ours boxes that any layout can read. The two take turns, so that a machine whose speed drifts
-slows both. Ours includes the SHA-256 of every byte and both include flushing to the disk. A load ends, on both sides,
-with the ranges of this rank in place; handing the master weights to the model (a copy, and an all-gather where ranks
-own ranges) is the same work whoever read them, and is timed apart as `publish`.
+Both write and read the local ranges of each rank: DCP one tensor per rank and parameter, under separate names, which
+only the same layout can read; ours boxes that every layout can read. The two alternate, so that changes in the speed of
+the machine affect both. Ours includes the SHA-256 of every byte and both include flushing to the disk. On both sides a
+load ends with the local ranges of this rank in place; copying the master weights to the model (a copy, and an
+all-gather if ranks own ranges) is the same work after either, and is timed separately as `publish`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks.step import config_of, revision, table
-from dit.errors import told_in_one_line
+from dit.errors import one_line_errors
 from launch import environment
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
     from dit.backends import process_groups
     from dit.backends.device import describe, synchronize
     from dit.checkpoint.sharded_state import load_shards, save_state
-    from dit.optimizer.master_weights import SLOTS, publish_masters
+    from dit.optimizer.master_weights import SLOTS, copy_masters_to_model
     from dit.training.pretrain import Run
 
     dims, spec = config.check_here()
@@ -90,7 +90,7 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
             ("dcp_load", lambda: dcp.load(plain, checkpoint_id=theirs)),  # noqa: B023
         ]
         in_turn = ways if i % 2 == 0 else [ways[1], ways[0], ways[3], ways[2]]
-        for name, run in [*in_turn, ("publish", lambda: publish_masters(state.optimizer, state.wrapped))]:
+        for name, run in [*in_turn, ("publish", lambda: copy_masters_to_model(state.optimizer, state.wrapped))]:
             times = timed(run)
             if i:  # the first round warms up
                 found[name].append(times)
@@ -117,7 +117,7 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
     return record
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

@@ -1,10 +1,10 @@
-"""Losses of tiny recipes to the last bit, so that a change can show that it changed none: two commands.
+"""Losses of tiny recipes to the bit, to show that a change of the code changes no number: two commands.
 
     python -m benchmarks.loss_curves --out before.json      # on the old revision
     python -m benchmarks.loss_curves --compare before.json  # on the new one, on the same machine
 
-Each recipe trains 20 steps on synthetic data on one rank, and on TP 2 x PP 2 as far as its backbone goes. Two machines
-(or versions of torch) round differently, so `tests/integration/loss_curves.json` is compared with a tolerance.
+Each recipe trains 20 steps on synthetic data on one rank, and on TP 2 x PP 2 as far as its backbone supports it. Two
+machines (or versions of torch) round differently, so `tests/integration/loss_curves.json` is compared with a tolerance.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def losses(recipe: str, ranks: int, settings: Sequence[str], run_dir: Path) -> l
     """Train a recipe and return the loss of every step, as `metrics.jsonl` has it.
 
     Raises:
-        RuntimeError: the run failed; the message holds the end of its output.
+        RuntimeError: the run failed; the message has the end of its output.
     """
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "launch.train"]
     quiet = ("logging.tensorboard=False", "training.validation_interval=0", "training.sample_interval=0")
@@ -71,7 +71,7 @@ def curves(recipes: Sequence[str], layouts: Sequence[str]) -> Curves:
 
 
 def compare(before: Curves, now: Curves) -> list[str]:
-    """Name what differs in a bit, one line each."""
+    """Return the losses that are not equal to the bit, one line each."""
     differences = []
     for recipe, by_layout in now.items():
         for name, values in by_layout.items():

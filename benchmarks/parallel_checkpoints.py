@@ -29,7 +29,7 @@ def state_of(it: Built, ema: EMA) -> dict[str, Any]:
 
 
 def save(case: dict[str, Any]) -> dict[str, Any]:
-    """Write the state of an untrained model; all slots differ and follow from the weights, element by element."""
+    """Write the state of an untrained model; all slots differ and are computed from the weights, element by element."""
     from dit.checkpoint.sharded_state import save_state
     from dit.optimizer.master_weights import set_step_count
 

@@ -3,7 +3,7 @@
 Each row trains a tiny model for three steps on dense and on packed batches, on gloo ranks, and compares losses,
 gradient norms, every parameter's gradient and the weights after the last step with the same steps on one rank. It also
 moves a checkpoint (weights, average, Adam's moments) to one rank and another one from there. The table in
-docs/parallelism.md is what this command printed.
+docs/parallelism.md is the output of this command.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Row:
     """One layout.
 
     Attributes:
-        name: as the table shows it.
+        name: in the table.
         world: ranks.
         parallel: settings of `ParallelConfig`.
         model: changes of the tiny model.
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def task(self) -> dict[str, Any]:
-        """What is trained, whatever the layout."""
+        """The training case, equal for all layouts."""
         return {"model": self.model, "micro_batches": self.micro_batches}
 
 
@@ -102,7 +102,7 @@ class Outcome:
 
     Attributes:
         comparisons: of its training on dense and on packed batches.
-        lost: tensors that a checkpoint did not carry to one rank or back to the bit.
+        lost: tensors that a checkpoint to or from one rank changed.
     """
 
     comparisons: tuple[Comparison, ...]
@@ -110,7 +110,7 @@ class Outcome:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What is not equal, one line each."""
+        """The differences, one line each."""
         trained = (line for comparison in self.comparisons for line in comparison.differences)
         return (*trained, *(f"{name}: a checkpoint changes it" for name in self.lost))
 
@@ -126,7 +126,7 @@ class Outcome:
 
 
 def not_carried(written: dict[str, Any], read: dict[str, Any]) -> tuple[str, ...]:
-    """List what of a state came back from its checkpoint with another bit, and copies that differ."""
+    """List the tensors that a checkpoint changed, and copies that differ."""
     return (
         *(n for n, value in written.items() if n != "drifted" and not _same(value, read[n])),
         *written["drifted"],
@@ -141,9 +141,9 @@ def _same(written: object, read: object) -> bool:
 
 
 def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
-    """Run rows, each world size in one start; a world that fails raises with its ranks' output.
+    """Run rows, each world size in one start; a failed world raises with the output of its ranks.
 
-    One rank goes first and last: it writes the checkpoints that the others read, and reads those that they write.
+    One rank runs first and last: it writes the checkpoints that the others read, and reads those that they write.
     """
     tasks: list[dict[str, Any]] = []
     for row in rows:
@@ -166,7 +166,7 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
     one = run_world(1, first, folder / "first")
     by_start: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in rows:
-        # Megatron-FSDP keeps the groups of its models for good, and their threads poll: each such row starts afresh.
+        # Megatron-FSDP never releases the groups of its models, and their threads poll: each such row starts new ranks.
         by_start[row.world, row.name if row.parallel.get("data_parallel") == "fsdp" else ""].append(row)
     starts = [(world, f"{i}_{world}", group) for i, ((world, _), group) in enumerate(sorted(by_start.items()))]
     many: dict[str, list[dict[str, Any]]] = {}
@@ -213,7 +213,7 @@ def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
 
 
 def write_page(text: str, path: Path = PAGE) -> None:
-    """Put the table between its marks in the page."""
+    """Write the table between its marks in the page."""
     page = path.read_text()
     before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
@@ -223,7 +223,7 @@ def write_page(text: str, path: Path = PAGE) -> None:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the command; the exit code says whether every layout holds."""
+    """Run the command; the exit code is 0 if every layout equals one rank."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_matrix", description=__doc__)
     parser.add_argument("--only", help="rows whose name contains this")
     parser.add_argument("--write", action="store_true", help="put the table into docs/parallelism.md")

@@ -1,6 +1,6 @@
 """Tiny models and packs for tests and `benchmarks.parallel_matrix`, which compare layouts by `dit.verify`.
 
-A case is a dictionary: `parallel`, `packed`, `model` (settings of `tiny_model`), and what else `trial_of` reads.
+A case is a dictionary: `parallel`, `packed`, `model` (settings of `tiny_model`), and the other keys of `trial_of`.
 """
 
 import itertools
@@ -42,7 +42,7 @@ def tiny_model(backbone: str = "dit", **changes: Any) -> ModelConfig:
 def micro_batch(
     index: int, *, packed: bool, multiple_of: int, grids: tuple[tuple[int, int, int], ...] = ()
 ) -> PackedBatch:
-    """Two samples that differ in everything; ragged with padding when packed, else a dense batch."""
+    """Return two different samples: a ragged pack with padding if packed, else a dense batch."""
     generator = torch.Generator().manual_seed(100 + index)
     grids = grids or tuple(GRIDS[(2 * index + i) % len(GRIDS)] if packed else (1, 4, 4) for i in range(2))
     lengths = [t * h * w for t, h, w in grids]
@@ -71,10 +71,10 @@ def micro_batch(
 
 
 def packs(case: dict[str, Any], dp_rank: int, dp_size: int, token_multiple: int) -> Iterator[PackedBatch]:
-    """Return the packs of one data-parallel rank, without end."""
+    """Yield the packs of one data-parallel rank, endlessly."""
     num_micro, one_token = case.get("micro_batches", 4), case.get("one_token_packs", 0)
     for i in itertools.count(dp_rank, dp_size):
-        # Under context parallelism all ranks but the first then have nothing but padding.
+        # Under context parallelism all ranks but the first then have only padding.
         grids = (ONE_TOKEN,) * 2 if i % num_micro >= num_micro - one_token else ()
         yield micro_batch(i, packed=case["packed"], multiple_of=max(4, token_multiple), grids=grids)
 
@@ -92,7 +92,7 @@ def trial_of(case: dict[str, Any]) -> Trial:
 
 
 def build(case: dict[str, Any]) -> Built:
-    """Build what a case trains: groups, model chunks, optimizer, all on this rank."""
+    """Build groups, model chunks and optimizer of a case on this rank."""
     return trial.build(trial_of(case))
 
 

@@ -1,7 +1,7 @@
 """Time the optimizer steps of a recipe: `python -m benchmarks.step --factory NAME [key=value ...]`, on CPU or GPU.
 
 The steps are those of training, through the same code. Under torchrun every rank takes part and rank 0 reports: one
-line of JSON on the last line of the output (and appended to `--out`), and a table for people before it.
+line of JSON on the last line of the output (and appended to `--out`), and a table before it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, told_in_one_line
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from launch import cli, environment
 from launch.train import resolve
 
@@ -30,7 +30,7 @@ PEAK_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command; overrides are left over for the recipe."""
+    """Return the parser of the command; overrides are parsed by the recipe."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
     parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps (%(default)s)")
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape",
         metavar="TxHxW",
-        help="synthetic latents (default: the recipe's own if it makes them up, or 256 tokens)",
+        help="synthetic latents (default: the recipe's own if it is synthetic, or 256 tokens)",
     )
     parser.add_argument("--real-data", action="store_true", help="the recipe's own data instead of synthetic latents")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class Recording(Iterator["PackedBatch"]):
-    """Passes micro-batches on and remembers their layouts.
+    """Yields micro-batches and records their layouts.
 
     Args:
         batches: the `DeviceBatches` of a run.
@@ -67,7 +67,7 @@ class Recording(Iterator["PackedBatch"]):
 
 
 def config_of(args: argparse.Namespace, run_dir: str) -> "RunConfig":
-    """Build a recipe's settings with real data replaced by synthetic latents, unless it is asked for."""
+    """Build a recipe's settings with real data replaced by synthetic latents, except with `--real-data`."""
     from energon_data.mock import MockData
     from launch import config_file
 
@@ -76,11 +76,11 @@ def config_of(args: argparse.Namespace, run_dir: str) -> "RunConfig":
     task.training.run_dir = run_dir
     task.logging.tensorboard = task.logging.wandb = False
     config = config_file.built(task)
-    made_up = isinstance(config.data, MockData) and args.shape is None
-    if not args.real_data and not made_up:
+    synthetic = isinstance(config.data, MockData) and args.shape is None
+    if not args.real_data and not synthetic:
         model = config.model
         side = 16 * model.patch_spatial
-        # Few enough samples to be kept in memory: the step is timed, not the drawing.
+        # Few enough samples for the cache: generating them is not timed.
         shape = args.shape or f"{model.patch_temporal}x{side}x{side}"
         return replace(config, data=MockData(shapes=[shape], dataset_size=64))
     return config
@@ -187,13 +187,13 @@ def revision() -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Lay a record out for people, one quantity per line."""
+    """Format a record, one quantity per line."""
     width = max(map(len, record))
     shown = {k: f"{v:,.4g}" if isinstance(v, float) else v for k, v in record.items()}
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code; out of memory is a result, not a crash."""
     args = build_parser().parse_args(argv)

@@ -1,4 +1,4 @@
-"""The contract between data and training: a pack of samples and the layout that joins them.
+"""The contract between data and training: a pack of samples and its layout.
 
 Shape suffixes: T packed tokens, S samples in the pack, C latent channels per token, K packed text tokens.
 """
@@ -22,14 +22,14 @@ class PackedBatch:
     Attributes:
         latents_TC: clean latents, patchified, dimensionless after VAE scale and shift.
         positions_T3: (t, h, w) patch index of each token, int64.
-        layout: where the samples lie in T.
-        sample_ids_S: 63-bit address of each sample, int64; a part of the address of its noise.
+        layout: of the samples on the token axis.
+        sample_ids_S: 63-bit id of each sample, int64; a part of the counter of its noise.
         grids: (t, h, w) in patches of each sample, on the host.
         keys: name of each sample, for messages.
-        conditions: what the network is given besides the latents, by name.
+        conditions: the inputs of the network besides the latents, by name.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
-        draws_S: number of each sample's draw from the training data, unique in a step, int64; copies of a sample are
-            distinguished by it. None for data that are read once, such as held-out ones.
+        draws_S: number of each sample's draw from the training data, int64; it is unique in a step and distinguishes
+            copies of a sample. None for data that are read once, such as held-out data.
     """
 
     latents_TC: Tensor
@@ -88,19 +88,19 @@ class PackedBatch:
         """Return tokens of all samples as one dense `[S, t, h, w, C]` tensor, for convolutional backbones.
 
         Without padding it is a view: with patch 1, `dense(x)[:, 0].permute(0, 3, 1, 2)` are channels-last pictures
-        without a copy. `layout.spread(y.flatten(0, 3))` makes tokens of them again.
+        without a copy. `layout.insert_padding(y.flatten(0, 3))` turns them into tokens again.
 
         Args:
-            x_TC: values of every row of the pack; what padding rows hold is left out.
+            x_TC: values of all tokens of the pack; those of padding are dropped.
 
         Raises:
-            BatchError: the samples differ in shape, or this rank has a part of them.
+            BatchError: the samples differ in shape, or they are split over ranks.
         """
-        if len(set(self.grids)) != 1 or self.layout.rows is not None:
+        if len(set(self.grids)) != 1 or self.layout.local_indices is not None:
             raise BatchError(
                 f"a convolutional backbone needs complete samples of one shape, got grids {sorted(set(self.grids))}"
-                f"{'' if self.layout.rows is None else ', of which this rank has a part'}; bucket the data by shape "
-                "(data.bucket_by_shape=True) and leave parallel.context_parallel_size at 1"
+                f"{'' if self.layout.local_indices is None else ', of which this rank has a part'}; bucket the data by "
+                "shape (data.bucket_by_shape=True) and leave parallel.context_parallel_size at 1"
             )
         return self.layout.without_padding(x_TC).view(self.layout.num_samples, *self.grids[0], x_TC.shape[1])
 

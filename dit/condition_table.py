@@ -1,4 +1,4 @@
-"""The known conditions, and what a model takes compared with what the data hold."""
+"""The known conditions, and the comparison of a model's conditions with those of the data."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from dit.conditions import Condition
 from dit.errors import ConfigError
 
 DEFAULT_FPS = 30.0
-"""Frame rate of samples that name none, images among them (NeMo's convention)."""
+"""Frame rate of samples that store none, such as images (NeMo's convention)."""
 
 LABEL = Condition(
     name="label",
@@ -85,16 +85,16 @@ TABLE = (
 
 
 def match_conditions(wanted: Sequence[Condition], stored: Optional[Collection[str]]) -> list[str]:
-    """Compare what a model takes with what the data hold.
+    """Compare the conditions of a model with those of the data.
 
     Args:
-        stored: names under which the samples store values; None if it is not known, or all are made on demand.
+        stored: names under which the samples store values; None if unknown, or if all are generated on demand.
 
     Returns:
-        A line that names the known conditions which the data hold and the model does not take, if there are any.
+        One line with the known conditions of the data that the model does not take, if there are any.
 
     Raises:
-        ConfigError: the data lack one.
+        ConfigError: a condition of the model is missing in the data.
     """
     if stored is None:
         return []

@@ -1,15 +1,15 @@
-"""Conditions as data: what a network is given besides the noised latents, by name.
+"""Conditions as data: the inputs of a network besides the noised latents, by name.
 
-A `Condition` is a declaration, a row of `dit.condition_table`; a model names those it takes (`ModelConfig.conditions`).
-An `Entry` is its values for the samples of one pack, along one of three axes:
+A `Condition` is a declaration, a row of `dit.condition_table`; a model lists its conditions (`ModelConfig.conditions`).
+An `Entry` has the values of a condition for the samples of one pack, along one of three axes:
 
     axis      values      one value belongs to                   examples
     sample    [S, ...]    a sample                               class, pooled text, frame rate, noise level
     text      [K, D]      a text token; a layout says whose      the tokens of a text encoder, of a second one
     latent    [T, C]      a latent token, as the latents         low-resolution picture, mask, control picture
 
-`Conditions`, the entries of a pack, moves, cuts, drops, replaces, joins and checks them, all alike. Nothing else in the
-library asks which conditions there are.
+`Conditions`, the entries of a pack, moves, splits, drops, replaces, joins and checks all of them in the same way. No
+other module depends on which conditions exist.
 
 Shape suffixes: T packed tokens, S samples in the pack, K packed text tokens, C channels per token, D any width.
 """
@@ -33,29 +33,30 @@ Value = Tensor | float
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What a condition is: its shape, where samples store it, how it is dropped, and what then stands in its place.
+    """The declaration of a condition: its shape, where samples store it, how it is dropped, and its null value.
 
     Attributes:
-        name: by which models and batches know it.
-        axis: what one value belongs to.
+        name: in models and batches.
+        axis: along which it has values.
         what: noun for messages.
         shape: of a sample's value without the token axis: `()` is a number, `(D,)` the width of a vector or of a text
-            token, `(C,)` the channels of a picture of the latent's size, cut into patches as the latent is. None lets
-            any pass; the model says.
+            token, `(C,)` the channels of a picture of the latent's size, patchified as the latent is. None
+            allows every shape.
         dtype: of the entry; None for that of the stored values.
         num_classes: the values are classes in `[0, num_classes)`; None for real numbers.
-        null: what stands for a dropped value: a number, `no class` (the class index `num_classes`), or `learned`: a
+        null: replaces a dropped value: a number, `no class` (the class index `num_classes`), or `learned`: a
             parameter of the model, which reads `Entry.dropped_S`.
-        dropout: share of samples trained without it, for guidance, which leads away from its null; None: it is never
-            dropped, and guidance keeps it.
-        group: conditions of one group are dropped by one draw per sample, so that the smallest share loses them all.
-        beside: a condition that this one is another view of, or belongs to: they are given together.
+        dropout: share of samples trained without it, for guidance away from its null; None: it is never dropped,
+            also not by guidance.
+        group: conditions of one group are dropped by one draw per sample: the samples of the smallest share lose them
+            all.
+        beside: another condition that must be given together with this one.
         default: value of the samples that store none; None: each must store one.
-        limits: sound values of a number.
-        stored_as: its names in a sample, the first that is there counts: of a key of the metadata if it is one number,
-            else of an array part (`NAME.npy` or `NAME.safetensors`).
-        setting: of the model, that asks for it; for messages.
-        hint: who can do without it, for messages.
+        limits: valid values of a number.
+        stored_as: its names in a sample, of which the first existing one is used: a key of the metadata if it is one
+            number, else an array part (`NAME.npy` or `NAME.safetensors`).
+        setting: the setting of the model that requires it, for messages.
+        hint: how to train without it, for messages.
     """
 
     name: str
@@ -81,24 +82,24 @@ class Condition:
 
     @property
     def null_value(self) -> Optional[float]:
-        """The number that stands for a dropped value; None where the model learns it."""
+        """The number that replaces a dropped value; None if the model learns it."""
         if self.null == "learned":
             return None
         return self.num_classes if self.null == "no class" else float(self.null)
 
     @property
     def or_without(self) -> str:
-        """End of a message: how to train without it, where a setting says so."""
+        """End of a message: how to train without the condition, if there is a setting for it."""
         return f", or train without{self.hint}: {self.setting}=null" if self.setting else ""
 
     def out_of_range(self, value: float) -> Optional[str]:
-        """Say what is wrong with a class, None if nothing is."""
+        """Return an error for an invalid class, None for a valid one."""
         if self.num_classes is None or 0 <= value < self.num_classes:
             return None
         return f"{value:.0f}, the model knows 0..{self.num_classes - 1}"
 
     def wrong_shape(self, value: Tensor, latent_size: Sequence[int]) -> Optional[str]:
-        """Say what is wrong with the shape of one sample's value, None if nothing is.
+        """Return an error for the shape of one sample's value, None if it is valid.
 
         Args:
             latent_size: (T, H, W) of the sample's latent.
@@ -115,7 +116,7 @@ class Condition:
         return None
 
     def pack(self, values: Sequence[Value], layout: SequenceLayout, patch: tuple[int, int]) -> "Entry":
-        """Lay the values of the samples of a pack side by side.
+        """Concatenate the values of the samples of a pack.
 
         Args:
             values: of each sample.
@@ -130,10 +131,10 @@ class Condition:
         if self.axis == "text":
             texts = SequenceLayout.from_lengths([len(text) for text in tensors])
             return Entry(self.axis, tensors[0] if len(tensors) == 1 else torch.cat(tensors), texts)
-        return Entry(self.axis, layout.spread(patchify_all(tensors, *patch)))
+        return Entry(self.axis, layout.insert_padding(patchify_all(tensors, *patch)))
 
     def absent(self, layout: SequenceLayout, patch: tuple[int, int]) -> Optional["Entry"]:
-        """Return the entry of samples that are given none: the default or the null; None where the model learns it."""
+        """Return the entry of samples without the condition: the default or the null; None if the model learns it."""
         value = self.null_value if self.default is None else self.default
         if value is None or self.shape is None:
             return None
@@ -142,7 +143,7 @@ class Condition:
             return Entry(self.axis, torch.full((layout.num_samples, *self.shape), value, dtype=self.dtype), texts)
         if self.axis == "latent":
             width = self.shape[0] * patch[0] * patch[1] ** 2
-            return Entry(self.axis, torch.full((layout.num_rows, width), value, dtype=self.dtype))
+            return Entry(self.axis, torch.full((layout.num_local_tokens, width), value, dtype=self.dtype))
         return Entry(self.axis, torch.full((layout.num_samples, *self.shape), value, dtype=self.dtype))
 
 
@@ -151,10 +152,10 @@ class Entry:
     """The values of one condition for the samples of a pack.
 
     Attributes:
-        axis: what a row of `values` belongs to.
+        axis: along which the values are.
         values: `[S, ...]`, `[K, D]` or `[T, C]`.
-        layout: where the texts lie in K; None along the other axes.
-        dropped_S: True where the model's learned null takes the value's place; None for nowhere.
+        layout: of the text tokens; None for the other axes.
+        dropped_S: True where the model's learned null replaces the value; None for nowhere.
     """
 
     axis: Axis
@@ -171,16 +172,16 @@ class Entry:
             None if self.dropped_S is None else self.dropped_S.to(device, non_blocking=non_blocking),
         )
 
-    def select(self, rows: Tensor) -> "Entry":
-        """Take some rows of the latent axis; what lies along another one stays."""
-        return replace(self, values=self.values[rows]) if self.axis == "latent" else self
+    def select(self, indices_T: Tensor) -> "Entry":
+        """Select tokens of the latent axis; entries along other axes are returned unchanged."""
+        return replace(self, values=self.values[indices_T]) if self.axis == "latent" else self
 
     def drop(self, condition: Condition, dropped_S: Tensor, layout: SequenceLayout) -> "Entry":
-        """Put the null in the place of some samples' values, besides those that have it already.
+        """Replace the values of some samples by the null, in addition to earlier ones.
 
         Args:
             dropped_S: True for these samples.
-            layout: of the latents here.
+            layout: of the local latents.
         """
         null = condition.null_value
         if null is None:
@@ -192,7 +193,7 @@ class Entry:
         return replace(self, values=self.values.masked_fill(mask, null))
 
     def followed_by(self, other: "Entry") -> "Entry":
-        """Lay the entry of another pack of as many samples behind this one."""
+        """Concatenate the entry of another pack with as many samples."""
         layout = dropped_S = None
         if self.layout is not None and other.layout is not None:
             layout = self.layout.followed_by(other.layout)
@@ -245,34 +246,37 @@ class Conditions(Mapping[str, Entry]):
         return Conditions({**self._entries, **others})
 
     def layout(self, name: str) -> Optional[SequenceLayout]:
-        """Return where the tokens of a text lie; None if there is no such text."""
+        """Return the layout of a text; None if there is no such text."""
         return self._entries[name].layout if name in self._entries else None
 
     def without(self, *names: str) -> "Conditions":
-        """Leave some out."""
+        """Return the conditions without some of them."""
         return Conditions({name: entry for name, entry in self.items() if name not in names})
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Conditions":
         """Move every tensor to `device`."""
         return Conditions({name: entry.to(device, non_blocking=non_blocking) for name, entry in self.items()})
 
-    def select(self, rows: Tensor) -> "Conditions":
-        """Take the rows of the latent axis that a context-parallel rank gets."""
-        return Conditions({name: entry.select(rows) for name, entry in self.items()})
+    def select(self, indices_T: Tensor) -> "Conditions":
+        """Select the local tokens of a context-parallel rank on the latent axis."""
+        return Conditions({name: entry.select(indices_T) for name, entry in self.items()})
 
     def drop(self, wanted: Sequence[Condition], draw: Callable[[str], Tensor], layout: SequenceLayout) -> "Conditions":
-        """Take conditions away from some samples, for classifier-free guidance.
+        """Drop conditions of some samples, for classifier-free guidance.
 
-        One uniform draw per sample decides about all conditions of a group: each is dropped where the draw lies below
-        its `dropout`. The smallest of the shares thus loses them all, and no other condition of the group is left: this
-        is the prediction that guidance leads away from. Two draws would leave only the product of the shares to learn
-        it. Different shares also train some alone: leading away from a negative text, without a class, wants a class
-        dropout above that of the text.
+        There is one uniform draw per sample and group; each condition of the group is dropped if the draw is below its
+        `dropout`. With shares p <= q of two conditions, the draw u decides:
+
+            u < p: both are dropped        p <= u < q: only the second is dropped        q <= u: both are present
+
+        The fraction p of the samples without any condition trains the unconditional prediction, which guidance
+        subtracts. With two independent draws it would be only p * q. Different shares also train some conditions alone:
+        guidance away from a negative text, without a class, needs a class dropout above that of the text.
 
         Args:
-            wanted: the model's.
+            wanted: of the model.
             draw: returns numbers in [0, 1) of each sample, `[S]`, for a purpose.
-            layout: of the latents here.
+            layout: of the local latents.
 
         Source: Ho and Salimans 2022, arXiv:2207.12598, Algorithm 1, for one condition.
         """
@@ -288,13 +292,13 @@ class Conditions(Mapping[str, Entry]):
         return self | changed
 
     def unconditional(self, wanted: Sequence[Condition], layout: SequenceLayout) -> "Conditions":
-        """Take from every sample all that training ever takes: what guidance leads away from."""
+        """Drop every condition that training drops, for all samples: the unconditional branch of guidance."""
         everywhere_S = torch.ones(layout.num_samples, dtype=torch.bool, device=layout.device)
         droppable = [c for c in wanted if c.dropout is not None and c.name in self]
         return self | {c.name: self[c.name].drop(c, everywhere_S, layout) for c in droppable}
 
     def followed_by(self, others: "Conditions") -> "Conditions":
-        """Lay the conditions of another pack of as many samples behind these.
+        """Concatenate the conditions of another pack with as many samples.
 
         Raises:
             BatchError: the packs do not have the same conditions.
@@ -306,20 +310,20 @@ class Conditions(Mapping[str, Entry]):
     def problems(
         self, wanted: Sequence[Condition], layout: SequenceLayout, keys: Sequence[str], patch_volume: int
     ) -> list[str]:
-        """Compare the entries with the pack, and with what the model takes.
+        """Check the entries against the pack and the conditions of the model.
 
         Args:
-            wanted: the model's.
+            wanted: of the model.
             layout: of the latents.
             keys: name of each sample.
             patch_volume: latent positions in a patch.
 
         Returns:
-            What is wrong, in words; empty if nothing is.
+            The errors; empty if there is none.
         """
         wrong = []
         for name, entry in self.items():
-            need = layout.num_rows if entry.axis == "latent" else layout.num_samples
+            need = layout.num_local_tokens if entry.axis == "latent" else layout.num_samples
             if entry.axis == "text":
                 texts = entry.layout
                 if texts is None:
@@ -359,11 +363,11 @@ def pack_conditions(
     layout: SequenceLayout,
     patch: tuple[int, int],
 ) -> Conditions:
-    """Lay the samples' conditions side by side.
+    """Pack the conditions of samples.
 
     Args:
-        wanted: the model's.
-        given: the values of each sample, by name of the condition; a condition that is not there gets no entry.
+        wanted: of the model.
+        given: the values of each sample, by name of the condition; missing conditions get no entry.
         layout: of the latents.
         patch: sides of a patch in time and in space.
     """
@@ -373,16 +377,16 @@ def pack_conditions(
 def check_given(
     wanted: Sequence[Condition], given: Mapping[str, Sequence[Value]], count: int, latent_size: Sequence[int]
 ) -> None:
-    """Check what a user gives for samples to be drawn.
+    """Check the conditions that a user gives for sampling.
 
     Args:
-        wanted: the model's.
+        wanted: of the model.
         given: values of each sample, by name of the condition.
         count: samples.
         latent_size: (T, H, W) of each.
 
     Raises:
-        ConfigError: the model does not take it, it has another shape or range, or what belongs to it is missing.
+        ConfigError: the model does not take it, it has another shape or range, or its companion (`beside`) is missing.
     """
     by_name = {condition.name: condition for condition in wanted}
     for name, values in given.items():

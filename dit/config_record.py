@@ -1,7 +1,7 @@
-"""Settings on disk: dataclasses as plain values that say which class each part is, and back.
+"""Settings on disk: dataclasses as plain values with the class of each part, and back.
 
-The form is that of `--to-yaml`: a run's `config.yaml` starts the same run with `--yaml`. Only classes of this project
-and of packages that the user names in `DIT_PACKAGES` are rebuilt, so reading a record runs no foreign code.
+The format is that of `--to-yaml`: a run's `config.yaml` starts the same run with `--yaml`. Only classes of this project
+and of packages that the user names in `DIT_PACKAGES` are instantiated, so reading a record runs no other code.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ CLASS_KEY = "_target_"
 TRUST_VARIABLE = "DIT_PACKAGES"
 """Environment variable: packages of the user's own, separated by commas, whose settings records may name."""
 MOVED = {"dit.training.settings": "dit.settings"}
-"""Modules whose classes older records name, and where these are now."""
+"""Modules in older records, and their present names."""
 FORMER_SCHEDULES = {"constant": "Constant", "cosine": "Cosine", "one_cycle": "OneCycle"}
-"""The classes that were one class of schedules, by its setting `kind`."""
+"""Schedules were one class before; the present classes by its setting `kind`."""
 
 
 def trusted_packages() -> tuple[str, ...]:
@@ -28,18 +28,18 @@ def trusted_packages() -> tuple[str, ...]:
 
 
 def current_module(name: str) -> str:
-    """Return where a module that a record names is in this version."""
+    """Return the present name of a module in a record."""
     return MOVED.get(name, name)
 
 
 def current(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of one part as this version writes it; a record of this version is returned as it is."""
+    """Return the record of one part in the format of this version."""
     found = dict(part)
     module, _, name = str(part.get(CLASS_KEY, "")).rpartition(".")
     if current_module(module) == "dit.settings" and name == "ScheduleConfig":
         kind = str(found.pop("kind", "constant"))
         if kind == "constant":
-            found.pop("min_lr", None)  # which nothing fell to
+            found.pop("min_lr", None)  # unused by this kind
         found[CLASS_KEY] = f"dit.optimizer.schedules.{FORMER_SCHEDULES.get(kind, kind)}"
     return found
 
@@ -59,7 +59,7 @@ def to_record(value: object) -> Any:
 
 
 def from_record(record: object) -> Any:
-    """Rebuild what `to_record` wrote.
+    """Rebuild the value that `to_record` wrote.
 
     Raises:
         CheckpointError: the record names a class that is not one of this project's, or its settings changed.

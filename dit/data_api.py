@@ -1,4 +1,4 @@
-"""What training asks of a data source. `energon_data` implements it; tests may too."""
+"""The interface of data sources, implemented by `energon_data`."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -13,12 +13,12 @@ from dit.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """What the model and the layout fix about every micro-batch.
+    """The properties of micro-batches that the model and the layout require.
 
     Attributes:
         patch_temporal, patch_spatial: patch sizes, from the model.
         latent_channels: channels of a latent before patchifying, from the model.
-        conditions: those the model takes.
+        conditions: those of the model.
         micro_batch_size: samples per micro-batch when not packing.
         multiple_of: every sample is padded to a multiple of this many tokens (context and sequence parallel).
     """
@@ -51,7 +51,7 @@ class DataStream(Protocol):
     def __next__(self) -> PackedBatch: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of every stream this rank reads, keyed by global stream number, in plain containers."""
+        """Return the position of every stream of this rank, by global stream number, in plain containers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a union of `state_dict`s; called before the first `next`."""
@@ -68,10 +68,10 @@ class DataConfig(ABC):
 
     @abstractmethod
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check what needs no look at the data, as a dry run does; the arguments are those of `validate`."""
+        """Check the settings without reading data, as a dry run does; arguments as in `validate`."""
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
-        """Tell whether samples of different shapes may share a micro-batch, which not every backbone supports."""
+        """Return whether samples of different shapes may share a micro-batch; not every backbone supports it."""
         return True
 
     @abstractmethod
@@ -86,11 +86,11 @@ class DataConfig(ABC):
     def build_train(
         self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
     ) -> DataStream:
-        """Build this rank's endless stream; samples lost are written to `log_dir` when it is given."""
+        """Build this rank's endless stream; lost samples are logged to `log_dir` if it is given."""
 
     @abstractmethod
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over the held-out part, the same at every call; ranks share the samples.
+        """Build a finite pass over the held-out part, the same at every call; the samples are split over ranks.
 
         Every rank gets the same number of micro-batches.
         """
@@ -100,7 +100,7 @@ class DataConfig(ABC):
         """Return the name of each class, or None for an unlabelled source."""
 
     def stored_conditions(self) -> Optional[Collection[str]]:
-        """Return the names under which samples store values; None if they make all that the model takes."""
+        """Return the names under which samples store values; None if they have all conditions of the model."""
         return None
 
     def text_encoder(self) -> Optional[str]:
@@ -110,7 +110,7 @@ class DataConfig(ABC):
 
 @dataclass(kw_only=True)
 class NoData(DataConfig):
-    """The data of imported weights: there are none to train on or to validate with."""
+    """The data of imported weights: none."""
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> NoReturn:
         """Refuse to train.
@@ -118,14 +118,14 @@ class NoData(DataConfig):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("imported weights come without data; choose a recipe, and start from them in another run")
+        raise ConfigError("imported weights have no data; select a recipe, and start from them in another run")
 
     validate = check_settings
 
     def build_train(
         self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
     ) -> DataStream:
-        """Never called: no check lets a run get here."""
+        """Never called: `check_settings` refuses to train."""
         raise AssertionError("no data to train on")
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
@@ -133,16 +133,16 @@ class NoData(DataConfig):
         return iter(())
 
     def class_names(self) -> None:
-        """Return None: nobody has named the classes."""
+        """Return None: the classes have no names."""
 
 
 def sample_id(key: str) -> int:
-    """Return the 63-bit address of a sample: the same for the same key on every machine."""
+    """Return the 63-bit id of a sample: a hash of its key, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the union of the `state_dict`s of all data-parallel ranks, for ranks in any number to load.
+    """Return the union of the `state_dict`s of all data-parallel ranks, to be loaded on any number of ranks.
 
     Raises:
         DataError: the states do not belong together.

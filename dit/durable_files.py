@@ -1,4 +1,4 @@
-"""Small files that are either the old one or the new one, whatever dies in between."""
+"""Small files that are replaced atomically: after a crash a file has its old or its new content."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ from dit.errors import CheckpointError
 
 
 def fsync_dir(folder: Path) -> None:
-    """Make renames and new names inside `folder` survive a power loss."""
+    """Make renames and new files inside `folder` survive a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -21,19 +21,19 @@ def fsync_dir(folder: Path) -> None:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte; one `os.write` may take fewer than it was given."""
+    """Write every byte; one `os.write` may write fewer."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a file at once.
+    """Read a regular file.
 
     Raises:
-        OSError: it cannot be read, or it is none: a pipe would wait for ever, a device may have no end.
+        OSError: it cannot be read, or is not a regular file: a pipe would block, a device may have no end.
     """
-    # Opening a pipe waits for a writer, unless it is asked not to.
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -41,15 +41,15 @@ def read_regular(path: Path) -> bytes:
 
 
 def write_atomic(path: Path, text: str, *, part: Path | None = None) -> None:
-    """Replace the file at `path` as a whole and durably: write beside it, flush to disk, rename, flush the folder.
+    """Replace the file at `path` atomically and durably: write a temporary file, flush it, rename it, flush the folder.
 
     Args:
-        part: where to write first, on the same disk; None for beside `path`.
+        part: the temporary file, on the same disk; None for one next to `path`.
 
     Raises:
-        OSError: one of these steps failed; the old file is then still there (or the new, if only the last step failed).
+        OSError: one of these steps failed; the old file is then still there (the new one if only the last step failed).
     """
-    # The process id keeps ranks apart that write the same file on one machine.
+    # With the process id, ranks that write the same file on one machine have different temporary files.
     part = path.with_name(f"{path.name}.{os.getpid()}.part") if part is None else part
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -70,7 +70,7 @@ def write_record(path: Path, text: str) -> None:
     """Replace a record of the run, as `write_atomic` does.
 
     Raises:
-        CheckpointError: the file cannot be written (exit code 5, as for every disk that is full).
+        CheckpointError: the file cannot be written (exit code 5, as for every full disk).
     """
     try:
         write_atomic(path, text)
@@ -83,7 +83,7 @@ def write_record(path: Path, text: str) -> None:
 def strict_json(value: object, *, indent: int | None = None) -> str:
     """Serialise plain containers as JSON that every reader accepts.
 
-    Finite floats keep their exact value. JSON has no other floats, so these become the strings "NaN", "Infinity" and
+    Finite floats keep their exact value. JSON has no other floats: they become the strings "NaN", "Infinity" and
     "-Infinity", which `float` reads back.
     """
     return json.dumps(_name_non_finite(value), allow_nan=False, indent=indent)

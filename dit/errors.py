@@ -1,6 +1,6 @@
-"""Errors a user can cause, each with the exit code its process leaves behind.
+"""Errors that a user can cause, each with the exit code of its process.
 
-Codes 16 and 17 stay reserved for Megatron-Core's rerun state machine.
+Codes 16 and 17 are reserved for Megatron-Core's rerun state machine.
 """
 
 import functools
@@ -26,7 +26,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 class UserError(ValueError):
-    """Base of every error with a known cause and cure."""
+    """Base class of errors with a known cause and cure."""
 
     exit_code = EXIT_UNEXPECTED
 
@@ -60,17 +60,16 @@ class CheckpointError(UserError):
 
 
 def page_of(package: str) -> str:
-    """Return where the page of one of this project's packages is on this machine, for messages.
+    """Return the path of the README.md of one of this project's packages, for messages.
 
-    Returns:
-        The path of its README.md, which an installed copy holds too; relative where it is below the current folder.
+    An installed copy has it too. The path is relative if it is below the current folder.
     """
     page, here = Path(__file__).resolve().parents[1] / package / "README.md", Path.cwd()
     return str(page.relative_to(here) if page.is_relative_to(here) else page)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the process exit code that stands for `error`.
+    """Return the process exit code of `error`.
 
     `SystemExit` keeps its own code, Ctrl-C is 130; an error that is not a `UserError` is unexpected (70).
     """
@@ -81,8 +80,8 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, UserError) else EXIT_UNEXPECTED
 
 
-def told_in_one_line(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Let a command print an error with a known cure as one line and return its exit code, instead of raising it."""
+def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Make a command print a `UserError` as one line and return its exit code, instead of raising it."""
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
@@ -97,15 +96,15 @@ def told_in_one_line(command: Callable[Arguments, int]) -> Callable[Arguments, i
 
 
 def name_root_cause(line: str) -> None:
-    """Let torchrun end its report of a failed rank with this line, where it did start this process.
+    """Put this line at the end of torchrun's report of a failed rank; does nothing without torchrun.
 
-    The file is that of `torch.distributed.elastic.multiprocessing.errors.record`, which would put a traceback there,
-    and would have to be imported, with torch, before the command line is read.
+    Writes the file of `torch.distributed.elastic.multiprocessing.errors.record`. That function would write a traceback,
+    and importing it, with torch, would delay the command line.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    # The earliest second is the root cause. Ranks that torchrun stops because of this one must not tie with it.
+    # torchrun takes the earliest second as the root cause. Ranks that it stops because of this one must be later.
     cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}
-    with suppress(OSError):  # the line is on the error output already
+    with suppress(OSError):  # the line was already printed to stderr
         Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")

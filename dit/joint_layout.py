@@ -1,6 +1,6 @@
-"""Text and image of a sample as one segment of attention: the layout of such a pack, and the way in and out of it.
+"""Joint attention: the text and the image of a sample as one attention segment.
 
-Shape suffixes: K text rows, T image rows, J = K + T rows of the joint pack.
+Shape suffixes: K text tokens, T image tokens, J = K + T tokens of the joint pack.
 """
 
 from dataclasses import dataclass, field
@@ -14,77 +14,83 @@ from dit.layout import SequenceLayout
 
 @dataclass(frozen=True, kw_only=True)
 class JointLayout(SequenceLayout):
-    """A pack whose samples are a text, its image behind it, and then the padding of both.
+    """A pack in which each sample is its text, then its image, then the padding of both.
 
-    Under context parallelism every rank holds the texts whole and its own part of the images, and this describes the
-    rows it holds.
+    Two samples with texts p, q and images a, b (`.` is padding):
+
+        text   p0 p1 q0 .       image  a0 a1 a2 .  b0 b1 b2 b3
+        joint  p0 p1 a0 a1 a2 . | q0 b0 b1 b2 b3 .
+               '- sample 0 --'    '- sample 1 -'
+
+    Under context parallelism the texts are replicated and the images are split; this layout describes the text tokens
+    and the local image tokens of one rank.
 
     Attributes:
         text: the texts.
-        image: the images of the whole pack.
-        image_held: the image rows held here, as a pack of their own.
-        order_J: where each joint row lies when all text rows come first and all image rows after them.
-        inverse_J: the way back.
+        image: the images of the global pack.
+        local_image: the local image tokens as a pack of their own.
+        order_J: for each joint token, its index in the concatenation of all text tokens and all image tokens, int64.
+        inverse_J: the inverse permutation of `order_J`.
     """
 
     text: SequenceLayout
     image: SequenceLayout
-    image_held: SequenceLayout
+    local_image: SequenceLayout
     order_J: Tensor = field(compare=False)
     inverse_J: Tensor = field(compare=False)
 
     @property
     def _dense(self) -> bool:
-        return bool(self.text.uniform_length and self.image_held.uniform_length)
+        return bool(self.text.uniform_length and self.local_image.uniform_length)
 
     def join(self, text_K: Tensor, image_T: Tensor) -> Tensor:
-        """Bring text and image rows `[K, ...]`, `[T, ...]` into joint order `[J, ...]`."""
+        """Interleave text tokens `[K, ...]` and image tokens `[T, ...]` by sample: `[J, ...]`."""
         if self._dense:
             parts = [x.unflatten(0, (self.num_samples, -1)) for x in (text_K, image_T)]
             return torch.cat(parts, 1).flatten(0, 1)
         return torch.cat([text_K, image_T])[self.order_J]
 
     def split(self, x_J: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `join`."""
+        """Undo `join`: `[J, ...]` becomes text `[K, ...]` and image `[T, ...]`."""
         if self._dense:
             x = x_J.unflatten(0, (self.num_samples, -1))
             length = self.text.lengths[0]
             return x[:, :length].flatten(0, 1), x[:, length:].flatten(0, 1)
-        text, image = x_J[self.inverse_J].split([self.text.total_tokens, self.image_held.total_tokens])
+        text, image = x_J[self.inverse_J].split([self.text.total_tokens, self.local_image.total_tokens])
         return text, image
 
 
 def joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
-    """Describe text and image of each sample as one segment; every layer of a step gets the same object.
+    """Return the joint layout of texts and images; cached, so that all layers of a step share one object.
 
     Args:
-        text: all texts, whole.
-        image: the images, or a context-parallel rank's part of them.
+        text: all texts of the pack.
+        image: all images, or the local part of a context-parallel rank.
     """
-    if image.rows is None:
-        held = image
+    if image.local_indices is None:
+        local = image
     else:
-        assert image.held is not None, "image rows of a rank need a layout of their own"
-        held = image.held
-    whole = SequenceLayout(image.lengths, image.padded_lengths, image.total_tokens, image.device)
-    return _joint_layout(text, whole, held)
+        assert image.local is not None, "the local image tokens need a layout of their own"
+        local = image.local
+    full = SequenceLayout(image.lengths, image.padded_lengths, image.total_tokens, image.device)
+    return _joint_layout(text, full, local)
 
 
 @lru_cache(maxsize=16)
-def _joint_layout(text: SequenceLayout, image: SequenceLayout, held: SequenceLayout) -> JointLayout:
+def _joint_layout(text: SequenceLayout, image: SequenceLayout, local: SequenceLayout) -> JointLayout:
     keys = []
-    for part, layout in enumerate((text, held)):
+    for part, layout in enumerate((text, local)):
         on_host = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
         keys.append(3 * on_host.segment_ids_T + torch.where(on_host.valid_T, part, 2))
     order_J = torch.cat(keys).argsort(stable=True)
     return JointLayout(
-        tuple(k + n for k, n in zip(text.lengths, held.lengths, strict=True)),
-        tuple(k + n for k, n in zip(text.padded_lengths, held.padded_lengths)),
-        text.total_tokens + held.total_tokens,
-        held.device,
+        tuple(k + n for k, n in zip(text.lengths, local.lengths, strict=True)),
+        tuple(k + n for k, n in zip(text.padded_lengths, local.padded_lengths)),
+        text.total_tokens + local.total_tokens,
+        local.device,
         text=text,
         image=image,
-        image_held=held,
-        order_J=order_J.to(held.device),
-        inverse_J=order_J.argsort().to(held.device),
+        local_image=local,
+        order_J=order_J.to(local.device),
+        inverse_J=order_J.argsort().to(local.device),
     )

@@ -1,6 +1,6 @@
 """The layout of a packed token axis (THD): which tokens belong to which sample.
 
-Shape suffixes: T packed tokens, S samples in the pack, D any width.
+Shape suffixes: T local tokens of the pack, S samples in the pack, R real tokens of the pack, D any width.
 """
 
 from collections.abc import Sequence
@@ -17,31 +17,48 @@ from dit.errors import BatchError
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Where each sample lies on a packed token axis (THD).
+    """The samples on a packed token axis (THD).
 
-    Sample `i` owns the rows `[starts[i], starts[i] + padded_lengths[i])`, of which the first `lengths[i]` are real.
-    Rows behind the last sample up to `total_tokens` are the tail pad. Padding rows belong to no attention segment:
-    attention leaves zeros there, and the loss ignores them.
+    Sample `i` has the tokens `[starts[i], starts[i] + padded_lengths[i])`. The first `lengths[i]` of them are real, the
+    others are its padding. Tokens behind the last sample, up to `total_tokens`, are the tail pad. Padding belongs to no
+    attention segment: attention writes zeros there, and the loss ignores it. Samples a, b of 3 and 6 tokens, each
+    padded to a multiple of 4, in a pack of 14 tokens (`.` is padding):
 
-    A rank that holds only some rows (sequence or context parallel) has the same lengths and a different `rows`.
-    Under sequence parallelism the layers join the tensor-parallel ranks' rows before attention: `gathered` has these.
+        index             0  1  2  3  4  5  6  7  8  9  10 11 12 13
+        token             a0 a1 a2 .  b0 b1 b2 b3 b4 b5 .  .  .  .
+                          '-- a ---'  '--------- b ---------' '-tail
+
+        lengths (3, 6)    padded_lengths (4, 8)    total_tokens 14    starts (0, 4)
+        cu_seqlens [0, 3, 9]    cu_seqlens_padded [0, 4, 12]    segment_ids_T [0 0 0 0 1 1 1 1 1 1 1 1 1 1]
+
+    Under context or sequence parallelism a rank has only some of these tokens. Its layout has the same lengths and
+    states the local tokens in `local_indices`. Rank 1 of 2 under context parallelism (contiguous split):
+
+        local_indices [2, 3, 8, 9, 10, 11, 13]
+        local tokens   a2 .  b4 b5 .   .   .
+        local          lengths (1, 2), padded_lengths (2, 4), total_tokens 7
+
+    Under sequence parallelism the layers gather the tokens of all tensor-parallel ranks before attention. The layout of
+    the gathered tokens is `gathered`.
 
     Attributes:
-        lengths: real tokens per sample, on the host.
-        padded_lengths: tokens per sample including its own padding, on the host.
-        total_tokens: rows of the whole pack, all padding included.
-        rows: which of those rows this rank holds, in its order, int64; None for all of them.
-        parent: the layout these rows were taken from, where the layers gather them again; None where they do not.
-        held: under context parallelism, this rank's tokens described as a pack (samples may be empty).
+        lengths: real tokens of each sample, on the host.
+        padded_lengths: tokens of each sample including its own padding, on the host.
+        total_tokens: tokens of the global pack, all padding included.
+        device: of the tensors that are computed from the layout.
+        local_indices: global indices of the local tokens, in their local order, int64 `[T]`; None for all tokens.
+        parent: the layout that the local tokens were selected from, if the layers gather them again (sequence
+            parallelism); else None.
+        local: under context parallelism, the local tokens described as a pack of their own (samples may be empty).
     """
 
     lengths: tuple[int, ...]
     padded_lengths: tuple[int, ...]
     total_tokens: int
     device: torch.device = torch.device("cpu")  # noqa: RUF009
-    rows: Optional[Tensor] = None
+    local_indices: Optional[Tensor] = None
     parent: Optional["SequenceLayout"] = None
-    held: Optional["SequenceLayout"] = None
+    local: Optional["SequenceLayout"] = None
 
     @classmethod
     def from_lengths(
@@ -52,15 +69,15 @@ class SequenceLayout:
         total_tokens: Optional[int] = None,
         device: torch.device | str = "cpu",
     ) -> "SequenceLayout":
-        """Lay samples of the given lengths side by side.
+        """Return the layout of samples of the given lengths, packed one after the other.
 
         Args:
             lengths: real tokens per sample.
-            multiple_of: pad every sample to a multiple of this many tokens.
-            total_tokens: rows of the pack; the sum of the padded lengths if None.
+            multiple_of: every sample is padded to a multiple of this many tokens.
+            total_tokens: tokens of the pack; the sum of the padded lengths if None.
 
         Raises:
-            BatchError: there is no sample, a sample is empty, or the samples do not fit into `total_tokens`.
+            BatchError: `lengths` is empty, a sample is empty, or the samples do not fit into `total_tokens`.
         """
         if not lengths or min(lengths) < 1:
             raise BatchError(f"a pack needs samples of at least one token, got lengths {list(lengths)}")
@@ -78,13 +95,13 @@ class SequenceLayout:
         return len(self.lengths)
 
     @property
-    def num_rows(self) -> int:
-        """Local rows, padding included."""
-        return self.total_tokens if self.rows is None else len(self.rows)
+    def num_local_tokens(self) -> int:
+        """Number of local tokens, padding included."""
+        return self.total_tokens if self.local_indices is None else len(self.local_indices)
 
     @property
     def valid_tokens(self) -> int:
-        """Real tokens of the whole pack."""
+        """Real tokens of the global pack."""
         return sum(self.lengths)
 
     @property
@@ -94,18 +111,18 @@ class SequenceLayout:
 
     @property
     def uniform_length(self) -> Optional[int]:
-        """The common sample length if the whole pack is a dense batch without any padding, else None."""
+        """The common length if the global pack is a dense batch (equal lengths, no padding), else None."""
         n = self.lengths[0]
         return n if len(set(self.lengths)) == 1 and self.total_tokens == n * self.num_samples else None
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First row of each sample, on the host."""
+        """Index of the first token of each sample, on the host."""
         return tuple(accumulate(self.padded_lengths, initial=0))[:-1]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Cumulative real lengths, int32 `[S + 1]` (the words of Transformer Engine and flash-attn)."""
+        """Cumulative real lengths, int32 `[S + 1]` (as in Transformer Engine and flash-attn)."""
         return torch.tensor((0, *accumulate(self.lengths)), dtype=torch.int32, device=self.device)
 
     @cached_property
@@ -123,34 +140,35 @@ class SequenceLayout:
 
     @cached_property
     def segment_ids_T(self) -> Tensor:
-        """Sample of each local row, int64; the tail pad counts as the last sample."""
-        return self._all_segment_ids if self.rows is None else self._all_segment_ids[self.rows]
+        """Sample of each local token, int64; the tail pad counts as the last sample."""
+        return self._all_segment_ids if self.local_indices is None else self._all_segment_ids[self.local_indices]
 
     @cached_property
     def token_index_T(self) -> Tensor:
-        """Position of each local row inside its own sample, int64."""
-        rows = torch.arange(self.total_tokens, device=self.device) if self.rows is None else self.rows
-        return rows - self.cu_seqlens_padded.long()[self.segment_ids_T]
+        """Position of each local token inside its own sample, int64."""
+        indices = self.local_indices
+        indices_T = torch.arange(self.total_tokens, device=self.device) if indices is None else indices
+        return indices_T - self.cu_seqlens_padded.long()[self.segment_ids_T]
 
     @cached_property
     def valid_T(self) -> Tensor:
-        """True for the real tokens among the local rows."""
+        """True for the real tokens among the local ones."""
         lengths = torch.tensor(self.lengths, device=self.device)
         return self.token_index_T < lengths[self.segment_ids_T]
 
     def per_token(self, x_S: Tensor) -> Tensor:
-        """Copy its sample's entry to every local row: `[S]` becomes `[T, 1]`, `[S, D]` becomes `[T, D]`."""
+        """Copy the value of each sample to its local tokens: `[S]` becomes `[T, 1]`, `[S, D]` becomes `[T, D]`."""
         x_T = x_S[self.segment_ids_T]
         return x_T[:, None] if x_S.dim() == 1 else x_T
 
     def sum_per_sample(self, x_T: Tensor) -> Tensor:
-        """Sum the real local rows per sample: `[T, ...]` becomes `[S, ...]`."""
+        """Sum over the real local tokens of each sample: `[T, ...]` becomes `[S, ...]`."""
         mask = self.valid_T.view(-1, *[1] * (x_T.dim() - 1))
         out = x_T.new_zeros(self.num_samples, *x_T.shape[1:])
         return out.index_add(0, self.segment_ids_T, torch.where(mask, x_T, torch.zeros_like(x_T)))
 
-    def spread(self, x_R: Tensor) -> Tensor:
-        """Put the samples' rows, side by side without padding, at their places in the whole pack; padding is zero."""
+    def insert_padding(self, x_R: Tensor) -> Tensor:
+        """Insert zeros for all padding: real tokens `[R, ...]` become the global pack `[total_tokens, ...]`."""
         if self.total_tokens == len(x_R):
             return x_R
         out = x_R.new_zeros(self.total_tokens, *x_R.shape[1:])
@@ -167,13 +185,13 @@ class SequenceLayout:
         return torch.cat([x_T[start : start + length] for start, length in zip(self.starts, self.lengths)])
 
     def followed_by(self, other: "SequenceLayout") -> "SequenceLayout":
-        """Describe another pack laid behind this one: samples and rows of this one, then those of the other.
+        """Return the layout of two packs concatenated: the samples and tokens of this one, then those of the other.
 
         The tail pad of each becomes padding of its last sample.
         """
-        rows = None
-        if self.rows is not None and other.rows is not None:
-            rows = torch.cat([self.rows, other.rows + self.total_tokens])
+        indices = None
+        if self.local_indices is not None and other.local_indices is not None:
+            indices = torch.cat([self.local_indices, other.local_indices + self.total_tokens])
         padded = [
             (*x.padded_lengths[:-1], x.padded_lengths[-1] + x.total_tokens - sum(x.padded_lengths))
             for x in (self, other)
@@ -183,28 +201,32 @@ class SequenceLayout:
             lengths=self.lengths + other.lengths,
             padded_lengths=padded[0] + padded[1],
             total_tokens=self.total_tokens + other.total_tokens,
-            rows=rows,
+            local_indices=indices,
         )
 
     @property
     def gathered(self) -> "SequenceLayout":
-        """The layout of the rows that attention gets: those of all tensor-parallel ranks under sequence parallelism."""
+        """The layout of the tokens in attention: under sequence parallelism, those of all tensor-parallel ranks."""
         return self if self.parent is None else self.parent
 
     def select(
-        self, rows: Tensor, *, gathered: bool = False, held: Optional["SequenceLayout"] = None
+        self, indices_T: Tensor, *, gathered: bool = False, local: Optional["SequenceLayout"] = None
     ) -> "SequenceLayout":
-        """Describe the same pack on a rank whose local rows are `rows` (indices into the present local rows).
+        """Return the layout of some of the local tokens.
 
         Args:
-            gathered: the layers gather the local rows again before attention (sequence parallel).
-            held: these rows described as a pack, where it is known (context parallel).
+            indices_T: indices of these tokens among the present local tokens, int64.
+            gathered: the layers gather the local tokens again before attention (sequence parallelism).
+            local: these tokens described as a pack, if known (context parallelism).
         """
-        chosen = rows if self.rows is None else self.rows[rows]
-        return replace(self, rows=chosen.to(self.device), parent=self.gathered if gathered else None, held=held)
+        selected = indices_T if self.local_indices is None else self.local_indices[indices_T]
+        return replace(
+            self, local_indices=selected.to(self.device), parent=self.gathered if gathered else None, local=local
+        )
 
     def to(self, device: torch.device | str) -> "SequenceLayout":
-        rows = None if self.rows is None else self.rows.to(device)
+        """Move the index tensors to `device`."""
+        indices = None if self.local_indices is None else self.local_indices.to(device)
         parent = None if self.parent is None else self.parent.to(device)
-        held = None if self.held is None else self.held.to(device)
-        return replace(self, device=torch.device(device), rows=rows, parent=parent, held=held)
+        local = None if self.local is None else self.local.to(device)
+        return replace(self, device=torch.device(device), local_indices=indices, parent=parent, local=local)

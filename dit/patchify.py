@@ -1,4 +1,4 @@
-"""Latents to tokens and back. The inverse is exact: both are permutations."""
+"""Latents to tokens and back; both are permutations, so the inverse is exact."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,19 +13,18 @@ Grid = tuple[int, int, int]
 
 
 def frames_to_patch(frames: int, patch_temporal: int) -> int:
-    """Return the frames that a latent is given before it is cut into patches: a still is repeated to fill one patch.
+    """Return the number of frames of a latent before patchifying: an image is repeated to fill one patch.
 
-    Where `patch_temporal` is 2 or more, images thus train beside clips, as clips of one patch in which nothing moves.
-    Other lengths stay as they are: no frame can stand for one that is missing.
+    With `patch_temporal` of 2 or more, images can then be trained together with clips. Other lengths are unchanged.
 
     Args:
-        frames: of the latent; 1 is a still.
+        frames: of the latent; 1 is an image.
     """
     return patch_temporal if frames == 1 else frames
 
 
 def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[Tensor, Grid]:
-    """Cut a latent into patches, one token each, time slowest and width fastest.
+    """Split a latent into patches, one token each; time is the slowest axis and width the fastest.
 
     Args:
         latent: `[C, T, H, W]`; an image has T = 1.
@@ -52,17 +51,20 @@ def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[T
     return tokens, (frames // patch_temporal, height // patch_spatial, width // patch_spatial)
 
 
-def outputs_apart(prediction_TC: Tensor, token_channels: int, latent_channels: int) -> Tensor:
-    """Sort a prediction by output: what belongs to the latent's channels first, then the rest, such as a variance.
+def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: int) -> Tensor:
+    """Sort a prediction by output: first the channels of the latent, then the others, such as a variance.
 
     Networks predict all outputs of one position of a patch before those of the next:
 
         (mean mean var var)(mean mean var var) becomes (mean mean)(mean mean)(var var)(var var)
 
     Args:
-        prediction_TC: one token per row.
-        token_channels: width of a patchified latent.
-        latent_channels: of them at each position.
+        prediction_TC: the network's output.
+        token_channels: channels of a patchified latent, per token.
+        latent_channels: channels of a latent, per position.
+
+    Returns:
+        The same values, `[T, C]`; `prediction_TC` itself if there is one output.
 
     Source: the channel order of Nichol and Dhariwal 2021, arXiv:2102.09672, and DiT.
     """
@@ -73,11 +75,11 @@ def outputs_apart(prediction_TC: Tensor, token_channels: int, latent_channels: i
 
 
 def patchify_all(latents: Sequence[Tensor], patch_temporal: int, patch_spatial: int) -> Tensor:
-    """Cut several latents into patches, `[sum of tokens, C]`, one call for each run of latents of one picture size."""
+    """Patchify several latents, `[sum of tokens, C]`, with one call per run of latents of equal height and width."""
     pieces = []
     for _, group in groupby(latents, key=lambda x: (x.shape[0], x.shape[2:])):
         run = list(group)
-        # Time is the slowest axis of the token order, so clips joined in time give their tokens one after the other.
+        # Time is the slowest axis of the token order: clips concatenated in time have their tokens one after the other.
         joined = run[0] if len(run) == 1 else torch.cat(run, 1)
         pieces.append(patchify(joined, patch_temporal, patch_spatial)[0])
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

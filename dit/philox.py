@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the n-th draw is a function of its address, on every device and every layout.
+"""Counter-based random numbers: each draw is a function of its counter and key, equal on every device and every layout.
 
 Source: Philox-4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; Box-Muller transform.
 """
@@ -15,16 +15,19 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Return four random 32-bit words per counter (int64 tensors that hold unsigned 32-bit values).
+    """Return four random 32-bit words per counter (int64 tensors of unsigned 32-bit values).
 
     Args:
         counter: four int64 tensors of one shape with values in `[0, 2**32)`.
         key: two 32-bit integers.
+
+    Returns:
+        Four int64 tensors of the same shape, with values in `[0, 2**32)`.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # int64 products wrap modulo 2**64, so the low and (masked) high halves are still the exact ones.
+        # int64 products wrap modulo 2**64, so the low and (masked) high halves are exact.
         a, b = c0 * _ROUND_A, c2 * _ROUND_B
         c0, c1, c2, c3 = ((b >> 32) & MASK32) ^ c1 ^ k0, b & MASK32, ((a >> 32) & MASK32) ^ c3 ^ k1, a & MASK32
         k0, k1 = (k0 + _WEYL_A) & MASK32, (k1 + _WEYL_B) & MASK32

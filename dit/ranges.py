@@ -1,7 +1,7 @@
-"""Ranges of settings: which numbers a field may have, said next to the settings and checked before anything is built.
+"""Ranges of settings, checked before anything is built.
 
-The upper ends of whole numbers are far beyond use; they keep a slip of the finger from filling the memory or the
-afternoon while a run is only planned.
+The upper limits of integers are far above useful values; they stop typing errors that would exhaust memory or time in
+a dry run.
 """
 
 import math
@@ -14,11 +14,12 @@ from dit.errors import ConfigError
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers; NaN lies in none.
+    """An interval of numbers; NaN is in none.
 
     Attributes:
-        low, high: its ends, which belong to it unless they are open.
-        whole: it has whole numbers only.
+        low, high: its ends.
+        whole: integers only.
+        open_low, open_high: whether the end is excluded.
     """
 
     low: float
@@ -45,7 +46,7 @@ class Range:
 
 
 def whole(low: int, high: int) -> Range:
-    """Return the whole numbers from `low` to `high`, both included."""
+    """Return the integers from `low` to `high`, both included."""
     return Range(low, high, whole=True)
 
 
@@ -65,14 +66,14 @@ SHARE_BELOW_1 = Range(0, 1, open_high=True)
 
 
 def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None:
-    """Check fields of a configuration; a field that is None is not set, and of a list every entry must lie inside.
+    """Check that fields of a configuration are in their ranges; None is allowed, and every entry of a list is checked.
 
     Args:
-        part: what the configuration is called in overrides, such as `training`.
-        ranges: what each field may be.
+        part: name of the configuration in overrides, such as `training`.
+        ranges: of the fields, by name.
 
     Raises:
-        ConfigError: a field lies outside; the message has its value and its range.
+        ConfigError: a field is outside; the message has its value and its range.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
@@ -83,7 +84,7 @@ def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None
 
 
 def check_choice(name: str, value: str, choices: object) -> None:
-    """Check that the setting `name` holds one of the words of the `Literal` type `choices`.
+    """Check that the setting `name` has a value of the `Literal` type `choices`.
 
     Raises:
         ConfigError: it does not.
@@ -93,10 +94,10 @@ def check_choice(name: str, value: str, choices: object) -> None:
 
 
 def check_path(key: str, path: str) -> None:
-    """Check that a text can name a file or folder.
+    """Check that a text is a possible path.
 
     Raises:
-        ConfigError: it is empty, or has a character that no file system takes.
+        ConfigError: it is empty, or has a character that no file system allows.
     """
     if not path.strip() or "\0" in path:
         raise ConfigError(f"{key}={path!r} names no folder; give a path such as runs/mine")

@@ -1,4 +1,4 @@
-"""One run, typed: the ten parts that a recipe writes, checked together before anything is built."""
+"""The settings of one run: ten typed parts, checked together before anything is built."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -22,7 +22,7 @@ from dit.settings import (
 )
 
 TRAINING_FUNCTION = "dit.training.pretrain.pretrain"
-"""What a record starts, so that the `config.yaml` of a run folder starts the same run with `--yaml`."""
+"""The function that a record starts: the `config.yaml` of a run folder starts the same run with `--yaml`."""
 
 
 @dataclass(kw_only=True)
@@ -33,11 +33,11 @@ class RunConfig:
         model: sizes of the backbone.
         data: where samples come from.
         objective: what is learned.
-        optimizer, schedule: how weights move.
+        optimizer, schedule: how weights are updated.
         parallel: how the model and the data are placed on ranks.
         training: length, batch sizes, precision, seed, intervals.
-        checkpoint, logging: what is left on disk.
-        sampling: pictures while training, and the defaults of the sample command.
+        checkpoint, logging: what is written to disk.
+        sampling: pictures during training, and the defaults of the sample command.
     """
 
     model: ModelConfig
@@ -53,9 +53,9 @@ class RunConfig:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Rebuild a run from plain values, as `to_record` or an earlier version wrote them.
+        """Rebuild a run from the plain values of `to_record`, also from those of earlier versions.
 
-        A part that the record lacks has its defaults; imported weights come without data.
+        A missing part gets its defaults; imported weights have no data.
 
         Raises:
             CheckpointError: a part names a class that is not one of this project's, or its settings changed.
@@ -72,9 +72,9 @@ class RunConfig:
         return {name: getattr(self, name) for name in PARTS}
 
     def check(self, world_size: Optional[int] = None) -> tuple[ParallelDims, BatchSpec]:
-        """Check every setting by itself, then against each other; neither device nor data are looked at.
+        """Check every setting, then their combinations, without access to device and data.
 
-        Training, the dry run and the benchmarks all make these checks.
+        Training, the dry run and the benchmarks run these checks.
 
         Args:
             world_size: ranks of the run; None for the fewest that the layout needs.
@@ -94,17 +94,17 @@ class RunConfig:
         if self.data.mixes_shapes(spec):
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
             self.model.check_supports(Ability.MIXED_SHAPES, f"data={type(self.data).__name__}", cure)
-        # A table of noise levels has no more of them than the network was trained with.
+        # A table of noise levels has at most as many levels as the network was trained with.
         self.objective.sampling_grid(self.sampling.num_steps)
         return dims, spec
 
     def check_here(self) -> tuple[ParallelDims, BatchSpec]:
-        """Check the settings against the ranks that were started, the libraries of this machine, and the data.
+        """Check the settings, also against the started ranks, the installed libraries, and the data.
 
         Raises:
             ConfigError, DataError: with the numbers and the cure.
         """
-        # Megatron-Core takes seconds to import, and a plan needs none of this.
+        # Importing Megatron-Core takes seconds; a dry run does not need it.
         from dit.backends.device import local_device
         from dit.backends.process_groups import world_size_from_environment
         from dit.backends.provider import resolve_linears
@@ -119,27 +119,27 @@ class RunConfig:
         return dims, spec
 
     def unused_conditions(self) -> list[str]:
-        """Say which conditions the data hold and the model does not take; this reads the first samples.
+        """Return which conditions of the data the model does not use, one line each; reads the first samples.
 
         Raises:
-            ConfigError: the data lack a condition that the model takes.
+            ConfigError: a condition of the model is missing in the data.
         """
         return match_conditions(self.model.conditions(), self.data.stored_conditions())
 
     def adaptations(self, dims: ParallelDims) -> list[str]:
-        """Say which settings were adapted to the run's size, one line each."""
+        """Return which settings were adapted to the run's size, one line each."""
         training, lines = self.training, list[str]()
         if dims.micro_batch_size < training.micro_batch_size:
             lines.append(
                 f"micro-batches of {dims.micro_batch_size}, not training.micro_batch_size={training.micro_batch_size}: "
-                f"a global batch of {training.global_batch_size} is shared by {dims.data_parallel_size} replicas in "
+                f"a global batch of {training.global_batch_size} is split over {dims.data_parallel_size} replicas in "
                 f"{dims.micro_batches} micro-batch{'es' if dims.micro_batches > 1 else ''} each"
             )
         return lines + self.schedule.adapted(training.num_steps)
 
 
 def check_outputs(objective: Objective, model: ModelConfig) -> None:
-    """Check that the model predicts as many outputs as the objective trains.
+    """Check that the model has as many outputs as the objective.
 
     Raises:
         ConfigError: with the numbers and the cure.
@@ -149,7 +149,7 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
         raise ConfigError(
             f"the model predicts {predicted} numbers for a token of {model.token_channels} "
             f"(model.in_channels={model.in_channels}), and the objective trains {wanted}; "
-            f"set model.out_channels={objective.num_outputs * model.in_channels}, or choose an objective with as many "
+            f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with as many "
             "outputs (objective=ddpm_learned_variance has two, the others have one)"
         )
 

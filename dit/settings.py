@@ -1,4 +1,4 @@
-"""Settings of a training run, as recipes write them; `validate` raises `ConfigError` with the number and its range."""
+"""Settings of a training run; `validate` raises `ConfigError` with the number and its range."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional, get_args, get_type_hints
@@ -45,7 +45,7 @@ class OptimizerConfig:
                 "lr": NOT_NEGATIVE,
                 "beta1": SHARE_BELOW_1,
                 "beta2": SHARE_BELOW_1,
-                # At 0 a weight without a gradient, as behind a zero-initialised gate, would be moved by 0 / 0.
+                # With 0, a weight without a gradient, as behind a zero-initialised gate, would be updated by 0 / 0.
                 "eps": POSITIVE,
                 "weight_decay": NOT_NEGATIVE,
                 "clip_grad": NOT_NEGATIVE,
@@ -55,27 +55,28 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class TrainingConfig:
-    """The run itself.
+    """Length, batch, precision, seed and intervals of a run.
 
     Attributes:
         run_dir: folder of everything the run writes.
-        num_steps: optimizer steps of the whole run, resumed parts included.
-        micro_batch_size: samples (or packs) per forward pass of one data-parallel rank, at most: where the global batch
-            cannot be shared out so, the largest smaller number is taken with which it can. No result depends on it.
+        num_steps: optimizer steps of the run, including those before a resume.
+        micro_batch_size: samples (or packs) per forward pass of one data-parallel rank, at most: if the global batch
+            is no multiple of it, the largest smaller divisor is used. Results do not depend on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
-        precision: `bf16` keeps fp32 master weights; `fp32` everywhere.
-        attention: attention path; `auto` takes the best one installed (see `dit.kernels.attention`).
-        linears: whose parallel linears; `auto` takes Transformer Engine's on CUDA where it is installed.
-        recompute: what layers make again in the backward pass instead of keeping it: nothing, what is cheap (modulated
-            norms, activation functions), or all.
-        recompute_layers: only the first so many layers of each pipeline stage (or virtual chunk); None for all.
-        seed: addresses initial weights, data order and all noise.
+        precision: `bf16` (with fp32 master weights) or `fp32`.
+        attention: attention path; `auto` selects the first one installed (see `dit.kernels.resolve`).
+        linears: library of the parallel linears; `auto` selects Transformer Engine on CUDA if it is installed.
+        recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
+            (`selective`: modulated norms, activation functions), or all (`full`: only layer inputs are saved).
+        recompute_layers: number of layers of each pipeline stage (or virtual chunk) to recompute, from the first one;
+            None for all.
+        seed: of initial weights, data order and all noise.
         ema_decay: decay of the weight average per step (fp32); None for no average.
         ema_start_step: the average equals the weights until this step.
-        log_interval: steps between log lines; one more goes before each checkpoint.
+        log_interval: steps between log lines; there is also one before each checkpoint.
         validation_interval: steps between held-out losses; 0 for never.
         sample_interval: steps between sample grids; 0 for never.
-        stop_at_step: leave after this step as if preempted, with a checkpoint (for tests and short jobs).
+        stop_at_step: stop after this step as if preempted, with a checkpoint (for tests and short jobs).
     """
 
     run_dir: str = "runs/default"
@@ -123,17 +124,17 @@ class CheckpointConfig:
 
     Attributes:
         interval: steps between checkpoints; 0 saves only at the end.
-        keep_last: newest checkpoints kept, at least 1.
-        keep_every: also keep every checkpoint whose step is a multiple of this; 0 for none.
-        keep_best: also keep this many with the lowest held-out loss.
-        resume: `auto` continues from the newest valid checkpoint; it starts anew where there is none at all and stops
-            where all are damaged. `must` stops where none is valid. `never` starts anew, also where all are damaged,
-            and stops where one is valid.
-        start_from: a new run starts from the weights of this run folder or checkpoint, averaged ones where it has them;
-            step, optimizer and data start afresh. A run that has checkpoints of its own resumes from those.
+        keep_last: number of newest checkpoints to retain, at least 1.
+        keep_every: also retain checkpoints of steps that are multiples of this; 0 for none.
+        keep_best: also retain this many with the lowest held-out loss.
+        resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
+            fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
+            damaged, and fails if one is valid.
+        start_from: a new run starts from the weights of this run folder or checkpoint (from their average if it has
+            one), with new step, optimizer state and data position. A run with checkpoints resumes from those.
         accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from those of
-            the checkpoint to resume, although they make another experiment of the run (`resume_check`). After an
-            accepted change of the data or their order, the data start afresh.
+            the checkpoint to resume, although they change the experiment (`resume_check`). After an accepted change of
+            the data or their order, the data start from the beginning.
     """
 
     interval: int = 1000
@@ -154,13 +155,13 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LoggingConfig:
-    """Where scalars and pictures go besides the console and `metrics.jsonl`.
+    """Outputs of scalars and pictures besides the console and `metrics.jsonl`.
 
     Attributes:
         tensorboard: write `events/` in the run folder.
-        wandb: mirror to Weights & Biases; offline when no key is at hand.
+        wandb: mirror to Weights & Biases; offline if there is no key.
         wandb_project: project of the run.
-        wandb_artifacts: log each kept checkpoint as an artifact that references its folder.
+        wandb_artifacts: log each checkpoint as an artifact that references its folder.
         profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11]; None for no trace.
     """
 
@@ -182,15 +183,15 @@ class LoggingConfig:
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """Sample grids while training, and the defaults of the sample command.
+    """Sample grids during training, and the defaults of the sample command.
 
     Attributes:
-        solver: how the sampling equation is integrated.
+        solver: integrator of the sampling equation.
         num_steps: solver steps; `heun` calls the network twice per step.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         samples_per_class: rows of the grid.
-        prompts: texts to draw instead of classes, for a model that takes text; None for none.
-        seed: addresses the initial noise.
+        prompts: texts to sample instead of classes, for a model of texts; None for none.
+        seed: of the initial noise.
     """
 
     solver: Literal["euler", "heun", "ddim", "ancestral", "dpmpp_2m"] = "euler"

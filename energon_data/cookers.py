@@ -2,8 +2,8 @@
 
 A sample has a part `latent.npy` or `latent.safetensors` (`[C, T, H, W]`, or `[C, H, W]` for an image), or else a
 picture or video called `pixels`, whose values in [-1, 1] are the latent of a model with three channels. Its conditions
-are arrays in parts of their own, or numbers in the metadata, named as `dit.conditions.Condition.stored_as` says; those
-that the model does not take are not looked at. Other metadata that is used: `loss_weight`, `aesthetic_score`.
+are arrays in parts of their own, or numbers in the metadata, named as in `dit.conditions.Condition.stored_as`; those
+that the model does not take are not read. Other metadata that is used: `loss_weight`, `aesthetic_score`.
 """
 
 from typing import Any, Optional
@@ -20,7 +20,7 @@ from energon_data.media_files import PICTURES, VIDEOS, read_pixels
 from energon_data.samples import LATENT, META_PART, PIXELS, Clip, SampleError, finite_number
 
 LOSS_WEIGHT_RANGE = (0.0, 1e3)
-"""Weights that a sample may state: none turns its loss around, none outweighs all others."""
+"""Allowed loss weights of a sample: none is negative, none dominates all others."""
 
 
 def _tensor(sample: dict[str, Any], stem: str) -> Optional[Tensor]:
@@ -59,10 +59,10 @@ def _pixels(sample: dict[str, Any]) -> Optional[Tensor]:
 
 
 def _number(metadata: dict[str, Any], names: tuple[str, ...], limits: tuple[float, float]) -> Optional[float]:
-    """Return the first of some entries that is there.
+    """Return the first existing entry of `names`, None if there is none.
 
     Raises:
-        SampleError: it is no number between the limits.
+        SampleError: it is not a number between the limits.
     """
     for name in names:
         if metadata.get(name) is not None:
@@ -74,7 +74,7 @@ def _number(metadata: dict[str, Any], names: tuple[str, ...], limits: tuple[floa
 
 
 def read_condition(condition: Condition, clip: Clip) -> Optional[Value]:
-    """Take a condition out of a sample's metadata or parts; None where it stores none and need not.
+    """Read a condition from a sample's metadata or parts; None if it has none and it is optional.
 
     Raises:
         SampleError: the sample lacks it, or it has the wrong type, rank or width, or is out of range.
@@ -83,7 +83,7 @@ def read_condition(condition: Condition, clip: Clip) -> Optional[Value]:
 
 
 def _read_number(condition: Condition, clip: Clip) -> Optional[float]:
-    """Read a number of the metadata; a class is a whole one that the model knows."""
+    """Read a number of the metadata; a class must be an integer in the range of the model."""
     name = condition.stored_as[0]
     value = _number(clip.metadata, condition.stored_as, condition.limits)
     if value is None:
@@ -107,7 +107,7 @@ def _range(condition: Condition) -> str:
 
 
 def _read_array(condition: Condition, clip: Clip) -> Tensor:
-    """Read an array part; a picture is brought to the frames of the latent."""
+    """Read an array part; a picture gets the frames of the latent."""
     tensors = (_tensor(clip.parts, name) for name in condition.stored_as)
     value = next((x for x in tensors if x is not None), None)
     if value is None:
@@ -122,7 +122,7 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
         if value.dim() == 3:
             value = value[:, None]
         if value.dim() == 4 and value.shape[1] == 1:
-            value = value.expand(-1, clip.latent.shape[1], -1, -1)  # as the latent of a still, which was repeated
+            value = value.expand(-1, clip.latent.shape[1], -1, -1)  # as the latent of an image, which is repeated
     if fault := condition.wrong_shape(value, clip.latent.shape[1:]):
         raise SampleError("wrong_shape", fault)
     return value if condition.dtype is None else value.to(condition.dtype)
@@ -130,7 +130,7 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
 
 @stateless
 def cook_clip(sample: dict[str, Any]) -> Clip:
-    """Take latent and metadata out of the decoded parts.
+    """Read latent and metadata from the decoded parts.
 
     Raises:
         SampleError: there is no latent, it has the wrong rank or type, or its weight is out of range.

@@ -1,4 +1,4 @@
-"""Energon data sets as a `DataConfig`: what a recipe writes, checked before anything is built."""
+"""Energon data sets as a `DataConfig`, checked before anything is built."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,26 +28,26 @@ class EnergonData(DataConfig):
 
     Attributes:
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml` that blends several.
-        num_streams: global streams the run reads; None for one per data-parallel rank. Fix it to keep the order of
-            the data when the number of ranks changes.
+        num_streams: global streams of the run; None for one per data-parallel rank. With a fixed number, the order of
+            the data does not depend on the number of ranks.
         background: read every stream in a worker process of its own.
-        shuffle_buffer: samples mixed in memory before batching; 0 for none.
-        max_samples_per_sequence: cut shards into runs of about this many samples and shuffle the runs; None for whole
-            shards.
+        shuffle_buffer: samples shuffled in memory before batching; 0 for none.
+        max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
+            complete shards.
         max_tokens_per_pack: pack samples of any length up to this many tokens (micro_batch_size must then be 1); None
             for dense batches.
-        packing_buffer_size: samples among which the members of packs are chosen.
+        packing_buffer_size: samples from which packs are filled.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together, as convolutional backbones need.
-        max_text_tokens: longer texts are cut; None keeps them whole.
-        max_tokens_per_sample: longer samples are dropped and counted; None for as long as a pack.
-        max_abs_latent: a latent beyond this absolute value counts as damaged.
-        min_aesthetic_score: samples with a lower score, or none, are dropped and counted; None asks for none.
+        max_text_tokens: longer texts are truncated; None for no limit.
+        max_tokens_per_sample: longer samples are dropped and counted; None for the length of a pack.
+        max_abs_latent: a latent with a larger absolute value counts as damaged.
+        min_aesthetic_score: samples with a lower score, or none, are dropped and counted; None for no limit.
         max_lost_samples: damaged samples the streams of one data-parallel rank may lose before the run ends.
-        require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Checksums that
-            are there are always verified.
+        require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Existing
+            checksums are always verified.
         train_split, validation_split: names of the splits.
-        validation_micro_batches: held-out micro-batches of one pass over all ranks; None for the whole split.
+        validation_micro_batches: held-out micro-batches of one pass over all ranks; None for the full split.
     """
 
     path: str = ""
@@ -70,7 +70,7 @@ class EnergonData(DataConfig):
     validation_micro_batches: Optional[int] = 64
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
-        """Tell whether samples of different shapes may share a micro-batch; only their settings are looked at."""
+        """Return whether samples of different shapes may share a micro-batch; depends on the settings only."""
         return self.max_tokens_per_pack is not None or (spec.micro_batch_size > 1 and not self.bucket_by_shape)
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
@@ -112,10 +112,10 @@ class EnergonData(DataConfig):
             )
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check what needs no look at the data.
+        """Check the settings without reading data.
 
         Raises:
-            ConfigError: settings lie outside their ranges, or do not fit each other or the layout.
+            ConfigError: settings are outside their ranges, or do not fit each other or the layout.
         """
         counts = ("max_samples_per_sequence", "max_tokens_per_pack", "packing_buffer_size", "max_text_tokens")
         check_ranges(
@@ -201,9 +201,9 @@ class EnergonData(DataConfig):
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Build a pass over the held-out split.
 
-        The micro-batches are cut from one global order, whatever the number of ranks; rank `r` gets number `r`,
-        `r + dp_size`, ... Every rank reads (but does not keep) the others' samples, too. When the ranks do not share
-        the micro-batches evenly, the first ones are given out again to the ranks that would go without.
+        The micro-batches have one global order for every number of ranks; rank `r` gets `r`, `r + dp_size`, ... Every
+        rank reads all samples, and discards those of other ranks. If the number of micro-batches is no multiple of
+        the ranks, the first ones are repeated.
 
         Raises:
             DataError: the split is missing or damaged, or a sample is lost beyond the budget.
@@ -247,7 +247,7 @@ class EnergonData(DataConfig):
         return self._agreed("text_encoder", "the model reads the numbers of one encoder")
 
     def _agreed(self, name: str, why: str) -> Any:
-        """Return a fact on which all members that state it agree."""
+        """Return an entry of `dataset.json` on which all members that have it must agree."""
         infos = check_dataset(self.path, self.train_split)
         stated = {str(i.path): i.description[name] for i in infos if i.description.get(name)}
         values = list(stated.values())
@@ -259,7 +259,7 @@ class EnergonData(DataConfig):
 def share_validation(
     read: Callable[[], Iterator[Delivery]], limit: Optional[int], dp_rank: int, dp_size: int, log: SkipLog, origin: str
 ) -> Iterator[PackedBatch]:
-    """Deal a finite pass out to the data-parallel ranks, equally many micro-batches each.
+    """Split a finite pass over the data-parallel ranks, with equally many micro-batches each.
 
     Args:
         read: starts the pass.

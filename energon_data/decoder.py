@@ -19,7 +19,7 @@ RAW = (
 
 @lru_cache(maxsize=256)
 def _npy_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
-    """Parse the dictionary of an `.npy` header; a data set has few distinct ones, so they are remembered."""
+    """Parse the dictionary of an `.npy` header; a data set has few distinct ones, so they are cached."""
     fields = ast.literal_eval(header.decode("latin1"))
     dtype, shape, fortran = np.dtype(fields["descr"]), fields["shape"], fields["fortran_order"]
     if dtype.hasobject:
@@ -30,7 +30,7 @@ def _npy_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
 
 
 def read_npy(data: bytes) -> np.ndarray:
-    """Read an `.npy` part without ever unpickling; some thirty times faster than `numpy.load` for small arrays.
+    """Read an `.npy` part without ever unpickling; about thirty times faster than `numpy.load` for small arrays.
 
     Raises:
         SampleError: the part is damaged, or holds Python objects.
@@ -48,7 +48,7 @@ def read_npy(data: bytes) -> np.ndarray:
             raise ValueError(
                 f"{len(data) - end} bytes of values, shape {shape} of {dtype} needs {count * dtype.itemsize}"
             )
-        # bytearray: torch wants memory it may write to.
+        # bytearray: torch requires writable memory.
         array = np.frombuffer(bytearray(data[end:]), dtype=dtype)
         return array.reshape(shape, order="F" if fortran else "C")
     except SampleError:
@@ -113,7 +113,7 @@ def decode_sample(key: str, parts: dict[str, bytes], *, require_checksums: bool)
         raise SampleError("path_escape", f"the name {key!r} points outside the shard")
     raw = parts.get(META_PART)
     if raw is None:
-        raise SampleError("missing_part", "the sample has no .json part; add one, {} where there is nothing to say")
+        raise SampleError("missing_part", "the sample has no .json part; add one, {} if there is nothing to store")
     metadata = unseal(raw)
     rest = {name: data for name, data in parts.items() if name != META_PART}
     for name in rest:

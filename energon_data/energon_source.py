@@ -29,9 +29,9 @@ _PREFETCH = 2
 
 
 class _Deliveries(BaseWrapperDataset):
-    """Outermost dataset: sends the ledger's entries along with each micro-batch, and errors as data.
+    """Outermost dataset: sends the ledger's entries with each micro-batch, and errors as data.
 
-    An error that crossed the process boundary as an exception would arrive wrapped in the worker's traceback.
+    An exception that is raised in the worker process would be wrapped in the worker's traceback.
     """
 
     def __init__(self, dataset: SavableDataset, ledger: Ledger) -> None:
@@ -68,8 +68,8 @@ def _loader(dataset: SavableDataset, ledger: Ledger) -> SavableDataLoader:
         gc_collect_every_n_steps=0,
         prefetch_factor=_PREFETCH,
     )
-    # Energon switches pinning on, which warns without a GPU; the training prefetcher moves batches. Without its own
-    # generator the loader would draw its base seed from the global one and so change what training draws there.
+    # Energon enables pinning, which warns without a GPU; `DeviceBatches` moves batches. Without its own generator the
+    # loader would draw its base seed from the global one, and so change later draws from it.
     loader.pin_memory = False
     loader.generator = torch.Generator().manual_seed(0)
     return loader
@@ -84,11 +84,11 @@ class EnergonSource:
         stream: global number of the stream.
         num_streams: global streams of the run.
         background: read in a worker process.
-        budget: lost samples after which reading on is pointless.
-        shuffle_buffer: samples mixed before batching.
-        max_samples_per_sequence: cut shards into runs of about this many samples and shuffle those; None for
-            whole shards.
-        packing_buffer_size: samples among which packs are chosen; None for dense batches.
+        budget: number of lost samples that ends the stream.
+        shuffle_buffer: samples shuffled before batching.
+        max_samples_per_sequence: split shards into runs of about this many samples and shuffle those; None for
+            complete shards.
+        packing_buffer_size: samples from which packs are filled; None for dense batches.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class EnergonSource:
         self._behind = 0
 
     def next(self) -> Delivery:
-        """Return the next delivery; after a failure there is none."""
+        """Return the next delivery; do not call after a failure."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
             for _ in range(self._behind):
@@ -146,7 +146,7 @@ class EnergonSource:
     def state(self) -> dict[str, Any]:
         """Return the position in plain containers; it does not depend on `background`.
 
-        A worker runs ahead of training, so its position is an older one and the micro-batches to read again.
+        A worker runs ahead of training, so its state is an older position and the number of micro-batches to repeat.
         """
         inner: object = None
         index = behind = 0
@@ -168,7 +168,7 @@ class EnergonSource:
         Raises:
             ConfigError: the state was made with other data settings.
         """
-        saved = state["settings"]  # an older version may have noted fewer
+        saved = state["settings"]  # older versions stored fewer
         changed = [f"{k} was {saved[k]} and is {v}" for k, v in self._settings.items() if k in saved and saved[k] != v]
         if changed:
             raise ConfigError(
@@ -195,7 +195,7 @@ class EnergonSource:
         """Stop the worker process."""
         workers = getattr(self._loader, "_iterator", None)
         if workers is not None and hasattr(workers, "_shutdown_workers"):
-            # The worker joins its command thread, which polls once a second unless it is told to end.
+            # The worker joins its command thread, which polls once a second unless it gets an end command.
             for queue in self._loader.cmd_queues:
                 queue.put((None,))
             workers._shutdown_workers()

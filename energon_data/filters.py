@@ -1,4 +1,4 @@
-"""Which decoded samples are used. Pure functions: the same sample always meets the same fate."""
+"""Which decoded samples are used. Pure functions: the result depends on the sample alone."""
 
 import math
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from energon_data.samples import Clip, SampleError, finite_number
 
 
 class FilteredOutError(Exception):
-    """A sound sample that the settings do not want.
+    """A valid sample that the settings exclude.
 
     Args:
-        reason: a short word that samples are counted under.
-        detail: what the settings ask for and what the sample has.
+        reason: the word under which such samples are counted.
+        detail: the limit, and the value of the sample.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -25,11 +25,12 @@ class FilteredOutError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """Limits a sample has to keep.
+    """Limits of samples.
 
     Attributes:
-        max_abs: largest sound absolute value of a latent.
-        min_aesthetic_score: lowest `aesthetic_score` in the metadata; a sample without one fails. None asks for none.
+        max_abs: largest valid absolute value of a latent.
+        min_aesthetic_score: lowest `aesthetic_score` in the metadata; a sample without one is dropped. None for no
+            limit.
         max_tokens: longest sample in tokens, its own padding included; None for any.
     """
 
@@ -38,14 +39,14 @@ class Filters:
     max_tokens: Optional[int] = None
 
     def check_values(self, x: Tensor, what: str) -> None:
-        """Refuse values that are not finite or absurdly large.
+        """Refuse values that are not finite or too large.
 
         Raises:
             SampleError: a value is NaN, infinite, or beyond `max_abs`.
         """
         low, high = torch.aminmax(x)
         largest = max(-low.item(), high.item())
-        # A NaN fails every comparison, so it must be the one that lets a sample pass.
+        # A NaN fails every comparison, so the comparison must be the one that accepts.
         if not largest <= self.max_abs or math.isnan(low.item()):
             raise SampleError("not_finite", f"{what} reach {largest:g}, sound are at most {self.max_abs:g}")
 
@@ -53,7 +54,7 @@ class Filters:
         """Apply the score and the length limit.
 
         Raises:
-            FilteredOutError: the sample is outside.
+            FilteredOutError: the sample is outside the limits.
             SampleError: it has a score that is no number.
         """
         if self.min_aesthetic_score is not None:

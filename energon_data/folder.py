@@ -16,18 +16,18 @@ from energon_data.tar_index import first_samples
 
 _META = ".nv-meta"
 _SHARDS_LOOKED_AT, _LOOKED_AT = 4, 4
-"""Shards of a folder, and samples of each, that are asked which conditions the data hold."""
+"""Number of shards of a folder, and of samples of each, that are read to list the conditions of the data."""
 _DATASET_KEYS = {"__module__", "__class__", "subflavors"}
 _METADATASETS = {"Metadataset", "MetadatasetV2"}
 _ADVICE = (
-    "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or make it anew (energon_data.prepare)"
+    "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or write it again (energon_data.prepare)"
 )
 _RENDERED = {
     "letters": "letters",
     "letters_text": "letters --text-encoder all-minilm-l6-v2",
     "moving_letters": "moving_letters --text-encoder all-minilm-l6-v2",
 }
-"""What renders the folders of this name that recipes read; no command makes any other."""
+"""The commands that render the folders of recipes; other folders have none."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SplitInfo:
 
 
 def _load(file: Path) -> Any:
-    """Parse a YAML or JSON file without running anything in it."""
+    """Parse a YAML or JSON file without executing code."""
     try:
         text = file.read_text()
         return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
@@ -53,7 +53,7 @@ def _load(file: Path) -> Any:
 def _check_shard_name(folder: Path, name: str) -> Path:
     parts = PurePosixPath(name).parts
     if not name or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name:
-        raise DataError(f"{folder / _META} names the shard {name!r}, which lies outside the data set; {_ADVICE}")
+        raise DataError(f"{folder / _META} names the shard {name!r}, which is outside of the data set; {_ADVICE}")
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"shard {path} is a link that leads outside the data set; copy the file instead")
@@ -61,7 +61,7 @@ def _check_shard_name(folder: Path, name: str) -> Path:
 
 
 def _check_shard(path: Path, count: int, written_bytes: int | None) -> None:
-    """Compare a shard with its index and with what its writer noted, without reading the samples."""
+    """Compare a shard with its index and with its recorded size, without reading the samples."""
     if not path.is_file():
         raise DataError(f"shard {path} is missing; restore the file, or {_ADVICE}")
     index = path.with_suffix(".tar.idx")
@@ -133,7 +133,7 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
 
 
 def _nested_targets(value: object) -> list[str]:
-    """Return every class or function that a configuration asks Energon to import."""
+    """Return every class or function that Energon would import for a configuration."""
     if isinstance(value, dict):
         own = [f"{value.get('__module__')}.{value[k]}" for k in ("__class__", "__function__") if k in value]
         return own + [t for v in value.values() for t in _nested_targets(v)]
@@ -141,7 +141,7 @@ def _nested_targets(value: object) -> list[str]:
 
 
 def _nested(value: object, key: str) -> list[Any]:
-    """Return every value that stands under `key` anywhere in a configuration."""
+    """Return every value of `key` anywhere in a configuration."""
     if isinstance(value, dict):
         return [v for k, v in value.items() if k == key] + [x for v in value.values() for x in _nested(v, key)]
     return [x for v in value for x in _nested(v, key)] if isinstance(value, list) else []
@@ -151,7 +151,7 @@ def _check_blend_file(file: Path, above: tuple[Path, ...] = ()) -> None:
     """Refuse a metadataset file, or one it refers to, that makes Energon import anything but metadatasets.
 
     Raises:
-        DataError: it does, or files refer to each other in a circle.
+        DataError: it does, or files refer to each other in a cycle.
     """
     if file in above:
         raise DataError(f"the blends {[str(p) for p in (*above, file)]} refer to each other in a circle")
@@ -183,10 +183,10 @@ def _check_blend(file: Path, split: str) -> list[SplitInfo]:
 
 
 def stored_names(infos: Sequence[SplitInfo]) -> Optional[set[str]]:
-    """Return what the first samples call their array parts and metadata, as far as all members of a blend have it.
+    """Return the names of array parts and metadata in the first samples that all members of a blend have.
 
     Returns:
-        Names without the endings; None if no sample can be read.
+        Names without extensions; None if no sample can be read.
     """
     members = []
     for info in infos:
@@ -202,7 +202,7 @@ def _names(parts: dict[str, bytes]) -> Iterator[str]:
         if extension in ("npy", "safetensors"):
             yield stem
         elif name == META_PART:
-            with suppress(SampleError):  # reading the data names what is damaged
+            with suppress(SampleError):  # damage is reported when the data are read
                 yield from unseal(content)
 
 

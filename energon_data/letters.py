@@ -1,4 +1,4 @@
-"""Read a whole folder of letters into memory, without Energon: for the classifier that judges generated letters."""
+"""Load a folder of letters into memory, without Energon, for the classifier of generated letters."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -18,18 +18,18 @@ def load_clips(folder: str | Path, split: str) -> list[tuple[Tensor, dict[str, A
     """Load all samples of a split, verifying every checksum.
 
     Args:
-        folder: a folder made by `python -m energon_data.prepare letters` or `moving_letters`.
+        folder: written by `python -m energon_data.prepare letters` or `moving_letters`.
         split: `train` or `val`.
 
     Returns:
-        Of each sample the latent, float32 `[C, T, H, W]` in [-1, 1], and the metadata with its `key`.
+        For each sample the latent, float32 `[C, T, H, W]` in [-1, 1], and the metadata with its `key`.
 
     Raises:
         DataError: the folder is no data set, or a sample is damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DataError(f"{folder} does not exist; `python -m energon_data.prepare letters --out {folder}` makes it")
+        raise DataError(f"{folder} does not exist; `python -m energon_data.prepare letters --out {folder}` writes it")
     info = check_folder(folder, split)
     clips: list[tuple[Tensor, dict[str, Any]]] = []
     for shard in info.shards:
@@ -41,7 +41,7 @@ def load_clips(folder: str | Path, split: str) -> list[tuple[Tensor, dict[str, A
                 clips.append((torch.from_numpy(sample["latent.npy"]).float(), sample[META_PART] | {"key": key}))
             except (SampleError, ValueError, KeyError) as error:
                 raise DataError(
-                    f"picture at byte {start} of {shard} is damaged: {error}; make the letters anew"
+                    f"picture at byte {start} of {shard} is damaged: {error}; write the letters again"
                 ) from error
     return clips
 

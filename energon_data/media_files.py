@@ -47,7 +47,7 @@ def open_picture(data: bytes) -> Image.Image:
                 raise SampleError(
                     "too_large", f"{width} x {height} pixels; at most {MAX_PIXELS} in all and {MAX_SIDE} on a side"
                 )
-            turned = opened.getexif().get(0x0112, 1) != 1  # the camera was held in another way
+            turned = opened.getexif().get(0x0112, 1) != 1  # the camera was turned
             original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
             picture = _rgb(ImageOps.exif_transpose(opened))
     except SampleError:

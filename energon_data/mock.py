@@ -1,4 +1,4 @@
-"""Synthetic data with the stream rules of real data: every sample is a function of the seed and its number."""
+"""Synthetic data in the streams of real data: every sample is a function of the seed and its number."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from energon_data.skip_log import SkipLog
 from energon_data.streams import Delivery, StreamGroup, check_streams
 
 _CACHED = 64
-"""A data set of at most this many samples is kept in memory, so that benchmarks do not time the drawing."""
+"""A data set of at most this many samples is cached, so that benchmarks do not time its generation."""
 
 
 @dataclass(kw_only=True)
@@ -31,10 +31,10 @@ class MockData(DataConfig):
 
     Attributes:
         frames, height, width: size of every latent.
-        shapes: sizes that take turns, such as `["1x32x32", "8x16x16"]` (frames x height x width), instead.
-        text_tokens: tokens of the longest text; texts have from half of them up to all.
+        shapes: several sizes, used in turn, such as `["1x32x32", "8x16x16"]` (frames x height x width).
+        text_tokens: tokens of the longest text; lengths are between half of it and all of it.
         fps: frames per second of every clip.
-        dataset_size: distinct samples before they repeat; None for no end.
+        dataset_size: distinct samples before they repeat; None for unlimited.
         num_streams: global streams; None for one per data-parallel rank.
         max_tokens_per_pack: fill packs, in order, up to this many tokens and pad them to it (micro_batch_size must
             then be 1); None for dense batches.
@@ -53,7 +53,7 @@ class MockData(DataConfig):
     validation_micro_batches: int = 4
 
     def sizes(self) -> list[tuple[int, int, int]]:
-        """Return the latent sizes (frames, height, width) that take turns.
+        """Return the latent sizes (frames, height, width), used in turn.
 
         Raises:
             ConfigError: a shape is not written as `FRAMESxHEIGHTxWIDTH`.
@@ -71,19 +71,19 @@ class MockData(DataConfig):
         return sizes
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
-        """Tell whether samples of different shapes may share a micro-batch."""
+        """Return whether samples of different shapes may share a micro-batch."""
         together = self.max_tokens_per_pack is not None or spec.micro_batch_size > 1
         return together and len(set(self.sizes())) > 1
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check the settings: there is nothing else."""
+        """Check the settings; there are no files to check."""
         self.check_settings(spec, dp_size, micro_batches_per_step)
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check ranges, streams, shapes and pack length.
 
         Raises:
-            ConfigError: something does not fit.
+            ConfigError: a setting is out of range, or settings contradict each other.
         """
         counts = ("text_tokens", "dataset_size", "max_tokens_per_pack", "validation_micro_batches")
         sides = dict.fromkeys(("frames", "height", "width"), PATCHES)
@@ -132,7 +132,7 @@ class MockData(DataConfig):
         return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=SkipLog(0), origin="mock data")
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over samples that training never sees; see `share_validation`."""
+        """Build a finite pass over samples that are not in the training data; see `share_validation`."""
 
         def read() -> Iterator[Delivery]:
             source = MockSource(self, spec, seed=0, split="val", stream=0, num_streams=1)
@@ -177,7 +177,7 @@ class MockSource:
         return number if self._data.dataset_size is None else number % self._data.dataset_size
 
     def _size(self, number: int) -> tuple[int, int, int]:
-        # Streams often are as many as shapes, or a multiple; going by a hash lets each stream see every shape.
+        # The number of streams is often a multiple of that of shapes; a hash lets each stream have every shape.
         if len(self._sizes) == 1:
             return self._sizes[0]
         return self._sizes[sample_id(f"shape-{self._seed}-{number}") % len(self._sizes)]
@@ -192,7 +192,7 @@ class MockSource:
         return self._cache[number]
 
     def _pattern(self, label: int, size: tuple[int, int, int]) -> Tensor:
-        """Return the mean latent of a class: a wave of its own direction and phase, so that there is much to learn."""
+        """Return the mean latent of a class: a wave with its own direction and phase."""
         found = self._patterns.get((label, *size))
         if found is None:
             t, h, w = (torch.arange(n, dtype=torch.float32) for n in size)
@@ -202,7 +202,7 @@ class MockSource:
         return found
 
     def sample(self, number: int) -> Clip:
-        """Draw a sample from its number."""
+        """Generate the sample of a number."""
         key = f"mock-{self._split}-{self._seed}-{number}"
         address = sample_id(key)
         generator = torch.Generator().manual_seed(address)
@@ -229,7 +229,7 @@ class MockSource:
         )
 
     def _draw(self, condition: Condition, size: tuple[int, int, int], generator: torch.Generator) -> Value:
-        """Draw a condition: a class, a number or vector, a text of its own length, or a picture."""
+        """Draw a condition: a class, a number or vector, a text of random length, or a picture."""
         if condition.num_classes is not None:
             return int(torch.randint(condition.num_classes, (), generator=generator))
         shape = condition.shape or ()
@@ -245,11 +245,11 @@ class MockSource:
         return torch.randn(*shape, generator=generator)
 
     def state(self) -> dict[str, Any]:
-        """Return how many samples were taken."""
+        """Return the number of samples read so far."""
         return {"taken": self._taken, "seed": self._seed}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue behind the samples that were taken.
+        """Continue after the samples that were read.
 
         Raises:
             DataError: the state was made with another seed.
@@ -265,7 +265,7 @@ class MockSource:
 
 
 def _grid(size: tuple[int, int, int], spec: BatchSpec) -> Grid:
-    """Return (t, h, w) in patches of a latent; a still fills one patch in time."""
+    """Return (t, h, w) in patches of a latent; an image fills one patch in time."""
     frames, height, width = size
     time = frames_to_patch(frames, spec.patch_temporal) // spec.patch_temporal
     return time, height // spec.patch_spatial, width // spec.patch_spatial

@@ -1,4 +1,9 @@
-"""Choose which samples share a pack, and lay the chosen ones side by side as a `PackedBatch`."""
+"""Select the samples of each pack, and concatenate them as a `PackedBatch`.
+
+Three clips of 5, 2 and 3 tokens, with `multiple_of` 2 and a pack length of 14 (`.` is padding):
+
+    a0 a1 a2 a3 a4 . | b0 b1 | c0 c1 c2 . | . .      lengths (5, 2, 3), padded_lengths (6, 2, 4), total_tokens 14
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -22,18 +27,18 @@ def padded_length(length: int, multiple_of: int) -> int:
 
 
 def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins, each time taking the longest item that still fits into the open bin.
+    """Pack items into bins: add the longest item that fits into the open bin, or open a new one.
 
-    Every item lands in exactly one bin and no bin exceeds the capacity. O(n log n) searches.
+    Every item is in exactly one bin, and no bin exceeds the capacity. O(n log n) searches.
 
     Args:
         lengths: length of each item, each at most `capacity`.
-        capacity: most tokens per bin.
+        capacity: maximal sum of lengths per bin.
 
     Returns:
-        Item numbers of each bin.
+        Item indices of each bin.
     """
-    # Longest last, and of equal ones the first item last, so that it is taken first.
+    # Longest last; of equal lengths the first item last, so that it is used first.
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
     sizes = [lengths[i] for i in order]
     if sizes and sizes[-1] > capacity:
@@ -42,11 +47,11 @@ def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         )
     bins = []
     while sizes:
-        room, chosen = capacity, []
+        room, items = capacity, []
         while (at := bisect_right(sizes, room) - 1) >= 0:
             room -= sizes.pop(at)
-            chosen.append(order.pop(at))
-        bins.append(chosen)
+            items.append(order.pop(at))
+        bins.append(items)
     return bins
 
 
@@ -56,12 +61,12 @@ def _positions(grid: Grid) -> Tensor:
 
 
 def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[int] = None) -> PackedBatch:
-    """Lay clips side by side.
+    """Concatenate clips to a pack.
 
     Args:
         clips: encoded samples, in order.
-        spec: patch sizes, padding, and which conditions the model takes.
-        total_tokens: pad the pack to this many tokens; None for no tail.
+        spec: patch sizes, padding, and the conditions of the model.
+        total_tokens: pad the pack to this many tokens; None for no tail pad.
 
     Raises:
         BatchError: the clips do not fit into `total_tokens`.
@@ -72,8 +77,8 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
     given = {condition.name: [clip.value(condition) for clip in clips] for condition in spec.conditions}
     weights = [c.loss_weight for c in clips]
     return PackedBatch(
-        latents_TC=layout.spread(patchify_all([c.latent for c in clips], *spec.patch)),
-        positions_T3=layout.spread(torch.cat([_positions(c.grid) for c in clips])),
+        latents_TC=layout.insert_padding(patchify_all([c.latent for c in clips], *spec.patch)),
+        positions_T3=layout.insert_padding(torch.cat([_positions(c.grid) for c in clips])),
         layout=layout,
         sample_ids_S=torch.tensor([c.id for c in clips], dtype=torch.int64),
         grids=tuple(c.grid for c in clips),

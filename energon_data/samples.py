@@ -1,7 +1,7 @@
-"""What a sample is: its parts inside a shard, the checksums that seal them, and the decoded clip.
+"""Samples: their parts inside a shard, the checksums of the parts, and the decoded clip.
 
 A sample named `KEY` consists of `KEY.json` (metadata) and of parts such as `KEY.latent.npy` and `KEY.text.npy`. The
-metadata names the CRC32 of every part, its own included, so a flipped bit never passes for data.
+metadata names the CRC32 of every part, its own included, so every flipped bit is detected.
 """
 
 import json
@@ -25,13 +25,13 @@ _BLANK = b'"json": "00000000"'
 
 @dataclass(slots=True, kw_only=True)
 class Clip:
-    """A decoded sample on its way into a pack; an image has one frame.
+    """A decoded sample; an image has one frame.
 
     Attributes:
         latent: `[C, T, H, W]` float32, dimensionless after VAE scale and shift.
         parts: decoded array parts besides the latent, by part name; empty once encoded.
-        conditions: those the model takes, by name; one that may be missing, and is, is not among them.
-        id: 63-bit address of the sample.
+        conditions: those of the model, by name, without missing optional ones.
+        id: 63-bit id of the sample, see `dit.data_api.sample_id`.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
     """
 
@@ -53,9 +53,9 @@ class Clip:
         return t * h * w
 
     def value(self, condition: Condition) -> Value:
-        """Return a condition of the model, its default where the sample names none."""
+        """Return a condition of the model, its default if the sample has none."""
         value = self.conditions.get(condition.name, condition.default)
-        assert value is not None  # `encode_sample` refuses a sample without
+        assert value is not None  # `encode_sample` refuses samples without it
         return value
 
 
@@ -63,7 +63,7 @@ class SampleError(Exception):
     """A sample cannot be used.
 
     Args:
-        reason: a short word that samples are counted under.
+        reason: the word under which such samples are counted.
         detail: what is wrong, with the numbers.
     """
 
@@ -91,7 +91,7 @@ def seal(metadata: dict[str, Any], parts: dict[str, bytes]) -> bytes:
     The metadata's own checksum is that of the JSON text with eight zeros in its place.
 
     Raises:
-        DataError: the metadata holds a key `crc32`, which is ours.
+        DataError: the metadata has the reserved key `crc32`.
     """
     if "crc32" in metadata:
         raise DataError("sample metadata must not hold the key 'crc32', the writer adds it; rename the key")
@@ -101,10 +101,10 @@ def seal(metadata: dict[str, Any], parts: dict[str, bytes]) -> bytes:
 
 
 def unseal(raw: bytes) -> dict[str, Any]:
-    """Parse sealed or foreign metadata, verifying its own checksum when it has one.
+    """Parse metadata with or without checksums, and verify its own checksum if it has one.
 
     Raises:
-        SampleError: the text is no JSON object, or not the one that was written.
+        SampleError: the text is no JSON object, or its checksum differs.
     """
     try:
         metadata = json.loads(raw)
@@ -138,7 +138,7 @@ def verify_parts(metadata: dict[str, Any], parts: dict[str, bytes], *, required:
 
     Args:
         parts: raw bytes by part name, the metadata itself excluded.
-        required: a part (or metadata) without a checksum is damage, too.
+        required: a part (or metadata) without a checksum also counts as damaged.
 
     Raises:
         SampleError: a part is missing, differs, or has no checksum.

@@ -1,11 +1,11 @@
-"""Count every sample that does not reach training, by reason, and end the run when too many were lost.
+"""Count skipped samples by reason, and end the run if too many were lost.
 
-Two kinds are kept apart. A *lost* sample is damage (unreadable, wrong checksum, refused format, not finite) and uses up
-the budget; a *dropped* sample is one the settings filter out (too long, low score) and does not.
+There are two kinds. A *lost* sample is damaged (unreadable, wrong checksum, refused format, not finite) and counts
+against the budget; a *dropped* sample is filtered out by the settings (too long, low score) and does not.
 
-The worker that meets such a sample writes it into its `Ledger`; the entries travel to the main process together with
-the next micro-batch, where `SkipLog` adds them up. So counts are exact on every layout, with and without background
-workers, after every resume, and the run ends at the same step wherever the sample was met.
+The worker that reads such a sample adds it to its `Ledger`. The entries are sent to the main process with the next
+micro-batch, and `SkipLog` counts them there. Counts are therefore exact on every layout, with and without background
+workers, and after every resume; and the run ends at the same step in all of these cases.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any, Optional
 from dit.errors import DataError
 
 GIVE_UP_AFTER = 10_000
-"""Samples skipped in a row, without one that is good, after which the data is taken to be unusable."""
+"""Number of consecutive skipped samples after which the data count as unusable."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Skip:
     """One sample that was not used.
 
     Attributes:
-        reason: short word it is counted under.
-        lost: damage, as opposed to filtered out on purpose.
+        reason: the word under which it is counted.
+        lost: damaged, rather than filtered out.
     """
 
     reason: str
@@ -48,7 +48,7 @@ class Ledger:
     """The samples skipped since the last micro-batch, in the process that reads them.
 
     Args:
-        budget: lost samples after which reading on is pointless.
+        budget: number of lost samples that ends the stream.
     """
 
     def __init__(self, budget: int) -> None:
@@ -57,15 +57,15 @@ class Ledger:
         self._lost = 0
         self._in_a_row = 0
 
-    def kept(self) -> None:
-        """Note a good sample."""
+    def used(self) -> None:
+        """Record a used sample."""
         self._in_a_row = 0
 
     def skip(self, skip: Skip) -> None:
-        """Note a sample that is not used.
+        """Record a skipped sample.
 
         Raises:
-            GiveUp: the budget is used up, or nothing but skipped samples come.
+            GiveUp: the budget is exceeded, or too many consecutive samples were skipped.
         """
         self._skips.append(skip)
         self._lost += skip.lost
@@ -74,17 +74,17 @@ class Ledger:
             raise GiveUp
 
     def drain(self) -> list[Skip]:
-        """Hand out the entries made since the last call."""
+        """Return the entries since the last call."""
         skips, self._skips = self._skips, []
         return skips
 
 
 class SkipLog:
-    """What the streams of one rank skipped so far, in the main process.
+    """Skipped samples of all streams of one rank, in the main process.
 
     Args:
         budget: lost samples allowed.
-        file: where every skipped sample is appended as one JSON line; None for nowhere.
+        file: to which every skipped sample is appended as one JSON line; None for none.
     """
 
     def __init__(self, budget: int, file: Optional[Path] = None) -> None:
@@ -112,8 +112,8 @@ class SkipLog:
                 f.write("".join(lines))
         if over is not None:
             raise DataError(
-                f"lost {over}. Samples lost: {self._lost.total()}, allowed: {self.budget}; repair the shard or make "
-                "the data set anew; where only some samples are like this, data.max_lost_samples=N trains without them"
+                f"lost {over}. Samples lost: {self._lost.total()}, allowed: {self.budget}; repair the shard or write "
+                "the data set again; if only some samples are affected, data.max_lost_samples=N trains without them"
             )
 
     def counts(self) -> dict[str, int]:

@@ -52,10 +52,10 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(value: object) -> Any:
-    """Rebuild what `to_plain` was given.
+    """Rebuild the value that `to_plain` converted.
 
     Raises:
-        DataError: the value was not made by `to_plain`.
+        DataError: the value is not a result of `to_plain`.
     """
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
         return value

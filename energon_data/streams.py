@@ -1,11 +1,16 @@
-"""Global streams: the order of the data is a property of the run, not of how many ranks read it.
+"""Global streams: the order of the data does not depend on the number of ranks.
 
 A run reads `num_streams` streams. Micro-batch `j` of the run comes from stream `j % num_streams`. Data-parallel rank
-`r` runs the micro-batches `r, r + dp_size, ...`, so it owns the streams `s` with `s % dp_size == r`, taken in turn.
-Changing `dp_size` to another divisor of `num_streams` only moves streams between ranks.
+`r` runs the micro-batches `r, r + dp_size, ...`, so it reads the streams `s` with `s % dp_size == r`, in turn. With
+another `dp_size` that divides `num_streams`, streams only move between ranks. `num_streams` 4:
 
-Every draw of a sample has a number of its own: the k-th sample of stream `s` is draw `k * num_streams + s`. It tells
-copies of one sample apart, which a step has when it is larger than the data: each gets noise of its own.
+    micro-batch     0   1   2   3   4   5   6   7   ...
+    stream          s0  s1  s2  s3  s0  s1  s2  s3
+    dp_size 2       r0  r1  r0  r1  r0  r1  r0  r1       rank 0 reads s0, s2; rank 1 reads s1, s3
+    dp_size 4       r0  r1  r2  r3  r0  r1  r2  r3       rank r reads s_r
+
+Every draw of a sample has a unique number: the k-th sample of stream `s` is draw `k * num_streams + s`. If a step is
+larger than the data, copies of a sample have different numbers, and therefore different noise.
 """
 
 from collections.abc import Mapping
@@ -21,7 +26,7 @@ from energon_data.skip_log import Skip, SkipLog
 
 @dataclass
 class Delivery:
-    """What a stream hands over: a micro-batch, or the reason there is none, and what was skipped on the way."""
+    """One item of a stream: a micro-batch, or the reason why there is none, and the samples skipped before it."""
 
     batch: Optional[PackedBatch]
     skips: list[Skip]
@@ -35,7 +40,7 @@ class Source(Protocol):
     def next(self) -> Delivery: ...
 
     def state(self) -> dict[str, Any]:
-        """Return the position behind the last delivery, in plain containers."""
+        """Return the position after the last delivery, in plain containers."""
 
     def load(self, state: dict[str, Any]) -> None: ...
 
@@ -72,8 +77,8 @@ class StreamGroup:
 
     Args:
         sources: this rank's streams by global number.
-        num_streams: streams of the whole run.
-        log: counts what is skipped.
+        num_streams: global streams of the run.
+        log: counts skipped samples.
         origin: name of the data, for messages.
     """
 
@@ -124,8 +129,8 @@ class StreamGroup:
         """Continue from a union of `state_dict`s.
 
         Raises:
-            DataError: the state belongs to another number of streams, lacks one of ours, or was saved between two
-                micro-batches of a step on another data-parallel size.
+            DataError: the state has another number of streams, lacks a stream of this rank, or was saved between two
+                micro-batches of a step with another data-parallel size.
         """
         if state.get("format", 1) != 1 or not {"streams", "num_streams", "next"} <= set(state):
             raise DataError("this is no data state of format 1; start the data anew or use the version that saved it")
@@ -147,7 +152,9 @@ class StreamGroup:
         for s, source in self._sources.items():
             source.load(streams[s]["position"])
             self._log.load(s, streams[s]["skipped"])
-            self._drawn[s] = streams[s].get("drawn", 0)  # older states do not count: noise needs another number only
+            self._drawn[s] = streams[s].get(
+                "drawn", 0
+            )  # older states have no count; any other number is valid for the noise
         self._cursor = state["next"] // self._dp_size
 
     def skipped(self) -> dict[str, int]:

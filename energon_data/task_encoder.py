@@ -1,4 +1,4 @@
-"""The one task encoder for every backbone: cook, filter, encode, pack."""
+"""The task encoder of all backbones: cook, filter, encode, pack."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ class EncoderOptions:
     Attributes:
         filters: which samples are used.
         require_checksums: refuse samples whose metadata does not name the CRC32 of every part.
-        max_text_tokens: longer texts are cut; None keeps them whole.
+        max_text_tokens: longer texts are truncated; None for no limit.
         max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together (convolutional backbones need it).
@@ -70,17 +70,17 @@ class _Packing(PackingDataset):
 
 
 class DiffusionTaskEncoder(DefaultTaskEncoder):
-    """Turns raw samples into `PackedBatch`es; draws no random number and keeps no state but the ledger.
+    """Turns raw samples into `PackedBatch`es; draws no random numbers and has no state but the ledger.
 
     Args:
-        spec: what the model and the layout fix about a micro-batch.
+        spec: the properties of micro-batches that the model and the layout require.
         options: filters and packing.
-        ledger: where samples that are not used are written down.
+        ledger: records skipped samples.
     """
 
     cookers = COOKERS
     decoder = None  # `load_clip` decodes; Energon's own decoder would run pickles.
-    __default_failure_tolerance__ = 0  # No limit of Energon's: the ledger has the budget.
+    __default_failure_tolerance__ = 0  # Energon's own limit is off: the ledger has the budget.
 
     def __init__(self, spec: BatchSpec, options: EncoderOptions, ledger: Ledger) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
     ) -> SavableDataset[Clip]:
-        """Read with our reader, and do in one step what Energon does in three (each costs as much as the work)."""
+        """Use our reader, and one step in place of Energon's three, whose overhead is as large as the work."""
         raw = dataset.dataset
         raw.join_readers = [SampleReader(reader) for reader in raw.join_readers]
         cooker = next(c for c in self.cookers if c.is_match(subflavors))
@@ -105,7 +105,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Decode, cook, filter and encode one sample.
 
         Raises:
-            SkipSample: the sample is not used; the ledger says why.
+            SkipSample: the sample is not used; the ledger has the reason.
         """
         sample = raw.data[0]
         key, shard = sample["__key__"], sample["__shard__"]
@@ -124,19 +124,19 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         except Exception as error:
             self.ledger.skip(Skip("error", key, shard, f"{type(error).__name__}: {error}", lost=True))
         else:
-            self.ledger.kept()
+            self.ledger.used()
             return clip
         raise SkipSample
 
     @stateless
     def encode_sample(self, clip: Clip) -> Clip:
-        """Check a clip against the model, filter it, read its conditions, cut its texts, and measure it in tokens.
+        """Check a clip against the model, filter it, read its conditions, truncate its texts, and count its tokens.
 
-        A still fills one patch in time by repetition (`frames_to_patch`).
+        An image is repeated to fill one patch in time (`frames_to_patch`).
 
         Raises:
             SampleError: the clip does not fit the model.
-            FilteredOutError: the settings do not want the clip.
+            FilteredOutError: the settings exclude the clip.
         """
         spec = self.spec
         clip.latent = clip.latent.expand(-1, frames_to_patch(clip.latent.shape[1], spec.patch_temporal), -1, -1)
@@ -164,7 +164,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return clip
 
     def build_encode_sample(self, dataset: SavableDataset, *, worker_config: WorkerConfig) -> SavableDataset:
-        """Add nothing: `load_clip` has encoded already."""
+        """Return `dataset`: `load_clip` encodes."""
         return dataset
 
     def build_batch(
@@ -195,16 +195,16 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return BatchDataset(dataset, batch_size, self.batch, worker_config=worker_config, **common)
 
     def select_samples_to_pack(self, samples: list[Clip]) -> list[list[Clip]]:
-        """Fill packs from a full buffer; none is over the limit, every sample is in exactly one."""
+        """Fill packs from a full buffer; no pack exceeds the limit, every sample is in exactly one."""
         assert self.options.max_tokens_per_pack is not None
         lengths = [padded_length(c.num_tokens, self.spec.multiple_of) for c in samples]
-        packs = [[samples[i] for i in chosen] for chosen in greedy_knapsack(lengths, self.options.max_tokens_per_pack)]
-        # The fullest packs come out first; an order by address keeps the stream free of that trend.
+        packs = [[samples[i] for i in items] for items in greedy_knapsack(lengths, self.options.max_tokens_per_pack)]
+        # The fullest packs come first; ordering them by sample id removes this trend from the stream.
         return sorted(packs, key=lambda pack: (sum(c.id for c in pack) & (2**63 - 1), pack[0].__key__))
 
     @stateless
     def pack_selected_samples(self, samples: list[Clip]) -> PackedBatch:
-        """Lay the samples of one pack side by side."""
+        """Concatenate the samples of one pack."""
         total = self.options.max_tokens_per_pack if self.options.pad_packs else None
         return collate(samples, self.spec, total_tokens=total)
 
@@ -214,11 +214,11 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     @stateless
     def batch(self, samples: list[Clip]) -> PackedBatch:
-        """Lay the samples of a dense batch side by side."""
+        """Concatenate the samples of a dense batch."""
         return collate(samples, self.spec)
 
 
 def worker_config(*, stream: int, num_streams: int, background: bool, seed: int) -> WorkerConfig:
-    """Return Energon's description of one global stream; Energon's own error handling stays out of the way."""
+    """Return Energon's description of one global stream; with Energon's own error handling off."""
     config = WorkerConfig(rank=stream, world_size=num_streams, num_workers=int(background), seed_offset=seed)
     return replace(config, global_error_handler=reraise_exception, restore_error_handler=reraise_exception)

@@ -1,7 +1,7 @@
 """The commands: train, sample, evaluate, export and import of weights.
 
-`python -m` puts the current folder before all installed packages, so a folder `recipes/` of the user's own would be
-taken for this project's. That is found out here, where every command passes, before it ends in names that are missing.
+`python -m` puts the current folder before all installed packages, so a user's folder `recipes/` would hide that of this
+project. Every command imports this package, which detects it here, before imports fail.
 """
 
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def check_packages(names: tuple[str, ...] = ("dit", "recipes", "energon_data")) -> None:
-    """Check that the packages beside this one are this project's own.
+    """Check that the other packages of this project are imported from it.
 
     Raises:
         ImportError: Python finds one of them elsewhere first.

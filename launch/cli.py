@@ -1,7 +1,7 @@
-"""The command line of `launch.train`: flags, overrides and help. Imports nothing heavy, so mistakes are told at once.
+"""The command line of `launch.train`: flags, overrides and help. It imports nothing heavy, to report mistakes at once.
 
-nemo-run (0.11) ignores flags it does not know and answers every failure with exit code 0, so the flags are read here;
-only the factory and the overrides go on to it.
+nemo-run (0.11) ignores unknown flags and exits with code 0 after every failure. The flags are therefore parsed here;
+only the factory and the overrides are passed to it.
 """
 
 import math
@@ -29,16 +29,16 @@ usage: python -m launch.train --factory RECIPE [flags] [key.path=value ...]
 
 first steps
   python -m launch.train --list                                  what can be trained
-  python -m launch.train --factory tiny_dit --yes                a run of seconds on made-up data, any machine
+  python -m launch.train --factory tiny_dit --yes                a run of seconds on synthetic data, any machine
   python -m launch.train --factory letters_dit --dryrun          look at a recipe: settings, parameters, memory
   torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_dit
-  python -m launch.sample --checkpoint runs/letters_dit          draw what it learned
+  python -m launch.sample --checkpoint runs/letters_dit          sample from the trained model
 
 change any setting
   training.num_steps=500 optimizer.lr=3e-4                       dotted path = value
   optimizer.lr*=2                                                also +=  -=  /=
   objective=edm objective.p_mean=-0.4                            swap a part by name, then set its fields
-  "objective=ddpm(prediction='v')"                               the same in one word (quote it for the shell)
+  "objective=ddpm(prediction='v')"                               the same in one argument (quote it for the shell)
   parallel.tensor_model_parallel_size=2                          split over ranks; see parallel.* with --print-config
 
 flags
@@ -59,7 +59,7 @@ flags
 exit codes
   0 target reached    2 usage or configuration    3 data    4 not finite    5 checkpoint
   70 unexpected       75 preempted, checkpoint written (requeue)          130 Ctrl-C
-  torchrun turns each non-zero code of a rank into 1; RUN_DIR/exit.json keeps the true one.
+  torchrun turns each non-zero code of a rank into 1; RUN_DIR/exit.json has the original one.
 """
 
 
@@ -97,7 +97,7 @@ _ALIASES = {
 }
 _TAKES_VALUE = {"factory", "yaml", "to_yaml", "world_size", "tokens", "text_tokens"}
 _NUMBERS = {"world_size", "text_tokens"}
-# nemo-run's own flags, refused with the way that works here.
+# nemo-run's own flags, refused with their replacement here.
 _ELSEWHERE = {
     "--load": "load a saved configuration with --yaml FILE",
     "--repl": "inspect a recipe with --print-config or --dryrun",
@@ -119,7 +119,7 @@ PLAIN_PARTS: dict[str, PlainPart] = {
     "logging": LoggingConfig,
     "sampling": SamplingConfig,
 }
-"""Parts of which every recipe has the same kind."""
+"""Parts that have the same class in every recipe."""
 PLAIN_KEYS = [f"{part}.{f.name}" for part, kind in PLAIN_PARTS.items() for f in fields(kind)]
 
 
@@ -127,7 +127,8 @@ def parse(argv: Sequence[str]) -> Options:
     """Read the flags and collect the overrides.
 
     Raises:
-        ConfigError: a flag is unknown, lacks its value or has a needless one, or a word is neither flag nor override.
+        ConfigError: a flag is unknown, lacks its value or has an unexpected one, or an argument is neither flag nor
+            override.
     """
     options, words = Options(), iter(argv)
     for word in words:
@@ -172,10 +173,10 @@ def check_factory(name: str) -> None:
 def check_keys(overrides: Sequence[str]) -> None:
     """Refuse a misspelt name of a setting that every recipe has, before anything heavy is imported.
 
-    What may belong to another part, or to one that depends on the recipe, is left to `launch.overrides`.
+    Settings of parts that depend on the recipe are checked by `launch.overrides`.
 
     Raises:
-        ConfigError: there is no such setting, and one of the same part looks like it.
+        ConfigError: there is no such setting, but a similar one in the same part.
     """
     for text in overrides:
         key = re.split(r"[-+*/|]?=", text, maxsplit=1)[0]
@@ -190,19 +191,19 @@ def check_keys(overrides: Sequence[str]) -> None:
 
 def _number(flag: str, value: str) -> int:
     allowed = RANKS if flag == "--world-size" else COUNT
-    if _whole(value) not in allowed:
+    if _integer(value) not in allowed:
         raise ConfigError(f"{flag} must be {allowed}, got {value!r}")
-    return _whole(value)
+    return _integer(value)
 
 
-def _whole(text: str) -> int:
-    """Read a whole number; 0 where the text is none, or has more digits than any count."""
+def _integer(text: str) -> int:
+    """Parse an integer; 0 if the text is not one, or has too many digits."""
     return int(text) if text.isdecimal() and len(text) <= 20 else 0
 
 
 def _tokens(value: str) -> tuple[int, ...]:
     """Read `4096`, or `24x32x32` patches."""
-    tokens = tuple(map(_whole, value.lower().split("x")))
+    tokens = tuple(map(_integer, value.lower().split("x")))
     if len(tokens) not in (1, 3) or math.prod(tokens) not in COUNT:
         raise ConfigError(
             f"--tokens must be {COUNT}, or three numbers with such a product as TxHxW patches, got {value!r}; "
@@ -214,7 +215,7 @@ def _tokens(value: str) -> tuple[int, ...]:
 def _stray(word: str) -> str:
     known = [entry.name for entry in registry.recipes()]
     if word in known:
-        return f"{word!r} stands alone; recipes are chosen by --factory {word}"
+        return f"{word!r} stands alone; recipes are selected by --factory {word}"
     return f"{word!r} is neither a flag nor an override; overrides are key.path=value, recipes --factory NAME"
 
 

@@ -1,9 +1,9 @@
 """A configuration as YAML: complete, readable, and equal after a round trip.
 
 The layout is nemo-run's (`_target_` names the class, `_partial_` marks the run), with every default written out, so a
-file still says what ran after a default has changed. nemo-run's own reader (0.11) refuses its `_partial_`, and imports
-and calls whatever `_target_` names; this one only accepts a subclass of what the setting asks for, from packages that
-are already trusted. It reads the `config.yaml` of a run folder too.
+file still describes the run after a default has changed. nemo-run's own reader (0.11) refuses its `_partial_`, and
+imports and calls any `_target_`; this one accepts only a subclass of the setting's type, from packages of this project.
+It reads the `config.yaml` of a run folder too.
 """
 
 import importlib
@@ -55,7 +55,7 @@ def built(task: Partial) -> RunConfig:
     """Build the parts of a configured run.
 
     Raises:
-        ConfigError: a part refuses its settings.
+        ConfigError: a part does not accept its settings.
     """
     return RunConfig(**fiddle.build(task).keywords)
 
@@ -86,7 +86,7 @@ def dump(task: Partial) -> str:
 
 
 def write(task: Partial, path: str | Path) -> None:
-    """Write the complete configuration to a file, which appears only when it is whole.
+    """Write the complete configuration to a file, which is created only when complete.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -106,7 +106,7 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
 
     Args:
         path: the file, or a run folder, of which `config.yaml` is read.
-        function: the training function; its signature says what each part must be.
+        function: the training function; its signature has the type of each part.
 
     Raises:
         ConfigError: the file is missing, is no YAML, or a setting in it does not exist or has the wrong type.
@@ -159,12 +159,12 @@ def _read(value: object, annotation: object, key: str, load_component: Callable[
     accepts_text = str in (annotation, *getattr(annotation, "__args__", ()))
     if isinstance(value, str) and accepts_text:
         return value
-    # Any other scalar is read like the same text on the command line, so both accept and refuse the same.
+    # Any other scalar is parsed like the same text on the command line, so that both accept the same values.
     return parse_value("none" if value is None else str(value), annotation, key, load_component)
 
 
 def _target(name: object, wanted: list[type], key: str) -> type:
-    """Import the class a part names, if it is one of ours and of the kind that the setting asks for."""
+    """Import the class of a part, if it is from a trusted package and of the type of the setting."""
     if name is None and len(wanted) == 1 and not inspect.isabstract(wanted[0]):
         return wanted[0]
     kinds = " or ".join(t.__name__ for t in wanted) or "a plain value"

@@ -1,6 +1,6 @@
 """The command `megatron-dit COMMAND ...`: each is one of the modules that `python -m` starts, under a short name.
 
-Only the module of the chosen command is imported, by name, so that help and mistakes are answered at once.
+Only the module of the selected command is imported, so that help and mistakes are answered at once.
 """
 
 import importlib
@@ -20,8 +20,8 @@ class Command:
 
     Attributes:
         module: whose `main(argv)` runs it and returns the exit code.
-        line: what it does.
-        words: arguments that always come first.
+        line: description of one line.
+        words: arguments before those of the user.
     """
 
     module: str
@@ -35,12 +35,12 @@ COMMANDS = {
         "launch.train", "a recipe's parameters, memory per rank and FLOPs, without training", ("--dryrun",)
     ),
     "verify": Command("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
-    "sample": Command("launch.sample", "draw samples from a run's checkpoint"),
+    "sample": Command("launch.sample", "generate samples from a run's checkpoint"),
     "evaluate": Command("launch.evaluate", "share of generated letters that are read correctly"),
     "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
-    "import": Command("launch.import_weights", "make a run folder of such weights"),
+    "import": Command("launch.import_weights", "write a run folder of such weights"),
     "convert": Command("launch.convert_checkpoints", "rewrite the checkpoints of an earlier version's run"),
-    "prepare": Command("energon_data.prepare.__main__", "make a data set"),
+    "prepare": Command("energon_data.prepare.__main__", "write a data set"),
     "bench": Command("benchmarks.step", "time the optimizer steps of a recipe"),
 }
 
@@ -80,7 +80,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if command is None:
         print(f"error: {_unknown(name)}", file=sys.stderr)
         return EXIT_CONFIG
-    # A user's own recipes are found in the current folder, but no folder there is taken for a package of this project.
+    # A user's own recipes are importable from the current folder, but a folder there never hides a package of ours.
     for package in PACKAGES:
         importlib.import_module(package)
     if os.getcwd() not in sys.path:

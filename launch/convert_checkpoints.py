@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from dit.errors import CheckpointError, told_in_one_line
+from dit.errors import CheckpointError, one_line_errors
 from launch import environment
 
 DESCRIPTION = """\
-Rewrite the checkpoints of a run that an earlier version saved (Megatron-Core's torch_dist) in today's format, to the
-bit and in place. Each old checkpoint is verified first, and removed when the new one is complete. Needs the disk space
+Rewrite the checkpoints of a run that an earlier version saved (Megatron-Core's torch_dist) in the current format, to
+the bit and in place. Each old checkpoint is verified first, and removed when the new one is complete. Needs the disk
+space
 of one more checkpoint and the memory of one tensor."""
 
 
@@ -29,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     run_dir = Path(build_parser().parse_args(argv).run)
@@ -46,7 +47,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for folder in rewritten:
         print(folder)
     if not rewritten:
-        print(f"nothing to do: the checkpoints of {run_dir} are in today's format", file=sys.stderr)
+        print(f"nothing to do: the checkpoints of {run_dir} are in the current format", file=sys.stderr)
     return 0
 
 

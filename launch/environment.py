@@ -1,7 +1,7 @@
-"""The process environment: defaults that must be set before torch starts, and what the launcher told this process.
+"""The process environment: defaults that must be set before torch starts, and the ranks from the launcher.
 
 Only defaults are set: a variable the user has exported is never changed. torchrun itself sets `OMP_NUM_THREADS=1` when
-it starts several ranks on a machine; a single process keeps torch's own choice (all cores).
+it starts several ranks on a machine; a single process uses torch's default (all cores).
 """
 
 import os
@@ -12,33 +12,33 @@ from typing import Protocol
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what torch, the tokenizers and forked loader workers read when they start; call before importing torch."""
-    # Segments that grow instead of splitting: packs of varying length fragment the CUDA cache far less.
+    """Set the variables of torch, the tokenizers and forked loader workers; call before importing torch."""
+    # Expandable segments: packs of varying length fragment the CUDA cache less.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Loader workers are forked, which the tokenizers' thread pool would not survive.
+    # Loader workers are forked; the thread pool of the tokenizers does not support forks.
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def quiet_libraries() -> None:
-    """Hide warnings a user can do nothing about; call before importing Megatron-Core.
+    """Hide warnings that users cannot act on; call before importing Megatron-Core.
 
-    At import it tells which accelerators it does not find (the run's first line says what is used), and it calls
-    functions of torch.distributed that have newer names.
+    At import it lists missing accelerators (the first line of a run states those in use), and it calls deprecated
+    functions of torch.distributed.
     """
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
 
 class Layout(Protocol):
-    """What of a parallel layout the driver's settings depend on."""
+    """The settings of a parallel layout that the driver's variables depend on."""
 
     tensor_model_parallel_size: int
     data_parallel: str
 
 
 def prepare_layout(parallel: Layout, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the CUDA driver reads at its first call, once the parallel layout is known.
+    """Set the variables that the CUDA driver reads at its first call, for a parallel layout.
 
     Args:
         parallel: a `ParallelConfig`, or nemo-run's configuration of one.
@@ -55,15 +55,15 @@ def rank(environ: MutableMapping[str, str] = os.environ) -> int:
 
 
 def world_size(environ: MutableMapping[str, str] = os.environ) -> int:
-    """Return how many processes the launcher started; 1 without a launcher."""
+    """Return the number of processes that the launcher started; 1 without a launcher."""
     return int(environ.get("WORLD_SIZE", "1"))
 
 
 def is_launched(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Tell whether torchrun (or a scheduler in its place) started this process."""
+    """Return whether torchrun (or a scheduler) started this process."""
     return "RANK" in environ
 
 
 def can_ask(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Tell whether a person can answer a question: one process, with a terminal on both sides."""
+    """Return whether a user can answer a prompt: one process, with a terminal for input and output."""
     return not is_launched(environ) and sys.stdin.isatty() and sys.stdout.isatty()

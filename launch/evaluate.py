@@ -1,9 +1,9 @@
-"""Judge a letters model: how many generated letters does a reader of real letters read correctly?
+"""Evaluate a letters model: how many generated letters does a classifier of real letters read correctly?
 
 `python -m launch.evaluate --checkpoint runs/letters_dit`
 
-A model that takes text is asked for every letter in the styles it was trained on, and whether style words change the
-picture as they should. Of a model of moving letters every frame is read, and the motion is measured.
+For a model of texts, every letter is generated in the styles of the training data, and the effect of style words is
+measured. For a model of moving letters, every frame is read, and the motion is measured.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor
 
-from dit.errors import ConfigError, told_in_one_line
+from dit.errors import ConfigError, one_line_errors
 from launch.letter_reader import LetterReader, load_reader
 from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
 from launch.sample import (
@@ -41,15 +41,15 @@ DESCRIPTION = "Let a classifier, trained on real letters only, read generated on
 
 @dataclass(frozen=True)
 class Score:
-    """What the reader made of the samples.
+    """Results of the classifier on the samples.
 
     Attributes:
-        correct, total: pictures read as the letter they were asked to be, and all of them; frames count one by one.
+        correct, total: pictures read as the requested letter, and all pictures; frames count individually.
         accuracy: their ratio.
-        reader_accuracy: the reader's own on real letters of held-out families.
-        misread: "Q as O" and how often, most frequent first.
+        reader_accuracy: of the classifier on real letters of held-out families.
+        misread: counts of errors such as "Q as O", most frequent first.
         by_frame: accuracy in each frame of the clips; one number for pictures.
-        checks: what else was measured.
+        checks: the other measurements.
     """
 
     correct: int
@@ -74,11 +74,11 @@ class Score:
 
 
 def score(reader: LetterReader, samples: Tensor, letters: Sequence[int], checks: Sequence[Check] = ()) -> Score:
-    """Compare what is read with what was asked for.
+    """Compare the letters that are read with the requested ones.
 
     Args:
         samples: `[N, 1, T, H, W]` in [-1, 1].
-        letters: number of the letter asked for in each.
+        letters: index of the requested letter of each.
     """
     frames = samples.shape[2]
     wanted = torch.as_tensor(letters).repeat_interleave(frames)
@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
-    """Return the data set to learn reading from: the flag, else what the run trained on."""
+    """Return the data set of the classifier: the flag, else that of the run."""
     if args.data:
         return args.data
     return getattr(generator.config.data, "path", "") or DEFAULT_DATA
@@ -122,7 +122,7 @@ def evaluate(args: argparse.Namespace) -> Score:
     """Generate, read and compare.
 
     Raises:
-        ConfigError: the model does not draw the reader's letters.
+        ConfigError: the model does not generate the letters of the classifier.
     """
     for name in ("minimum", "minimum_style", "minimum_motion"):
         share = getattr(args, name)
@@ -137,7 +137,7 @@ def evaluate(args: argparse.Namespace) -> Score:
 
 
 def _judge_classes(args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str) -> Score:
-    """Ask for every class; the first word of its name is the letter, a second one the direction it moves in."""
+    """Generate every class; the first word of its name is the letter, a second one its direction."""
     names = [name.split() for name in names_of_classes(generator)]
     if {words[0] for words in names} != set(reader.class_names):
         raise ConfigError(
@@ -163,7 +163,7 @@ def _judge_clips(samples: Tensor, directions: list[str], folder: str) -> list[Ch
 
 
 def _judge_texts(args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str) -> Score:
-    """Ask for every letter by text, and for what else the captions of the data set tell."""
+    """Generate every letter by text, and measure the other words of the captions."""
     from energon_data.folder import check_folder
 
     description = check_folder(Path(folder), "train").description
@@ -181,7 +181,7 @@ def _ask(args: argparse.Namespace, generator: "Generator", prompts: Sequence[str
 def _judge_moving_texts(
     args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str, faces: list[dict[str, Any]]
 ) -> Score:
-    """Ask for every letter in every direction, at each speed in turn."""
+    """Generate every letter in every direction, at each speed in turn."""
     from energon_data.prepare.moving_letters import DIRECTIONS, SPEEDS, caption
 
     each, speeds, names = args.samples_per_class or CLIPS_PER_CLASS, list(SPEEDS), reader.class_names
@@ -195,7 +195,7 @@ def _judge_moving_texts(
 def _judge_styled_texts(
     args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str, faces: list[dict[str, Any]]
 ) -> Score:
-    """Ask for every letter in each style of the training fonts in turn, and for pairs of styles."""
+    """Generate every letter in each style of the training fonts in turn, and in pairs of styles."""
     from energon_data.letters import load_letters
     from energon_data.prepare.captions import Style
 
@@ -223,7 +223,7 @@ def _judge_styled_texts(
 
 
 def _checked(samples: Tensor, moving: bool = False) -> Tensor:
-    """Return samples that a reader of letters can read, on CPU."""
+    """Return samples in the format of the classifier, on CPU."""
     if samples.shape[1] != 1 or (samples.shape[2] != 1) != moving:
         raise ConfigError(
             f"the reader reads {'grey clips' if moving else 'still grey pictures'}; the samples have "
@@ -247,7 +247,7 @@ def _write_grid(
 
 
 def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
-    """Return what is below the minimum asked for, one line each."""
+    """Return the measurements below their minimum, one line each."""
     shares = [("letters read correctly", result.accuracy, args.minimum)]
     minimums = {"style": args.minimum_style, "motion": args.minimum_motion}
     shares += [(check.name, check.share, minimums[check.kind]) for check in result.checks]
@@ -261,7 +261,7 @@ def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
     return lines
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

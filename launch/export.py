@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import CheckpointError, ConfigError, told_in_one_line
+from dit.errors import CheckpointError, ConfigError, one_line_errors
 from launch import environment
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ examples
   python -m launch.export --checkpoint runs/dit_xl2_imagenet --format diffusers --pipeline --out DiT-XL-2
   python -m launch.export --checkpoint runs/dit_xl2_imagenet --format dit --out DiT-XL-2.safetensors
 
-Objective, class names, latent size and sampling defaults travel with the weights (in config.json, or in the header of
-the .safetensors file) and come back with launch.import_weights. A README.md beside diffusers' files says how to sample.
+Objective, class names, latent size and sampling defaults are written with the weights (in config.json, or in the header
+of the .safetensors file), and launch.import_weights reads them. A README.md next to diffusers' files has a sampling
+example.
 """
 
 
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder, or one checkpoint in it")
     parser.add_argument("--raw-weights", action="store_true", help="the raw weights instead of their average (EMA)")
-    parser.add_argument("--format", required=True, choices=FORMATS, help="whose layout to write")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="format to write")
     parser.add_argument(
         "--out", required=True, metavar="PATH", help="new folder (diffusers), or new .safetensors or .pt file (dit)"
     )
@@ -62,47 +63,47 @@ def run(args: argparse.Namespace) -> list[str]:
     """Write the file or folder.
 
     Returns:
-        What the other code base computes otherwise, a sentence each.
+        What the other code base computes differently, one sentence each.
 
     Raises:
-        CheckpointError: there is no valid checkpoint, or it holds no average.
-        ConfigError: the format cannot hold this model, or the output cannot be written.
+        CheckpointError: there is no valid checkpoint, or it has no average.
+        ConfigError: the format does not support this model, or the output cannot be written.
     """
     folder, out = Path(args.checkpoint), Path(args.out)
     if not folder.is_dir():
         raise CheckpointError(f"--checkpoint {folder} is no folder; give a run folder, or one checkpoint folder in it")
     if out.exists():
-        raise ConfigError(f"--out {out} exists already and is left alone; choose another or remove it")
+        raise ConfigError(f"--out {out} already exists and is not changed; choose another or remove it")
     if args.pipeline and args.format != "diffusers":
         raise ConfigError(f"--pipeline is for --format diffusers, not {args.format}; leave it out")
     environment.prepare()
     environment.quiet_libraries()
-    from dit.checkpoint.full_weights import read_whole_weights
+    from dit.checkpoint.full_weights import read_full_weights
     from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 
     found, _ = find_checkpoint(folder)
-    config, facts = read_settings(found)
-    trained = trained_model(config, facts)
+    config, metadata = read_settings(found)
+    trained = trained_model(config, metadata)
     slot = slot_of(found, config, "raw" if args.raw_weights else "ema")
     if args.format == "dit":
-        return write_original(trained, lambda: read_whole_weights(found, slot), out)
-    return write_diffusers_folder(trained, lambda: read_whole_weights(found, slot), out, pipeline=args.pipeline)
+        return write_original(trained, lambda: read_full_weights(found, slot), out)
+    return write_diffusers_folder(trained, lambda: read_full_weights(found, slot), out, pipeline=args.pipeline)
 
 
-def trained_model(config: "RunConfig", facts: dict[str, Any]) -> "TrainedModel":
-    """Return what travels with the weights of a run, from its settings and the metadata of its checkpoint."""
+def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedModel":
+    """Return the model with the metadata that is exported with its weights."""
     from dit.convert.diffusers_format import TrainedModel
 
-    frames, height, width = facts["latent_size"]
+    frames, height, width = metadata["latent_size"]
     return TrainedModel(
         model=config.model,
         objective=config.objective,
         latent_size=(frames, height, width),
         sampling=asdict(config.sampling),
-        # Of a data set with classes, whether the model takes them or not.
-        class_names=None if config.model.num_classes is None else facts["class_names"],
-        text_encoder=facts.get("text_encoder"),
-        fps=facts.get("fps"),
+        # A data set may have classes that the model does not use.
+        class_names=None if config.model.num_classes is None else metadata["class_names"],
+        text_encoder=metadata.get("text_encoder"),
+        fps=metadata.get("fps"),
     )
 
 
@@ -110,7 +111,7 @@ def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Ten
     """Write a state dict of facebookresearch/DiT; return the notes.
 
     Raises:
-        ConfigError: their code cannot hold the model, or the file cannot be written.
+        ConfigError: their code does not support the model, or the file cannot be written.
     """
     from dit.convert.class_dit import trained_objective
     from dit.convert.diffusers_sampling import how_to_sample
@@ -124,7 +125,7 @@ def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Ten
         notes += how_to_sample(trained)
     if out.suffix == ".pt":
         notes.append(
-            "a .pt file has no room for objective, class names and sampling defaults: give its importer --objective, "
+            "a .pt file cannot store objective, class names and sampling defaults: give its importer --objective, "
             "or write a .safetensors"
         )
     return notes
@@ -136,7 +137,7 @@ def write_diffusers_folder(
     """Write a folder in the diffusers layout, scheduler and page included; return the notes.
 
     Raises:
-        ConfigError: diffusers cannot hold the model, its pipeline cannot run it, or the folder cannot be written.
+        ConfigError: diffusers does not support the model, its pipeline cannot run it, or the folder cannot be written.
     """
     from dit.convert.diffusers_format import format_of_model
     from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config
@@ -162,7 +163,7 @@ def write_diffusers_folder(
 
 
 def note_objective(own: "Objective", published: "Objective") -> list[str]:
-    """Say that the weights want another scheduler than the published ones of the same class, if they do."""
+    """Return a note if the weights need another scheduler than the published ones of the same class."""
     if own == published:
         return []
     return [f"the weights were trained by {own}, the published ones by {published}: choose the scheduler for the first"]
@@ -172,7 +173,7 @@ def original_rules(model: "ModelConfig", latent_size: "LatentSize") -> "RuleBook
     """Return the rules between facebookresearch/DiT and one of our models.
 
     Raises:
-        ConfigError: their code cannot hold it.
+        ConfigError: their code does not support it.
     """
     from dit.convert import original_dit
     from dit.models.dit.config import DiTConfig
@@ -180,13 +181,13 @@ def original_rules(model: "ModelConfig", latent_size: "LatentSize") -> "RuleBook
 
     if type(model) is not DiTConfig:
         raise ConfigError(
-            f"--format dit holds the class-conditional DiT (DiTConfig), not {type(model).__name__}; "
+            f"--format dit is for the class-conditional DiT (DiTConfig), not {type(model).__name__}; "
             "try --format diffusers"
         )
     return original_dit.rules(model, parameter_shapes(model), latent_size)
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

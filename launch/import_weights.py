@@ -1,4 +1,4 @@
-"""Make a run folder of another code base's weights.
+"""Write a run folder of another code base's weights.
 
 `python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2`
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from dit.errors import ConfigError, told_in_one_line
+from dit.errors import ConfigError, one_line_errors
 from launch import environment
 from launch.export import FORMATS, original_rules
 from launch.sample import at_least_one
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dit.convert.rules import RuleBook
     from dit.objectives.base import Objective
 
-DESCRIPTION = "Make a run folder of weights from facebookresearch/DiT or diffusers, to sample from or to start from."
+DESCRIPTION = "Write a run folder of weights from facebookresearch/DiT or diffusers, to sample from or to start from."
 EXAMPLES = """\
 examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
@@ -32,10 +32,10 @@ examples
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart
 
-Objective, class names, latent size and sampling defaults are read from the files where launch.export wrote them; what
-is assumed instead is printed.
+Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
+defaults are assumed and printed.
 
-Nothing in the files is executed; pickles that hold more than tensors are refused.
+Nothing in the files is executed; pickles with anything but tensors are refused.
 """
 
 
@@ -50,10 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--from", dest="source", required=True, metavar="PATH", help="folder (diffusers), or .safetensors or .pt (dit)"
     )
-    parser.add_argument("--format", required=True, choices=FORMATS, help="whose layout it is")
-    parser.add_argument("--out", required=True, metavar="DIR", help="run folder to make")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="format of the files")
+    parser.add_argument("--out", required=True, metavar="DIR", help="run folder to create")
     parser.add_argument(
-        "--drop-variance", action="store_true", help="leave a learned variance behind, to train on without one"
+        "--drop-variance", action="store_true", help="drop a learned variance, to continue training without it"
     )
     parser.add_argument(
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
@@ -61,26 +61,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--objective",
         metavar="NAME",
-        help="what the weights were trained for, where the files do not say: ddpm, edm or flow_matching, with settings "
+        help="objective of the weights, if the files do not state it: ddpm, edm or flow_matching, with settings "
         "as in \"ddpm(prediction='v')\"",
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> list[str]:
-    """Make the run folder.
+    """Write the run folder.
 
     Returns:
-        What our network computes otherwise, a sentence each.
+        What our network computes differently, one sentence each.
 
     Raises:
-        ConfigError: the files cannot be read, hold another model than they say, or `--out` cannot be used.
+        ConfigError: the files cannot be read, have another model than they state, or `--out` cannot be used.
     """
     source = Path(args.source)
     if not source.exists():
         raise ConfigError(f"--from {source} does not exist; give a file of weights or a folder in the diffusers layout")
     if args.format == "diffusers" and args.num_attention_heads is not None:
-        raise ConfigError("--num-attention-heads is for --format dit; a config.json says it itself")
+        raise ConfigError("--num-attention-heads is for --format dit; a config.json states it")
     environment.prepare()
     environment.quiet_libraries()
     from dit.checkpoint.full_weights import write_imported
@@ -105,13 +105,13 @@ def run(args: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """What the files hold.
+    """The content of the files.
 
     Attributes:
-        trained: the model, with what its authors published where the files do not say.
+        trained: the model, with published defaults for what the files do not state.
         rules: between the weights.
         tensors: theirs, by name.
-        recorded: the files carry the record of `launch.export`, so nothing had to be assumed.
+        recorded: the files have the record of `launch.export`, so nothing is assumed.
     """
 
     trained: "TrainedModel"
@@ -121,10 +121,11 @@ class Found:
 
 
 def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
-    """Return the model with the objective that counts, and notes on where it and the rest come from.
+    """Return the model with its objective, and notes on the source of the metadata.
 
     Args:
-        objective: the user's own, which wins; None for none given.
+        found: the content of the files.
+        objective: given by the user, which takes precedence; None if not given.
     """
     trained = found.trained
     whose = "recorded at export" if found.recorded else "that of the published weights of this class"
@@ -135,7 +136,7 @@ def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedMode
         if not found.recorded:
             notes[-1] += "; give --objective if these were trained by another"
     elif objective != trained.objective:
-        notes.append(f"--objective: {objective} is taken, not {trained.objective} ({whose})")
+        notes.append(f"--objective: {objective} is used, not {trained.objective} ({whose})")
         trained = replace(trained, objective=objective, sampling={})
     if trained.class_names is None and trained.model.num_classes is not None:
         notes.append(f"the files name no classes; they are 0 to {trained.model.num_classes - 1}")
@@ -219,7 +220,7 @@ def read_diffusers_folder(source: Path) -> Found:
     return Found(trained, rules, theirs, CONFIG_KEY in settings)
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

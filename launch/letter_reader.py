@@ -1,7 +1,7 @@
-"""A judge for generated letters: a small classifier that has only ever seen real ones.
+"""A small classifier of letters, trained on real letters only, to evaluate generated ones.
 
-It is trained on the font families that the generator trains on too, and its own accuracy is measured on families that
-neither has seen, so a sample that it reads correctly looks like a letter in general, not like one picture of the data.
+It is trained on the font families of the generator's training data, and its accuracy is measured on held-out families.
+A sample that it reads correctly therefore looks like a letter in general, not like one picture of the data.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dit.errors import told_in_one_line
+from dit.errors import one_line_errors
 
 FILE = "letter_reader.safetensors"
-VERSION = "1"  # of the network and its training; another one is trained again
+VERSION = "1"  # of the network and its training; increase it to train again
 NUM_STEPS = 500
 BATCH_SIZE = 128
 PEAK_LR = 3e-3
@@ -33,7 +33,7 @@ class LetterNetwork(nn.Module):
     """Two convolutions and two linears on small grey pictures of any size from 8 x 8.
 
     Args:
-        num_classes: letters to tell apart.
+        num_classes: number of letters.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -58,12 +58,12 @@ class LetterNetwork(nn.Module):
 
 @dataclass(frozen=True)
 class LetterReader:
-    """A trained network and how well it reads letters of font families it has not seen.
+    """A trained network and its accuracy on held-out font families.
 
     Attributes:
         network: in evaluation mode.
-        accuracy: share of held-out letters read correctly.
-        num_held_out: how many there were.
+        accuracy: fraction of held-out letters read correctly.
+        num_held_out: number of held-out letters.
         class_names: name of each class.
     """
 
@@ -83,9 +83,9 @@ class LetterReader:
 
 
 def vary(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Move, scale, turn, slant, blur, fade and roughen pictures at random, so that the reader judges shape only.
+    """Shift, scale, rotate, slant, blur, fade pictures and add noise at random, so that only the shape matters.
 
-    Generated letters differ from rendered ones in exactly such ways.
+    Generated letters differ from rendered ones in these properties.
     """
     count, size = len(images), images.shape[-1]
 
@@ -102,7 +102,7 @@ def vary(images: Tensor, generator: torch.Generator) -> Tensor:
         1,
     )
     grid = functional.affine_grid(rows, list(images.shape), align_corners=False)
-    # Ink in [0, 1], so that what comes in from outside is paper.
+    # Ink in [0, 1], so that pixels from outside of the picture are paper.
     ink = functional.grid_sample((images + 1) / 2, grid, align_corners=False)
     blurred = functional.avg_pool2d(functional.pad(ink, (1, 1, 1, 1)), 3, stride=1)
     thick = functional.max_pool2d(ink, 3, stride=1, padding=1)
@@ -134,11 +134,11 @@ def train_reader(
 
 
 def load_reader(folder: str | Path) -> LetterReader:
-    """Return the reader of a data set of letters, training it (under a minute) the first time and when the data change.
+    """Return the classifier of a data set of letters; train it (under a minute) if it is missing or the data changed.
 
-    Of clips it reads single frames.
+    It reads the frames of clips one by one.
 
-    The network is kept as `letter_reader.safetensors` beside the data, with the digest of what it was trained on.
+    The network is stored as `letter_reader.safetensors` next to the data, with the digest of its training data.
 
     Raises:
         DataError: the data set is missing or damaged.
@@ -174,7 +174,7 @@ def digest_of(*tensors: Tensor) -> str:
 
 
 def _read_network(path: Path, digest: str, num_classes: int) -> Optional[nn.Module]:
-    """Return the kept network, or None if there is none for these data."""
+    """Return the stored network, or None if there is none for these data."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -185,7 +185,7 @@ def _read_network(path: Path, digest: str, num_classes: int) -> Optional[nn.Modu
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError) as error:
-        logger.warning("%s is damaged and is made again: %s", path, error)
+        logger.warning("%s is damaged and is trained again: %s", path, error)
         return None
     network = LetterNetwork(num_classes)
     network.load_state_dict(state)
@@ -193,7 +193,7 @@ def _read_network(path: Path, digest: str, num_classes: int) -> Optional[nn.Modu
 
 
 def _write_network(network: nn.Module, path: Path, digest: str) -> None:
-    """Keep the network; a folder that cannot be written to only costs the training next time."""
+    """Store the network; if the folder is not writable, it is trained again next time."""
     from safetensors.torch import save
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -201,11 +201,11 @@ def _write_network(network: nn.Module, path: Path, digest: str) -> None:
         temporary.write_bytes(save(dict(network.state_dict()), metadata={"digest": digest}))
         os.replace(temporary, path)
     except OSError as error:
-        logger.warning("the letter reader cannot be kept at %s: %s", path, error)
+        logger.warning("the letter reader cannot be stored at %s: %s", path, error)
         temporary.unlink(missing_ok=True)
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Train the reader if needed and print its accuracy."""
     import argparse

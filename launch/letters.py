@@ -1,4 +1,4 @@
-"""What is measured of generated letters beside their being read: style words that work, motion as asked for."""
+"""Measurements of generated letters besides reading them: the effect of style words, and the motion."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,19 +11,19 @@ from energon_data.prepare.captions import Style
 from energon_data.prepare.moving_letters import DIRECTIONS
 
 FAINT = 0.1
-"""Ink below this does not count where a letter lies: generated paper is not perfectly clean."""
+"""Ink below this is ignored for the position of a letter: generated paper is not perfectly white."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing a model is judged by.
+    """One measurement of a model.
 
     Attributes:
         kind: `style` or `motion`; the command has a minimum for each.
-        name: what is asked.
-        passed, total: samples that do it, and all of them.
+        name: the property.
+        passed, total: samples that have it, and all samples.
         share: their ratio.
-        detail: the numbers behind it, beside those of real letters.
+        detail: the numbers, and those of real letters.
     """
 
     kind: str
@@ -48,9 +48,9 @@ def ink_share(images: Tensor) -> Tensor:
 
 
 def slant(images: Tensor) -> Tensor:
-    """Return how far the ink of each picture leans to the right per pixel upwards: cov(x, up) / var(up).
+    """Return the slant of each picture, shift to the right per pixel upwards: cov(x, up) / var(up).
 
-    The letters themselves differ in it, so it is compared for one letter in two styles.
+    It differs between letters, so it is compared for one letter in two styles.
     """
     ink = ((images.clamp(-1, 1) + 1) / 2 - FAINT).clamp(min=0)[:, 0]
     ink = ink / ink.sum((1, 2), keepdim=True).clamp(min=1e-6)
@@ -63,12 +63,12 @@ def slant(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two styles that differ in one word, and what that word must change.
+    """Two styles that differ in one word, and the property that this word must change.
 
     Attributes:
-        name: what is asked.
-        more, less: style whose pictures measure more, and less.
-        measure: number of each picture.
+        name: the property.
+        more, less: the style with the larger value, and with the smaller one.
+        measure: returns the value of each picture.
     """
 
     name: str
@@ -84,9 +84,9 @@ ITALIC_UPRIGHT = Contrast("italic letters lean more than upright ones", ITALIC, 
 
 
 def contrasts(faces: Sequence[dict[str, Any]]) -> list[Contrast]:
-    """Return what can be asked of a model trained on these faces of `dataset.json`, in a kind of font that has both.
+    """Return the contrasts that the faces of `dataset.json` allow, each with a kind of font that has both styles.
 
-    Of the kinds that have both styles, the one with most faces is taken.
+    Of the kinds that have both styles, the one with most faces is used.
     """
     styles = [Style.from_record(face) for face in faces]
     kinds = sorted({s.kind for s in styles if s.kind}, key=lambda kind: (-sum(s.kind == kind for s in styles), kind))
@@ -112,7 +112,7 @@ def judge_contrast(contrast: Contrast, more: Tensor, less: Tensor, real: tuple[T
 
 
 def centres_of_ink(clips: Tensor) -> Tensor:
-    """Return where the ink of each frame lies, (x, y) in pixels, `[N, T, 2]`; clips `[N, 1, T, H, W]` in [-1, 1]."""
+    """Return the centre of the ink of each frame, (x, y) in pixels, `[N, T, 2]`; clips `[N, 1, T, H, W]` in [-1, 1]."""
     ink = ((clips.clamp(-1, 1) + 1) / 2 - FAINT).clamp(min=0)[:, 0]
     ink = ink / ink.sum((2, 3), keepdim=True).clamp(min=1e-6)
     height, width = ink.shape[2:]
@@ -121,15 +121,15 @@ def centres_of_ink(clips: Tensor) -> Tensor:
 
 
 def judge_motion(clips: Tensor, directions: Sequence[str], real: Tensor, real_directions: Sequence[str]) -> list[Check]:
-    """Measure whether letters move as asked, as fast as real ones, and steadily.
+    """Measure whether letters move in the requested direction, as fast as real ones, and steadily.
 
-    A clip moves as asked if the way from its first to its last frame lies within 45 degrees of the direction and is at
-    least half as long as the shortest tenth of the real ones. It is steady if no frame goes back by more than a quarter
-    of a pixel.
+    A clip passes if the displacement from its first to its last frame is within 45 degrees of the direction, and at
+    least half as long as the shortest tenth of the real ones. It is steady if no frame moves back by more than a
+    quarter of a pixel.
 
     Args:
         clips, real: `[N, 1, T, H, W]` in [-1, 1], generated and from the data set.
-        directions, real_directions: key of `DIRECTIONS` asked for in each.
+        directions, real_directions: the direction of each, a key of `DIRECTIONS`.
     """
 
     def along_and_aside(clips: Tensor, directions: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Overrides `key.path=value` on a recipe, typed by the signature of what is configured.
+"""Overrides `key.path=value` on a recipe, typed by the signature of the configured class.
 
-nemo-run reads the values; the path is walked here, because nemo-run 0.11 answers a misspelt key without the names that
-exist, takes any word for a factory before it takes it for a string (a run folder named like a function of the main
-module would call it), and does not know `X | None`.
+nemo-run parses the values. The path is resolved here, because nemo-run 0.11 reports a misspelt key without the existing
+names, interprets any word as a factory before it interprets it as a string (a run folder named like a function of the
+main module would call it), and does not support `X | None`.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ _CALL = re.compile(r"^([A-Za-z_][\w.]*)(?:\((.*)\))?$", re.DOTALL)
 def apply_overrides(task: Partial, overrides: list[str], load_component: Callable[[str], None]) -> None:
     """Apply overrides to a recipe in place.
 
-    A part that is swapped whole (`objective=edm`) comes before the settings below it, wherever it stands; otherwise the
-    order on the command line counts.
+    A part that is replaced (`objective=edm`) is applied before its settings, independently of its position; otherwise
+    the order on the command line is used.
 
     Args:
-        task: what a recipe returned.
+        task: the result of a recipe.
         load_component: imports the module that registers the component of this name, if there is one.
 
     Raises:
@@ -49,7 +49,7 @@ def _split(text: str) -> tuple[str, Operation, str]:
     try:
         ((key, (op, value)),) = PythonicParser().parse(text).items()
     except CLIException as error:
-        raise ConfigError(f"{text!r} is not an override; write key.path=value, with a value behind the sign") from error
+        raise ConfigError(f"{text!r} is not an override; write key.path=value, with a value after the sign") from error
     return key, op, value
 
 
@@ -60,8 +60,8 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
         node = _child(node, parent, ".".join(parents[:depth]))
     path = ".".join(parents)
     if "[" in name:
-        whole = _join(path, name.partition("[")[0])
-        raise ConfigError(f"{text}: entries are not assigned one by one; write the list in full, {whole}=[...]")
+        full_key = _join(path, name.partition("[")[0])
+        raise ConfigError(f"{text}: entries are not assigned one by one; write the list in full, {full_key}=[...]")
     try:
         annotation = annotation_of(node, name, path)
     except ConfigError as error:
@@ -101,7 +101,7 @@ def _child(node: Node, part: str, path: str) -> Node:
             raise ConfigError(f"{_join(path, part)}: {_join(path, name)} {size}; choose an index below that")
         child = child[int(index)]
     if not isinstance(child, Config | Partial):
-        raise ConfigError(f"{_join(path, part)}={child!r} has no settings of its own; assign it whole first")
+        raise ConfigError(f"{_join(path, part)}={child!r} has no settings of its own; assign all of it first")
     return child
 
 
@@ -114,9 +114,9 @@ def parameters(target: Node) -> dict[str, object]:
 
 
 def value_of(node: Node, name: str) -> Any:
-    """Return the value of a setting, its default where nothing is assigned, or None where it has neither.
+    """Return the value of a setting, its default if it is not assigned, or None if it has neither.
 
-    fiddle's own `getattr` raises where the default is made by a factory.
+    fiddle's own `getattr` raises if the default has a factory.
     """
     fn = node.__fn_or_cls__
     if name in node.__arguments__:
@@ -133,7 +133,7 @@ def annotation_of(node: Node, name: str, path: str) -> object:
     """Return the annotation of a setting.
 
     Raises:
-        ConfigError: there is no setting of that name; the nearest ones are named with their path.
+        ConfigError: there is no setting of that name; the message names the nearest ones.
     """
     known = parameters(node)
     name = name.partition("[")[0]
@@ -157,7 +157,7 @@ def parse_value(text: str, annotation: object, key: str, load_component: Callabl
     """Turn the text of an override into a value of the annotated type.
 
     Raises:
-        ConfigError: the text is no such value; what would be one is named.
+        ConfigError: the text is not such a value; the message describes the type.
     """
     annotation = normalise(annotation)
     targets = component_types(annotation)
@@ -217,7 +217,7 @@ def split_arguments(text: str) -> list[str]:
 
 
 def normalise(annotation: object) -> object:
-    """Spell `X | None` as `Optional[X]`, the form nemo-run reads, at any depth."""
+    """Rewrite `X | None` as `Optional[X]`, which nemo-run supports, at any depth."""
     origin, args = get_origin(annotation), tuple(map(normalise, get_args(annotation)))
     if origin is types.UnionType or origin is Union:
         return Union[args]
@@ -227,7 +227,7 @@ def normalise(annotation: object) -> object:
 
 
 def component_types(annotation: object) -> list[type]:
-    """Return the classes of ours that an annotation asks for; empty for plain values."""
+    """Return our classes in an annotation; empty for plain values."""
     if get_origin(annotation) is Union:
         return [t for arg in get_args(annotation) for t in component_types(arg)]
     if get_origin(annotation) is None and inspect.isclass(annotation) and not issubclass(annotation, _PLAIN):
@@ -236,7 +236,7 @@ def component_types(annotation: object) -> list[type]:
 
 
 def describe(annotation: object) -> str:
-    """Say in words what a setting accepts."""
+    """Describe the values that a setting accepts."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"

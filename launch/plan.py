@@ -219,7 +219,7 @@ def _numbers(kept: Kept, recompute: str, tp: int, sp: int) -> float:
 def planned_sample(
     task: "run.Partial", model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
 ) -> Sample:
-    """Return the sample that the data settings speak of: the largest made-up one, or the longest that is read.
+    """Return the sample of the data settings: the largest synthetic one, or the longest that is read.
 
     Args:
         tokens: of a sample, or its (t, h, w) patches, instead.

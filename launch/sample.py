@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dit.errors import CheckpointError, ConfigError, told_in_one_line
+from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.sampling.grid import spread
 from dit.settings import SamplingConfig
 from launch import environment
@@ -45,9 +45,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steps", type=at_least_one, metavar="N", help="solver steps")
     group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
     group.add_argument("--seed", type=int, metavar="N", help="addresses the initial noise")
-    group.add_argument(
-        "--fps", type=frame_rate, metavar="X", help="frames per second, as the model is told them and of a film"
-    )
+    group.add_argument("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -329,7 +327,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{out}: {len(samples)} samples in {seconds:.1f} s")
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

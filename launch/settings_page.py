@@ -1,6 +1,6 @@
-"""docs/settings.md: every setting of every part, from the dataclasses themselves.
+"""docs/settings.md: every setting of every part, generated from the dataclasses.
 
-`python -m launch.settings_page --write` renews the page; without `--write` it is printed.
+`python -m launch.settings_page --write` writes the page; without `--write` it is printed.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """Return what a class and its bases say of each field in the `Attributes` or `Args` of their docstrings."""
+    """Return the description of each field in the `Attributes` or `Args` of a class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         lines = inspect.cleandoc(base.__doc__ or "").splitlines()
@@ -67,7 +67,7 @@ def meanings(kind: type) -> dict[str, str]:
 
 
 def _type(annotation: object) -> str:
-    """Write an annotation as the command line takes it."""
+    """Return an annotation in the syntax of the command line."""
     if typing.get_origin(annotation) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
     if typing.get_origin(annotation) is typing.Union:
@@ -79,7 +79,7 @@ def rows(kind: type) -> Iterator[str]:
     """Yield the table of a class.
 
     Raises:
-        ValueError: a field has no line in the docstrings.
+        ValueError: a field has no description.
     """
     said, types = meanings(kind), get_type_hints(kind)
     yield "| setting | type | default | meaning |"

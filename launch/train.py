@@ -1,7 +1,7 @@
-"""The door to training: `python -m launch.train --factory RECIPE ...`, alone or under torchrun.
+"""The training command: `python -m launch.train --factory RECIPE ...`, alone or under torchrun.
 
-nemo-run holds the recipes, reads the overrides and runs the task. Its own `main` is not used: it exits 0 whatever
-happens and ignores flags it does not know. This one returns the exit codes of `dit.errors`.
+nemo-run has the recipes, parses the overrides and runs the task. Its own `main` is not used, because it always exits
+with 0 and ignores unknown flags. This one returns the exit codes of `dit.errors`.
 """
 
 import importlib
@@ -51,7 +51,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
         return exit_code(interrupt)
-    except BaseException as error:  # some libraries derive their errors from it; Python itself would exit with 1
+    except BaseException as error:  # some libraries derive errors from it; Python itself would exit with 1
         from dit.monitoring.exit_record import is_peer_lost
 
         if is_peer_lost(error) and not verbose:
@@ -77,7 +77,7 @@ def _execute(options: cli.Options) -> int:
     from launch import config_file
 
     task = resolve(options)
-    # Every rank resolves the same configuration; one of them shows it.
+    # Every rank resolves the same configuration; rank 0 prints it.
     shows = environment.rank() == 0
     if options.to_yaml and shows:
         config_file.write(task, options.to_yaml)
@@ -108,23 +108,23 @@ def _execute(options: cli.Options) -> int:
 def _check(options: cli.Options) -> None:
     """Refuse an impossible command line before the heavy imports."""
     if options.factory and options.yaml:
-        raise ConfigError("--factory and --yaml both choose the run; give one of them, and overrides for the rest")
+        raise ConfigError("--factory and --yaml both select the run; give one of them, and overrides for the rest")
     if not options.factory and not options.yaml:
-        raise ConfigError("no recipe chosen; give --factory NAME (--list shows all) or --yaml FILE")
+        raise ConfigError("no recipe selected; give --factory NAME (--list shows all) or --yaml FILE")
     if (options.world_size or options.tokens or options.text_tokens) and not options.dryrun:
         raise ConfigError(
             "--world-size, --tokens and --text-tokens only plan; add --dryrun, or start that many ranks with torchrun"
         )
     if options.factory:
         cli.check_factory(options.factory)
-        if "." not in options.factory.partition("(")[0]:  # a recipe of one's own may have parts of its own
+        if "." not in options.factory.partition("(")[0]:  # a user's recipe may have other parts
             cli.check_keys(options.overrides)
     if options.starts_training and not options.yes and not environment.can_ask():
-        raise ConfigError("nobody can be asked here (no terminal, or several ranks); add --yes to start training")
+        raise ConfigError("cannot ask for confirmation (no terminal, or several ranks); add --yes to start training")
 
 
 def _check_run(task: "run.Partial") -> None:
-    """Make the checks of training before its settings are shown; a refusal leaves the record of a failed run."""
+    """Check a run before its settings are printed; an error leaves the record of a failed run."""
     import fiddle
 
     from dit.monitoring.exit_record import ExitRecord
@@ -136,8 +136,8 @@ def _check_run(task: "run.Partial") -> None:
         return
     config = config_file.built(task)
     run_dir = config.training.run_dir
-    check_path("training.run_dir", run_dir)  # an error of this or of the lock would have no place for its record
-    if environment.world_size() == 1:  # several ranks must learn of it together, which `pretrain` sees to
+    check_path("training.run_dir", run_dir)  # the lock and the exit record need the folder
+    if environment.world_size() == 1:  # with several ranks, `pretrain` raises the error on all of them
         with RunLock(run_dir) as lock:
             lock.check()
     try:
@@ -183,7 +183,7 @@ def call_recipe(text: str) -> "run.Partial":
     try:
         factory: Callable[..., object] = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
-        # A module missing inside the recipe's own imports is not a misspelt recipe.
+        # A module that is missing in the recipe's own imports is not a misspelt recipe.
         if isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name)):
             raise
         raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
@@ -209,7 +209,7 @@ def load_component(name: str) -> None:
 
 
 def _configure_logging(verbose: bool) -> None:
-    """Show this project's messages; those of the libraries below only when they are warnings, or when asked for."""
+    """Log this project's messages; those of other libraries only as warnings, or with --verbose."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
     for package in ("dit", "energon_data", "launch"):
         logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)
@@ -222,11 +222,11 @@ def _ask(options: cli.Options) -> None:
 
 
 def _report(error: UserError, verbose: bool) -> None:
-    # fiddle appends where it was building; the message itself already names the setting.
+    # fiddle appends the path of the configuration; the message already names the setting.
     message = str(error).partition("\n\nFiddle context:")[0]
     name_root_cause(f"error: {message}")
     several = environment.world_size() > 1
-    # What all ranks find alike is told once; other errors may be one rank's own.
+    # Errors that are equal on all ranks are printed once; other errors may be of one rank.
     if not several or environment.rank() == 0 or exit_code(error) not in SAME_ON_ALL_RANKS:
         print(f"{f'rank {environment.rank()}: ' if several else ''}error: {message}", file=sys.stderr)
     if verbose:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, told_in_one_line
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from launch import cli, environment
 
 MOST_RANKS = 16
@@ -205,7 +205,7 @@ def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
     return explain(build_on_meta(config.model), axis_sizes(config.parallel, dims))
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

@@ -1,6 +1,6 @@
 """Runs to measure and to compare: the rows of NeMo's published table, of its parallel matrix, and of its stages.
 
-All feed made-up latents. Time one with `torchrun --standalone --nproc-per-node N -m benchmarks.step --factory NAME`,
+All feed synthetic latents. Time one with `torchrun --standalone --nproc-per-node N -m benchmarks.step --factory NAME`,
 which reports TFLOPS in three labelled conventions, tokens/s per GPU and peak memory. NeMo's figures were published for
 32 nodes of 8 H100 and never with a batch size; a batch of 256 is assumed where a layout needs one.
 """
@@ -46,7 +46,7 @@ def bench_dit7b_8k_baseline() -> run.Partial:
 def bench_dit7b_8k_tp2sp() -> run.Partial:
     """DiT-7B (7.19 B) at 8192 tokens, TP 2 + SP: 16 x 80 GB or more.
 
-    Published: 10,052 tokens/s per GPU, 519 TFLOPS in NeMo's convention, which is 359 of the work the maths asks for.
+    Published: 10,052 tokens/s per GPU, 519 TFLOPS in NeMo's convention, which is 359 TFLOPS of necessary work.
     """
     return on_tensor_parallel(_measured("bench_dit7b_8k_tp2sp", dit_cross_7b(), CLIP_8K), 2)
 
@@ -99,7 +99,7 @@ def bench_dit7b_8k_1gpu_l4() -> run.Partial:
     """4 layers of DiT-7B (933 M) at 8192 tokens on one GPU: with bench_dit7b_8k_1gpu_L8, the time of a layer.
 
     A GPU of 80 GB. The time of bench_dit7b_8k_1gpu_L8 minus this one's is that of four layers; NeMo's published figure
-    for the whole model on 256 GPUs is 359 TFLOPS of work each.
+    for the full model on 256 GPUs is 359 TFLOPS of work each.
     """
     return _on_one_gpu("bench_dit7b_8k_1gpu_L4", 4, CLIP_8K)
 
@@ -213,7 +213,7 @@ def matrix_cp_tp_sp_pp_distopt() -> run.Partial:
 def matrix_cp_tp_sp_pp_distopt_ep() -> run.Partial:
     """A small DiT with 8 experts, CP 2 x TP 2 + SP x PP 2 x EP 2, distributed optimizer: 8 ranks, CPU or GPU.
 
-    See matrix_fsdp; 8 ranks, CPU or GPU, each of which holds 4 of a layer's experts.
+    See matrix_fsdp; 8 ranks, CPU or GPU, with 4 experts of each layer per rank.
     """
     return _matrix("matrix_cp_tp_sp_pp_distopt_ep", pipeline=True, experts=True)
 
@@ -228,7 +228,7 @@ def matrix_cp_tp_sp_fsdp_ep() -> run.Partial:
 
 
 def _stage(name: str, recipe: run.Partial) -> run.Partial:
-    """Return a stage of Movie Gen's training on made-up data, to be measured."""
+    """Return a stage of Movie Gen's training on synthetic data, to be measured."""
     layout, training = recipe.parallel, recipe.training
     latent = {"256": moviegen.IMAGE_256, "8k": moviegen.CLIP_256, "74k": moviegen.CLIP_768}[name.rpartition("_")[2]]
     measured = as_mock(as_large_model(text_conditional(name, recipe.model)), latent)
@@ -241,7 +241,7 @@ def _stage(name: str, recipe: run.Partial) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_5b_256() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 1 on made-up images of 256 tokens, as pretrain_ditllama5b: 16 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 1 on synthetic images of 256 tokens, as pretrain_ditllama5b: 16 x 80 GB or more.
 
     A step is 29 PFLOP of work: 4.6 s if every GPU reaches 400 TFLOPS.
     """
@@ -250,7 +250,7 @@ def stage_5b_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_5b_8k() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 2 on made-up clips of 8192 tokens, TP 2 + SP: 8 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 2 on synthetic clips of 8192 tokens, TP 2 + SP: 8 x 80 GB or more.
 
     A step is 70 PFLOP of work: 22 s if every GPU reaches 400 TFLOPS.
     """
@@ -259,7 +259,7 @@ def stage_5b_8k() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_5b_74k() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 4: 8 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 3 on synthetic clips of 73,728 tokens, TP 2 + SP, CP 4: 8 x 80 GB or more.
 
     A step is 2.1 EFLOP of work: 11 minutes if every GPU reaches 400 TFLOPS. Cheap
     activations are recomputed; --dryrun estimates 64 GiB on each of 8 GPUs, 80 without.
@@ -269,7 +269,7 @@ def stage_5b_74k() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_30b_256() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 1 on made-up images of 256 tokens, FSDP: 128 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 1 on synthetic images of 256 tokens, FSDP: 128 x 80 GB.
 
     A step is 326 PFLOP of work: 6.4 s if every GPU reaches 400 TFLOPS.
     """
@@ -278,7 +278,7 @@ def stage_30b_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_30b_8k() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 2 on made-up clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 2 on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB.
 
     A step is 346 PFLOP of work: 14 s if every GPU reaches 400 TFLOPS.
     """
@@ -287,7 +287,7 @@ def stage_30b_8k() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_30b_74k() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 3 on made-up clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 3 on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
 
     A step is 7.5 EFLOP of work: 2.4 minutes if every GPU reaches 400 TFLOPS. Cheap
     activations are recomputed; --dryrun estimates 54 GiB on each GPU, 77 without.

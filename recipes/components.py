@@ -149,7 +149,7 @@ def wan_14b() -> run.Config[WanConfig]:
 def ec_dit_1b() -> run.Config[MovieGenConfig]:
     """EC-DiT-1B (7.18 B, of which a token meets 1.54 B): MovieGen-1B with 64 experts of width 1024 per layer.
 
-    Experts choose their tokens at capacity factor 8, so that a layer does the work of one feed-forward of width 8192.
+    Expert-choice routing at capacity factor 8: a layer has the work of one feed-forward of width 8192.
     """
     model = moviegen_1b()
     model.num_experts, model.moe_ffn_hidden_size, model.moe_capacity_factor = 64, 1024, 8.0
@@ -175,7 +175,7 @@ def stdit_xl() -> run.Config[STDiTConfig]:
 def stdit_xl_full() -> run.Config[STDiTConfig]:
     """ST-DiT-XL with full attention (915 M): 28 layers, each spatial, full and temporal; otherwise as stdit_xl.
 
-    The layer of NeMo's ST-DiT (release 2.1.0). Deviations: there cross-attention stands between full and temporal
+    The layer of NeMo's ST-DiT (release 2.1.0). Deviations: there cross-attention is between full and temporal
     attention, and all sub-layers share one shift, scale and gate; here it follows the three, and each has its own.
     """
     model = stdit_xl()
@@ -239,7 +239,7 @@ def adamw_large() -> run.Config[OptimizerConfig]:
 
 @run.cli.factory(target=Schedule)
 def constant() -> run.Config[Constant]:
-    """Hold the peak learning rate from the first step."""
+    """Constant peak learning rate from the first step."""
     return run.Config(Constant)
 
 
@@ -269,19 +269,19 @@ def torch_one_cycle() -> run.Config[TorchOneCycle]:
 
 @run.cli.factory(target=Schedule)
 def inverse_sqrt() -> run.Config[InverseSqrt]:
-    """Hold the peak for 70,000 steps, then fall with one over the root of the step (EDM2)."""
+    """Constant peak for 70,000 steps, then decay as 1 / sqrt(step) (EDM2)."""
     return run.Config(InverseSqrt)
 
 
 @run.cli.factory(target=Schedule)
 def wsd() -> run.Config[WSD]:
-    """Rise over 100 steps, hold the peak, and fall as a straight line to 0 over the last 1000 steps."""
+    """Warm-up over 100 steps, constant peak, linear decay to 0 over the last 1000 steps."""
     return run.Config(WSD, warmup_steps=100, decay_steps=1000)
 
 
 @run.cli.factory(target=Schedule)
 def warmup_hold() -> run.Config[Constant]:
-    """Rise linearly over 100 steps, then hold the peak learning rate."""
+    """Linear warm-up over 100 steps, then constant peak learning rate."""
     return run.Config(Constant, warmup_steps=100)
 
 
@@ -299,5 +299,5 @@ def energon() -> run.Config[EnergonData]:
 
 @run.cli.factory(target=DataConfig)
 def mock() -> run.Config[MockData]:
-    """Made-up latents, the same on every machine; needs no files."""
+    """Synthetic latents, the same on every machine; needs no files."""
     return run.Config(MockData)

@@ -44,7 +44,7 @@ def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
     EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations: the network
     predicts the noise only, the original also learns the variance; and nothing flips pictures at random, for the latent
-    of a mirrored picture is not the mirrored latent. For the original's flips (probability 0.5) the data hold every
+    of a mirrored picture is not the mirrored latent. For the original's flips (probability 0.5) the data need every
     picture twice, encoded as it is and mirrored (energon_data/README.md).
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, Section 4; facebookresearch/DiT for the constants.
@@ -119,7 +119,7 @@ def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
     NeMo halves latents of unit variance, draws log sigma from N(0, 1) and samples from 80 down to 0.002; on the latents
     as they are, the same process has every sigma doubled. Its guidance of 7 is 8 on the classic scale. Texts are left
-    out for one sample in five, as there. Deviation: an average of the weights (0.9999) is kept and sampled from.
+    out for one sample in five, as there. Deviation: samples are drawn from an average of the weights (0.9999).
 
     Source: NeMo diffusion collection v2.1.0, recipe `pretrain`; its other recipes change this one.
     """
@@ -157,7 +157,7 @@ def as_large_model(recipe: run.Partial, *, lr: float = 1e-4) -> run.Partial:
 
 
 def as_mock(recipe: run.Partial, latent: tuple[int, int, int], *, text_tokens: int = 512) -> run.Partial:
-    """Feed a recipe 15 steps of made-up latents (frames, height, width) at a constant rate and keep nothing."""
+    """Feed a recipe 15 steps of synthetic latents (frames, height, width) at a constant rate, without checkpoints."""
     frames, height, width = latent
     recipe.data = run.Config(
         MockData, frames=frames, height=height, width=width, text_tokens=text_tokens, dataset_size=16
@@ -297,10 +297,10 @@ def pretrain_7b_256p_joint_pack() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def mock_dit7b_8k() -> run.Partial:
-    """DiT-7B with text (7.19 B) on made-up clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on synthetic clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB or more.
 
     For measurements; steps 10 and 11 are traced into `profile/`. NeMo publishes 10,052 tokens/s per H100 for this model
-    and length, which its convention calls 519 TFLOPS; the work that the maths asks for is 359.
+    and length, which its convention calls 519 TFLOPS; the necessary work is 359.
     """
     recipe = as_large_model(text_conditional("mock_dit7b_8k", dit_cross_7b()))
     recipe.logging.profile_steps = [10, 11]
@@ -312,7 +312,7 @@ def dreambooth() -> run.Partial:
     """DiT-S with text (51 M) on a few pictures of one subject: 1000 steps at lr 1e-6, one GPU.
 
     It starts from the weights of `pretrain` (`checkpoint.start_from`), with a fresh optimizer; only a run of its own
-    that was stopped is resumed. NeMo's recipe asks for TP 8, which the 6 heads of this model cannot give.
+    that was stopped is resumed. NeMo's recipe has TP 8, which does not divide the 6 heads of this model.
     """
     recipe = text_conditional("dreambooth", dit_cross_s())
     recipe.data.path = "data/subject"
@@ -326,7 +326,7 @@ def dreambooth() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_dit_cross() -> run.Partial:
-    """Made-up images and clips with texts, a 2-layer DiT with cross-attention: trains in seconds on any machine.
+    """Synthetic images and clips with texts, a 2-layer DiT with cross-attention: trains in seconds on any machine.
 
     Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
     """
@@ -335,7 +335,7 @@ def tiny_dit_cross() -> run.Partial:
 
 
 def as_tiny(recipe: run.Partial) -> run.Partial:
-    """Shrink a text-conditional recipe to two layers of width 64 and 20 steps on packs of made-up images and clips."""
+    """Shrink a text recipe to two layers of width 64 and 20 steps on packs of synthetic images and clips."""
     model = recipe.model
     model.hidden_size, model.num_layers, model.num_attention_heads = 64, 2, 4
     model.in_channels, model.context_size = 4, 32
@@ -343,7 +343,7 @@ def as_tiny(recipe: run.Partial) -> run.Partial:
 
 
 def in_seconds(recipe: run.Partial) -> run.Partial:
-    """Give a recipe of a tiny model 20 steps on packs of made-up images and clips."""
+    """Give a recipe of a tiny model 20 steps on packs of synthetic images and clips."""
     recipe.data = run.Config(
         MockData, shapes=["1x8x8", "4x8x8", "1x8x12"], text_tokens=8, max_tokens_per_pack=128, num_streams=2
     )

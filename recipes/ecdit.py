@@ -11,11 +11,11 @@ from recipes.tiny import tiny_dit
 
 @run.cli.factory(target=pretrain)
 def tiny_ecdit() -> run.Partial:
-    """Made-up data, a 2-layer DiT with 4 experts per layer: proves in seconds that experts train, on any machine.
+    """Synthetic data, a 2-layer DiT with 4 experts per layer: shows in seconds that experts train, on any machine.
 
     Each expert takes half of every sample's tokens (capacity factor 2), as in EC-DiT. On two ranks the experts can be
     shared: `parallel.expert_model_parallel_size=2`. The shares of tokens that no expert took are logged as
-    `experts/layer_i/never_chosen`. `model.moe_router=top_k` lets the tokens choose instead, with a balancing loss.
+    `experts/layer_i/never_chosen`. `model.moe_router=top_k` routes by token choice instead, with a balancing loss.
 
     Source: Sun et al. 2024, arXiv:2410.02098.
     """
@@ -30,7 +30,7 @@ def tiny_ecdit() -> run.Partial:
 def pretrain_ecditllama1b() -> run.Partial:
     """EC-DiT-1B (7.18 B, 1.54 B per token) on images of 256 tokens (256 px), FSDP, 2304 to a step: 32 x 80 GB.
 
-    Micro-batches of 72 on each of 32 GPUs are the whole step. Every GPU gathers all 64 experts of a layer in turn. The
+    Micro-batches of 72 on each of 32 GPUs are one step. Every GPU gathers all 64 experts of a layer in turn. The
     shares of tokens that no expert took, and the load, are logged per layer. NeMo's recipe of this name cannot be
     built: its router is in no public Megatron-Core.
     """
@@ -53,7 +53,7 @@ def pretrain_ecditllama1b() -> run.Partial:
 def pretrain_ecditllama1b_ep8() -> run.Partial:
     """EC-DiT-1B (7.18 B, 1.54 B per token), as pretrain_ecditllama1b, experts shared by 8: 32 x 80 GB, 72 GiB each.
 
-    Tokens travel to the 8 experts of a layer that each GPU holds, instead of the experts to the tokens; the distributed
+    Tokens are sent to the experts (8 of each layer per GPU), instead of gathering the experts; the distributed
     optimizer in place of FSDP.
     """
     recipe = pretrain_ecditllama1b()

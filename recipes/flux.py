@@ -37,7 +37,7 @@ def _flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_flux() -> run.Partial:
-    """Made-up images and clips with texts, a FLUX of width 64, one block of each kind: trains in seconds anywhere.
+    """Synthetic images and clips with texts, a FLUX of width 64, one block of each kind: trains in seconds anywhere.
 
     Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
     """
@@ -49,7 +49,7 @@ def tiny_flux() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux_535m() -> run.Partial:
-    """FLUX.1 cut to one block of each kind (535 M) on made-up images of 1024 px, 15 steps: one 24 GB GPU.
+    """FLUX.1 cut to one block of each kind (535 M) on synthetic images of 1024 px, 15 steps: one 24 GB GPU.
 
     For measurements, and to check a machine. `--dryrun` estimates 10 GiB.
     """
@@ -60,7 +60,7 @@ def flux_535m() -> run.Partial:
 def flux_12b() -> run.Partial:
     """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two to a step: 8 x 80 GB.
 
-    `--dryrun` estimates 47 GiB on each GPU. The modulations, 3.2 B, are whole on every tensor-parallel
+    `--dryrun` estimates 47 GiB on each GPU. The modulations, 3.2 B, are replicated over tensor-parallel
     rank; FSDP spreads them over the other four.
     """
     recipe = with_fsdp(on_tensor_parallel(_flux("flux_12b", flux_dev()), 2))

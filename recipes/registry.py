@@ -18,7 +18,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
-_FORMER_SETTINGS = {"schedule.kind": "a schedule is chosen by its name: schedule=constant, cosine or one_cycle"}
+_FORMER_SETTINGS = {"schedule.kind": "a schedule is selected by its name: schedule=constant, cosine or one_cycle"}
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
 
 
@@ -94,8 +94,8 @@ def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
     def likeness(other: str) -> float:
         a, b = name.lower(), other.lower()
-        whole = difflib.SequenceMatcher(None, a, b).ratio()
-        return max(whole, 0.8) if len(a) > 2 and a in b else whole
+        ratio = difflib.SequenceMatcher(None, a, b).ratio()
+        return max(ratio, 0.8) if len(a) > 2 and a in b else ratio
 
     ranked = sorted(((likeness(other), other) for other in known), key=lambda pair: -pair[0])
     return [other for score, other in ranked if score >= max(0.6, ranked[0][0] - 0.15)][:count]
@@ -110,7 +110,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def no_such_setting(owner: Callable[..., object], path: str, name: str, known: Iterable[str]) -> str:
-    """Say that a part of a run has no setting of this name, and which one it has instead.
+    """Return the error for an unknown setting of a part, with the nearest name.
 
     Args:
         owner: function or class of the part.

@@ -1,4 +1,4 @@
-"""ST-DiT: attention inside frames and along time, from a laptop's twin to 3 B, and what context parallelism costs it.
+"""ST-DiT: attention inside frames and along time, from a tiny form to 3 B, and measurements of context parallelism.
 
 Models are Open-Sora's and those proposed for NeMo; a "pair" is a spatial and a temporal layer. Rectified flow on
 latents of 4 channels, patch 2, text embeddings of width 1024. Under context parallelism spatial and temporal attention
@@ -38,7 +38,7 @@ def _stdit(name: str, model: run.Config) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_stdit() -> run.Partial:
-    """Made-up images and clips with texts, an ST-DiT of one pair of width 64: trains in seconds on any machine.
+    """Synthetic images and clips with texts, an ST-DiT of one pair of width 64: trains in seconds on any machine.
 
     With context parallelism: torchrun --standalone --nproc-per-node 2 ... parallel.context_parallel_size=2.
     """
@@ -57,7 +57,7 @@ def tiny_stdit_full() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def mock_stdit_s() -> run.Partial:
-    """ST-DiT-S (59 M) on made-up clips of 4 x 16 x 16 patches, 15 steps: one GPU.
+    """ST-DiT-S (59 M) on synthetic clips of 4 x 16 x 16 patches, 15 steps: one GPU.
 
     One sample to a micro-batch, 32 to a step; --dryrun estimates 1.5 GiB.
     """
@@ -100,7 +100,7 @@ def pretrain_stdit_xl_full() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def mock_stdit_xl() -> run.Partial:
-    """ST-DiT-XL (1.20 B) on made-up clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more, 69 GiB of it.
+    """ST-DiT-XL (1.20 B) on synthetic clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more, 69 GiB of it.
 
     24 of its 56 layers are recomputed; the memory is what --dryrun estimates.
     """
@@ -111,7 +111,7 @@ def mock_stdit_xl() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def mock_stdit3b() -> run.Partial:
-    """ST-DiT-3B (3.26 B) of the NeMo proposal on made-up clips of 1024 tokens, TP 4 + SP, 15 steps: 4 x 80 GB.
+    """ST-DiT-3B (3.26 B) of the NeMo proposal on synthetic clips of 1024 tokens, TP 4 + SP, 15 steps: 4 x 80 GB.
 
     --dryrun estimates 16 GiB on each. The proposal's recipe of this name builds XL.
     """
@@ -120,9 +120,9 @@ def mock_stdit3b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def mock_stdit3b_opensora() -> run.Partial:
-    """ST-DiT-3B (3.18 B) of Open-Sora on made-up clips of 73,728 tokens, TP 2 + SP, CP 2, 15 steps: 4 x 80 GB.
+    """ST-DiT-3B (3.18 B) of Open-Sora on synthetic clips of 73,728 tokens, TP 2 + SP, CP 2, 15 steps: 4 x 80 GB.
 
-    Each GPU holds 16 whole frames, so spatial attention sends nothing; temporal attention sends its tokens once and
+    Each GPU has 16 complete frames, so spatial attention sends nothing; temporal attention sends its tokens once and
     gets them back. Every layer is recomputed; --dryrun estimates 23 GiB on each.
     """
     recipe = as_mock(as_large_model(_stdit("mock_stdit3b_opensora", stdit_3b_opensora())), CLIP_74K, text_tokens=300)

@@ -1,4 +1,4 @@
-"""Made-up data and a 2-layer DiT of width 64, alone and under the parallel layouts: seconds on any machine."""
+"""Synthetic data and a 2-layer DiT of width 64, alone and under the parallel layouts: seconds on any machine."""
 
 import nemo_run as run
 
@@ -10,9 +10,9 @@ from recipes.letters import letters_dit
 
 @run.cli.factory(target=pretrain)
 def tiny_dit() -> run.Partial:
-    """Made-up images of 64 tokens, a 2-layer DiT of width 64: proves in seconds that an installation trains.
+    """Synthetic images of 64 tokens, a 2-layer DiT of width 64: shows in seconds that an installation trains.
 
-    One CPU core is enough. Labels and texts condition it. The made-up latents have little structure: in 20 steps the
+    One CPU core is enough. Labels and texts condition it. The synthetic latents have little structure: in 20 steps the
     loss falls from 1.7 to 1.5.
     """
     recipe = letters_dit()

@@ -1,4 +1,4 @@
-"""Wan-shaped video transformers: flow matching on made-up clips of 480p, for measurements of long sequences.
+"""Wan-shaped video transformers: flow matching on synthetic clips of 480p, for measurements of long sequences.
 
 Sizes are those of Wan 2.1's text-to-video models, clip and layout those of NVIDIA-NeMo/DFM. Counts of GPUs follow from
 the layout and from the memory that `--dryrun` estimates; none of these runs has been made at full size here.
@@ -32,7 +32,7 @@ def _wan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_wan() -> run.Partial:
-    """Made-up images and clips with texts, a 2-layer Wan of width 64: trains in seconds on any machine.
+    """Synthetic images and clips with texts, a 2-layer Wan of width 64: trains in seconds on any machine.
 
     Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
     """
@@ -42,7 +42,7 @@ def tiny_wan() -> run.Partial:
 
 
 def _mock(name: str, model: run.Config[ModelConfig], samples: int) -> run.Partial:
-    """Return 15 steps of made-up clips under DFM's layout."""
+    """Return 15 steps of synthetic clips under DFM's layout."""
     recipe = on_tensor_parallel(as_mock(as_large_model(_wan(name, model)), CLIP_480P), 2)
     recipe.parallel.context_parallel_size = 4
     recipe.training.global_batch_size = samples
@@ -51,7 +51,7 @@ def _mock(name: str, model: run.Config[ModelConfig], samples: int) -> run.Partia
 
 @run.cli.factory(target=pretrain)
 def wan_1_3b_mock() -> run.Partial:
-    """Wan 2.1 1.3B (1.42 B) on made-up clips of 37,440 tokens, TP 2 + SP, CP 4, 15 steps: 8 x 24 GB.
+    """Wan 2.1 1.3B (1.42 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, 15 steps: 8 x 24 GB.
 
     Every GPU works on 9360 tokens of a clip. Cheap activations are recomputed; `--dryrun` estimates 19 GiB on each, 23
     without.
@@ -63,7 +63,7 @@ def wan_1_3b_mock() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def wan_14b_mock() -> run.Partial:
-    """Wan 2.1 14B (14.3 B) on made-up clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP: 32 x 80 GB or more, 71 GiB each.
+    """Wan 2.1 14B (14.3 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP: 32 x 80 GB or more, 71 GiB each.
 
     15 steps. Of the memory that `--dryrun` estimates, 64 GiB are activations; 16 GPUs need
     `training.recompute=selective` (67 GiB). DFM publishes 325.8 TFLOP/s

@@ -32,7 +32,7 @@ def one_rank_world() -> Iterator[ProcessGroups]:
 
 @pytest.fixture
 def build_model(one_rank_world: ProcessGroups) -> BuildModel:
-    """Build a whole fp32 model on one rank from its config, with its addressed initial weights.
+    """Build a full fp32 model on one rank from its config, with counter-based initial weights.
 
     With `perturb`, every parameter, also one that starts as zeros or ones, moves by seeded normal noise of that size.
     """

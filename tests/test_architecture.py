@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can keep: who imports whom, and where the heavy packages live."""
+"""The rules of the architecture: which package imports which, and where heavy packages are imported."""
 
 import ast
 import re
@@ -191,7 +191,7 @@ def report(found: list[str]) -> None:
 
 
 def test_the_table_has_no_cycle():
-    """`dit` as a whole stands for all of its parts."""
+    """`dit` means all of its parts."""
     parts = {part for part in MAY_IMPORT if part.startswith("dit.")}
     graph = {row: {p for n in names for p in (parts if n == "dit" else {n})} for row, names in MAY_IMPORT.items()}
     assert set().union(*graph.values()) <= set(MAY_IMPORT)
@@ -378,7 +378,7 @@ def test_no_error_is_swallowed():
 
 
 def test_open_work_has_an_issue_number():
-    """Write `TODO(#12)`; without a number nobody will find it again."""
+    """Write `TODO(#12)`; without a number it is lost."""
     sources = [*FILES, *(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__))]
     report(
         [

@@ -1,4 +1,4 @@
-"""The one place that knows which device this process trains on."""
+"""The device of this process."""
 
 import os
 from pathlib import Path
@@ -8,16 +8,16 @@ import torch
 from torch.cuda import nccl
 
 ACCELERATOR = torch.device("cuda")
-"""What a run is planned for, whatever this machine has."""
+"""The device that runs are planned for, also on machines without it."""
 
 
 def is_started() -> bool:
-    """Tell whether this process has used CUDA, which no fork of it can then use."""
+    """Return whether this process has initialised CUDA; its forks can then not use CUDA."""
     return torch.cuda.is_initialized()
 
 
 def use_cuda() -> bool:
-    """Tell whether this process trains on CUDA; `DIT_DEVICE=cpu` keeps it on CPU beside a GPU."""
+    """Return whether this process trains on CUDA; with `DIT_DEVICE=cpu` it does not, even if there is a GPU."""
     return os.environ.get("DIT_DEVICE", "") != "cpu" and torch.cuda.is_available()
 
 
@@ -29,12 +29,12 @@ def local_device() -> torch.device:
 
 
 def describe() -> str:
-    """Name the device for log lines and benchmark records."""
+    """Return the name of the device, for log lines and benchmark records."""
     return torch.cuda.get_device_name() if use_cuda() else "CPU"
 
 
 def accelerator_versions() -> dict[str, Any]:
-    """Return the versions of the driver, CUDA, cuDNN and NCCL; None for what this process does not use."""
+    """Return the versions of the driver, CUDA, cuDNN and NCCL; None for those that this process does not use."""
     if not use_cuda():
         return dict.fromkeys(("driver", "cuda", "cudnn", "nccl"))
     driver = Path("/sys/module/nvidia/version")
@@ -53,7 +53,7 @@ def synchronize() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Return the most memory this process has held: allocated on the GPU, or resident on CPU."""
+    """Return the peak memory of this process in bytes: allocated on the GPU, or resident on CPU."""
     if use_cuda():
         return torch.cuda.max_memory_allocated()
     import resource

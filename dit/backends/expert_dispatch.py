@@ -1,4 +1,7 @@
-"""Tokens to the ranks that hold their experts, and back: Megatron-Core's all-to-all dispatcher behind two calls."""
+"""Dispatch of tokens to the ranks of their experts, by Megatron-Core's all-to-all dispatcher.
+
+Shape suffixes: T local tokens, E experts of the layer on all ranks, P tokens of the local experts, expert by expert.
+"""
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -7,43 +10,46 @@ from torch import Tensor
 
 
 class ExpertDispatch:
-    """One trip of tokens to experts and back.
+    """Dispatch and combine of one forward pass.
 
     Megatron-Core's `MoELayer` cannot express expert choice: its router fixes how many experts a token has. Its
-    dispatcher can. It takes any boolean map from tokens to experts, as long as the config's
-    `moe_expert_capacity_factor` is set: then it counts the chosen pairs, where it would otherwise expect
-    tokens x `moe_router_topk` of them. So the choice is ours and the communication is Megatron-Core's.
+    dispatcher can: it takes any boolean map from tokens to experts if the config's `moe_expert_capacity_factor` is set.
+    It then counts the selected pairs; otherwise it expects tokens x `moe_router_topk` of them. The routing is therefore
+    ours (`dit.layers.routing`) and the communication is Megatron-Core's.
 
     Args:
         config: with `num_moe_experts` and `moe_expert_capacity_factor`.
         groups: its `ProcessGroupCollection`.
-        experts: global indices of the experts held here.
+        experts: global indices of the local experts.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, experts: range) -> None:
         assert config.moe_expert_capacity_factor is not None
         self._dispatcher = MoEAlltoAllTokenDispatcher(len(experts), list(experts), config, groups)
 
-    def send(self, x_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Bring every chosen token to its experts.
+    def send(self, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Dispatch every selected token to its experts.
 
         Args:
-            x_TD: tokens held here.
-            chosen_TE: which of all experts take which token, bool.
+            x_TD: the local tokens.
+            selected_TE: which of all experts take which token, bool.
             weights_TE: weight of each pair.
 
         Returns:
-            For each expert held here, the tokens of all ranks that it takes and their weights.
+            For each local expert, the tokens of all ranks that it takes, and their weights.
         """
         dispatcher = self._dispatcher
-        tokens, weights = dispatcher.dispatch_preprocess(x_TD, chosen_TE, weights_TE)
+        tokens, weights = dispatcher.dispatch_preprocess(x_TD, selected_TE, weights_TE)
         tokens, weights = dispatcher.token_dispatch(tokens, weights)
         tokens, counts, weights = dispatcher.dispatch_postprocess(tokens, weights)
         sizes = counts.tolist()
         return list(tokens.split(sizes)), list(weights.split(sizes))
 
     def collect(self, y_PD: Tensor) -> Tensor:
-        """Bring the experts' outputs, expert after expert, home and add them up per token.
+        """Combine: send the outputs of the experts back to the ranks of the tokens, and sum them per token.
+
+        Args:
+            y_PD: outputs of the local experts, expert by expert.
 
         Returns:
             `[T, D]`; zeros for a token that no expert took.

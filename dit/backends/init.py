@@ -1,6 +1,7 @@
-"""Initial weights by address: (seed, global parameter name, row, column) give the value, whatever rank holds it.
+"""Counter-based initial weights: each value is a function of (seed, global parameter name, row, column).
 
-Every layout therefore starts from the same model, and copies of a parameter on several ranks start equal.
+The values do not depend on the layout: every layout starts from the same model, and copies of a parameter on several
+ranks start equal.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ _CHUNK_ROWS_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: `normal` with standard deviation `scale`, `uniform` in +-`scale`, or all `scale`."""
+    """Initial distribution: `normal` with standard deviation `scale`, `uniform` in +-`scale`, or constant `scale`."""
 
     kind: Literal["normal", "uniform", "constant"]
     scale: float
@@ -31,12 +32,12 @@ ONES = Init("constant", 1.0)
 
 
 def normal(std: float) -> Init:
-    """Return a normal start with the given standard deviation."""
+    """Return a normal initialisation with the given standard deviation."""
     return Init("normal", std)
 
 
 def xavier_uniform(fan_in: int, fan_out: int) -> Init:
-    """Return the uniform start of Glorot and Bengio 2010, Eq. 16, from the global sizes of a linear layer."""
+    """Return the uniform initialisation of Glorot and Bengio 2010, Eq. 16, from the global sizes of a linear layer."""
     return Init("uniform", math.sqrt(6.0 / (fan_in + fan_out)))
 
 
@@ -44,18 +45,20 @@ def draw(init: Init, seed: int, name: str, rows: range, columns: range, device: 
     """Draw one block of a global matrix, float32 `[len(rows), len(columns)]`.
 
     Args:
+        init: the distribution.
+        seed: of the run.
         name: global name of the parameter.
         rows, columns: the block, in global indices with step 1.
     """
     if init.kind == "constant":
         return torch.full((len(rows), len(columns)), init.scale, device=device)
-    address = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    name_hash = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     first, last = columns.start // 4, -(-columns.stop // 4)
     blocks = torch.arange(first, last, device=device)[None, :]
     row = torch.arange(rows.start, rows.stop, device=device)[:, None]
     row, blocks = torch.broadcast_tensors(row, blocks)
     words = philox(
-        (blocks, row, torch.full_like(row, address & MASK32), torch.full_like(row, address >> 32)),
+        (blocks, row, torch.full_like(row, name_hash & MASK32), torch.full_like(row, name_hash >> 32)),
         (seed & MASK32, (seed >> 32) & MASK32),
     )
     lanes = to_normal(words) if init.kind == "normal" else tuple(2 * to_uniform(w) - 1 for w in words)
@@ -64,7 +67,7 @@ def draw(init: Init, seed: int, name: str, rows: range, columns: range, device: 
 
 
 def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
-    """Note on a parameter how it starts; `initialize_weights` reads the note."""
+    """Set the `init` attribute of a parameter, which `initialize_weights` reads."""
     parameter.init = init  # type: ignore[attr-defined]
     return parameter
 
@@ -86,16 +89,15 @@ def init_of(parameter: nn.Parameter, name: str) -> Init:
 
 @torch.no_grad()
 def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: int) -> None:
-    """Fill every parameter of a built model with its own slice of the addressed start.
-
-    Which part of a split parameter a rank has, its statement says (`dit.backends.sharding`).
+    """Fill every parameter of a model with this rank's part of the counter-based initial weights.
 
     Args:
         module: the model; its parameter names must be global (pipeline stages number layers globally).
-        seed: seed of the run.
+        seed: of the run.
+        tp_rank, tp_size: the tensor-parallel rank and size; `dit.backends.sharding` states which part a rank has.
 
     Raises:
-        ConfigError: a parameter says nothing of its start or its sharding.
+        ConfigError: the sharding or the initialisation of a parameter is not stated.
     """
     for name, parameter in module.named_parameters():
         matrix = parameter.data.view(parameter.shape[0], -1) if parameter.dim() > 1 else parameter.data[None]

@@ -1,8 +1,8 @@
-"""Let Megatron-Core 0.16 run on CPU with gloo: every redirection it takes, in one room.
+"""Run Megatron-Core 0.16 on CPU with gloo: all redirections that this needs.
 
-Megatron-Core assumes CUDA in five ways: it asks for the current CUDA device, it makes tensors with `device="cuda"`, it
-tells parameters apart by `tensor.type()`, it orders asynchronous collectives by CUDA streams, and its FSDP lays out
-meshes of CUDA devices. `install` answers each of these on CPU. It changes process-wide functions of torch, so it runs
+Megatron-Core assumes CUDA in five ways: it reads the current CUDA device, it creates tensors with `device="cuda"`, it
+distinguishes parameters by `tensor.type()`, it orders asynchronous collectives by CUDA streams, and its FSDP builds
+meshes of CUDA devices. `install` redirects each of these to CPU. It changes process-wide functions of torch, so it runs
 only in processes that train on CPU.
 """
 
@@ -51,7 +51,7 @@ class _FinishedWork:
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event; on CPU work is ordered by the program itself."""
+    """Replaces a CUDA stream or event; on CPU, work is synchronous."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -96,9 +96,9 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def _waiting(collective: Callable[..., Work | None]) -> Callable[..., _FinishedWork | None]:
-    """Run a collective to its end before returning, whatever `async_op` says.
+    """Run a collective synchronously, also with `async_op=True`.
 
-    The streams that order asynchronous collectives on CUDA are no-ops here: gloo could read a buffer that is reused.
+    The streams that order asynchronous collectives on CUDA are no-ops here: gloo could read a reused buffer.
     """
 
     @functools.wraps(collective)
@@ -114,12 +114,12 @@ def _waiting(collective: Callable[..., Work | None]) -> Callable[..., _FinishedW
 
 @contextmanager
 def _run_at_once(*_: object, **__: object) -> Iterator[_FinishedWork]:
-    """Stand in for `_coalescing_manager`: the calls inside already ran when they returned."""
+    """Replace `_coalescing_manager`: the collectives inside are synchronous."""
     yield _FinishedWork()
 
 
 def _answer(value: object) -> Callable[..., object]:
-    """Make a function of its own (torch.compile keeps a table by identity) that always returns `value`."""
+    """Return a new function (torch.compile has a table by identity) that always returns `value`."""
     return lambda *_, **__: value
 
 
@@ -139,7 +139,7 @@ def _redirect_cuda_calls() -> None:
         setattr(torch.cuda.nvtx, name, _answer(None))
     _replace(
         torch.cuda,
-        current_device=_answer(0),  # a number, because it is also written into names such as "cuda:0"
+        current_device=_answer(0),  # an integer, because it is also used in names such as "cuda:0"
         Stream=type("Stream", (_NoStream,), {}),
         Event=type("Event", (_NoStream,), {}),
         current_stream=_answer(_NoStream()),
@@ -151,8 +151,8 @@ def _redirect_cuda_calls() -> None:
 
 
 def _redirect_tensors() -> None:
-    # `with torch.device(...)` lists the factories once and knows them by identity: it must have listed the originals,
-    # or a model built on the meta device would take memory.
+    # `with torch.device(...)` lists the factories once, by identity. It must list the originals, or a model on the
+    # meta device would allocate memory.
     importlib.import_module("torch.utils._device")._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
@@ -215,7 +215,7 @@ def _redirect_device_meshes() -> None:
 
 
 def _redirect_expert_dispatch() -> None:
-    """Let the token dispatcher's all-to-all have its split sizes as numbers, also where they never were on CUDA."""
+    """Let the token dispatcher's all-to-all get its split sizes on the host, for tensors that never were on CUDA."""
 
     def to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -228,31 +228,31 @@ def _redirect_expert_dispatch() -> None:
 _groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
 
-def _share_groups() -> None:
-    """Give Megatron-Core the group it already made of the same ranks, in the order it asked for them.
+def _reuse_groups() -> None:
+    """Let Megatron-Core reuse the group of the same ranks in the same order, if it created one before.
 
-    It makes two dozen groups, most of them of the same few ranks. Each gloo group keeps three threads, one of which
-    polls, and its own connections, and no two collectives overlap here.
+    It creates two dozen groups, many of the same ranks. Each gloo group has three threads, one of which polls, and its
+    own connections. Reuse is safe, because no two collectives overlap here.
     """
     state = importlib.import_module("megatron.core.parallel_state")
     create: Callable[..., ProcessGroup | None] = state.create_group
 
-    def create_or_share(
+    def create_or_reuse(
         ranks: Sequence[int] | None = None, *args: object, use_local_synchronization: bool = False, **kwargs: object
     ) -> ProcessGroup | None:
         if ranks is None or use_local_synchronization:
             return create(ranks, *args, use_local_synchronization=use_local_synchronization, **kwargs)
-        # Every rank asks for every group in the same order, so all find one here or none does.
+        # Every rank requests every group in the same order, so all ranks reuse a group or none does.
         key = tuple(ranks)
         if key not in _groups:
             _groups[key] = create(ranks, *args, **kwargs)
         return _groups[key]
 
-    _replace(state, create_group=create_or_share)
+    _replace(state, create_group=create_or_reuse)
 
 
 def forget_groups() -> None:
-    """Forget the groups made so far; whoever destroys them must call this."""
+    """Drop the references to the groups; call this when they are destroyed."""
     _groups.clear()
 
 
@@ -265,4 +265,4 @@ def install() -> None:
     _redirect_rng_tracker()
     _redirect_device_meshes()
     _redirect_expert_dispatch()
-    _share_groups()
+    _reuse_groups()

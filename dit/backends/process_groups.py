@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GroupSizes(Protocol):
-    """The sizes that decide which ranks make a group; `dit.parallel.dims.ParallelConfig` has them."""
+    """The sizes of the groups; `dit.parallel.dims.ParallelConfig` has them."""
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -35,8 +35,8 @@ class ProcessGroups:
 
     Attributes:
         collection: Megatron-Core's `ProcessGroupCollection`, passed to its layers, optimizer and schedules.
-        world_size, rank: of the whole job.
-        dp_size, dp_rank: replicas that read different samples (context-parallel ranks share samples).
+        world_size, rank: of the job.
+        dp_size, dp_rank: of the replicas, which read different samples (context-parallel ranks read the same ones).
     """
 
     collection: "ProcessGroupCollection"
@@ -51,32 +51,32 @@ class ProcessGroups:
 
     @property
     def pp(self) -> dist.ProcessGroup:
-        """Ranks that hold the layers of one replica; they read the same samples."""
+        """The pipeline stages of one replica; they read the same samples."""
         return self.collection.pp
 
     @property
     def is_data_reader(self) -> bool:
-        """Whether this rank stands for its replica where all ranks of one read the same samples."""
+        """Whether this is the (tp, cp, pp) = (0, 0, 0) rank of its replica, whose ranks read the same samples."""
         return self.tp.rank() == 0 and self.pp.rank() == 0 and self.collection.cp.rank() == 0
 
     @property
     def cp(self) -> dist.ProcessGroup:
-        """Ranks that share the tokens of every sample."""
+        """Ranks over which the tokens of every sample are split."""
         return self.collection.cp
 
     @property
     def dp(self) -> dist.ProcessGroup:
-        """Ranks that hold the same share of different samples."""
+        """Ranks that have the same part of different samples."""
         return self.collection.dp
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """Ranks that hold different tokens; gradients and losses are summed over them."""
+        """Ranks that have different tokens; gradients and losses are summed over them."""
         return self.collection.dp_cp
 
     @property
     def different_parameters(self) -> dist.ProcessGroup:
-        """Ranks that together hold one copy of every parameter: the pipeline stages, and the experts on each."""
+        """Ranks that together have one copy of every parameter: pipeline stages, tensor and expert parallel ranks."""
         return self.collection.tp_ep_pp
 
     def along(self, axis: Axis) -> dist.ProcessGroup:
@@ -90,9 +90,9 @@ def world_size_from_environment() -> int:
     """Return the number of ranks that torchrun started; 1 for a plain process.
 
     Raises:
-        ConfigError: srun started several tasks and none of them through torchrun, so each would be a run of its own.
+        ConfigError: srun started several tasks and none of them through torchrun, so each would be a separate run.
     """
-    # Of the step, not SLURM_NTASKS: that is the allocation's, and also set in shells of salloc and scripts of sbatch.
+    # Not SLURM_NTASKS: that is the number of the allocation, which is also set in salloc shells and sbatch scripts.
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "RANK" not in os.environ and tasks > 1:
         raise ConfigError(
@@ -104,15 +104,15 @@ def world_size_from_environment() -> int:
 
 
 def connect(*, timeout_s: float = 600.0) -> None:
-    """Start torch.distributed (NCCL on CUDA, gloo on CPU), where it is not started yet.
+    """Initialise torch.distributed (NCCL on CUDA, gloo on CPU) if it is not initialised yet.
 
-    A plain process becomes a world of one rank, so nothing behind this call asks whether it runs distributed.
+    A plain process becomes a world of one rank, so later code need not check whether it runs distributed.
 
     Args:
         timeout_s: a rank that waits longer for its peers fails.
 
     Raises:
-        ConfigError: the port at which the ranks are to meet is in use.
+        ConfigError: the rendezvous port is in use.
     """
     if dist.is_initialized():
         return
@@ -133,14 +133,14 @@ def connect(*, timeout_s: float = 600.0) -> None:
 
 
 def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGroups:
-    """Start torch.distributed where it is not started yet, and build Megatron-Core's groups.
+    """Initialise torch.distributed if it is not initialised yet, and build Megatron-Core's groups.
 
     Args:
         parallel: checked sizes.
         timeout_s: a rank that waits longer for its peers fails.
 
     Raises:
-        ConfigError: the port at which the ranks are to meet is in use.
+        ConfigError: the rendezvous port is in use.
     """
     if not use_cuda():
         megatron_cpu.install()
@@ -160,7 +160,7 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
     )
-    # Megatron-Core's tracker must exist for its layers; no draw of ours comes from it.
+    # Megatron-Core's layers need its RNG tracker; we draw no numbers from it.
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     return ProcessGroups(
         collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -171,19 +171,19 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
     )
 
 
-def any_rank(says_so: bool) -> bool:
-    """Return on every rank whether any rank says so; every rank calls this."""
-    flag = torch.tensor([float(says_so)], device=local_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+def any_rank(flag: bool) -> bool:
+    """Return on every rank whether `flag` is True on any rank; every rank calls this."""
+    flags = torch.tensor([float(flag)], device=local_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:
     """Raise on every rank if any rank failed; every rank calls this.
 
     Args:
-        failure: what went wrong on this rank, raised here.
-        otherwise: raised on ranks where nothing went wrong while it did elsewhere.
+        failure: the error of this rank, raised here; None if it did not fail.
+        otherwise: raised on ranks that did not fail, if another rank did.
     """
     failed = any_rank(failure is not None)
     if failure is not None:
@@ -195,7 +195,7 @@ def raise_together(failure: Optional[BaseException], otherwise: BaseException) -
 def release() -> None:
     """Tear down Megatron-Core's groups; torch.distributed stays up for another layout.
 
-    Megatron-Core only forgets its groups; each would keep its threads and connections.
+    Megatron-Core only drops its references; the threads and connections of the groups would stay.
     """
     from megatron.core import parallel_state
     from torch.distributed.distributed_c10d import _world
@@ -203,7 +203,7 @@ def release() -> None:
 
     parallel_state.destroy_model_parallel()
     megatron_cpu.forget_groups()
-    # DTensor's cache (Megatron-FSDP) takes a mesh of the same ranks for the same, whatever became of its groups.
+    # DTensor's cache (Megatron-FSDP) identifies meshes by their ranks, even if their groups were destroyed.
     _clear_sharding_prop_cache()
     for group in list(_world.pg_map):
         if group is not dist.group.WORLD:

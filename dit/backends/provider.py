@@ -1,6 +1,6 @@
 """The layer provider: parallel linears for the layers, from Megatron-Core or from Transformer Engine.
 
-Layers ask for a linear by what it does (split its outputs, split its inputs, replicate) and never for a library.
+Layers request a linear by its sharding (split outputs, split inputs, replicated), not by its library.
 """
 
 from copy import copy
@@ -65,15 +65,15 @@ def resolve_linears(choice: LinearChoice) -> tuple[Any, Any]:
 
 
 class LayerProvider:
-    """Builds the parallel parts of a model for one rank.
+    """Builds the parallel layers of a model for one rank.
 
     Args:
-        config: Megatron-Core's view of the layout and precision.
-        groups: its `ProcessGroupCollection`; None builds the whole model on one rank (meta device, export).
-        linears: whose parallel linears; `auto` takes Transformer Engine's on CUDA where it is installed.
+        config: Megatron-Core's config of the layout and precision.
+        groups: its `ProcessGroupCollection`; None builds the full model on one rank (meta device, export).
+        linears: the library of the parallel linears; `auto` selects Transformer Engine on CUDA if it is installed.
 
     Raises:
-        ConfigError: the linears asked for are unknown or not installed.
+        ConfigError: the linears are unknown or not installed.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LayerProvider:
 
     @property
     def _device(self) -> Any:
-        """Where Megatron-Core puts parameters; None leaves it to torch's default device (meta builds)."""
+        """Device of the parameters; None for torch's default device (meta builds)."""
         return None if self.config.use_cpu_initialization else torch.cuda.current_device()
 
     @property
@@ -96,7 +96,7 @@ class LayerProvider:
         return self.config.sequence_parallel and self.tp_size > 1
 
     def split(self, count: int, what: str) -> int:
-        """Return this rank's share of `count` equal parts.
+        """Return how many of `count` equal parts are local to this rank.
 
         Raises:
             ConfigError: tensor parallelism cannot split them.
@@ -109,17 +109,17 @@ class LayerProvider:
         return count // self.tp_size
 
     def column_linear(
-        self, in_features: int, out_features: int, *, bias: bool, init: Init, whole_input: bool = False
+        self, in_features: int, out_features: int, *, bias: bool, init: Init, replicated_input: bool = False
     ) -> ColumnLinear:
         """Build a linear layer whose output features are split.
 
         Args:
-            whole_input: every tensor-parallel rank holds all rows of the input, also under sequence parallelism (text):
+            replicated_input: the input is replicated over tensor-parallel ranks, under sequence parallelism too (text):
                 nothing is gathered, and the input's gradient is complete on every rank.
         """
         self.split(out_features, "output features")
         config = self.config
-        if whole_input:
+        if replicated_input:
             config = copy(config)
             config.sequence_parallel = False
         layer = self._column(
@@ -150,7 +150,7 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
-        # The bias joins this rank's tokens, behind the sum over ranks.
+        # The bias is added to this rank's tokens, after the sum over ranks.
         _start(layer, ParameterSharding(split_dim=1), REPLICATED, init)
         return layer
 
@@ -163,7 +163,7 @@ class LayerProvider:
         init: Init,
         gradient_covers: GradientCovers = "sequence_shard",
     ) -> nn.Linear:
-        """Build a linear layer that every tensor-parallel rank has a copy of.
+        """Build a linear layer that is replicated over tensor-parallel ranks.
 
         Args:
             gradient_covers: see `ParameterSharding`.
@@ -174,16 +174,16 @@ class LayerProvider:
         return layer
 
     def local_experts(self, num_experts: int) -> range:
-        """Return the global indices of the experts that this rank holds.
+        """Return the global indices of the local experts.
 
         Raises:
-            ConfigError: expert parallelism cannot share them out.
+            ConfigError: expert parallelism cannot split them evenly.
         """
         size = 1 if self._groups is None else self._groups.ep.size()
         if num_experts % size:
             fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
             raise ConfigError(
-                f"num_experts={num_experts} cannot be shared by expert_model_parallel_size={size} ranks; "
+                f"num_experts={num_experts} cannot be split over expert_model_parallel_size={size} ranks; "
                 f"use one of {fits}"
             )
         share = num_experts // size
@@ -191,30 +191,30 @@ class LayerProvider:
         return range(first, first + share)
 
     def expert_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> nn.Linear:
-        """Build a linear layer of one expert, which this rank holds whole."""
+        """Build a linear layer of one expert, unsharded on this rank."""
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
         _start(layer, EXPERT, EXPERT, init)
         return layer
 
     def expert_dispatch(self, experts: range) -> Optional[ExpertDispatch]:
-        """Build the `ExpertDispatch` to the experts of all ranks; None where the model only is counted (meta device).
+        """Build the `ExpertDispatch` to the experts of all ranks; None on the meta device.
 
         Args:
-            experts: global indices of those held here.
+            experts: global indices of the local experts.
         """
         if self._groups is None:
             return None
         return ExpertDispatch(self.config, self._groups, experts)
 
     def sum_over_sample_ranks(self, x: Tensor) -> Tensor:
-        """Add up a tensor over the ranks that hold rows of the same samples, in place; carries no gradient."""
+        """Sum a tensor over the ranks that have tokens of the same samples, in place; has no gradient."""
         group = None if self._groups is None else self._groups.tp_cp
         if group is not None and group.size() > 1:
             torch.distributed.all_reduce(x, group=group)
         return x
 
     def sum_over_tensor_ranks(self, x: Tensor) -> Tensor:
-        """Add up a tensor over the tensor-parallel ranks, and its gradient in the backward pass."""
+        """Sum a tensor over the tensor-parallel ranks, and its gradient in the backward pass."""
         if self.tp_size == 1:
             return x
         return copy_to_tensor_model_parallel_region(
@@ -222,14 +222,14 @@ class LayerProvider:
         )
 
     def split_vector(self, size: int, init: Init) -> nn.Parameter:
-        """Build a vector of which every tensor-parallel rank holds its share."""
+        """Build a vector that is split over tensor-parallel ranks."""
         empty = torch.empty(self.split(size, "features"), dtype=self.config.params_dtype, device=self._device)
         return with_init(state(nn.Parameter(empty), ParameterSharding(split_dim=0)), init)
 
     def parameter(
         self, shape: tuple[int, ...], init: Init, *, gradient_covers: GradientCovers = "sequence_shard"
     ) -> nn.Parameter:
-        """Build a parameter that every tensor-parallel rank has a copy of.
+        """Build a parameter that is replicated over tensor-parallel ranks.
 
         Args:
             gradient_covers: see `ParameterSharding`.
@@ -239,7 +239,7 @@ class LayerProvider:
 
 
 def _start(layer: nn.Module, weight: ParameterSharding, bias: ParameterSharding, init: Init) -> None:
-    """State how the weight and the bias of a linear layer are sharded and how they start, biases at zero."""
+    """Set sharding and initialisation of the weight and the bias of a linear layer; biases start at zero."""
     with_init(state(layer.get_parameter("weight"), weight), init)
     if isinstance(layer.bias, nn.Parameter):
         with_init(state(layer.bias, bias), ZEROS)

@@ -1,8 +1,8 @@
-"""One statement of sharding per parameter, and everything that follows from it.
+"""One statement of sharding per parameter, and all that is derived from it.
 
-A statement says over which ranks a parameter is split, over which it is replicated, and which tokens each rank's
-gradient covers; where that is a part of the tokens, the gradients are summed over the ranks that have the other parts.
-Four ranks with TP 2 + SP and PP 2, and where four kinds of parameters are placed:
+A statement specifies over which ranks a parameter is split, over which it is replicated, and which tokens each rank's
+gradient covers. If it covers a part of the tokens, gradients are summed over the ranks that have the other parts.
+Four kinds of parameters on four ranks with TP 2 + SP and PP 2:
 
                         linear_qkv.weight    norm.weight     null text token   conditioner.time
                         split_dim=0          (the default)   all_tokens,       every_stage
@@ -12,9 +12,9 @@ Four ranks with TP 2 + SP and PP 2, and where four kinds of parameters are place
     stage 1   tp 0      (has layer 1)        (has layer 1)   copy, all text    copy, tokens of shard 0 in layer 1
               tp 1                                           copy, all text    copy, tokens of shard 1 in layer 1
     gradient summed     nowhere              TP              PP                TP and PP
-    beside DP x CP
+    besides DP x CP
 
-Megatron-Core reads this from eight attributes of a parameter, and takes a missing one for a default.
+Megatron-Core reads this from eight attributes of a parameter; a missing attribute means its default.
 `write_attributes` derives all of them; nothing else in this project sets one.
 """
 
@@ -35,15 +35,15 @@ GradientCovers = Literal["all_tokens", "sequence_shard", "own_heads"]
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """Where one parameter is placed, and what each rank's gradient of it covers.
+    """On which ranks one parameter is placed, and which tokens each rank's gradient covers.
 
     Attributes:
-        split_dim: dimension that is split over the tensor-parallel ranks; None where each of them has all of it.
+        split_dim: dimension that is split over the tensor-parallel ranks; None if it is replicated over them.
         expert: one expert of a layer, complete on the ranks that have it.
-        gradient_covers: of a parameter that every tensor-parallel rank has: `sequence_shard`, the tokens of this rank's
-            shard under sequence parallelism, and all tokens without it; `all_tokens`, always, since the parameter meets
-            an input that is never sharded (text); `own_heads`, the attention heads of this rank (Megatron-Core knows
-            these norms of queries and keys by their names).
+        gradient_covers: of a parameter that is replicated over tensor-parallel ranks: `sequence_shard`, the tokens of
+            this rank's shard under sequence parallelism, and all tokens without it; `all_tokens`, always, because the
+            input of the parameter is never sharded (text); `own_heads`, the attention heads of this rank
+            (Megatron-Core identifies these norms of queries and keys by their names).
         every_stage: every pipeline stage has a copy and uses it in its own layers.
     """
 
@@ -62,7 +62,7 @@ class ParameterSharding:
 
     @property
     def data_axis(self) -> Axis:
-        """Ranks that have the same part and see other samples or tokens."""
+        """Ranks that have the same part and other samples or tokens."""
         return "expert_dp" if self.expert else "dp_cp"
 
     @property
@@ -73,7 +73,7 @@ class ParameterSharding:
         return (self.data_axis, *tensor, *stages)
 
     def reduced_over(self, *, sequence_parallel: bool) -> tuple[Axis, ...]:
-        """Return the axes over which gradients are summed, since each rank's covers a part."""
+        """Return the axes over which gradients are summed, because each rank's gradient covers a part."""
         sharded = self.gradient_covers == "sequence_shard" and sequence_parallel
         partial = sharded or self.gradient_covers == "own_heads"
         return tuple(axis for axis in self.replicated_over if axis != "tp" or partial)
@@ -96,7 +96,7 @@ class ParameterSharding:
 
 
 def state(parameter: nn.Parameter, sharding: ParameterSharding) -> nn.Parameter:
-    """State how a parameter is sharded, in place of what was stated before."""
+    """Set the sharding of a parameter; it replaces an earlier one."""
     parameter.sharding = sharding  # type: ignore[attr-defined]
     return parameter
 
@@ -120,7 +120,7 @@ def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
     if not isinstance(sharding, ParameterSharding):
         raise ConfigError(
             f"parameter {name or 'without a name'} of shape {tuple(parameter.shape)} has no statement of its sharding, "
-            "so nobody knows over which ranks to sum its gradient; build it with the LayerProvider, or call "
+            "so it is unknown over which ranks to sum its gradient; build it with the LayerProvider, or call "
             "dit.backends.sharding.state(parameter, ParameterSharding(...))"
         )
     return sharding
@@ -129,7 +129,7 @@ def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
 def megatron_attributes(
     sharding: ParameterSharding, *, sequence_parallel: bool, pipeline: bool, first_stage: bool
 ) -> dict[str, bool | int]:
-    """Return what Megatron-Core reads on a parameter.
+    """Return the attributes that Megatron-Core reads on a parameter.
 
     Args:
         sequence_parallel: activations between the linear layers are sharded over the tensor-parallel ranks.
@@ -148,10 +148,10 @@ def megatron_attributes(
         "allreduce": not sharding.expert,
         # Gradients are summed over the pipeline, where the config says `has_cond_embedder`.
         "pipeline_parallel": sharding.every_stage,
-        # The gradient norm leaves this copy out.
+        # The gradient norm does not count this copy.
         "shared": copies and not first_stage,
-        # A bucket of its own: the distributed optimizer then shards all copies alike. Gradients are summed over the
-        # pipeline after they were scattered, so a data-parallel rank must own the same elements of every copy.
+        # A bucket of its own: the distributed optimizer then shards all copies in the same way. Gradients are summed
+        # over the pipeline after reduce-scatter, so a data-parallel rank must have the same elements of every copy.
         "shared_embedding": copies,
     }
 
@@ -163,10 +163,10 @@ def write_attributes(
 
     Args:
         sequence_parallel, pipeline, first_stage: see `megatron_attributes`.
-        sums_head_norms: Megatron-Core's config says `qk_layernorm`.
+        sums_head_norms: `qk_layernorm` of Megatron-Core's config.
 
     Raises:
-        ConfigError: a parameter has no statement, or one that Megatron-Core would not follow.
+        ConfigError: the sharding of a parameter is not stated, or Megatron-Core does not support it.
     """
     for name, parameter in module.named_parameters():
         sharding = sharding_of(parameter, name)
@@ -185,9 +185,9 @@ def write_attributes(
 
 
 def write_shard_attributes(owner: Tensor, sharding: ParameterSharding) -> None:
-    """Write on a Megatron-FSDP shard what differs from its parameter.
+    """Set the attributes of a Megatron-FSDP shard that differ from those of its parameter.
 
-    The gradient norm must count an expert on every tensor-parallel rank, for each has other experts.
+    The gradient norm must count an expert on every tensor-parallel rank, because each has other experts.
     """
     if sharding.expert:
         owner.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -199,7 +199,7 @@ class AxisSizes:
 
     Attributes:
         ranks: by axis; an axis left out has one.
-        experts: ranks that share the experts of a layer.
+        experts: ranks over which the experts of a layer are split.
         sequence_parallel: activations between the linear layers are sharded over the tensor-parallel ranks.
     """
 
@@ -220,7 +220,7 @@ HEADS = ("parameter", "global shape", "split over", "replicated over", "gradient
 
 @dataclass(frozen=True)
 class Row:
-    """What `explain` says of one parameter, in the order of `HEADS`."""
+    """A row of the table of `explain`, in the order of `HEADS`."""
 
     name: str
     shape: str
@@ -234,7 +234,7 @@ class Row:
 
 
 def describe(name: str, shape: Sequence[int], sharding: ParameterSharding, sizes: AxisSizes) -> Row:
-    """Say how a parameter is sharded under a layout.
+    """Return how a parameter is sharded under a layout.
 
     Args:
         shape: of the complete parameter.
@@ -256,16 +256,16 @@ def describe(name: str, shape: Sequence[int], sharding: ParameterSharding, sizes
 
 
 def explain(model: nn.Module, sizes: AxisSizes) -> str:
-    """Return a table of every parameter: split, replicated and reduced over what.
+    """Return a table: over which ranks each parameter is split, replicated, and reduced.
 
-    Parameters that differ in the number of their layer or expert alone share a line, `layers.0-27.mlp...`.
+    Parameters that differ only in the number of their layer or expert share a line, `layers.0-27.mlp...`.
 
     Args:
-        model: all of the model in one piece, as `build_on_meta` builds it.
+        model: the full model, as `build_on_meta` builds it.
         sizes: of the layout to explain.
 
     Raises:
-        ConfigError: a parameter has no statement.
+        ConfigError: the sharding of a parameter is not stated.
     """
     rows = [describe(n, p.shape, sharding_of(p, n), sizes).cells for n, p in model.named_parameters()]
     return in_columns([HEADS, *_folded(rows)])
@@ -278,7 +278,7 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _folded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Join rows whose names differ in numbers alone."""
+    """Merge rows whose names differ only in numbers."""
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for name, *cells in rows:
         numbers = [int(number) for number in re.findall(r"\.(\d+)\.", name)]

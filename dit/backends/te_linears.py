@@ -1,6 +1,6 @@
-"""Transformer Engine's linears, used only when asked for; nothing needs them.
+"""Transformer Engine's linears, an optional choice of `training.linears`.
 
-Not run yet on any device of this project: there is no wheel for CPU, and no result is committed.
+Not yet run in this project: Transformer Engine has no CPU wheel, and no GPU result is committed.
 """
 
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear

@@ -8,7 +8,7 @@ In the index space of the full parameter such a range is a few boxes:
                                            b b b b       b: offsets (1, 0), sizes (2, 4)
                                            c . . .       c: offsets (3, 0), sizes (1, 1)
 
-Boxes mean the same on every layout, so that whoever reads needs to know nothing of who wrote.
+Boxes do not depend on the layout: a reader does not need to know the layout that wrote them.
 """
 
 import math
@@ -28,7 +28,7 @@ class Box:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Box":
-        """Return the box that is a tensor of this shape in full."""
+        """Return the box of a full tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -48,12 +48,12 @@ class Box:
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
-        """Return the indices of this box within a tensor that holds just `outer`."""
+        """Return the indices of this box within a tensor of just `outer`."""
         return tuple(slice(a - b, a - b + s) for a, s, b in zip(self.offsets, self.sizes, outer.offsets))
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Cut a range of a flattened (row-major) tensor into boxes, in the range's order: at most 2 x dimensions - 1.
+    """Split a range of a flattened (row-major) tensor into boxes, in the range's order: at most 2 x dimensions - 1.
 
     Args:
         shape: of the tensor.
@@ -84,12 +84,12 @@ def _in_row(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator
 
 @dataclass(frozen=True)
 class Part:
-    """Where a range of this rank's part of a parameter lies in the full parameter.
+    """The position of a range of this rank's part of a parameter in the full parameter.
 
     Attributes:
         shape: of the full parameter.
         local_shape: of this rank's (tensor-parallel) part of it.
-        origin: where that part begins.
+        origin: index of the first element of that part.
         start, stop: range of the flattened part.
     """
 
@@ -100,7 +100,7 @@ class Part:
     stop: int
 
     def share(self, index: int, count: int) -> "Part":
-        """Return the `index`-th of `count` equal shares of the range, for copies that divide the work of writing."""
+        """Return the `index`-th of `count` equal parts of the range, so that ranks with copies each write one part."""
         size = self.stop - self.start
         start, stop = (self.start + size * i // count for i in (index, index + 1))
         return Part(self.shape, self.local_shape, self.origin, start, stop)

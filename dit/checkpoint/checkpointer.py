@@ -19,7 +19,7 @@ from dit.checkpoint.resume_check import check_same_experiment
 from dit.checkpoint.sharded_state import fails_together, load_state, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.checkpoint.train_state import TrainState
-from dit.checkpoint.verify_together import agree, newest_valid_together
+from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
 from dit.data_api import merge_states
 from dit.durable_files import read_regular
 from dit.errors import CheckpointError, ConfigError, DataError
@@ -29,11 +29,11 @@ from dit.run_config import RunConfig
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
-FACTS_FILE = "facts.json"
+METADATA_FILE = "facts.json"
 
 
 def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
-    """Return the shape of every whole parameter of all stages and experts by name, equal on every layout and rank."""
+    """Return the unsharded shape of every parameter by global name; equal on every layout and rank."""
     shapes = {
         shard.name: list(sharding_of(shard.parameter, shard.name).global_shape(shard.parameter.shape, groups.tp.size()))
         for shard in shards
@@ -51,22 +51,22 @@ class Checkpointer:
         config: of the run.
 
     Attributes:
-        resumed_facts: what `save` was given as `facts` when the resumed checkpoint was saved; empty for a new run.
+        resumed_metadata: the `metadata` of the resumed checkpoint, see `save`; empty for a new run.
     """
 
     def __init__(self, store: CheckpointStore, config: RunConfig) -> None:
         self.store = store
         self.config = config
-        self.resumed_facts: dict[str, Any] = {}
+        self.resumed_metadata: dict[str, Any] = {}
 
-    def save(self, state: TrainState, facts: dict[str, Any]) -> Path:
+    def save(self, state: TrainState, metadata: dict[str, Any]) -> Path:
         """Write a checkpoint of `state.step` and make it current.
 
         Args:
-            facts: what sampling must know beside the settings, plain JSON.
+            metadata: what sampling needs besides the settings, plain JSON.
 
         Raises:
-            CheckpointError: a rank could not write; the checkpoints before are untouched.
+            CheckpointError: a rank could not write; earlier checkpoints are intact.
         """
         groups, step = state.groups, state.step
         records: dict[str, FileRecord] = {}
@@ -79,14 +79,14 @@ class Checkpointer:
             records |= save_state(folder, state.shards, state.ema, state.optimizer, groups)
             if groups.is_data_reader:
                 (folder / "loader").mkdir(exist_ok=True)
-                position = io.BytesIO()  # torch's own file writer hides why the disk refused
+                position = io.BytesIO()  # torch's own file writer hides the error of the disk
                 torch.save(state.stream.state_dict(), position)
                 name = f"loader/dp_{groups.dp_rank:05d}.pt"
                 (folder / name).write_bytes(position.getbuffer())
                 records[name] = hash_file(folder / name, flush=True)
             if groups.rank == 0:
                 (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.config.to_record(), sort_keys=False))
-                (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
+                (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=1))
         parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
         dist.gather_object(records, parts)
         with fails_together():
@@ -101,12 +101,12 @@ class Checkpointer:
         return self.store.path(step)
 
     def attach_held_out(self, state: TrainState) -> None:
-        """Add the newest held-out loss to the checkpoint of `state.step`, which was published before it was measured.
+        """Add the newest held-out loss to the checkpoint of `state.step`, which was saved before it was measured.
 
-        Where the folder of that step is gone, there is nothing to add to.
+        Does nothing if the folder of that step was deleted.
 
         Raises:
-            CheckpointError: rank 0 could not write; the checkpoint is what it was.
+            CheckpointError: rank 0 could not write; the checkpoint is unchanged.
         """
         with fails_together():
             if state.groups.rank == 0 and self.store.path(state.step).is_dir():
@@ -126,7 +126,7 @@ class Checkpointer:
             ConfigError: it belongs to another model or experiment, or holds imported weights; or `never` and there is
                 one.
         """
-        steps, candidates = agree(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
+        steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
         found = newest_valid_together(candidates, state.groups)
         if found is None:
             if steps and mode != "never":
@@ -171,7 +171,7 @@ class Checkpointer:
         state.step = manifest.step
         state.consumed_samples = int(manifest.meta["consumed_samples"])
         state.held_out = manifest.held_out
-        self.resumed_facts = read_facts(folder)
+        self.resumed_metadata = read_metadata(folder)
 
     def _check_ema(self, state: TrainState, folder: Path, saved: dict[str, Any]) -> None:
         had_ema = saved["training"]["ema_decay"] is not None
@@ -191,13 +191,13 @@ def read_record(folder: Path) -> dict[str, Any]:
     return _read_table(folder / CONFIG_FILE, yaml.safe_load, ("model", "objective", "training", "sampling"))
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """Return what sampling must know beside the settings.
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """Return the metadata that sampling needs besides the settings.
 
     Raises:
         CheckpointError: the file is missing or is no such record.
     """
-    return _read_table(folder / FACTS_FILE, json.loads, ("class_names", "latent_size"))
+    return _read_table(folder / METADATA_FILE, json.loads, ("class_names", "latent_size"))
 
 
 def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]
 
 
 def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:
-    """Return how a manifest states a held-out loss."""
+    """Return the manifest entries of a held-out loss."""
     return {
         "held_out_loss": None if held_out is None else held_out.loss,
         "held_out_step": None if held_out is None else held_out.step,
@@ -220,7 +220,7 @@ def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:
 
 
 def read_loader_state(folder: Path) -> dict[str, Any]:
-    """Join the loader positions of all data-parallel ranks of a checkpoint, whatever ranks there are now.
+    """Join the loader positions of all data-parallel ranks of a checkpoint, for any number of ranks.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or does not belong to the others.

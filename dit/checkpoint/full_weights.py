@@ -1,7 +1,7 @@
-"""Whole weights by global name, out of a run's checkpoint and into one of their own.
+"""Full (unsharded) weights by global name: read from a checkpoint, or imported into one.
 
-A checkpoint of imported weights holds `weight` alone: any layout can sample from it or start from it, none can resume
-it, for it has no optimizer and no data position.
+A checkpoint of imported weights has only `weight`. Any layout can sample from it or start from it, but it cannot be
+resumed, because it has no optimizer state and no data position.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from dit.checkpoint.checkpointer import CONFIG_FILE, FACTS_FILE
+from dit.checkpoint.checkpointer import CONFIG_FILE, METADATA_FILE
 from dit.checkpoint.state_files import StateReader, write_full_state
 from dit.checkpoint.store import CheckpointStore, model_fingerprint
 from dit.config_record import to_record
@@ -22,7 +22,7 @@ from dit.errors import ConfigError
 from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 
 
-def read_whole_weights(folder: Path, slot: str) -> dict[str, Tensor]:
+def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
     """Read every parameter of a verified checkpoint in full, float32, on this one process.
 
     Args:
@@ -42,11 +42,11 @@ def write_imported(
     sampling: SamplingConfig,
     source: str,
 ) -> Path:
-    """Make a run folder of whole weights, which `launch.sample` and `checkpoint.start_from` accept on any layout.
+    """Write a run folder of full weights, which `launch.sample` and `checkpoint.start_from` accept on any layout.
 
     Args:
         weights: every parameter of `trained.model`, by global name.
-        trained: the model, its objective, and what sampling must know beside them.
+        trained: the model, its objective, and the metadata for sampling.
         sampling: defaults of the sample command.
         source: where they came from, for the record.
 
@@ -54,13 +54,13 @@ def write_imported(
         The checkpoint's folder.
 
     Raises:
-        ConfigError: `run_dir` holds checkpoints already.
-        CheckpointError: the disk refused; nothing is left that looks like a checkpoint.
+        ConfigError: `run_dir` already has checkpoints.
+        CheckpointError: writing failed; no partial checkpoint is left.
     """
     store = CheckpointStore(run_dir / "checkpoints", CheckpointConfig())
     if store.steps():
         raise ConfigError(
-            f"{run_dir} holds checkpoints of steps {store.steps()} already and is left alone; choose another --out"
+            f"{run_dir} already has checkpoints of steps {store.steps()} and is not changed; choose another --out"
         )
     settings = {
         "model": trained.model,
@@ -69,19 +69,19 @@ def write_imported(
         "training": TrainingConfig(run_dir=str(run_dir), precision="fp32", ema_decay=None),
         "sampling": sampling,
     }
-    facts: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "class_names": trained.class_names,
         "latent_size": list(trained.latent_size),
         "text_encoder": trained.text_encoder,
     }
     if trained.fps is not None:
-        facts["fps"] = trained.fps
+        metadata["fps"] = trained.fps
     folder = store.begin(0)
     with store.writing(0):
         shapes = {f"weight.{name}": tensor.shape for name, tensor in weights.items()}
         records = write_full_state(folder, shapes, (x.float().contiguous() for x in weights.values()), {})
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(to_record(settings), sort_keys=False))
-        (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1))
+        (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=1))
     meta = {
         "imported_from": source,
         "consumed_samples": 0,

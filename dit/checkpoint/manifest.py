@@ -1,7 +1,7 @@
-"""What a checkpoint says about itself, and the proof that it is still so.
+"""The manifest of a checkpoint: its metadata, and the hashes that verify its files.
 
-`manifest.json` lists every file of the folder with its size and SHA-256 and carries a digest of its own content, so a
-flipped bit anywhere, the manifest included, is found before anything is loaded.
+`manifest.json` lists every file of the folder with its size and SHA-256, and a digest of its own content. A flipped bit
+in any file, the manifest included, is detected before anything is loaded.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from dit.errors import CheckpointError, ConfigError
 MANIFEST = "manifest.json"
 FORMAT = 1
 CHUNK_BYTES = 1 << 20
-HASH_THREADS = 8  # hashlib lets go of the interpreter lock; one core hashes 1-2 GiB/s
-NUM_DIFFERENCES = 5  # differences named in a message before it says how many more there are
+HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
+NUM_DIFFERENCES = 5  # differences listed in a message; the others are counted
 CURE = "delete or restore the folder; an older valid checkpoint is used if there is one"
 
 _FOLDER = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
@@ -52,8 +52,8 @@ class Manifest:
     Attributes:
         step: optimizer steps done when it was taken.
         files: every file but the manifest itself, by path relative to the folder, with forward slashes.
-        meta: what the run wants to know before loading: `consumed_samples`, `held_out_loss` and the step it was
-            measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and whatever else is plain JSON.
+        meta: what a run reads before loading: `consumed_samples`, `held_out_loss` and the step it was
+            measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and other plain JSON.
         created: seconds since the epoch.
     """
 
@@ -73,21 +73,21 @@ class Manifest:
         value = self.meta.get("held_out_loss")
         if value is None:
             return None
-        # "NaN" reads back as nan. Manifests of before `held_out_step` do not say; theirs counts as of their own step.
+        # "NaN" reads back as nan. Older manifests have no `held_out_step`: their loss is that of their own step.
         return HeldOut(float(value), int(self.meta.get("held_out_step", self.step)))
 
     @property
     def held_out_loss(self) -> Optional[float]:
-        """The held-out loss of this very step; None if it was not measured."""
+        """The held-out loss of this step; None if it was not measured."""
         return None if self.held_out is None or self.held_out.step != self.step else self.held_out.loss
 
     @property
     def is_imported(self) -> bool:
-        """Whether it holds another code base's weights, and neither optimizer nor data position to resume."""
+        """Whether it has imported weights, without optimizer state and data position to resume."""
         return "imported_from" in self.meta
 
     def to_text(self) -> str:
-        """Return the one text that stands for this manifest, its own digest included."""
+        """Return the canonical text of this manifest, with its own digest."""
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -103,7 +103,7 @@ class Manifest:
         """Read a manifest back.
 
         Raises:
-            ValueError: the text is not, to the byte, what `to_text` wrote.
+            ValueError: the text is not equal, to the byte, to that of `to_text`.
         """
         raw = json.loads(text)
         try:
@@ -120,16 +120,16 @@ class Manifest:
 
 
 def step_of_folder(name: str) -> Optional[int]:
-    """Return the step that a checkpoint folder's name promises, None for any other name."""
+    """Return the step in a checkpoint folder's name, None for any other name."""
     match = _FOLDER.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def model_fingerprint(parameters: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return what makes two models the same: the global names and shapes of all parameters, and their digest.
+    """Return the identity of a model: the global names and shapes of all parameters, and their digest.
 
     Args:
-        parameters: shape of the whole (unsharded) parameter by global name, the same on every parallel layout.
+        parameters: shape of the unsharded parameter by global name, the same on every parallel layout.
     """
     table = {name: [int(n) for n in shape] for name, shape in sorted(parameters.items())}
     return {"digest": hashlib.sha256(strict_json(table).encode()).hexdigest(), "parameters": table}
@@ -139,16 +139,16 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
     """Check that a checkpoint belongs to the model about to be trained.
 
     Args:
-        fingerprint: of the model at hand, from `model_fingerprint`.
+        fingerprint: of the model to be trained, from `model_fingerprint`.
 
     Raises:
-        CheckpointError: the checkpoint does not say which model it holds.
+        CheckpointError: the checkpoint has no fingerprint.
         ConfigError: a parameter is missing, unknown, or of another shape; the first differences are named.
     """
     stored = manifest.meta.get("fingerprint")
     if not stored:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} holds no model fingerprint, so it cannot be told whether it fits; "
+            f"the checkpoint of step {manifest.step} has no model fingerprint, so its model is unknown; "
             "start in a new training.run_dir"
         )
     if stored["digest"] == fingerprint["digest"]:
@@ -175,7 +175,7 @@ def tree_files(folder: Path) -> Iterator[str]:
     """Yield every file under `folder` by relative name, the manifest left out.
 
     Raises:
-        CheckpointError: the tree holds a link, a pipe or another special file; nothing outside is ever followed.
+        CheckpointError: the tree holds a link, a pipe or another special file; links are never followed.
     """
     for entry in sorted(os.scandir(folder), key=lambda e: e.name):
         if entry.is_dir(follow_symlinks=False):
@@ -188,10 +188,10 @@ def tree_files(folder: Path) -> Iterator[str]:
 
 
 def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Return size and SHA-256 of every file under `folder`, each flushed to the disk before it counts.
+    """Return size and SHA-256 of every file under `folder`, each flushed to the disk first.
 
     Args:
-        hashed: what the writers of some files say of them, having flushed them; these are not read again.
+        hashed: records of files that their writers have flushed and hashed; these are not read again.
 
     Raises:
         CheckpointError: the tree holds a link or a special file, or a file of `hashed` is missing or of another size.
@@ -203,7 +203,7 @@ def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileR
         if size != record.size_bytes:
             raise CheckpointError(
                 f"{folder / name} {'is missing' if size is None else f'has {size} bytes'}, but its writer wrote "
-                f"{record.size_bytes} bytes; check that all nodes see the same disk"
+                f"{record.size_bytes} bytes; check that all nodes mount the same disk"
             )
     others = sorted(names - hashed.keys())
     with ThreadPoolExecutor(HASH_THREADS) as pool:
@@ -226,7 +226,7 @@ def hash_file(path: Path, *, flush: bool = False) -> FileRecord:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest and check it against itself and the folder's name, no other file touched.
+    """Read a checkpoint's manifest and check it against its digest and the folder's name; reads no other file.
 
     Raises:
         CheckpointError: it is missing, unreadable, damaged, or belongs to another step.

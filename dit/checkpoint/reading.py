@@ -1,9 +1,9 @@
-"""What a command finds of a run on disk: a verified checkpoint, its settings and its slots of weights."""
+"""Reading a run from disk: a verified checkpoint, its settings, and the names of its weights."""
 
 from pathlib import Path
 from typing import Any, Literal
 
-from dit.checkpoint.checkpointer import read_facts, read_record
+from dit.checkpoint.checkpointer import read_metadata, read_record
 from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
@@ -12,7 +12,7 @@ from dit.settings import CheckpointConfig
 
 
 def candidates(path: Path | str) -> list[Path]:
-    """Return the checkpoint folders that a path may mean, in the order in which they are tried; none is verified.
+    """Return the checkpoint folders of a path, in the order in which they are tried; they are not verified.
 
     Args:
         path: a run folder, or one checkpoint folder (`iter_NNNNNNN`).
@@ -24,7 +24,7 @@ def candidates(path: Path | str) -> list[Path]:
 
 
 def no_checkpoint(path: Path | str) -> CheckpointError:
-    """Return the error of a path that means no valid checkpoint."""
+    """Return the error for a path without a valid checkpoint."""
     return CheckpointError(
         f"{path} is neither a run folder with a valid checkpoint nor a checkpoint (iter_NNNNNNN); "
         "give the training.run_dir of a run that saved one"
@@ -48,19 +48,19 @@ def find_checkpoint(path: Path | str) -> tuple[Path, int]:
 
 
 def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
-    """Return the settings of a verified checkpoint and its facts.
+    """Return the settings of a verified checkpoint and its metadata for sampling.
 
     Raises:
         CheckpointError: they cannot be read.
     """
-    return RunConfig.from_record(read_record(folder)), read_facts(folder)
+    return RunConfig.from_record(read_record(folder)), read_metadata(folder)
 
 
 def slot_of(folder: Path, config: RunConfig, weights: Literal["ema", "raw"]) -> str:
-    """Return the name under which a verified checkpoint has its averaged or raw weights; imported ones are both.
+    """Return the name of the averaged or raw weights in a verified checkpoint; imported weights have one name.
 
     Raises:
-        CheckpointError: the run kept no average.
+        CheckpointError: the run has no average.
     """
     if weights == "raw" or read_manifest(folder).is_imported:
         return "weight"

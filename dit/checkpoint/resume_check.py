@@ -1,8 +1,9 @@
-"""Whether a run may go on from a checkpoint: what changed in its settings since then, and what that would do.
+"""Whether a run may resume from a checkpoint: which settings changed, and whether that is allowed.
 
-A change of what is trained, or on what, makes another experiment of the run and is refused. What people change on
-purpose (length, learning rate, clipping) and what changes no number by more than rounding (layout, recompute,
-attention path, intervals, logs) is reported, one line each.
+A change of what is trained or of its data (model, objective, data, seed, ...) would make it another experiment, and is
+refused. Settings that users
+change on purpose (length, learning rate, clipping), and settings that change results by rounding at most (layout,
+recompute, attention path, intervals, logs), are reported, one line each.
 """
 
 import dataclasses
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 EVERY = "*"
-"""Every setting of a part, also those that it does not have yet."""
+"""All settings of a part, future ones included."""
 
-# Of each argument of `pretrain`: the settings whose change is refused, and those whose change is reported. A setting in
-# neither list is refused, too; a test asks for it to be listed.
+# For each argument of `pretrain`: the settings whose change is refused, and those whose change is reported. A setting
+# in neither list is refused too; a test requires that it is listed.
 SETTINGS: dict[str, tuple[str, str]] = {
     "model": (EVERY, ""),
     "objective": (EVERY, ""),
@@ -49,12 +50,12 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "sampling": ("", EVERY),
 }
 DATA_ORDER = ("data", "training.seed")
-"""The settings that decide which samples come next: after a change the saved position in the data means nothing."""
+"""The settings that determine the order of samples: a change invalidates the saved position in the data."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that is not what it was when the checkpoint was saved.
+    """A setting that has changed since the checkpoint was saved.
 
     Attributes:
         path: of the setting, such as `optimizer.lr`; a part whose class changed is one setting, such as `objective`.
@@ -70,14 +71,14 @@ class Change:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it makes another experiment of the run."""
+        """Whether the change would make the run another experiment."""
         part, _, name = self.path.partition(".")
         reported = SETTINGS.get(part, ("", ""))[1].split()
         return name not in reported and EVERY not in reported
 
     @property
     def restarts_data(self) -> bool:
-        """Whether the saved position in the data cannot be used any more."""
+        """Whether the change invalidates the saved position in the data."""
         return self.is_refused and self.is_in(DATA_ORDER)
 
     def is_in(self, paths: Sequence[str]) -> bool:
@@ -88,7 +89,7 @@ class Change:
 def changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
     """Return every setting that differs from a checkpoint's record, in the order of the settings.
 
-    A setting that the record does not have, since it was written by an older version, counts as its default.
+    A setting that the record does not have (an older version wrote it) counts as its default.
 
     Args:
         saved: the record in the checkpoint, see `RunConfig.to_record`.
@@ -100,7 +101,7 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
 
 def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance") -> Iterator[Change]:
     saved = current(saved)
-    # The class alone counts, not the module: files move between versions.
+    # Compare the class without its module: files move between versions.
     old_class, new_class = saved.get(CLASS_KEY, type(part).__name__).rpartition(".")[2], type(part).__name__
     if old_class != new_class:
         yield Change(name, old_class, new_class)
@@ -131,14 +132,13 @@ def check_same_experiment(
         folder: of the checkpoint.
         saved: its settings, see `RunConfig.to_record`.
         config: of this run.
-        accepted: paths of settings, or parts, that may have changed all the same.
+        accepted: paths of settings, or of parts, that may have changed nevertheless.
 
     Returns:
-        Every change there is, to be reported.
+        All changes, to be reported.
 
     Raises:
-        ConfigError: what is trained, or on what, changed, and `accepted` does not name it; or `accepted` names no
-            setting.
+        ConfigError: a refused setting changed and is not in `accepted`; or `accepted` has a path that is no setting.
     """
     _check_names(accepted, saved, config)
     found = changes(saved, config)

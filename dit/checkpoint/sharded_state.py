@@ -1,8 +1,15 @@
-"""The model's state on disk: named tensors that any layout can write and read, and no rank ever gathers.
+"""The model's state on disk: named tensors that every layout can write and read without gathering them.
 
-Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`. Nothing in
-them depends on the optimizer or the layout that wrote them. Each rank writes and reads the boxes of the ranges that it
-owns (`dit.checkpoint.boxes`); ranks that own copies of a range write equal shares of it.
+Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`. They do not
+depend on the optimizer or on the layout that wrote them. Each rank writes and reads the boxes of its own ranges
+(`dit.checkpoint.boxes`). Ranks with copies of a range write equal parts of it. An example:
+
+    weight.layers.0.mlp.linear_fc1.weight, 4 x 4, TP 2 (rows), 2 data-parallel ranks with a distributed optimizer
+
+        0 0 0 0      rank (tp 0, dp 0) writes row 0      each as one box into its own file;
+        1 1 1 1      rank (tp 0, dp 1) writes row 1      any other layout reads the boxes
+        2 2 2 2      rank (tp 1, dp 0) writes row 2      that overlap with its own ranges
+        3 3 3 3      rank (tp 1, dp 1) writes row 3
 """
 
 import zlib
@@ -24,16 +31,16 @@ from dit.checkpoint.manifest import FileRecord
 from dit.checkpoint.state_files import StateReader, file_of_rank, write_boxes, write_index
 from dit.errors import CheckpointError
 from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, publish_masters, set_step_count
+from dit.optimizer.master_weights import SLOTS, MasterShard, copy_masters_to_model, get_step_count, set_step_count
 
 ADAM_STEP = "adam_step"
 MIN_SHARE_ELEMENTS = 1024
 
 
 def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop: Optional[int] = None) -> Part:
-    """Describe a range of this rank's part of a parameter, the complete part if no range is given.
+    """Return the position of a range of this rank's part of a parameter; of the full part if no range is given.
 
-    An expert is a tensor of its own name, complete on the ranks that have it.
+    An expert is a tensor of its own, complete on the ranks that have it.
     """
     local = tuple(parameter.shape)
     stop = parameter.numel() if stop is None else stop
@@ -46,16 +53,16 @@ def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
     """Return which copy of its range this rank has, and how many ranks have one."""
     sharding, index, count = sharding_of(shard.parameter, shard.name), 0, 1
     for axis in sharding.replicated_over:
-        if axis != sharding.data_axis or shard.group is None:  # else the data-parallel ranks have ranges of their own
+        if axis != sharding.data_axis or shard.group is None:  # else the data-parallel ranks have different ranges
             group = groups.along(axis)
             index, count = index * group.size() + group.rank(), count * group.size()
     return index, count
 
 
 def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
-    """Return what the `index`-th of `count` ranks with copies of a range writes of it.
+    """Return the part of a range that the `index`-th of `count` ranks with copies of it writes.
 
-    Equal shares; of a range with few elements for each rank, one of them writes all, so that the index stays short.
+    The parts are equal. A small range is written by one of the ranks, so that the index stays short.
     """
     if owned.stop - owned.start >= MIN_SHARE_ELEMENTS * count:
         return owned.share(index, count)
@@ -73,9 +80,9 @@ def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[s
 
 @contextmanager
 def fails_together() -> Iterator[None]:
-    """Write something on this rank; if the disk fails one rank, all fail, each with its own error first.
+    """Write on this rank; if writing fails on one rank, raise on all ranks, on the failed one its own error.
 
-    Every rank calls this. Other errors leave at once, and the peers learn of a lost rank.
+    Every rank calls this. Other errors are raised at once on their rank alone.
     """
     failure: Optional[Exception] = None
     try:
@@ -99,9 +106,9 @@ def save_state(
 
     Raises:
         OSError: this rank could not write its part.
-        CheckpointError: another rank could not.
+        CheckpointError: another rank could not write.
     """
-    mine: dict[str, tuple[tuple[int, ...], list[Box]]] = {}  # the same boxes of every slot
+    mine: dict[str, tuple[tuple[int, ...], list[Box]]] = {}  # every slot has the same boxes
     values: list[Tensor] = []
     slots: list[str] = []
     seen = set()
@@ -143,23 +150,23 @@ def load_state(
     wrapped: Sequence[Any],
     groups: ProcessGroups,
 ) -> None:
-    """Read what `save_state` wrote, on any layout, into masters, average, optimizer and model.
+    """Read the state that `save_state` wrote on any layout into master weights, average, optimizer and model.
 
     Raises:
-        CheckpointError: the checkpoint lacks a part of it.
+        CheckpointError: a tensor is missing, or has another shape.
     """
     load_shards(directory, shards, ema, optimizer, groups)
-    publish_masters(optimizer, wrapped)
+    copy_masters_to_model(optimizer, wrapped)
 
 
 @torch.no_grad()
 def load_shards(
     directory: Path, shards: Sequence[MasterShard], ema: Optional[EMA], optimizer: Any, groups: ProcessGroups
 ) -> None:
-    """Read this rank's ranges of masters, average and optimizer state; `publish_masters` hands them to the model.
+    """Read this rank's ranges of master weights, average and optimizer state; `copy_masters_to_model` follows.
 
     Raises:
-        CheckpointError: the checkpoint lacks a part of it.
+        CheckpointError: a tensor is missing, or has another shape.
     """
     reader = StateReader(directory)
     for i, shard in enumerate(shards):
@@ -172,7 +179,7 @@ def load_shards(
 
 @torch.no_grad()
 def load_masters(directory: Path, slot: str, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
-    """Read the weights (`weight`) or their average (`ema`) into the master weights alone, on any layout."""
+    """Read the weights (`weight`) or their average (`ema`) into the master weights, on any layout."""
     reader = StateReader(directory)
     for shard in shards:
         owned = part_of(shard.parameter, groups, shard.start, shard.stop)
@@ -181,7 +188,7 @@ def load_masters(directory: Path, slot: str, shards: Sequence[MasterShard], grou
 
 @torch.no_grad()
 def load_weights(directory: Path, chunks: Sequence[nn.Module], groups: ProcessGroups, *, slot: str = "ema") -> None:
-    """Read the weights (`weight`) or their average (`ema`) into bare model chunks, for sampling and export."""
+    """Read the weights (`weight`) or their average (`ema`) into unwrapped model chunks, for sampling and export."""
     reader = StateReader(directory)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():

@@ -1,11 +1,11 @@
-"""State on disk: boxes of full tensors in safetensors files, and one index that says where each box is.
+"""State on disk: boxes of full tensors in safetensors files, and one index of their positions.
 
-    rank_00000.safetensors    what rank 0 wrote; a box of tensor `n` at offsets (3, 0) is called `n@3,0`
+    rank_00000.safetensors    the boxes of rank 0; a box of tensor `n` at offsets (3, 0) is called `n@3,0`
     rank_00001.safetensors
     state.json                shape of each tensor, and the file, offsets and sizes of each of its boxes
 
-Every rank writes its own file and hashes it while it writes. Nothing here is gathered and nothing can execute code.
-Any tool that reads safetensors can read the files.
+Every rank writes its own file and hashes it while writing. Nothing is gathered, and reading cannot execute code. Any
+reader of safetensors can read the files.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from dit.errors import CheckpointError
 
 INDEX = "state.json"
 FORMAT = 2  # 1 was Megatron-Core's `torch_dist`
-STAGING_BYTES = 64 << 20  # of a device's memory that are copied to the host at a time
+STAGING_BYTES = 64 << 20  # copied from a device to the host at a time
 ITEM_BYTES = 4  # all state is float32
 
 Boxes = Mapping[str, Sequence[Box]]
@@ -53,15 +53,15 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
     """Write a safetensors file of float32 boxes, flushed to the disk.
 
     Args:
-        boxes: what the file will hold.
-        values: the tensor of each box in the same order, contiguous, on any device. They are taken one by one and may
-            be made one by one; of a device's tensors no more than `STAGING_BYTES` are on the host at a time.
+        boxes: of the file.
+        values: the tensor of each box in the same order, contiguous, on any device. They are read one by one, so an
+            iterator may compute them; at most `STAGING_BYTES` of device tensors are on the host at a time.
 
     Returns:
-        Size and SHA-256, computed beside the writing.
+        Size and SHA-256, computed while writing.
 
     Raises:
-        OSError: the disk refused.
+        OSError: writing failed.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -74,7 +74,7 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
-        with ThreadPoolExecutor(1) as hashing:  # hashlib lets go of the interpreter lock, and so does the disk
+        with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
             for piece in _pieces(len(text).to_bytes(8, "little") + text, values):
                 hashed = hashing.submit(digest.update, piece)
                 write_all(descriptor, piece)
@@ -105,11 +105,11 @@ def write_index(
     Args:
         shapes: of every full tensor by name.
         parts: the boxes in each file, by the file's name.
-        scalars: whole numbers that belong to the state.
+        scalars: integers of the state.
 
     Raises:
-        CheckpointError: the boxes of a tensor do not make up the full tensor.
-        OSError: the disk refused.
+        CheckpointError: the boxes of a tensor do not cover it exactly.
+        OSError: writing failed.
     """
     found: dict[str, list[Any]] = {name: [] for name in shapes}
     for file, boxes in parts.items():
@@ -130,7 +130,7 @@ def write_full_state(
     Args:
         shapes: of every tensor by name.
         values: the tensors in the same order, float32 and contiguous.
-        scalars: whole numbers that belong to the state.
+        scalars: integers of the state.
 
     Returns:
         Size and SHA-256 of the file, by its name.
@@ -142,7 +142,7 @@ def write_full_state(
 
 
 def _check_complete(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Check that boxes make up a tensor: inside it, without overlap, and with as many elements."""
+    """Check that boxes cover a tensor exactly: inside it, without overlap, and with all elements."""
     full = Box.of(shape)
     ordered = sorted(boxes, key=lambda box: box.offsets)
     for i, box in enumerate(ordered):
@@ -159,7 +159,7 @@ def _check_complete(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> No
 
 
 class StateReader:
-    """Reads any box of any tensor of a verified checkpoint, whatever boxes it is stored in.
+    """Reads any box of any tensor of a verified checkpoint, independently of the stored boxes.
 
     Args:
         folder: of the checkpoint.

@@ -1,19 +1,19 @@
-"""Where checkpoints live: made under a temporary name, proven whole, published by one rename, never torn.
+"""Checkpoint folders: written under a temporary name, verified, and published by one atomic rename.
 
-    checkpoints/iter_0000400/           a checkpoint: what the ranks wrote, and manifest.json
-    checkpoints/iter_0000600.tmp/       being written; a leftover is removed by the next `begin`
+    checkpoints/iter_0000400/           a checkpoint: the files of the ranks, and manifest.json
+    checkpoints/iter_0000600.tmp/       being written; if a crash leaves it, the next `begin` removes it
     checkpoints/iter_0000100.trash/     being deleted; likewise
-    checkpoints/iter_0000400.replaced/  the older one of two checkpoints of the same step, gone once the newer stands
+    checkpoints/iter_0000400.replaced/  an older checkpoint of the same step, deleted once the newer one is published
     checkpoints/iter_0000400.part       its next manifest, being written; likewise
 
-There is no "latest" file that could be torn: the newest folder whose manifest verifies is the current one. The
-sharded state is written by all ranks (`dit.checkpoint.sharded_state`); this module only makes, checks and removes
-folders and needs no torch.
+There is no "latest" file that a crash could leave half written: the newest folder whose manifest verifies is the
+current checkpoint. All ranks write the sharded state (`dit.checkpoint.sharded_state`). This module only creates,
+verifies and removes folders, and needs no torch.
 
-A step is saved like this, the step number being all that ranks must share:
+Saving a step (ranks need to agree on the step number only):
 
     if rank == 0: store.begin(step)                                             # then a barrier
-    with store.writing(step): write_this_ranks_files(store.partial_path(step))  # then agree that no rank failed
+    with store.writing(step): write_this_ranks_files(store.partial_path(step))  # then check that no rank failed
     if rank == 0: store.publish(step, meta, hashes_of_all_ranks)                # then a barrier
 """
 
@@ -53,15 +53,15 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 class CheckpointStore:
     """The checkpoints of one run folder.
 
-    One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time; reading is free for everybody, also
-    while another process saves.
+    One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time. Any process may read, also while
+    another process saves.
 
     Args:
-        root: folder of the checkpoints; made when the first one is begun.
-        config: what to keep.
+        root: folder of the checkpoints; created by the first `begin`.
+        config: the retention rules.
 
     Raises:
-        ConfigError: a keep rule is impossible.
+        ConfigError: a retention rule is out of range.
     """
 
     def __init__(self, root: Path | str, config: CheckpointConfig) -> None:
@@ -74,7 +74,7 @@ class CheckpointStore:
         return self.root / f"iter_{step:07d}"
 
     def partial_path(self, step: int) -> Path:
-        """Return the folder that all ranks fill between `begin` and `publish`."""
+        """Return the folder that all ranks write to between `begin` and `publish`."""
         return self.root / f"iter_{step:07d}{PARTIAL}"
 
     def steps(self) -> list[int]:
@@ -82,16 +82,16 @@ class CheckpointStore:
         return sorted({step for step, _ in self._folders()})
 
     def begin(self, step: int) -> Path:
-        """Remove what dead processes left and make the empty folder for a new checkpoint.
+        """Remove what crashed processes left, and create the empty folder of a new checkpoint.
 
-        Left are unfinished and half-deleted folders, and checkpoints that the keep rules no longer protect: so there is
-        never more than one too many, however often a run dies between publishing and deleting.
+        This removes unfinished and half-deleted folders, and checkpoints that no retention rule selects: there is at
+        most one checkpoint too many, even if runs often crash between publishing and deleting.
 
         Returns:
-            The folder to fill, `partial_path(step)`.
+            The folder to write to, `partial_path(step)`.
 
         Raises:
-            CheckpointError: the folder cannot be made.
+            CheckpointError: the folder cannot be created.
         """
         with self.writing(step):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -102,17 +102,17 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[None]:
-        """Turn a failed write of this rank into a `CheckpointError`, and make the checkpoint unpublishable.
+        """Turn a failed write of this rank into a `CheckpointError`, and abort the checkpoint.
 
-        Any rank may fail and call off the save for all: `publish` then finds no folder.
+        A failure on any rank aborts the save on all: `publish` then finds no folder.
 
         Raises:
-            CheckpointError: an operating-system error happened inside; other errors pass through unchanged.
+            CheckpointError: an operating-system error inside; other errors are raised unchanged.
         """
         try:
             yield
         except BaseException as error:
-            # What a full disk leaves behind is also what keeps it full.
+            # On a full disk, the unfinished folder must be removed to free space.
             self.abort(step)
             os_error = _os_error(error)
             if os_error is None or isinstance(error, UserError):
@@ -120,22 +120,22 @@ class CheckpointStore:
             raise CheckpointError(self._why(step, os_error)) from error
 
     def abort(self, step: int) -> None:
-        """Drop the unfinished checkpoint of `step`, if there is one."""
+        """Remove the unfinished checkpoint of `step`, if there is one."""
         self._discard(self.partial_path(step))
 
     def publish(self, step: int, meta: Mapping[str, Any], hashed: Mapping[str, FileRecord] = {}) -> Manifest:
-        """Seal the folder that the ranks filled, make it the checkpoint of `step`, and apply the keep rules.
+        """Make the folder that the ranks wrote the checkpoint of `step`, and apply the retention rules.
 
-        Every file is flushed and hashed, by its writer or here, the manifest is written last, and one rename makes the
-        checkpoint current. If `step` has a checkpoint already, it stays readable until the new one stands.
+        Every file is flushed and hashed, by its writer or here. The manifest is written last, and one rename publishes
+        the checkpoint. An existing checkpoint of `step` stays readable until then.
 
         Args:
             meta: plain JSON for the manifest, see `Manifest`.
             hashed: files that their writers have flushed and hashed, by relative name.
 
         Raises:
-            CheckpointError: a rank called the save off, the folder holds a link, or the disk failed; what was published
-                before is untouched.
+            CheckpointError: a rank aborted the save, the folder has a link, or the disk failed; earlier checkpoints are
+                intact.
         """
         partial, final = self.partial_path(step), self.path(step)
         if not partial.is_dir():
@@ -156,24 +156,24 @@ class CheckpointStore:
             os.rename(partial, final)
             fsync_dir(self.root)
         self._discard(self._replaced_path(step))
-        self.prune(up_to=step, proven=step)
+        self.prune(up_to=step, verified=step)
         return manifest
 
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Add to what the published checkpoint of `step` says of itself, and apply the keep rules again.
+        """Add to the manifest of the published checkpoint of `step`, and apply the retention rules again.
 
-        Its manifest is replaced by one rename, so a reader finds the old one or the new one.
+        The manifest is replaced by one rename, so a reader finds the old one or the new one.
 
         Args:
             meta: plain JSON, see `Manifest`.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or the disk failed; the checkpoint is what it was.
+            CheckpointError: there is no such checkpoint, or the disk failed; the checkpoint is unchanged.
         """
         folder = self.path(step)
         manifest = read_manifest(folder)
         try:
-            # Not inside the folder: what a crash leaves there would be a file too many. `begin` removes it here.
+            # Not inside the folder: a file that a crash leaves there would fail verification. `begin` removes it here.
             text = replace(manifest, meta={**manifest.meta, **meta}).to_text()
             write_atomic(folder / MANIFEST, text, part=folder.with_suffix(PART))
         except OSError as error:
@@ -181,13 +181,13 @@ class CheckpointStore:
                 f"{folder / MANIFEST} cannot be written: {error.strerror}; make room or fix the permissions, then "
                 "resume; the checkpoint itself is intact"
             ) from error
-        self.prune(up_to=step, proven=step)
+        self.prune(up_to=step, verified=step)
 
     def verify(self, path: Path | str, *, hashes: bool = True) -> Manifest:
-        """Prove that the checkpoint at `path` is, to the bit, what was published; load nothing before that.
+        """Verify that the checkpoint at `path` is, to the bit, what was published; call this before loading.
 
         Raises:
-            CheckpointError: naming the damaged file and what to do.
+            CheckpointError: a file is damaged or missing.
         """
         return verify_folder(Path(path), hashes=hashes)
 
@@ -197,9 +197,9 @@ class CheckpointStore:
         return [folder for _, folder in order]
 
     def newest_valid(self) -> Optional[tuple[Path, Manifest]]:
-        """Return the newest checkpoint that verifies, None if there is none; changes nothing on the disk.
+        """Return the newest checkpoint that verifies, None if there is none; does not change the disk.
 
-        Every newer one that does not verify is named in a warning.
+        Logs a warning for every newer one that does not verify.
         """
         for folder in self.newest_first():
             try:
@@ -208,15 +208,17 @@ class CheckpointStore:
                 logger.warning("skipping checkpoint %s: %s", folder.name, error)
         return None
 
-    def prune(self, *, up_to: Optional[int] = None, proven: Optional[int] = None) -> list[int]:
-        """Delete what no keep rule protects: the newest `keep_last`, multiples of `keep_every`, the `keep_best` best.
+    def prune(self, *, up_to: Optional[int] = None, verified: Optional[int] = None) -> list[int]:
+        """Delete the checkpoints that no retention rule selects.
 
-        Damaged checkpoints count for no rule. Nothing is deleted unless one of the kept checkpoints is proven valid.
+        Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, and the `keep_best`
+        ones with the lowest held-out loss. The rules ignore damaged checkpoints. Nothing is deleted unless one of the
+        retained checkpoints verifies.
 
         Args:
-            up_to: leave newer checkpoints alone, and out of the rules; a run that fell back behind damaged ones
-                overtakes them in time. None for no limit.
-            proven: a step known to be valid, kept in any case; None has the kept ones verified.
+            up_to: ignore newer checkpoints (a run that resumed before damaged ones replaces them later); None for no
+                limit.
+            verified: a step known to be valid, which is retained; None verifies the retained ones here.
 
         Returns:
             The deleted steps.
@@ -224,25 +226,25 @@ class CheckpointStore:
         manifests: dict[int, Optional[Manifest]] = {}
         for step in self.steps():
             if self.path(step).exists() and (up_to is None or step <= up_to):
-                manifests[step] = self._whole(step)
-        keep = self._kept({step: m for step, m in manifests.items() if m is not None})
-        doomed = sorted(manifests.keys() - keep - {proven})
-        if proven is None and doomed and not any(self._is_valid(step) for step in sorted(keep, reverse=True)):
+                manifests[step] = self._manifest_if_complete(step)
+        keep = self._retained({step: m for step, m in manifests.items() if m is not None})
+        unselected = sorted(manifests.keys() - keep - {verified})
+        if verified is None and unselected and not any(self._is_valid(step) for step in sorted(keep, reverse=True)):
             logger.warning("deleting no checkpoint: none of those to keep (%s) is valid", sorted(keep))
             return []
-        for step in doomed:
+        for step in unselected:
             self._discard(self.path(step))
-        if doomed:
-            logger.debug("deleted checkpoints of steps %s, kept %s", doomed, sorted(keep))
-        return doomed
+        if unselected:
+            logger.debug("deleted checkpoints of steps %s, retained %s", unselected, sorted(keep))
+        return unselected
 
-    def _kept(self, manifests: Mapping[int, Manifest]) -> set[int]:
+    def _retained(self, manifests: Mapping[int, Manifest]) -> set[int]:
         newest = sorted(manifests, reverse=True)
         keep = set(newest[: self.config.keep_last])
         if self.config.keep_every:
             keep |= {step for step in newest if step % self.config.keep_every == 0}
         losses = {step: m.held_out_loss for step, m in manifests.items()}
-        # Comparing with itself drops nan; of equal losses the newer checkpoint is the better one.
+        # `loss == loss` drops nan; of equal losses the newer checkpoint ranks first.
         ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and loss == loss)
         return keep | {-step for _, step in ranked[: self.config.keep_best]}
 
@@ -256,8 +258,8 @@ class CheckpointStore:
     def _replaced_path(self, step: int) -> Path:
         return self.root / f"iter_{step:07d}{REPLACED}"
 
-    def _whole(self, step: int) -> Optional[Manifest]:
-        """Return the manifest if names and sizes agree with it; hashing all of them at every save costs too much."""
+    def _manifest_if_complete(self, step: int) -> Optional[Manifest]:
+        """Return the manifest if names and sizes of all files match; hashing them at every save is too slow."""
         try:
             return verify_folder(self.path(step), hashes=False)
         except CheckpointError:
@@ -271,18 +273,18 @@ class CheckpointStore:
         return True
 
     def recover(self) -> None:
-        """Finish or undo what a process left half done when it died: unfinished, replaced and half-deleted folders."""
+        """Finish or undo the work of a crashed process: unfinished, replaced and half-deleted folders."""
         for folder in sorted(self.root.iterdir()):
             if step_of_folder(folder.stem) is None:
                 continue
             if folder.suffix == REPLACED and not folder.with_suffix("").exists():
-                os.rename(folder, folder.with_suffix(""))  # the process died between the two renames of `publish`
+                os.rename(folder, folder.with_suffix(""))  # a crash between the two renames of `publish`
             elif folder.suffix in (PARTIAL, TRASH, REPLACED, PART):
                 logger.info("removing %s, left by an interrupted run", folder)
                 self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
-        """Delete a folder so that a crash half-way leaves nothing that looks like a checkpoint."""
+        """Delete a folder such that a crash half-way leaves nothing that looks like a checkpoint."""
         trash = folder.with_suffix(TRASH)
         try:
             if folder != trash:
@@ -292,7 +294,7 @@ class CheckpointStore:
                 fsync_dir(self.root)
             _remove(trash)
         except FileNotFoundError:
-            pass  # nothing there, or another rank was faster
+            pass  # it does not exist, or another rank deleted it
         except OSError as error:
             logger.warning("cannot delete %s (%s); delete it by hand to get its space back", folder, error)
 
@@ -319,7 +321,7 @@ class CheckpointStore:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, or a link or file that took its name; what a link points to is not touched."""
+    """Delete a folder, or a link or file of that name; the target of a link is not deleted."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -327,7 +329,7 @@ def _remove(path: Path) -> None:
 
 
 def _os_error(error: BaseException) -> Optional[OSError]:
-    """Find the operating-system error behind `error`: the layers in between wrap it in errors of their own."""
+    """Return the operating-system error that caused `error`, through the errors that wrap it; None if none did."""
     current: Optional[BaseException] = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:

@@ -1,7 +1,7 @@
 """Rewriting checkpoints of earlier versions (Megatron-Core's `torch_dist`) in today's format.
 
-`torch_dist` describes its tensors in `.metadata`, a pickle, which can name any function and have it called. Only the
-classes of that format are looked up here; any other name is refused before it is imported.
+`torch_dist` describes its tensors in `.metadata`, a pickle, which can name any function to be called. Only the
+classes of that format are imported here; any other name is refused before it is imported.
 """
 
 import pickle
@@ -61,7 +61,7 @@ class _KnownClasses(pickle.Unpickler):
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
-    """torch's reader of the tensors, which are read with `weights_only`, behind our reader of their description."""
+    """torch's reader of the tensors (with `weights_only`), with our reader of the metadata."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -95,13 +95,13 @@ def read_metadata(folder: Path) -> Metadata:
 def rewrite_run(run_dir: Path) -> list[Path]:
     """Rewrite every checkpoint of a run that is in the earlier format, one tensor in memory at a time.
 
-    Each is verified first and replaced only when its successor is complete, like a checkpoint saved twice.
+    Each is verified first, and replaced only when the new one is complete.
 
     Returns:
-        The folders that were rewritten; those in today's format are left alone.
+        The folders that were rewritten; those in the current format are not changed.
 
     Raises:
-        CheckpointError: one is damaged or names what it must not, or the disk refused; it is left as it was.
+        CheckpointError: one is damaged or names what it must not, or writing failed; it is not changed.
     """
     root = run_dir / "checkpoints"
     all_of_them = 1 + len(list(root.iterdir()))

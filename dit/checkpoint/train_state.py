@@ -1,4 +1,4 @@
-"""Everything that a step changes: what a run builds, trains and saves."""
+"""The training state: all that a step changes and a checkpoint saves."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +18,10 @@ from dit.run_config import RunConfig
 
 @dataclass
 class TrainState:
-    """Everything a step changes.
+    """All that a step changes.
 
     Attributes:
-        chunks: this rank's bare model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
+        chunks: this rank's unwrapped model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
         step: optimizer steps done.
         consumed_samples: samples trained on by all ranks.
         held_out: the newest held-out loss; None before the first.
@@ -44,12 +44,12 @@ class TrainState:
         return self.held_out is not None and self.held_out.step == self.step
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Run the model with the weight average where there is one."""
+        """Run the model with the weight average if there is one."""
         return nullcontext() if self.ema is None else self.ema.applied(self.optimizer, self.wrapped)
 
 
 def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> TrainState:
-    """Build this rank's part of a run at step 0: model, wrappers, optimizer, average, data, in this order."""
+    """Build the state of this rank at step 0."""
     training = config.training
     chunks = build_model(config.model, config.parallel, training, groups)
     wrapped = wrap(chunks, config.parallel, groups)

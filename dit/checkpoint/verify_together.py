@@ -1,4 +1,4 @@
-"""All ranks verify checkpoints together: every rank reads and hashes its share of the files."""
+"""Verification of checkpoints by all ranks: every rank reads and hashes its share of the files."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,20 +15,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def agree(ask: Callable[[], T], groups: ProcessGroups) -> T:
-    """Let the first rank look at the disk, and every rank learn what it saw; every rank calls this."""
-    seen: list[Any] = [ask() if groups.rank == 0 else None]
-    dist.broadcast_object_list(seen)
-    return seen[0]
+def on_first_rank(read: Callable[[], T], groups: ProcessGroups) -> T:
+    """Call `read` on rank 0 and broadcast its result, so that all ranks get the same view of the disk."""
+    result: list[Any] = [read() if groups.rank == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
 
 
 def newest_valid_together(candidates: Sequence[Path], groups: ProcessGroups) -> Optional[tuple[Path, Manifest]]:
     """Return the first checkpoint that verifies, None if there is none; every rank calls this.
 
-    Each that does not verify is named in a warning of the first rank.
+    Rank 0 logs a warning for each one that does not verify.
 
     Args:
-        candidates: folders in the order in which they are tried, the same on every rank.
+        candidates: folders, in the order in which they are tried; the same on every rank.
     """
     for folder in candidates:
         problem: Optional[str] = None

@@ -11,42 +11,42 @@ from dit.checkpoint.reading import candidates, no_checkpoint
 from dit.checkpoint.sharded_state import load_masters
 from dit.checkpoint.store import check_same_model, model_fingerprint
 from dit.checkpoint.train_state import TrainState
-from dit.checkpoint.verify_together import agree, newest_valid_together
+from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
 from dit.errors import CheckpointError
-from dit.optimizer.master_weights import publish_masters
+from dit.optimizer.master_weights import copy_masters_to_model
 
 
 @torch.no_grad()
 def start_from(path: str, state: TrainState) -> None:
     """Read another run's weights into the masters, the average and the model, on any layout; every rank calls this.
 
-    Step, optimizer and data stay as they are.
+    Step, optimizer state and data position do not change.
 
     Args:
-        path: a run folder (its newest valid checkpoint is taken) or one checkpoint folder; the average is read if that
-            run kept one.
+        path: a run folder (its newest valid checkpoint is used) or one checkpoint folder; the average is read if
+            that run has one.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
         ConfigError: it belongs to another model.
     """
-    folder = agree_on_folder(path, state.groups)
+    folder = find_folder_together(path, state.groups)
     check_same_model(read_manifest(folder), model_fingerprint(global_shapes(state.shards, state.groups)))
     slot = "weight" if read_record(folder)["training"]["ema_decay"] is None else "ema"
     load_masters(folder, slot, state.shards, state.groups)
     if state.ema is not None:
         for average, shard in zip(state.ema.values, state.shards, strict=True):
             average.copy_(shard.main)
-    publish_masters(state.optimizer, state.wrapped)
+    copy_masters_to_model(state.optimizer, state.wrapped)
 
 
-def agree_on_folder(path: str, groups: ProcessGroups) -> Path:
-    """Find the checkpoint, and verify it together: every rank hashes its share of the files.
+def find_folder_together(path: str, groups: ProcessGroups) -> Path:
+    """Find the checkpoint and verify it; every rank hashes its share of the files.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
-    found = newest_valid_together(agree(lambda: candidates(path), groups), groups)
+    found = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups)
     if found is None:
         raise CheckpointError(f"checkpoint.start_from: {no_checkpoint(path)}")
     return found[0]

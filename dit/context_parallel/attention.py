@@ -1,18 +1,26 @@
-"""Attention over tokens that are spread over context-parallel ranks: four ways to bring queries and keys together.
+"""Attention over tokens that are split over context-parallel ranks: four communication schemes.
 
-| scheme | what travels | elements sent per rank, forward | backward |
+| scheme | what is sent | elements sent per rank, forward | backward |
 |---|---|---|---|
 | `p2p` | keys and values, to the next rank while a block is computed (ring) | 2 (T/c) h (c-1) | 2 x |
-| `all_gather` | the same, all at once; again in the backward pass, so that no rank keeps them | 2 (T/c) h (c-1) | 2 x |
+| `all_gather` | the same, all at once; again in the backward pass, so that they are not saved | 2 (T/c) h (c-1) | 2 x |
 | `a2a` | queries, keys, values, outputs: tokens against heads (Ulysses) | 4 (T/c) h (c-1)/c | 1 x |
 | `a2a+p2p` | tokens against heads among a adjacent ranks, | 4 (T/c) h (a-1)/a | 1 x |
 | | then a ring across these groups | 2 (T/c) h (c/a-1) | 2 x |
 
-T tokens in the pack, c ranks, h = heads x head size (of keys and of queries alike).
-The ring sends gradients of keys and values in their own dtype; outputs, log-sum-exps and dq add up in float32.
+T tokens in the pack, c ranks, h = heads x head size (the same for keys and queries).
+The ring sends gradients of keys and values in their own dtype; outputs, log-sum-exps and dq are summed in float32.
+
+The ring on 3 ranks. Rank r has the queries Qr; the keys and values of block b are (KV)b:
+
+    hop 0   rank 0: Q0 with (KV)0    rank 1: Q1 with (KV)1    rank 2: Q2 with (KV)2
+    hop 1   rank 0: Q0 with (KV)2    rank 1: Q1 with (KV)0    rank 2: Q2 with (KV)1
+    hop 2   rank 0: Q0 with (KV)1    rank 1: Q1 with (KV)2    rank 2: Q2 with (KV)0
+
+Shape suffixes: T query tokens, K key tokens, J joint text and image tokens, N heads, H head size.
 
 Sources: Liu et al. 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Fang and Zhao 2024,
-arXiv:2405.07719 (both together); Megatron-Core's `cp_comm_type` (names).
+arXiv:2405.07719 (both combined); Megatron-Core's `cp_comm_type` (names).
 """
 
 from collections.abc import Sequence
@@ -25,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
-from dit.context_parallel.partition import ContextSplit, Shares, context_rows
+from dit.context_parallel.partition import ContextSplit, TokenPartition, context_partition
 from dit.errors import ConfigError
 from dit.joint_layout import JointLayout, joint_layout
 from dit.kernels.attention import Attention
@@ -41,19 +49,19 @@ Order = Optional[tuple[Tensor, Tensor]]
 class ContextAttention:
     """Self-attention over a context-parallel group, in place of the attention path of one device.
 
-    Keys that every rank holds whole (text) are attended to without any exchange. In joint attention over text and image
-    (`JointLayout`) every rank has its own copy of the text: its text queries, like its image queries, attend to that
-    copy once and to all image keys by the scheme. What a copy gives is read by its own rank alone, or sent back to it
-    by the exchange of heads, so the sum of the ranks' parameter gradients is exact.
+    Replicated keys (text) need no communication. In joint attention over text and image (`JointLayout`) the text is
+    replicated and the image is split. On every rank, text and image queries attend to the rank's copy of the text, and
+    to all image keys by the scheme. Only its own rank uses the outputs of a copy; where heads are exchanged,
+    their gradients are sent back to it. The sum of the parameter gradients over ranks is therefore exact.
 
     Attributes:
-        local: the attention path of this device, for whole samples and for text.
+        local: the attention path of this device, for full samples and for text.
         kernel: its block kernel, for parts of samples.
         comm: the scheme.
-        split: how every pack was cut.
+        split: which chunks of a sample a rank has.
         group: all context-parallel ranks.
         inner, outer: for `a2a+p2p`, adjacent ranks that exchange heads, and the ring across them.
-        segment_comm: how attention inside segments finer than samples gets them whole (see `segment_attention`).
+        segment_comm: the scheme for segments finer than samples (see `segment_attention`).
     """
 
     local: Attention
@@ -71,59 +79,68 @@ class ContextAttention:
         layout_q, layout_k = layout_q.gathered, layout_k.gathered
         if isinstance(layout_q, JointLayout):
             return self._joint(q_TNH, k_KNH, v_KNH, layout_q)
-        shares = context_rows(layout_q, self.group.size(), self.split)
-        if layout_k.rows is None:
-            return self.local(q_TNH, k_KNH, v_KNH, shares.blocks()[self.group.rank()], layout_k)
-        return self.exchange(q_TNH, k_KNH, v_KNH, shares)
+        partition = context_partition(layout_q, self.group.size(), self.split)
+        if layout_k.local_indices is None:
+            return self.local(q_TNH, k_KNH, v_KNH, partition.blocks()[self.group.rank()], layout_k)
+        return self.exchange(q_TNH, k_KNH, v_KNH, partition)
 
-    def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
-        """Attend inside segments that are spread over the ranks; each rank gives its rows in ascending order."""
-        own = shares.blocks()[self.group.rank()]
+    def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: TokenPartition) -> Tensor:
+        """Attend inside segments that are split over the ranks.
+
+        Args:
+            q_TNH, k_KNH, v_KNH: of the local tokens, in ascending order.
+            partition: which tokens of the segments are local to each rank.
+        """
+        own = partition.blocks()[self.group.rank()]
         if self.comm == "p2p":
-            return _Ring.apply(_Plan(own, shares.blocks(), self.group, self.kernel), q_TNH, k_KNH, v_KNH)
+            return _Ring.apply(_Plan(own, partition.blocks(), self.group, self.kernel), q_TNH, k_KNH, v_KNH)
         if self.comm == "all_gather":
-            return _GatheredKeys.apply(self._gathering(own, shares), q_TNH, k_KNH, v_KNH)
-        return self._by_heads(q_TNH, k_KNH, v_KNH, shares)
+            return _GatheredKeys.apply(self._gathering(own, partition), q_TNH, k_KNH, v_KNH)
+        return self._by_heads(q_TNH, k_KNH, v_KNH, partition)
 
-    def _gathering(self, own: SequenceLayout, shares: Shares, here: Optional[SequenceLayout] = None) -> "_Plan":
-        """Return how this rank's queries attend to the keys of all ranks at once."""
-        everything, order = shares.blocks(shares.size)[:1], shares.order(0, shares.size)
-        return _Plan(own, everything, self.group, self.kernel, order, here)
+    def _gathering(
+        self, own: SequenceLayout, partition: TokenPartition, here: Optional[SequenceLayout] = None
+    ) -> "_Plan":
+        """Return how the local queries attend to the gathered keys of all ranks."""
+        all_keys, order = partition.blocks(partition.size)[:1], partition.order(0, partition.size)
+        return _Plan(own, all_keys, self.group, self.kernel, order, here)
 
     def _inner(self) -> tuple[ProcessGroup, int]:
-        """Return the ranks that exchange heads, and the place of their tokens among those of all such groups."""
+        """Return the ranks that exchange heads, and the index of this group among all such groups."""
         if self.comm == "a2a":
             return self.group, 0
         assert self.inner is not None
         assert self.outer is not None
         return self.inner, self.outer.rank()
 
-    def _across(self, own: SequenceLayout, shares: Shares, size: int, here: Optional[SequenceLayout] = None) -> "_Plan":
-        """Return how tokens of `size` ranks, whose heads were exchanged, travel around the outer ring."""
+    def _across(
+        self, own: SequenceLayout, partition: TokenPartition, size: int, here: Optional[SequenceLayout] = None
+    ) -> "_Plan":
+        """Return how tokens of `size` ranks, after their exchange of heads, are sent around the outer ring."""
         assert self.outer is not None
-        return _Plan(own, shares.blocks(size), self.outer, self.kernel, here=here)
+        return _Plan(own, partition.blocks(size), self.outer, self.kernel, here=here)
 
-    def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, shares: Shares) -> Tensor:
+    def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: TokenPartition) -> Tensor:
         """Exchange tokens for heads, attend with all tokens of the inner group, and exchange back."""
         inner, index = self._inner()
-        order, blocks = shares.order(index, inner.size()), shares.blocks(inner.size())
+        order, blocks = partition.order(index, inner.size()), partition.blocks(inner.size())
         q, k, v = tokens_for_heads([q_TNH, k_KNH, v_KNH], inner, order)
         if self.comm == "a2a":
             out = self.local(q, k, v, blocks[0], blocks[0])
         else:
-            out = _Ring.apply(self._across(blocks[index], shares, inner.size()), q, k, v)
+            out = _Ring.apply(self._across(blocks[index], partition, inner.size()), q, k, v)
         return heads_for_tokens(out, inner, order)
 
     def _joint(self, q_JNH: Tensor, k_JNH: Tensor, v_JNH: Tensor, joint: JointLayout) -> Tensor:
-        """Attend with this rank's text and image rows to its text and to the image rows of all ranks."""
-        shares = context_rows(joint.image, self.group.size(), self.split)
+        """Attend with the text and the local image queries to the text and to the image keys of all ranks."""
+        partition = context_partition(joint.image, self.group.size(), self.split)
         (text_k, image_k), (text_v, image_v) = joint.split(k_JNH), joint.split(v_JNH)
         tensors = (q_JNH, image_k, image_v, text_k, text_v)
         if self.comm == "p2p":
-            return _Ring.apply(_Plan(joint, shares.blocks(), self.group, self.kernel, here=joint.text), *tensors)
+            return _Ring.apply(_Plan(joint, partition.blocks(), self.group, self.kernel, here=joint.text), *tensors)
         if self.comm == "all_gather":
-            return _GatheredKeys.apply(self._gathering(joint, shares, joint.text), *tensors)
-        return self._joint_by_heads(joint.split(q_JNH), (text_k, image_k), (text_v, image_v), joint, shares)
+            return _GatheredKeys.apply(self._gathering(joint, partition, joint.text), *tensors)
+        return self._joint_by_heads(joint.split(q_JNH), (text_k, image_k), (text_v, image_v), joint, partition)
 
     def _joint_by_heads(
         self,
@@ -131,15 +148,15 @@ class ContextAttention:
         k: tuple[Tensor, Tensor],
         v: tuple[Tensor, Tensor],
         joint: JointLayout,
-        shares: Shares,
+        partition: TokenPartition,
     ) -> Tensor:
-        """As `_by_heads`, where of its text a rank takes only the heads that it gets for the image, and gives them out.
+        """As `_by_heads`; of its copy of the text, a rank attends with its own heads only, then gathers all heads.
 
         Args:
             q, k, v: of text and image.
         """
         inner, index = self._inner()
-        order, blocks = shares.order(index, inner.size()), shares.blocks(inner.size())
+        order, blocks = partition.order(index, inner.size()), partition.blocks(inner.size())
         images = tokens_for_heads([x[1] for x in (q, k, v)], inner, order)
         texts = [x[0].chunk(inner.size(), 1)[inner.rank()] for x in (q, k, v)]
         layout = joint_layout(joint.text, blocks[index])
@@ -147,51 +164,58 @@ class ContextAttention:
             q_JNH, k_JNH, v_JNH = (layout.join(*pair) for pair in zip(texts, images))
             out_JNH = self.local(q_JNH, k_JNH, v_JNH, layout, layout)
         else:
-            plan = self._across(layout, shares, inner.size(), joint.text)
+            plan = self._across(layout, partition, inner.size(), joint.text)
             out_JNH = _Ring.apply(plan, layout.join(texts[0], images[0]), *images[1:], *texts[1:])
         text, image = layout.split(out_JNH)
         return joint.join(_GatherHeads.apply(text, inner), heads_for_tokens(image, inner, order))
 
 
-class _Exchange:
-    """A tensor on its way to the next rank of a ring while another one arrives from the previous rank."""
+class _RingStep:
+    """An asynchronous send to the next rank of a ring and receive from the previous rank."""
 
     def __init__(self, x: Tensor, group: ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
         following, previous = (dist.get_global_rank(group, (rank + hop) % size) for hop in (1, -1))
-        self._leaving, self._arriving = x, torch.empty_like(x)
+        self._sent, self._received = x, torch.empty_like(x)
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self._leaving, following, group),
-                dist.P2POp(dist.irecv, self._arriving, previous, group),
+                dist.P2POp(dist.isend, self._sent, following, group),
+                dist.P2POp(dist.irecv, self._received, previous, group),
             ]
         )
 
     def wait(self) -> Tensor:
         for work in self._works:
             work.wait()
-        return self._arriving
+        return self._received
 
 
 def merge(joined: Attended, part: Attended) -> Attended:
-    """Join the attention over two sets of keys, float32; a row without keys in both stays 0 with lse -inf."""
+    """Merge the attention over two sets of keys, float32; a query without keys in both has out 0 and lse -inf.
+
+    Args:
+        joined: output and log-sum-exp over the first set.
+        part: the same over the second set.
+
+    Source: Liu et al. 2023, arXiv:2310.01889; see `dit.kernels.attention_blocks`.
+    """
     lse_TN = torch.logaddexp(joined.lse_TN, part.lse_TN)
-    # exp(-inf - -inf) is NaN: such a row has no keys at all and weighs nothing.
+    # exp(-inf - -inf) is NaN: such a query has no keys, and both weights are 0.
     keep, add = ((x - lse_TN).exp().nan_to_num(0.0)[..., None] for x in (joined.lse_TN, part.lse_TN))
     return Attended(keep * joined.out_TNH + add * part.out_TNH.float(), lse_TN)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the queries of this rank meet all keys: everything that an exchange needs besides its tensors.
+    """How the local queries attend to all keys: all arguments of an exchange besides its tensors.
 
     Attributes:
-        queries: layout of this rank's queries.
-        blocks: layouts of the keys: of each rank of a ring, or of all ranks together where they are gathered.
+        queries: layout of the local queries.
+        blocks: layouts of the keys: of each rank of a ring, or of all ranks together if they are gathered.
         group: the ranks.
         kernel: the block kernel.
-        order: from the rows rank by rank to the rows in ascending order, where they are gathered.
-        here: layout of the keys that every rank has for itself; None for none.
+        order: the permutation from rank-by-rank to ascending order, and its inverse, if keys are gathered.
+        here: layout of the replicated keys; None for none.
     """
 
     queries: SequenceLayout
@@ -210,9 +234,9 @@ class _Context(FunctionCtx):
 
 
 class _Ring(torch.autograd.Function):
-    """Keys and values go round; each rank attends with its queries to one block after the other.
+    """Ring attention: blocks of keys and values are sent from rank to rank.
 
-    Keys and values that stay `here` are one more block, which every rank has for itself.
+    `kv_here` are replicated keys and values (text): one more block, which is not sent.
     """
 
     @staticmethod
@@ -225,15 +249,15 @@ class _Ring(torch.autograd.Function):
         *kv_here: Tensor,
     ) -> Tensor:
         rank, size, kernel = plan.group.rank(), plan.group.size(), plan.kernel
-        travelling = torch.stack([k_TNH, v_TNH])
+        kv = torch.stack([k_TNH, v_TNH])
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         joined = Attended(torch.zeros_like(q_TNH, dtype=torch.float32), lse_TN)
         for hop in range(size):
-            coming = _Exchange(travelling, plan.group) if hop < size - 1 else None
-            block = Block(q_TNH, travelling[0], travelling[1], plan.queries, plan.blocks[(rank - hop) % size])
+            incoming = _RingStep(kv, plan.group) if hop < size - 1 else None
+            block = Block(q_TNH, kv[0], kv[1], plan.queries, plan.blocks[(rank - hop) % size])
             joined = merge(joined, kernel.forward(block))
-            if coming is not None:
-                travelling = coming.wait()
+            if incoming is not None:
+                kv = incoming.wait()
         here = _block_here(plan, q_TNH, kv_here)
         if here is not None:
             joined = merge(joined, kernel.forward(here))
@@ -247,35 +271,35 @@ class _Ring(torch.autograd.Function):
         q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, *kv_here = ctx.saved_tensors
         plan, joined = ctx.plan, Attended(out_TNH, lse_TN)
         rank, size, kernel = plan.group.rank(), plan.group.size(), plan.kernel
-        travelling, grad_TNH = torch.stack([k_TNH, v_TNH]), grads[0].contiguous()
+        kv, grad_TNH = torch.stack([k_TNH, v_TNH]), grads[0].contiguous()
         dq_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
-        # The gradient of a block starts at the block's second stop and arrives at its owner with the last exchange;
-        # the owner adds its own part. So it travels size - 1 hops, like the block itself.
-        own, homeward = torch.zeros_like(travelling, dtype=torch.float32), None
+        # The gradient of a block is sent after it from the second hop on. It reaches the owner, which adds its own
+        # part, with the last exchange: size - 1 hops, like the block itself.
+        own, returning = torch.zeros_like(kv, dtype=torch.float32), None
         for hop in range(size):
-            coming = _Exchange(travelling, plan.group) if hop < size - 1 else None
-            block = Block(q_TNH, travelling[0], travelling[1], plan.queries, plan.blocks[(rank - hop) % size])
+            incoming = _RingStep(kv, plan.group) if hop < size - 1 else None
+            block = Block(q_TNH, kv[0], kv[1], plan.queries, plan.blocks[(rank - hop) % size])
             dq, *parts = kernel.backward(grad_TNH, block, joined)
             dq_TNH += dq
             part = torch.stack(parts).float()
             if hop == 0:
                 own = part
             else:
-                if homeward is not None:
-                    part += homeward.wait()
-                homeward = _Exchange(part.to(travelling.dtype), plan.group)
-            if coming is not None:
-                travelling = coming.wait()
-        if homeward is not None:
-            own += homeward.wait()
-        dk_TNH, dv_TNH = own.to(travelling.dtype)
+                if returning is not None:
+                    part += returning.wait()
+                returning = _RingStep(part.to(kv.dtype), plan.group)
+            if incoming is not None:
+                kv = incoming.wait()
+        if returning is not None:
+            own += returning.wait()
+        dk_TNH, dv_TNH = own.to(kv.dtype)
         more, dkv_here = _backward_here(grad_TNH, _block_here(plan, q_TNH, kv_here), joined, kernel)
         dq_TNH = dq_TNH if more is None else dq_TNH + more
         return None, dq_TNH.to(q_TNH.dtype), dk_TNH, dv_TNH, *dkv_here
 
 
 def _block_here(plan: _Plan, q_TNH: Tensor, kv_here: Sequence[Tensor]) -> Optional[Block]:
-    """Return the block that does not travel; None where there is none."""
+    """Return the replicated block; None if there is none."""
     if plan.here is None:
         return None
     k_here, v_here = kv_here
@@ -285,7 +309,7 @@ def _block_here(plan: _Plan, q_TNH: Tensor, kv_here: Sequence[Tensor]) -> Option
 def _backward_here(
     grad_TNH: Tensor, here: Optional[Block], joined: Attended, kernel: BlockAttention
 ) -> tuple[Optional[Tensor], tuple[Tensor, ...]]:
-    """Return the parts of dq and of (dk, dv) of the block that does not travel; None and () where there is none."""
+    """Return the parts of dq and of (dk, dv) of the replicated block; None and () if there is none."""
     if here is None:
         return None, ()
     dq, dk, dv = kernel.backward(grad_TNH, here, joined)
@@ -293,7 +317,7 @@ def _backward_here(
 
 
 class _GatheredKeys(torch.autograd.Function):
-    """Every rank attends with its queries to all keys and values, gathered for the moment."""
+    """Every rank attends with its queries to all keys and values, gathered in forward and in backward."""
 
     @staticmethod
     def forward(
@@ -331,20 +355,20 @@ class _GatheredKeys(torch.autograd.Function):
 
 
 def _gather(x_TNH: Tensor, group: ProcessGroup, order: Order) -> Tensor:
-    """Return the rows of all ranks in ascending order."""
+    """Gather the tokens of all ranks in ascending order."""
     gathered = x_TNH.new_empty(group.size() * x_TNH.shape[0], *x_TNH.shape[1:])
     dist.all_gather_into_tensor(gathered, x_TNH.contiguous(), group=group)
     return gathered if order is None else gathered[order[0]]
 
 
 class _GroupContext(FunctionCtx):
-    """What an exchange saves: the ranks among which its gradient travels back."""
+    """What an exchange saves: the ranks of the backward exchange."""
 
     group: ProcessGroup
 
 
 class _GatherHeads(torch.autograd.Function):
-    """Every rank has a share of the heads of the same rows and gets all of them."""
+    """Gather heads: every rank has some heads of the same tokens and gets all heads."""
 
     @staticmethod
     def forward(ctx: _GroupContext, x_KNH: Tensor, group: ProcessGroup) -> Tensor:
@@ -362,7 +386,7 @@ class _GatherHeads(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of the first dimension goes to rank i."""
+    """Send part i of the first dimension to rank i."""
 
     @staticmethod
     def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -377,19 +401,29 @@ class _AllToAll(torch.autograd.Function):
 
 
 def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) -> list[Tensor]:
-    """Give away all but a share of the heads and get the tokens of the whole group for it, in one exchange.
+    """Exchange all heads of the local tokens for some heads of all tokens of the group, in one all-to-all.
+
+    Two ranks, 2 heads (x, y), tokens 0 and 1 local to rank 0, tokens 2 and 3 to rank 1:
+
+        rank 0: x0 x1 y0 y1  --->  x0 x1 x2 x3
+        rank 1: x2 x3 y2 y3  --->  y0 y1 y2 y3
+
+    Args:
+        xs_TNH: tensors of the local tokens, sent together; they may differ in heads.
+        group: the ranks.
+        order: the permutation from rank-by-rank to ascending order, and its inverse; None for the identity.
 
     Returns:
-        For each `[T, N, H]` the rows of all ranks in ascending order, `[T * size, N / size, H]`.
+        For each `[T, N, H]` the tokens of all ranks in ascending order, `[T * size, N / size, H]`.
 
     Raises:
-        ConfigError: the heads cannot be shared evenly.
+        ConfigError: the heads cannot be split evenly.
     """
     size = group.size()
     for x in xs_TNH:
         if x.shape[1] % size:
             raise ConfigError(
-                f"{x.shape[1]} heads of one rank cannot be shared by the {size} ranks of an all-to-all; use "
+                f"{x.shape[1]} heads of one rank cannot be split over the {size} ranks of an all-to-all; use "
                 "parallel.context_comm=p2p or all_gather, or fewer ranks (parallel.context_a2a_size)"
             )
     shares = [x.unflatten(1, (size, -1)) for x in xs_TNH]
@@ -399,7 +433,7 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) ->
 
 
 def heads_for_tokens(x_TNH: Tensor, group: ProcessGroup, order: Order) -> Tensor:
-    """Undo `tokens_for_heads` for one tensor."""
+    """Undo `tokens_for_heads` for one tensor: `[T * size, N / size, H]` becomes `[T, N, H]`."""
     rank_by_rank = x_TNH if order is None else x_TNH[order[1]]
     arrived = _AllToAll.apply(rank_by_rank.unflatten(0, (group.size(), -1)), group)
     return arrived.transpose(0, 1).flatten(1, 2)

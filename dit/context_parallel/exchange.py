@@ -1,4 +1,4 @@
-"""Rows on their way: to another place on the same rank, or to other ranks by one all-to-all of uneven shares."""
+"""Token exchanges: a permutation on one rank, or one all-to-all with uneven counts between ranks."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -11,53 +11,74 @@ from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
-    """Where rows come from and where they go. No row goes to two places, so the way back is the gradient's.
+class ExchangePlan:
+    """Which tokens are sent and where received tokens are placed. No token goes to two places.
+
+        local tokens --send_index--> send buffer --all-to-all--> receive buffer --receive_index--> new local tokens
+
+    Each token has one destination, so the inverse exchange is also the backward pass.
 
     Attributes:
-        take: the rows that leave, in the order of their ranks; None for all as they lie.
-        put: where the rows that arrive are laid; None for as they come. Other rows become zero.
-        rows_in, rows_out: rows here before and after.
-        sent, received: rows that leave for and arrive from each rank; None where all stay on their rank.
+        send_index: local indices of the tokens to send, ordered by destination rank, int64; None for all, in order.
+        receive_index: index of each received token in the result, int64; None for the order of arrival. Other tokens of
+            the result are zeros.
+        tokens_in, tokens_out: number of local tokens before and after.
+        send_counts, receive_counts: number of tokens sent to and received from each rank; None if no rank sends any.
     """
 
-    take: Optional[Tensor]
-    put: Optional[Tensor]
-    rows_in: int
-    rows_out: int
-    sent: Optional[tuple[int, ...]] = None
-    received: Optional[tuple[int, ...]] = None
+    send_index: Optional[Tensor]
+    receive_index: Optional[Tensor]
+    tokens_in: int
+    tokens_out: int
+    send_counts: Optional[tuple[int, ...]] = None
+    receive_counts: Optional[tuple[int, ...]] = None
 
     @property
-    def back(self) -> "Route":
-        """The way back."""
-        return Route(self.put, self.take, self.rows_out, self.rows_in, self.received, self.sent)
+    def inverse(self) -> "ExchangePlan":
+        """The plan that sends every token back to where it came from."""
+        return ExchangePlan(
+            self.receive_index,
+            self.send_index,
+            self.tokens_out,
+            self.tokens_in,
+            self.receive_counts,
+            self.send_counts,
+        )
 
 
 class _Context(FunctionCtx):
-    route: Route
+    plan: ExchangePlan
     group: Optional[ProcessGroup]
 
 
-class _Move(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, route: Route, group: Optional[ProcessGroup]) -> Tensor:
-        ctx.route, ctx.group = route, group
-        leaving = x.contiguous() if route.take is None else x.index_select(0, route.take)
-        if route.sent is not None:
-            assert route.received is not None
-            arrived = x.new_empty(sum(route.received), *x.shape[1:])
-            dist.all_to_all_single(arrived, leaving, list(route.received), list(route.sent), group=group)
-            leaving = arrived
-        if route.put is None:
-            return leaving
-        return x.new_zeros(route.rows_out, *x.shape[1:]).index_copy_(0, route.put, leaving)
+    def forward(ctx: _Context, x: Tensor, plan: ExchangePlan, group: Optional[ProcessGroup]) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        tokens = x.contiguous() if plan.send_index is None else x.index_select(0, plan.send_index)
+        if plan.send_counts is not None:
+            assert plan.receive_counts is not None
+            received = x.new_empty(sum(plan.receive_counts), *x.shape[1:])
+            dist.all_to_all_single(received, tokens, list(plan.receive_counts), list(plan.send_counts), group=group)
+            tokens = received
+        if plan.receive_index is None:
+            return tokens
+        return x.new_zeros(plan.tokens_out, *x.shape[1:]).index_copy_(0, plan.receive_index, tokens)
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Move.apply(grads[0], ctx.route.back, ctx.group), None, None
+        return _Exchange.apply(grads[0], ctx.plan.inverse, ctx.group), None, None
 
 
-def move(x: Tensor, route: Optional[Route], group: Optional[ProcessGroup] = None) -> Tensor:
-    """Move the rows of `x`, `[rows_in, ...]`, along a route: `[rows_out, ...]`; None leaves them where they are."""
-    return x if route is None else _Move.apply(x, route, group)
+def exchange(x: Tensor, plan: Optional[ExchangePlan], group: Optional[ProcessGroup] = None) -> Tensor:
+    """Send the tokens of `x` to their destinations, differentiably.
+
+    Args:
+        x: `[tokens_in, ...]`.
+        plan: None returns `x` itself.
+        group: the ranks of the all-to-all; unused by a plan without counts.
+
+    Returns:
+        `[tokens_out, ...]`, in the dtype of `x`.
+    """
+    return x if plan is None else _Exchange.apply(x, plan, group)

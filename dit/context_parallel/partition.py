@@ -1,9 +1,23 @@
-"""Which rows of a pack each context-parallel rank holds, and how the rows of several ranks lie as a pack of their own.
+"""The context-parallel partition of a pack: which tokens are local to each rank.
 
-Every sample is cut into equal chunks, padding included. `contiguous` gives rank r the r-th of `size` chunks;
-`load_balanced` gives it chunks r and 2 * size - 1 - r of `2 * size` (Megatron-Core's and Transformer Engine's order,
-made for causal masks). The tail pad is cut into `size` parts. A rank keeps its rows in ascending order, so that of each
-sample it holds the real rows first and padding behind: what it holds is again a pack, with shorter samples.
+Every sample is split into equal chunks, padding included. With c ranks, `contiguous` assigns the r-th of c chunks to
+rank r. `load_balanced` assigns chunks r and 2c - 1 - r of 2c chunks to it (the order of Megatron-Core and Transformer
+Engine, which balances causal masks). The tail pad is split into c equal parts.
+
+Two samples of 8 and 5 tokens, each padded to 8, on c = 4 ranks (`.` is padding):
+
+    global pack      a0 a1 a2 a3 a4 a5 a6 a7   b0 b1 b2 b3 b4 .  .  .
+    contiguous       -0-- -1-- -2-- -3--       -0-- -1-- -2-- -3--        rank of each chunk
+    load_balanced    0  1  2  3  3  2  1  0    0  1  2  3  3  2  1  0
+
+    contiguous,    local to rank 1: a2 a3 b2 b3        lengths (2, 2)
+                   local to rank 2: a4 a5 b4 .         lengths (2, 1), each padded to 2
+    load_balanced, local to rank 0: a0 a7 b0 .         lengths (2, 1)
+
+Local tokens stay in ascending order. Of each sample, real tokens therefore come before padding, and the local tokens
+are again a pack, with shorter samples (some may be empty).
+
+Shape suffixes: T tokens, S samples (or finer segments), R context-parallel ranks, B blocks of adjacent ranks.
 """
 
 from functools import lru_cache
@@ -19,12 +33,12 @@ ContextSplit = Literal["contiguous", "load_balanced"]
 
 
 def chunks_per_sample(size: int, split: ContextSplit) -> int:
-    """Return into how many chunks every sample is cut."""
+    """Return the number of chunks that every sample is split into."""
     return size if split == "contiguous" else 2 * size
 
 
 def check_split(layout: SequenceLayout, size: int, split: ContextSplit) -> None:
-    """Check that every sample and the tail pad can be cut into equal chunks.
+    """Check that every sample and the tail pad can be split into equal chunks.
 
     Raises:
         BatchError: one cannot.
@@ -33,104 +47,109 @@ def check_split(layout: SequenceLayout, size: int, split: ContextSplit) -> None:
     uneven = sorted({n for n in layout.padded_lengths if n % chunks})
     if uneven or tail % size:
         raise BatchError(
-            f"context_parallel_size={size} with the {split} split cuts every sample into {chunks} chunks and the tail "
-            f"pad into {size}, but samples have {uneven or 'fitting'} padded tokens and the tail {tail}; "
+            f"context_parallel_size={size} with the {split} split divides every sample into {chunks} chunks and the "
+            f"tail pad into {size}, but samples have {uneven or 'fitting'} padded tokens and the tail {tail}; "
             f"pad samples to a multiple of {chunks} (BatchSpec.multiple_of) and the pack to a multiple of {size}"
         )
 
 
-class Shares:
-    """The rows that each rank holds of a pack in some order, and how the rows of several ranks lie as a pack.
+class TokenPartition:
+    """The tokens of a pack that are local to each rank, and the packs that they form.
 
     Args:
-        rows_RT: rows of each rank, ascending, all ranks equally many.
-        counts_SR: real rows of each sample, or finer segment, on each rank.
-        padded_lengths: rows of each sample including its own padding; None where all padding lies behind the last.
+        indices_RT: global indices of each rank's tokens, ascending, int64; every rank has the same number.
+        counts_SR: number of real tokens of each sample (or finer segment) on each rank, int64.
+        padded_lengths: tokens of each sample including its own padding; None if all padding is behind the last sample.
         device: of the index tensors.
     """
 
     def __init__(
-        self, rows_RT: Tensor, counts_SR: Tensor, padded_lengths: Optional[tuple[int, ...]], device: torch.device
+        self, indices_RT: Tensor, counts_SR: Tensor, padded_lengths: Optional[tuple[int, ...]], device: torch.device
     ) -> None:
-        self.size = len(rows_RT)
-        self.rows_RT, self._counts_SR = rows_RT, counts_SR
+        self.size = len(indices_RT)
+        self.indices_RT, self._counts_SR = indices_RT, counts_SR
         self._padded_lengths, self._device = padded_lengths, device
         self._blocks: dict[int, tuple[SequenceLayout, ...]] = {}
         self._orders: dict[tuple[int, int], Optional[tuple[Tensor, Tensor]]] = {}
 
     def of_rank(self, rank: int) -> Tensor:
-        """Return the rows of one rank, ascending, int64 on the layout's device."""
-        return self.rows_RT[rank].to(self._device)
+        """Return the global indices of one rank's tokens, ascending, int64 on the layout's device."""
+        return self.indices_RT[rank].to(self._device)
 
     def blocks(self, ranks_per_block: int = 1) -> tuple[SequenceLayout, ...]:
-        """Describe the joined rows of each run of adjacent ranks as a pack of their own; samples may be empty in it."""
+        """Return the layout of each block of adjacent ranks: their tokens as one pack; samples may be empty."""
         if ranks_per_block not in self._blocks:
-            count, rows = self.size // ranks_per_block, self.rows_RT.numel()
+            count, tokens = self.size // ranks_per_block, self.indices_RT.numel()
             lengths_BS = self._counts_SR.unflatten(1, (count, ranks_per_block)).sum(-1).T.tolist()
-            whole = self._padded_lengths
-            padded = None if whole is None else tuple(n // count for n in whole)
+            full = self._padded_lengths
+            padded = None if full is None else tuple(n // count for n in full)
             self._blocks[ranks_per_block] = tuple(
-                SequenceLayout(tuple(lengths), padded or tuple(lengths), rows // count, self._device)
+                SequenceLayout(tuple(lengths), padded or tuple(lengths), tokens // count, self._device)
                 for lengths in lengths_BS
             )
         return self._blocks[ranks_per_block]
 
     def order(self, block: int, ranks_per_block: int) -> Optional[tuple[Tensor, Tensor]]:
-        """Return how rows that lie rank behind rank are put into ascending order, and back, as index tensors.
+        """Return the permutation from rank-by-rank order to ascending order, and its inverse, int64.
 
-        None where they already are, as those of one sample under the contiguous split.
+        None if it is the identity, as for one sample under the contiguous split.
         """
         key = (block, ranks_per_block)
         if key not in self._orders:
             ranks = slice(block * ranks_per_block, (block + 1) * ranks_per_block)
-            join = self.rows_RT[ranks].flatten().argsort()
+            join = self.indices_RT[ranks].flatten().argsort()
             identity = torch.arange(len(join))
-            back = torch.empty_like(join).scatter_(0, join, identity)
-            self._orders[key] = None if torch.equal(join, identity) else (join.to(self._device), back.to(self._device))
+            inverse = torch.empty_like(join).scatter_(0, join, identity)
+            orders = (join.to(self._device), inverse.to(self._device))
+            self._orders[key] = None if torch.equal(join, identity) else orders
         return self._orders[key]
 
 
-class ContextRows(Shares):
-    """The shares of one pack, of every sample the same number of rows.
+class ContextPartition(TokenPartition):
+    """The partition of one pack: every rank gets the same number of tokens of every sample, padding included.
 
     Args:
-        layout: the whole pack.
-        size: context-parallel ranks.
+        layout: the global pack.
+        size: number of context-parallel ranks.
+        split: which chunks a rank gets.
+
+    Raises:
+        BatchError: the pack cannot be split into equal parts.
     """
 
     def __init__(self, layout: SequenceLayout, size: int, split: ContextSplit) -> None:
         check_split(layout, size, split)
-        whole = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
+        full = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
         padded_S = torch.tensor(layout.padded_lengths)
         packed = sum(layout.padded_lengths)
         chunks = chunks_per_sample(size, split)
-        chunk_T = whole.token_index_T * chunks // padded_S[whole.segment_ids_T]
+        chunk_T = full.token_index_T * chunks // padded_S[full.segment_ids_T]
         rank_T = torch.minimum(chunk_T, chunks - 1 - chunk_T) if split == "load_balanced" else chunk_T
         if (tail := layout.total_tokens - packed) > 0:
             rank_T[packed:] = torch.arange(tail) * size // tail
-        # Stable: the rows of rank 0 in ascending order, then those of rank 1, ...
-        rows_RT = rank_T.sort(stable=True).indices.view(size, -1)
-        address = whole.segment_ids_T * size + rank_T
-        counts = torch.bincount(address[whole.valid_T], minlength=whole.num_samples * size)
-        super().__init__(rows_RT, counts.view(-1, size), layout.padded_lengths, layout.device)
+        # A stable sort: the tokens of rank 0 in ascending order, then those of rank 1, ...
+        indices_RT = rank_T.sort(stable=True).indices.view(size, -1)
+        pair_T = full.segment_ids_T * size + rank_T
+        counts = torch.bincount(pair_T[full.valid_T], minlength=full.num_samples * size)
+        super().__init__(indices_RT, counts.view(-1, size), layout.padded_lengths, layout.device)
 
 
 @lru_cache(maxsize=16)
-def _context_rows(
+def _context_partition(
     lengths: tuple[int, ...],
     padded_lengths: tuple[int, ...],
     total_tokens: int,
     device: torch.device,
     size: int,
     split: ContextSplit,
-) -> ContextRows:
-    return ContextRows(SequenceLayout(lengths, padded_lengths, total_tokens, device), size, split)
+) -> ContextPartition:
+    return ContextPartition(SequenceLayout(lengths, padded_lengths, total_tokens, device), size, split)
 
 
-def context_rows(layout: SequenceLayout, size: int, split: ContextSplit) -> ContextRows:
-    """Return the shares of the whole pack that `layout` is a part of; every layer of a step gets the same object.
+def context_partition(layout: SequenceLayout, size: int, split: ContextSplit) -> ContextPartition:
+    """Return the partition of the global pack that `layout` belongs to; cached, so that all layers share one object.
 
     Raises:
-        BatchError: the pack cannot be cut into equal parts.
+        BatchError: the pack cannot be split into equal parts.
     """
-    return _context_rows(layout.lengths, layout.padded_lengths, layout.total_tokens, layout.device, size, split)
+    return _context_partition(layout.lengths, layout.padded_lengths, layout.total_tokens, layout.device, size, split)

@@ -1,17 +1,23 @@
-"""Attention inside segments finer than samples, also where tokens are spread over context-parallel ranks.
-
-Three ways, chosen by where the tokens are:
+"""Attention inside segments finer than samples (frames, columns), with or without context parallelism.
 
 | | before the projections | in attention |
 |---|---|---|
-| one context rank | nothing | rows are put segment after segment |
-| `hybrid` | one all-to-all brings whole segments to their owners, one brings the results back | as on one rank |
-| `context` | nothing | segments are cut; keys and values travel as in full attention (ring, all-gather, Ulysses) |
+| one context rank | nothing | tokens are permuted to segment order |
+| `hybrid` | one all-to-all dispatches complete segments to their owners, one combines the results | as on one rank |
+| `context` | nothing | segments are split; keys and values are exchanged as in full attention (see `attention`) |
+
+`hybrid`, two ranks, a clip of 2 frames (a, b) with 2 patches, temporal attention (columns a0 b0 and a1 b1):
+
+    rank 0: a0 a1 --dispatch--> a0 b0 --projections, attention--> a0 b0 --combine--> a0 a1
+    rank 1: b0 b1 --dispatch--> a1 b1 --projections, attention--> a1 b1 --combine--> b0 b1
 
 Elements sent per rank and forward pass, with T tokens, c ranks, width D: hybrid 2 (T/c) D (c-1)/c, the ring c times as
-many. A frame or column that one rank holds whole stays: spatial attention sends nothing where the frames of every
-sample are a multiple of the ranks under the contiguous split. Under sequence parallelism each tensor-parallel rank
-moves its own share of the rows, among its own context-parallel ranks; without it each of them moves all of them.
+many. A segment whose tokens are all local to one rank stays there: spatial attention sends nothing if the number of
+frames of every sample is a multiple of c, under the contiguous split. Under sequence parallelism each tensor-parallel
+rank exchanges its own tokens, in a context-parallel group of its own; without it each of them exchanges all tokens.
+
+Shape suffixes: T tokens, N heads, H head size, D hidden size; V real tokens of the pack, segment by segment;
+K segments; R context-parallel ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -23,159 +29,165 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dit.context_parallel.attention import ContextAttention
-from dit.context_parallel.exchange import Route, move
-from dit.context_parallel.partition import ContextSplit, Shares, context_rows
+from dit.context_parallel.exchange import ExchangePlan, exchange
+from dit.context_parallel.partition import ContextSplit, TokenPartition, context_partition
 from dit.context_parallel.segments import AttentionKind, Grids, Segments, assign_owners, segments_of
 from dit.kernels.attention import Attention, zeros_of
 from dit.layout import SequenceLayout
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one kind of self-attention happens, and how tokens get there and back.
+class SegmentAttentionPlan:
+    """How one kind of self-attention runs: which tokens are exchanged, and what is called between the projections.
 
     Attributes:
-        attend: what to call between the projections; None for the attention of whole samples.
-        route: the tokens' way to the rank that attends to them, before the projections; None where they stay.
-        group: of that way.
-        positions_T3: (t, h, w) patch index of the rows that attention gets; None for those of the rows held before.
+        attend: what to call between the projections; None for the attention over samples.
+        exchange: sends tokens to the rank that attends to them, before the projections; None if they stay.
+        group: the ranks of that exchange.
+        positions_T3: (t, h, w) patch index of the tokens after the exchange; None if they stay.
     """
 
     attend: Optional[Attention] = None
-    route: Optional[Route] = None
+    exchange: Optional[ExchangePlan] = None
     group: Optional[ProcessGroup] = None
     positions_T3: Optional[Tensor] = None
 
-    def enter(self, x_TD: Tensor) -> Tensor:
-        """Bring tokens to where they are attended to."""
-        return move(x_TD, self.route, self.group)
+    def dispatch(self, x_TD: Tensor) -> Tensor:
+        """Send tokens to the ranks that attend to them."""
+        return exchange(x_TD, self.exchange, self.group)
 
-    def leave(self, x_TD: Tensor) -> Tensor:
-        """Bring results to where the tokens came from."""
-        return move(x_TD, self.route and self.route.back, self.group)
+    def combine(self, x_TD: Tensor) -> Tensor:
+        """Send results back to the ranks of the tokens."""
+        return exchange(x_TD, self.exchange and self.exchange.inverse, self.group)
 
 
-def place_of(
+def plan_segment_attention(
     kind: AttentionKind, attention: Attention, layout: SequenceLayout, grids: Grids, tp_rank: int, tp_size: int
-) -> Place:
-    """Return the place of one kind of attention for one pack; what can be kept is made once for all layers.
+) -> SegmentAttentionPlan:
+    """Plan one kind of attention for one pack; the plans are cached, so that all layers of a step share them.
 
     Args:
         attention: the attention path of this process.
-        layout: the rows of this context-parallel rank.
-        grids: (t, h, w) of every sample of the whole pack.
-        tp_rank, tp_size: this tensor-parallel rank and how many share the rows (sequence parallel); 0 and 1 for none.
+        layout: the local tokens of this context-parallel rank.
+        grids: (t, h, w) of every sample of the global pack.
+        tp_rank, tp_size: tensor-parallel rank and size under sequence parallelism; 0 and 1 without it.
 
     Raises:
-        BatchError: a grid does not have the tokens of its sample.
+        BatchError: a grid has another number of patches than its sample has tokens.
     """
     if kind == "full":
-        return Place()
-    # The rows that a rank holds follow from the pack, so plans are kept by the pack.
-    pack = replace(layout, rows=None, parent=None)
+        return SegmentAttentionPlan()
+    # The global pack determines which tokens are local, so it is the key of the cached plans.
+    pack = replace(layout, local_indices=None, parent=None)
     if not isinstance(attention, ContextAttention):
-        return Place(partial(_attend, attention, _in_order(pack, grids, kind)))
+        return SegmentAttentionPlan(partial(_attend, attention, _one_rank_segments(pack, grids, kind)))
     group, split = attention.group, attention.split
     if attention.segment_comm == "context":
-        cut = _cut(pack, grids, kind, group.size(), split)
-        return Place(partial(_attend_cut, attention, cut, group.rank()))
-    share = (group.size(), split, group.rank(), tp_rank, tp_size)
-    whole = _whole(pack, grids, kind, *share)
-    return Place(partial(_attend, attention.local, whole), whole.travel, group, whole.positions_T3)
+        segments = _split_segments(pack, grids, kind, group.size(), split)
+        return SegmentAttentionPlan(partial(_attend_split, attention, segments, group.rank()))
+    owned = _owned_segments(pack, grids, kind, group.size(), split, group.rank(), tp_rank, tp_size)
+    return SegmentAttentionPlan(partial(_attend, attention.local, owned), owned.exchange, group, owned.positions_T3)
 
 
 @dataclass(frozen=True, eq=False)
-class _WholeSegments:
-    """Segments that one rank attends to.
+class _LocalSegments:
+    """Complete segments that one rank attends to.
 
     Attributes:
-        layout: the segments side by side; None for no segment.
-        order: from the rows that attention gets to that order.
-        travel, positions_T3: as in `Place`.
+        layout: the segments as a pack; None if the rank has none.
+        order: permutes the tokens that attention gets to segment order; None if they are in that order.
+        exchange, positions_T3: as in `SegmentAttentionPlan`.
     """
 
     layout: Optional[SequenceLayout]
-    order: Optional[Route]
-    travel: Optional[Route] = None
+    order: Optional[ExchangePlan]
+    exchange: Optional[ExchangePlan] = None
     positions_T3: Optional[Tensor] = None
 
 
 @dataclass(frozen=True, eq=False)
-class _CutSegments:
-    """Segments that are spread over ranks: on each rank, the order by segment of its rows, and what all ranks hold."""
+class _SplitSegments:
+    """Segments that are split over ranks.
 
-    orders: tuple[Route, ...]
-    shares: Shares
+    Attributes:
+        orders: for each rank, the permutation of its tokens to segment order.
+        partition: which tokens of the permuted pack are local to each rank.
+    """
+
+    orders: tuple[ExchangePlan, ...]
+    partition: TokenPartition
 
 
 def _attend(
-    attention: Attention, segments: _WholeSegments, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, *_: SequenceLayout
+    attention: Attention, segments: _LocalSegments, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, *_: SequenceLayout
 ) -> Tensor:
     if segments.layout is None:
         return zeros_of(q_TNH, k_TNH, v_TNH)
-    q, k, v = (move(x, segments.order) for x in (q_TNH, k_TNH, v_TNH))
+    q, k, v = (exchange(x, segments.order) for x in (q_TNH, k_TNH, v_TNH))
     out_TNH = attention(q, k, v, segments.layout, segments.layout)
-    return move(out_TNH, segments.order and segments.order.back)
+    return exchange(out_TNH, segments.order and segments.order.inverse)
 
 
-def _attend_cut(
+def _attend_split(
     attention: ContextAttention,
-    cut: _CutSegments,
+    segments: _SplitSegments,
     rank: int,
     q_TNH: Tensor,
     k_TNH: Tensor,
     v_TNH: Tensor,
     *_: SequenceLayout,
 ) -> Tensor:
-    order = cut.orders[rank]
-    q, k, v = (move(x, order) for x in (q_TNH, k_TNH, v_TNH))
-    return move(attention.exchange(q, k, v, cut.shares), order.back)
+    order = segments.orders[rank]
+    q, k, v = (exchange(x, order) for x in (q_TNH, k_TNH, v_TNH))
+    return exchange(attention.exchange(q, k, v, segments.partition), order.inverse)
 
 
-def _order(rows: Tensor, rows_in: int, device: torch.device) -> Optional[Route]:
-    """Return the way of `rows` out of `rows_in` to the front, in their order; None if all are there already."""
-    if torch.equal(rows, torch.arange(rows_in)):
+def _order(indices: Tensor, tokens_in: int, device: torch.device) -> Optional[ExchangePlan]:
+    """Return the plan that selects the tokens `indices` out of `tokens_in` ones, in this order; None if it is all."""
+    if torch.equal(indices, torch.arange(tokens_in)):
         return None
-    return Route(rows.to(device), None, rows_in, len(rows))
+    return ExchangePlan(indices.to(device), None, tokens_in, len(indices))
 
 
 @lru_cache(maxsize=32)
-def _in_order(pack: SequenceLayout, grids: Grids, kind: AttentionKind) -> _WholeSegments:
-    """Return the segments of a pack that one rank holds whole."""
+def _one_rank_segments(pack: SequenceLayout, grids: Grids, kind: AttentionKind) -> _LocalSegments:
+    """Plan the segments of a pack without context parallelism."""
     segments = segments_of(pack, grids, kind)
     layout = SequenceLayout.from_lengths(segments.lengths_K.tolist(), device=pack.device)
-    return _WholeSegments(layout, _order(segments.rows_V, pack.total_tokens, pack.device))
+    return _LocalSegments(layout, _order(segments.indices_V, pack.total_tokens, pack.device))
 
 
 @lru_cache(maxsize=32)
-def _cut(pack: SequenceLayout, grids: Grids, kind: AttentionKind, size: int, split: ContextSplit) -> _CutSegments:
-    """Return how ranks hold the segments of a pack: rows in the order of the segments, padding behind."""
-    segments, rows_RT = segments_of(pack, grids, kind), context_rows(pack, size, split).rows_RT
-    place_T = torch.full((pack.total_tokens,), -1)
-    place_T[segments.rows_V] = torch.arange(len(segments.rows_V))
-    place_T[place_T < 0] = torch.arange(len(segments.rows_V), pack.total_tokens)
-    sorted_RT, order_RT = place_T[rows_RT].sort(1)
-    orders = tuple(Route(order.to(pack.device), None, len(order), len(order)) for order in order_RT)
-    return _CutSegments(orders, Shares(sorted_RT, _held(segments, rows_RT), None, pack.device))
+def _split_segments(
+    pack: SequenceLayout, grids: Grids, kind: AttentionKind, size: int, split: ContextSplit
+) -> _SplitSegments:
+    """Plan segments that stay split over ranks: local tokens in segment order, padding behind."""
+    segments, indices_RT = segments_of(pack, grids, kind), context_partition(pack, size, split).indices_RT
+    index_T = torch.full((pack.total_tokens,), -1)  # of each token in the permuted pack
+    index_T[segments.indices_V] = torch.arange(len(segments.indices_V))
+    index_T[index_T < 0] = torch.arange(len(segments.indices_V), pack.total_tokens)
+    sorted_RT, order_RT = index_T[indices_RT].sort(1)
+    orders = tuple(ExchangePlan(order.to(pack.device), None, len(order), len(order)) for order in order_RT)
+    return _SplitSegments(orders, TokenPartition(sorted_RT, _local_counts(segments, indices_RT), None, pack.device))
 
 
-def _home(segments: Segments, rows_RT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rank that holds each real row, and where it lies there."""
-    flat = rows_RT.flatten()
+def _locate(segments: Segments, indices_RT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rank of each real token, and its local index on that rank."""
+    flat = indices_RT.flatten()
     at_T = torch.empty_like(flat).scatter_(0, flat, torch.arange(len(flat)))
-    at_V = at_T[segments.rows_V]
-    return at_V // rows_RT.shape[1], at_V % rows_RT.shape[1]
+    at_V = at_T[segments.indices_V]
+    return at_V // indices_RT.shape[1], at_V % indices_RT.shape[1]
 
 
-def _held(segments: Segments, rows_RT: Tensor) -> Tensor:
-    """Count the rows of each segment on each rank, `[K, R]`."""
-    size = len(rows_RT)
-    address_V = segments.segment_V * size + _home(segments, rows_RT)[0]
-    return address_V.bincount(minlength=len(segments.lengths_K) * size).view(-1, size)
+def _local_counts(segments: Segments, indices_RT: Tensor) -> Tensor:
+    """Count the tokens of each segment on each rank, `[K, R]`."""
+    size = len(indices_RT)
+    pair_V = segments.segment_V * size + _locate(segments, indices_RT)[0]
+    return pair_V.bincount(minlength=len(segments.lengths_K) * size).view(-1, size)
 
 
 @lru_cache(maxsize=32)
-def _whole(
+def _owned_segments(
     pack: SequenceLayout,
     grids: Grids,
     kind: AttentionKind,
@@ -184,44 +196,47 @@ def _whole(
     rank: int,
     tp_rank: int,
     tp_size: int,
-) -> _WholeSegments:
-    """Plan how segments become whole, for one rank; every rank plans from the same pack and comes to the same owners.
+) -> _LocalSegments:
+    """Plan the exchange that completes segments on their owners, for one rank.
 
-    Rows go from tensor-parallel rank i of one context-parallel rank to rank i of another. The tensor-parallel ranks of
-    an owner thus get different rows, perhaps not equally many: short ones get zeros behind. Gathered by the projection,
-    the rows are put in order.
+    Every rank plans from the same pack and therefore finds the same owners. Tokens are sent from tensor-parallel rank i
+    of one context-parallel rank to rank i of another. The tensor-parallel ranks of an owner may receive different
+    numbers of tokens; shorter ones are padded with zeros. The projection gathers them, then `order` sorts them:
+
+        tensor rank 0 received: s t .      tensor rank 1 received: u v w      (`.` is padding)
+        gathered:               s t . u v w    --order-->    s u t v w        (segment order)
     """
-    segments, rows_RT = segments_of(pack, grids, kind), context_rows(pack, size, split).rows_RT
-    home_V, at_V = _home(segments, rows_RT)
-    owner_K = assign_owners(segments.lengths_K, _held(segments, rows_RT))
+    segments, indices_RT = segments_of(pack, grids, kind), context_partition(pack, size, split).indices_RT
+    rank_V, index_V = _locate(segments, indices_RT)
+    owner_K = assign_owners(segments.lengths_K, _local_counts(segments, indices_RT))
     owner_V, lengths = owner_K[segments.segment_V], segments.lengths_K[owner_K == rank].tolist()
     layout = SequenceLayout.from_lengths(lengths, device=pack.device) if lengths else None
     owned = owner_V == rank
-    if torch.equal(owner_V, home_V):
-        return _WholeSegments(layout, _order(at_V[owned], rows_RT.shape[1], pack.device))
+    if torch.equal(owner_V, rank_V):
+        return _LocalSegments(layout, _order(index_V[owned], indices_RT.shape[1], pack.device))
 
-    rows_in = rows_RT.shape[1] // tp_size
-    part_V = at_V // rows_in
-    leaving = ((home_V == rank) & (part_V == tp_rank)).nonzero()[:, 0]
-    leaving = leaving[owner_V[leaving].argsort(stable=True)]
-    # A rank that owns nothing still has a row, of zeros: some libraries do not multiply empty matrices.
-    rows_out = max(1, int(part_V[owned].bincount(minlength=tp_size).max()))
-    arriving_V = owned & (part_V == tp_rank)
-    put = home_V[arriving_V].argsort(stable=True)
-    travel = Route(
-        (at_V[leaving] % rows_in).to(pack.device),
-        put.to(pack.device),
-        rows_in,
-        rows_out,
-        tuple(owner_V[leaving].bincount(minlength=size).tolist()),
-        tuple(home_V[arriving_V].bincount(minlength=size).tolist()),
+    tokens_in = indices_RT.shape[1] // tp_size
+    part_V = index_V // tokens_in
+    sent = ((rank_V == rank) & (part_V == tp_rank)).nonzero()[:, 0]
+    sent = sent[owner_V[sent].argsort(stable=True)]
+    # A rank without segments gets one token of zeros: some libraries do not multiply empty matrices.
+    tokens_out = max(1, int(part_V[owned].bincount(minlength=tp_size).max()))
+    received_V = owned & (part_V == tp_rank)
+    receive_index = rank_V[received_V].argsort(stable=True)
+    plan = ExchangePlan(
+        (index_V[sent] % tokens_in).to(pack.device),
+        receive_index.to(pack.device),
+        tokens_in,
+        tokens_out,
+        tuple(owner_V[sent].bincount(minlength=size).tolist()),
+        tuple(rank_V[received_V].bincount(minlength=size).tolist()),
     )
-    # Where the rows that this owner's segments need lie once its tensor-parallel ranks have gathered them.
+    # Indices of this owner's tokens after its tensor-parallel ranks have gathered them.
     gathered = torch.empty(int(owned.sum()), dtype=torch.int64)
     for part in range(tp_size):
         mine = part_V[owned] == part
-        gathered[mine] = part * rows_out + torch.arange(int(mine.sum()))
-    positions_T3 = torch.zeros(tp_size * rows_out, 3, dtype=torch.int64)
+        gathered[mine] = part * tokens_out + torch.arange(int(mine.sum()))
+    positions_T3 = torch.zeros(tp_size * tokens_out, 3, dtype=torch.int64)
     positions_T3[gathered] = segments.positions_V3[owned]
-    order = _order(gathered, tp_size * rows_out, pack.device)
-    return _WholeSegments(layout, order, travel, positions_T3.to(pack.device))
+    order = _order(gathered, tp_size * tokens_out, pack.device)
+    return _LocalSegments(layout, order, plan, positions_T3.to(pack.device))

@@ -1,7 +1,7 @@
-"""Context parallelism around the network: cut a pack for this rank, and put a prediction together again.
+"""Context parallelism around the network: select this rank's tokens of a pack, and gather a prediction.
 
-Data come whole to every context-parallel rank. What is per token is cut (latents, positions, and with the layout all
-that follows from it: noise, time, loss; conditions per latent token); what is per sample, and the text, stays whole.
+Every context-parallel rank reads the full pack. Per-token tensors are split: latents, positions, conditions per latent
+token, and all that is computed from the layout (noise, time, loss). Per-sample tensors and texts are replicated.
 """
 
 from collections.abc import Callable
@@ -12,35 +12,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.context_parallel.partition import ContextSplit, context_rows
+from dit.context_parallel.partition import ContextSplit, context_partition
 
 Network = Callable[[Tensor, Tensor, PackedBatch], Tensor]
 
 
 def shard(batch: PackedBatch, cp_rank: int, cp_size: int, split: ContextSplit) -> PackedBatch:
-    """Return a rank's share of a whole pack: of every sample the same number of rows.
+    """Return the local part of a full pack: the same number of tokens of every sample, padding included.
 
     Raises:
-        BatchError: a sample or the tail pad cannot be cut into equal parts.
+        BatchError: a sample or the tail pad cannot be split into equal parts.
     """
     if cp_size == 1:
         return batch
-    shares = context_rows(batch.layout, cp_size, split)
-    rows = shares.of_rank(cp_rank)
+    partition = context_partition(batch.layout, cp_size, split)
+    indices_T = partition.of_rank(cp_rank)
     return replace(
         batch,
-        latents_TC=batch.latents_TC[rows],
-        positions_T3=batch.positions_T3[rows],
-        conditions=batch.conditions.select(rows),
-        layout=batch.layout.select(rows, held=shares.blocks()[cp_rank]),
+        latents_TC=batch.latents_TC[indices_T],
+        positions_T3=batch.positions_T3[indices_T],
+        conditions=batch.conditions.select(indices_T),
+        layout=batch.layout.select(indices_T, local=partition.blocks()[cp_rank]),
     )
 
 
-def over_whole_packs(network: Network, group: dist.ProcessGroup, split: ContextSplit) -> Network:
-    """Let a network that works on this rank's rows take and return those of the whole pack, for sampling.
+def on_full_packs(network: Network, group: dist.ProcessGroup, split: ContextSplit) -> Network:
+    """Wrap a network of local tokens so that it takes and returns the tokens of full packs, for sampling.
 
-    What is around it (the solver, guidance, thresholds) then runs on every rank alike and needs to know nothing. It
-    keeps no gradient.
+    Solver, guidance and thresholding then run identically on every rank, as without context parallelism. The wrapped
+    network computes no gradients.
     """
     size = group.size()
     if size == 1:
@@ -48,12 +48,12 @@ def over_whole_packs(network: Network, group: dist.ProcessGroup, split: ContextS
 
     @torch.no_grad()
     def call(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        rows = context_rows(batch.layout, size, split)
-        part = shard(batch, group.rank(), size, split)
-        out_TC = network(inputs_TC[rows.of_rank(group.rank())], time_S, part)
+        partition = context_partition(batch.layout, size, split)
+        local_batch = shard(batch, group.rank(), size, split)
+        out_TC = network(inputs_TC[partition.of_rank(group.rank())], time_S, local_batch)
         gathered = out_TC.new_empty(size * len(out_TC), out_TC.shape[1])
         dist.all_gather_into_tensor(gathered, out_TC.contiguous(), group=group)
-        order = rows.order(0, size)
+        order = partition.order(0, size)
         return gathered if order is None else gathered[order[0]]
 
     return call

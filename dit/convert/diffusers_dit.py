@@ -1,13 +1,13 @@
 """diffusers' `DiTTransformer2DModel`, and our DiT.
 
-What they have otherwise, all of it accounted for:
+All differences of their model:
 
 * the time and label embedders once in every block; all copies must be equal to be imported;
 * q, k and v as three matrices, a convolution that embeds patches;
 * the sinusoid of the time falls to 1 / 10000 one frequency earlier: our `time_frequency_shift=1`. The paper's code has
   0, so weights that were trained there, or here with 0, see slightly other time features in diffusers;
 * `norm_eps` in the norm before the MLP alone; we have one epsilon, 1e-6, which is also that of the paper's code;
-* times are steps 0 to 999, a thousandth of which our network is told; a `time_scale` other than 1000 would need a
+* times are steps 0 to 999, and our network gets a thousandth of them; a `time_scale` other than 1000 would need a
   scheduler of other steps and is refused.
 
 Source: diffusers 0.38, `models/transformers/dit_transformer_2d.py`, names and settings.
@@ -109,7 +109,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
     def pipeline_index(self, trained: TrainedModel) -> dict[str, Any]:
         objective, classes = trained.objective, trained.model.num_classes
         steps = objective.discrete_steps if isinstance(objective, DDPM) else None
-        # DiTPipeline tells the network the scheduler's own steps, and writes 1000 for no class.
+        # DiTPipeline passes the scheduler's own steps to the network, and 1000 for no class.
         if steps != REFERENCE_STEPS or classes != PIPELINE_CLASSES:
             raise ConfigError(
                 f"--pipeline: DiTPipeline runs DDPM of {REFERENCE_STEPS} steps with {PIPELINE_CLASSES} classes, this "

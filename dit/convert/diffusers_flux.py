@@ -1,15 +1,15 @@
 """diffusers' `FluxTransformer2DModel` (FLUX.1), and our FLUX.
 
-What they have otherwise, all of it accounted for:
+All differences of their model:
 
-* q, k and v as matrices of their own; in single-stream blocks the MLP's as well, and the output projection takes all of
-  attention first and all of the MLP behind: ours go head by head;
-* the pairs of a head that turn together are neighbours, ours lie half a head apart: rows of q and k and the weights of
+* q, k and v as separate matrices, in single-stream blocks also that of the MLP; their output projection has all inputs
+  of attention first, then all of the MLP, while ours are ordered by head;
+* features that rotate together are adjacent, ours are half a head apart: rows of q and k and the weights of
   their norms change places;
 * the last modulation as scale, then shift;
 * patches of 2 x 2 are cut by the pipeline, channels slowest: `in_channels` there is that of a token;
-* the guidance scale of a distilled network is an argument there and `guidance` here. Times and guidance are told as
-  here, both sides multiply by 1000.
+* the guidance scale of a distilled network is an argument there and `guidance` here. Times and guidance are
+  those of ours; both sides multiply by 1000.
 
 Our learned null token and null vector for a dropped text have no counterpart.
 
@@ -94,7 +94,7 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
         )
         notes = [f"config.json names no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is taken"]
         if published["guidance_embeds"]:
-            notes.append(f"the network is told a guidance scale of {DEV_GUIDANCE:g} (model.guidance)")
+            notes.append(f"the network gets a guidance scale of {DEV_GUIDANCE:g} (model.guidance)")
         sampling = {"solver": "euler", "num_steps": 28, "guidance_scale": 1.0}
         return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
 

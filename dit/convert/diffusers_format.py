@@ -109,11 +109,11 @@ class DiffusersFormat(ABC, Generic[Model]):
         complete = {**self.defaults, **{n: v for n, v in given.items() if n in self.defaults}}
         wrong = [f"{n}={complete[n]!r} (only {v!r})" for n, v in self.fixed.items() if complete[n] != v]
         if unknown or wrong:
-            told = "; ".join(
+            faults = "; ".join(
                 f"{what}: {', '.join(names)}" for what, names in (("unknown", unknown), ("unsupported", wrong)) if names
             )
             raise ConfigError(
-                f"{self.class_name} with settings that {self.config_class.__name__} cannot follow; {told}"
+                f"{self.class_name} with settings that {self.config_class.__name__} cannot follow; {faults}"
             )
         return self.read(complete)
 

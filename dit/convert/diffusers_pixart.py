@@ -1,8 +1,8 @@
 """diffusers' `PixArtTransformer2DModel` (PixArt-alpha and PixArt-Sigma), and our ST-DiT with full attention alone.
 
-What they have otherwise, all of it accounted for: q, k and v (in cross-attention k and v) as matrices of their own; a
+All differences of their model: q, k and v (in cross-attention k and v) as separate matrices; a
 convolution that embeds patches; positions that span `sample_size / patch_size / interpolation_scale` indices at every
-resolution, our `position_span`. Times are steps 0 to 999, a thousandth of which our network is told; a `time_scale`
+resolution, our `position_span`. Times are steps 0 to 999, and our network gets a thousandth of them; a `time_scale`
 other than 1000 would need a scheduler of other steps and is refused. Our learned null token for a dropped text has no
 counterpart: PixArt takes the embedding of the empty text.
 

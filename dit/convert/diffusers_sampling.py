@@ -1,7 +1,7 @@
-"""How to sample exported weights with diffusers: its scheduler where it has one, and a page that says the rest.
+"""How to sample exported weights with diffusers: its scheduler if it has one, and a README page.
 
-Their schedulers know neither the direction of time nor what class stands for none, so the page states both, and for
-class-conditional models holds a loop that draws what our sampler draws (the tests run it).
+Their schedulers have neither the direction of time nor the class that means no class, so the page states both. For
+class-conditional models it has a loop that generates the samples of our sampler (the tests run it).
 """
 
 from typing import Any, Optional
@@ -20,7 +20,7 @@ BETA_SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine"
 
 
 def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
-    """Return the `scheduler_config.json` that walks an objective's own path; None where diffusers has no such one.
+    """Return the `scheduler_config.json` for the path of an objective; None if diffusers has none.
 
     Source: diffusers 0.38, `schedulers/`; trailing steps that end at the clean latent, Lin et al. 2023,
     arXiv:2305.08891.
@@ -53,7 +53,7 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
 
 
 def how_to_sample(trained: TrainedModel) -> list[str]:
-    """Say what the network is given and what it returns: noising path, time, sign, class of no class; a line each."""
+    """Describe inputs and outputs of the network: noising path, time, sign, class of no class; a line each."""
     objective, model = trained.objective, trained.model
     lines = [f"trained by {objective}"]
     if isinstance(objective, FlowMatching):
@@ -96,7 +96,7 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
 
 
 def page(trained: TrainedModel, class_name: str, *, has_loop: bool, notes: list[str], folder: str = ".") -> str:
-    """Return the page beside exported weights, in Markdown.
+    """Return the README page of exported weights, in Markdown.
 
     Args:
         class_name: of the diffusers model.

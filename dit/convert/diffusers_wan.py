@@ -1,14 +1,14 @@
 """diffusers' `WanTransformer3DModel` (Wan 2.1 text to video), and our Wan.
 
-What they have otherwise, all of it accounted for:
+All differences of their model:
 
-* q, k and v (in cross-attention k and v) as matrices of their own; a convolution that embeds patches;
-* the pairs of a head that turn together are neighbours, ours lie half a head apart: in self-attention rows of q and k
+* q, k and v (in cross-attention k and v) as separate matrices; a convolution that embeds patches;
+* features that rotate together are adjacent, ours are half a head apart: in self-attention rows of q and k
   and the weights of their norms change places;
 * a predicted patch goes frame by frame, ours row by row;
 * tables with an axis of one more.
 
-Times are steps up to 1000, a thousandth of which our network is told; a `time_scale` other than 1000 would need a
+Times are steps up to 1000, and our network gets a thousandth of them; a `time_scale` other than 1000 would need a
 scheduler of other steps and is refused. Our learned null token for a dropped text has no counterpart. Models that read
 an image (`image_dim`, `added_kv_proj_dim`) are refused.
 

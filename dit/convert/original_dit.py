@@ -2,7 +2,7 @@
 
 Their network: timm's attention with the rows of q, k, v one after the other; a convolution that embeds patches;
 channels of a predicted patch fastest, all means before all variances, as ours. The learned variance is the second half
-of `out_channels`. Times are steps 0 to 999, a thousandth of which our network is told; a `time_scale` other than 1000
+of `out_channels`. Times are steps 0 to 999, and our network gets a thousandth of them; a `time_scale` other than 1000
 would need a scheduler of other steps and is refused. The fixed position table is stored there and computed here.
 
 Source: Peebles and Xie 2023, arXiv:2212.09748; names of the public `models.py`.
@@ -22,7 +22,7 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
-"""Attention heads of the published sizes S, B, L and XL by width: no shape tells them."""
+"""Attention heads of the published sizes S, B, L and XL by width: they do not follow from shapes."""
 
 _NEEDED = ("x_embedder.proj.weight", "y_embedder.embedding_table.weight", "final_layer.linear.weight", "pos_embed")
 

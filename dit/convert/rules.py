@@ -248,9 +248,9 @@ def complain(what: str, expected: Mapping[str, Shape], found: Mapping[str, Shape
     ]
     parts = [("missing", missing), ("unknown", unknown), ("of another shape", differ)]
     if missing or unknown or differ:
-        told = "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in parts if names)
+        faults = "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in parts if names)
         raise ConfigError(
-            f"{what} ({len(expected)} tensors): {told}; check that file, format and model belong together"
+            f"{what} ({len(expected)} tensors): {faults}; check that file, format and model belong together"
         )
 
 

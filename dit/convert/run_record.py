@@ -1,4 +1,4 @@
-"""What a run knows of its weights and other code bases' files have no field for, as plain JSON beside the weights.
+"""The metadata of weights that the files of other code bases have no fields for, as plain JSON next to the weights.
 
 Written at export (`_megatron_dit` in a `config.json`, `megatron_dit` in the metadata of a safetensors file) and read at
 import: objective, class names, latent size, sampling defaults, and settings of the model that the other side computes
@@ -43,7 +43,7 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
 
     Args:
         record: values that may have been written by anybody.
-        model_class: the backbone that the format stands for.
+        model_class: the backbone of the format.
 
     Raises:
         ConfigError: the record lacks a part, or a value is of another kind than its field.

@@ -1,4 +1,4 @@
-"""Files of tensors, read without running anything in them, and written whole or not at all.
+"""Files of tensors, read without executing code, and written atomically.
 
 `.safetensors` holds tensors only. `.pt`, `.pth` and `.bin` are pickles and go through torch's `weights_only` reader,
 which builds tensors and plain containers and refuses everything else.
@@ -40,7 +40,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         loaded = load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path} cannot be read: {reason}; give a whole file of tensors") from error
+        raise ConfigError(f"{path} cannot be read: {reason}; give a complete file of tensors") from error
     for part in ("ema", "model"):
         if isinstance(loaded, dict) and isinstance(loaded.get(part), dict):
             loaded = loaded[part]
@@ -61,7 +61,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _read_pickle(path: Path) -> Any:
-    # The published training script keeps its command line beside the weights: a Namespace, which only holds values.
+    # The published training script stores its command line with the weights: a Namespace of plain values.
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -69,9 +69,9 @@ def _read_pickle(path: Path) -> Any:
             raise
         except Exception as error:  # a damaged or hostile pickle fails in any way it likes
             reason = str(error).strip().splitlines()
-            told = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0] if reason else "")
+            named = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0] if reason else "")
             raise ConfigError(
-                f"{path} is damaged or holds more than tensors and is not loaded, for a pickle can run code ({told}); "
+                f"{path} is damaged or holds more than tensors and is not loaded, for a pickle can run code ({named}); "
                 "save plain tensors by name, best as .safetensors"
             ) from error
 
@@ -104,7 +104,7 @@ def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{folder} is no folder; the diffusers layout is a folder with {CONFIG} and {STEM}.safetensors"
         )
     if not (folder / CONFIG).exists() and (folder / "transformer" / CONFIG).exists():
-        raise ConfigError(f"{folder} holds a whole pipeline; give its part {folder / 'transformer'}")
+        raise ConfigError(f"{folder} is a complete pipeline; give its part {folder / 'transformer'}")
     settings = read_json(folder / CONFIG)
     if (folder / INDEX).exists():
         return settings, _read_shards(folder)
@@ -121,7 +121,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(map(str, names.values()))):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ConfigError(f"{folder / INDEX} points to {file!r}; only .safetensors files beside it are read")
+            raise ConfigError(f"{folder / INDEX} points to {file!r}; only .safetensors files next to it are read")
         tensors |= read_tensors(folder / file)
     if tensors.keys() != names.keys():
         odd = sorted(tensors.keys() ^ names.keys())
@@ -130,14 +130,14 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 
 @contextmanager
-def whole(out: Path) -> Iterator[Path]:
-    """Give a temporary path beside `out` to write to; it takes that name at the end, or is removed.
+def written_atomically(out: Path) -> Iterator[Path]:
+    """Yield a temporary path next to `out`; it is renamed to `out` at the end, or removed after an error.
 
     Raises:
         ConfigError: `out` exists, or the disk refused.
     """
     if os.path.lexists(out):
-        raise ConfigError(f"{out} exists already and is left alone; choose another --out or remove it")
+        raise ConfigError(f"{out} already exists and is not changed; choose another --out or remove it")
     part = out.with_name(f".{out.name}.{os.getpid()}.tmp{out.suffix}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[st
     """
     if out.suffix not in (".safetensors", ".pt"):
         raise ConfigError(f"--out {out} must end in .safetensors or .pt")
-    with whole(out) as part:
+    with written_atomically(out) as part:
         if out.suffix == ".pt":
             torch.save(dict(tensors), part)
         else:
@@ -207,7 +207,7 @@ def write_diffusers(
     Raises:
         ConfigError: `out` exists, or the disk refused.
     """
-    with whole(out) as part:
+    with written_atomically(out) as part:
         for name, text in {**texts, f"{subfolder}/{CONFIG}": to_json(settings)}.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")

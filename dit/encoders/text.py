@@ -1,7 +1,7 @@
-"""Frozen text encoders: captions at preparation time and prompts at sampling time become the same numbers.
+"""Frozen text encoders, for captions of data sets and for prompts of samples.
 
-What a backbone's cross-attention reads is the last hidden state, one row per token and as many rows as the text has
-tokens. Weights come with a Python package, so nothing is downloaded when an encoder is used.
+The embedding of a text is the last hidden state, one vector per token. Weights are part of a Python package, so using
+an encoder downloads nothing.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ class Pretrained:
     """Where an encoder's weights come from.
 
     Attributes:
-        package: Python package that carries them in its folder `model`.
+        package: Python package with the weights in its folder `model`.
         width: features per token.
-        sha256: of `model.safetensors`, so that a name always means the same numbers.
+        sha256: of `model.safetensors`, so that a name identifies the weights.
     """
 
     package: str
@@ -46,7 +46,7 @@ def check_text_encoder(name: str) -> Pretrained:
     """Return the entry of an encoder that can be loaded here.
 
     Raises:
-        ConfigError: there is no such encoder, or what it needs is not installed.
+        ConfigError: there is no such encoder, or a package is not installed.
     """
     if name not in ENCODERS:
         raise ConfigError(f"text encoder {name!r} is unknown; use one of {', '.join(ENCODERS)}")
@@ -68,7 +68,7 @@ class TextEncoder:
 
     Attributes:
         width: features per token.
-        max_tokens: longest text it can read.
+        max_tokens: maximal length of a text.
     """
 
     def __init__(self, name: str) -> None:
@@ -81,7 +81,7 @@ class TextEncoder:
         if found != entry.sha256:
             raise ConfigError(
                 f"the weights of text encoder {name!r} in {folder} have SHA-256 {found[:12]}, not "
-                f"{entry.sha256[:12]}; install the package anew"
+                f"{entry.sha256[:12]}; install the package again"
             )
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import logging
@@ -96,13 +96,13 @@ class TextEncoder:
     def encode(self, texts: Sequence[str]) -> list[Tensor]:
         """Embed texts token by token; equal texts are computed once.
 
-        Texts of one length share a batch, so there is no padding and a text's numbers do not depend on its neighbours.
+        Texts of one length share a batch, so there is no padding and an embedding does not depend on the other texts.
 
         Returns:
             For each text `[tokens, width]`, float32, the tokens that mark beginning and end included.
 
         Raises:
-            ConfigError: a text is longer than the encoder can read.
+            ConfigError: a text is longer than the encoder supports.
         """
         unique = list(dict.fromkeys(texts))
         by_length: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)

@@ -33,13 +33,13 @@ class Generator:
         step: optimizer step of its weights.
     """
 
-    def __init__(self, config: RunConfig, facts: dict[str, Any], network: torch.nn.Module, step: int) -> None:
+    def __init__(self, config: RunConfig, metadata: dict[str, Any], network: torch.nn.Module, step: int) -> None:
         self.config, self.network, self.step = config, network, step
-        self.class_names: Optional[list[str]] = facts["class_names"]
-        self.text_encoder: Optional[str] = facts.get("text_encoder")
-        self.fps: float = facts.get("fps", DEFAULT_FPS)
+        self.class_names: Optional[list[str]] = metadata["class_names"]
+        self.text_encoder: Optional[str] = metadata.get("text_encoder")
+        self.fps: float = metadata.get("fps", DEFAULT_FPS)
         self.spec = config.model.batch_spec()
-        frames, height, width = facts["latent_size"]
+        frames, height, width = metadata["latent_size"]
         self.latent_size = (frames, height, width)
 
     def generate(
@@ -110,10 +110,10 @@ def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") 
         CheckpointError: there is no valid checkpoint, or it holds no average.
     """
     folder, step = find_checkpoint(path)
-    config, facts = read_settings(folder)
+    config, metadata = read_settings(folder)
     slot = slot_of(folder, config, weights)
     groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
     chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
     load_weights(folder, chunks, groups, slot=slot)
     network = chunks[0].eval()
-    return Generator(config, facts, network, step)
+    return Generator(config, metadata, network, step)

@@ -78,7 +78,7 @@ class PictureWriter:
 
         Args:
             latent_size: (T, H, W) of each sample.
-            fps: frames per second that the model is told, if it is conditioned on them.
+            fps: frames per second, for a model that is conditioned on them.
 
         Returns:
             One grid per frame.

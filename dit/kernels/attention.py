@@ -1,8 +1,11 @@
-"""Bidirectional attention over packed sequences: an fp32 reference, and one path per device behind one call.
+"""Bidirectional attention over packed sequences: an fp32 reference, and several kernels with one signature.
 
-Tensors are THD: `[T, N, H]` tokens, heads, head size; keys and values may have fewer heads, each for a group of query
-heads. Segment i of the queries attends to segment i of the keys and to nothing else. Padding rows are in no segment and
-come out as zeros.
+Tensors are THD: `[T, N, H]` tokens, heads, head size. Keys and values `[K, N, H]` may have fewer heads, each shared by
+a group of query heads. Segment i of the queries attends to segment i of the keys only. Padding belongs to no segment;
+its output is zero. Two samples a, b with texts p, q (`.` is padding):
+
+    queries  a0 a1 a2 .  b0 b1 b2 b3          keys  p0 p1 . q0
+    mask     a0 a1 a2 see p0 p1               b0 b1 b2 b3 see q0
 """
 
 from collections import defaultdict
@@ -37,15 +40,15 @@ def reference_attention(
 
 
 def nothing_attends(layout_q: SequenceLayout, layout_k: SequenceLayout) -> bool:
-    """Say whether no segment has both queries and keys: a context-parallel rank may have nothing but padding."""
+    """Return whether no segment has both queries and keys, as on a context-parallel rank with padding only."""
     return not any(map(min, layout_q.lengths, layout_k.lengths))
 
 
 def zeros_of(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor) -> Tensor:
-    """Return the attention of queries that no key is for: zeros, whatever the values, with a graph to q, k and v.
+    """Return the attention of queries without keys: zeros (also for NaN inputs), with an autograd graph to q, k and v.
 
-    Without it the projections would get no gradient on this rank, where data parallelism with overlapped reductions
-    (and FSDP) waits for the gradient of every parameter on every rank.
+    Without the graph the projections would get no gradient on this rank, and data parallelism with overlapped
+    reductions (and FSDP) would wait for it.
     """
     everywhere = torch.ones((), dtype=torch.bool, device=q_TNH.device)
     zero_q, zero_k, zero_v = (x.masked_fill(everywhere, 0.0) for x in (q_TNH, k_KNH, v_KNH))
@@ -57,7 +60,7 @@ def segment_sdpa(
 ) -> Tensor:
     """Run scaled-dot-product attention on groups of equally long segments, each group as one dense batch.
 
-    Works on every device that torch has; a dense batch is one call without any copy of rows.
+    Runs on every device of torch. A dense batch is one call and copies no tokens.
     """
     layout_q, layout_k = layout_q.gathered, layout_k.gathered
     if layout_q.uniform_length and layout_k.uniform_length:
@@ -72,9 +75,9 @@ def segment_sdpa(
 
 
 def segment_groups(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield (query rows, key rows, number of segments) for each pair of lengths that occurs.
+    """Yield (query indices, key indices, number of segments) for each pair of lengths that occurs; indices int64.
 
-    A segment without queries or without keys is left out: under context parallelism a rank may hold no token of a
+    A segment without queries or without keys is left out: under context parallelism a rank may have no token of a
     sample.
     """
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -82,10 +85,10 @@ def segment_groups(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Iterat
         if all(lengths):
             groups[lengths].append(i)
     for (n_q, n_k), samples in groups.items():
-        yield _rows(layout_q, samples, n_q), _rows(layout_k, samples, n_k), len(samples)
+        yield _indices(layout_q, samples, n_q), _indices(layout_k, samples, n_k), len(samples)
 
 
-def _rows(layout: SequenceLayout, samples: list[int], length: int) -> Tensor:
+def _indices(layout: SequenceLayout, samples: list[int], length: int) -> Tensor:
     starts = torch.tensor([layout.starts[i] for i in samples], device=layout.device)
     return (starts[:, None] + torch.arange(length, device=layout.device)).flatten()
 
@@ -102,10 +105,10 @@ def varlen_attention(
     """Run torch's varlen kernel (CUDA, half precision) on ragged packs; dense packs take `segment_sdpa`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # The kernel always took grouped queries; from torch 2.12 on it asks whether they are meant.
+    # The kernel always supported grouped queries; from torch 2.12 on this must be enabled.
     grouped = q_TNH.shape[1] != k_KNH.shape[1] and "enable_gqa" in signature(varlen_attn).parameters
     kernel = partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
-    return _side_by_side(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+    return _without_padding(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
 
 
 def flash_attention(
@@ -114,10 +117,10 @@ def flash_attention(
     """Run the flash-attn package's varlen kernel on ragged packs; dense packs go to scaled-dot-product attention."""
     from flash_attn import flash_attn_varlen_func
 
-    return _side_by_side(flash_attn_varlen_func, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+    return _without_padding(flash_attn_varlen_func, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
 
 
-def _side_by_side(
+def _without_padding(
     kernel: Callable[..., Any],
     q_TNH: Tensor,
     k_KNH: Tensor,
@@ -125,10 +128,10 @@ def _side_by_side(
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
 ) -> Tensor:
-    """Call a kernel that wants segments side by side: take padding rows out before, put them back as zeros."""
+    """Call a kernel that takes packs without padding: remove padding before, insert zeros after."""
     if layout_q.uniform_length and layout_k.uniform_length:
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
-    if nothing_attends(layout_q, layout_k):  # kernels need not take zero queries
+    if nothing_attends(layout_q, layout_k):  # kernels may not support zero queries
         return zeros_of(q_TNH, k_KNH, v_KNH)
     keep_q = layout_q.valid_T.nonzero()[:, 0] if layout_q.valid_tokens < layout_q.total_tokens else None
     keep_k = layout_k.valid_T.nonzero()[:, 0] if layout_k.valid_tokens < layout_k.total_tokens else None

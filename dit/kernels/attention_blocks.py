@@ -1,8 +1,8 @@
-"""Attention of some queries to some of their keys, with the log-sum-exp that lets such parts be put together.
+"""Attention to one block of keys, with the log-sum-exp that is needed to merge the blocks.
 
-With s = q k^T / sqrt(H) over the keys of one block, out = softmax(s) v and lse = log sum exp(s). The parts of two
-blocks a, b join to lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. The
-backward pass of a block needs only the joined out and lse, because its probabilities are exp(s - lse).
+With s = q k^T / sqrt(H) over the keys of one block, out = softmax(s) v and lse = log sum exp(s). Two blocks a, b merge
+to lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. The
+backward pass of a block needs only the merged out and lse, because its probabilities are exp(s - lse).
 
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Liu et al. 2023, arXiv:2310.01889 (ring).
 """
@@ -20,9 +20,9 @@ from dit.layout import SequenceLayout
 
 
 class Block(NamedTuple):
-    """Queries and a block of keys. Layouts describe exactly the rows given; a segment may be empty.
+    """Queries and a block of keys. The layouts describe the given tensors; segments may be empty.
 
-    Key heads may be fewer than query heads where the kernel knows how.
+    There may be fewer key heads than query heads, if the kernel supports it.
     """
 
     q_TNH: Tensor
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention of queries to some keys: out `[T, N, H]`, lse `[T, N]` in float32; without keys 0 and -inf."""
+    """Attention over some keys: out `[T, N, H]`, lse `[T, N]` (float32); queries without keys have out 0, lse -inf."""
 
     out_TNH: Tensor
     lse_TN: Tensor
@@ -48,7 +48,7 @@ class BlockAttention(ABC):
 
     @abstractmethod
     def backward(self, grad_TNH: Tensor, block: Block, joined: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's parts of dq, dk, dv; padding gets 0.
+        """Return this block's parts of dq, dk, dv; 0 for padding.
 
         Args:
             grad_TNH: of the output over all blocks.
@@ -57,7 +57,7 @@ class BlockAttention(ABC):
 
 
 class EagerBlocks(BlockAttention):
-    """The maths written out in float32, for every device and dtype: the reference of any kernel."""
+    """The formulas in float32, for every device and dtype: the reference of all kernels."""
 
     def forward(self, block: Block) -> Attended:
         q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
@@ -99,7 +99,7 @@ def _dense(x_TNH: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def _grouped(x_KNH: Tensor, q_TNH: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return keys or values `[count, n, N, H]`, each key head written out for the query heads that share it."""
+    """Return keys or values `[count, n, N, H]`, each key head repeated for the query heads that share it."""
     return _dense(x_KNH, rows, count).repeat_interleave(q_TNH.shape[1] // x_KNH.shape[1], 2)
 
 
@@ -142,7 +142,13 @@ class FlashBlocks(BlockAttention):
 
 
 class _Segments:
-    """The segments that have queries and keys, side by side as the kernel wants them."""
+    """The segments that have both queries and keys, without padding, as the kernel takes them.
+
+    Attributes:
+        count: number of segments.
+        rows_q, rows_k: indices of their tokens, int64; None for all.
+        lengths: cu_seqlens of queries and of keys (int32), maximal lengths of queries and of keys.
+    """
 
     def __init__(self, layout_q: SequenceLayout, layout_k: SequenceLayout) -> None:
         present = [i for i, both in enumerate(zip(layout_q.lengths, layout_k.lengths)) if all(both)]
@@ -165,7 +171,7 @@ class _Segments:
 
 @lru_cache(maxsize=256)
 def _segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Optional[_Segments]:
-    """Return the segments of a pair of blocks, made once for all layers; None if there are none."""
+    """Return the segments of a pair of blocks, cached for all layers; None if there are none."""
     segments = _Segments(layout_q, layout_k)
     return segments if segments.count else None
 

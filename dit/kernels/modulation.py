@@ -1,4 +1,7 @@
-"""Memory-bound chains of a diffusion transformer, conditioned per sample; eager forms, the reference of any kernel."""
+"""Memory-bound ops of a diffusion transformer, modulated per sample; the eager implementation.
+
+Shape suffixes: T local tokens, S samples, D hidden size, F inner width of the MLP.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,15 +10,15 @@ from dit.kernels.recompute import recomputable
 from dit.layout import SequenceLayout
 
 
-def per_row(x_SD: Tensor, layout: SequenceLayout) -> tuple[Tensor, tuple[int, ...]]:
-    """Return per-sample rows in a form that broadcasts over tokens, and the shape tokens must be viewed in.
+def broadcast_per_sample(x_SD: Tensor, layout: SequenceLayout) -> tuple[Tensor, tuple[int, ...]]:
+    """Return per-sample vectors in a shape that broadcasts over tokens, and the shape in which to view the tokens.
 
-    One sample broadcasts `[1, D]` over its rows and a dense batch `[S, 1, D]` over `[S, n, D]`: nothing is copied. A
-    ragged pack gathers one row per token.
+    One sample: `[1, D]` broadcasts over `[T, D]`. Dense batch: `[S, 1, D]` broadcasts over `[S, n, D]`. Both copy
+    nothing. Ragged pack: `[T, D]`, one copy per token.
     """
     if layout.num_samples == 1:
         return x_SD, (-1, x_SD.shape[-1])
-    length = layout.uniform_length if layout.rows is None else None
+    length = layout.uniform_length if layout.local_indices is None else None
     if length is None:
         return layout.per_token(x_SD), (-1, x_SD.shape[-1])
     return x_SD[:, None], (layout.num_samples, length, x_SD.shape[-1])
@@ -24,8 +27,8 @@ def per_row(x_SD: Tensor, layout: SequenceLayout) -> tuple[Tensor, tuple[int, ..
 @recomputable
 def layer_norm_modulate(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float) -> Tensor:
     """Compute LayerNorm(x) * (1 + scale) + shift, without affine parameters (DiT, Peebles and Xie 2023, adaLN)."""
-    shift, shape = per_row(shift_SD, layout)
-    scale, _ = per_row(scale_SD, layout)
+    shift, shape = broadcast_per_sample(shift_SD, layout)
+    scale, _ = broadcast_per_sample(scale_SD, layout)
     normed = F.layer_norm(x_TD, x_TD.shape[-1:], eps=eps).view(shape)
     return (normed * (1 + scale) + shift).view_as(x_TD)
 
@@ -35,15 +38,15 @@ def rms_norm_modulate(
     x_TD: Tensor, weight_D: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float
 ) -> Tensor:
     """Compute RMSNorm(x) * weight * (1 + scale) + shift (adaLN on an affine RMSNorm)."""
-    shift, shape = per_row(shift_SD, layout)
-    scale, _ = per_row(scale_SD, layout)
+    shift, shape = broadcast_per_sample(shift_SD, layout)
+    scale, _ = broadcast_per_sample(scale_SD, layout)
     normed = F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps).view(shape)
     return (normed * (1 + scale) + shift).view_as(x_TD)
 
 
 def gated_residual(x_TD: Tensor, y_TD: Tensor, gate_SD: Tensor, layout: SequenceLayout) -> Tensor:
     """Compute x + gate * y with one gate per sample (adaLN-Zero)."""
-    gate, shape = per_row(gate_SD, layout)
+    gate, shape = broadcast_per_sample(gate_SD, layout)
     return (x_TD.view(shape) + gate * y_TD.view(shape)).view_as(x_TD)
 
 
@@ -55,6 +58,6 @@ def gelu_tanh(x_TF: Tensor) -> Tensor:
 
 @recomputable
 def swiglu(x_TF: Tensor) -> Tensor:
-    """Compute SiLU(gate) * up, whose columns alternate in x: `[T, 2 F]` becomes `[T, F]` (Shazeer 2020)."""
+    """Compute SiLU(gate) * up, whose features alternate in x: `[T, 2 F]` becomes `[T, F]` (Shazeer 2020)."""
     gate_TF, up_TF = x_TF.unflatten(-1, (-1, 2)).unbind(-1)
     return F.silu(gate_TF) * up_TF

@@ -1,8 +1,13 @@
-"""Activation recompute: what a layer would keep for its backward pass is made again instead.
+"""Activation recompute (activation checkpointing).
 
-`full` keeps a layer's input alone and runs the layer once more (Chen et al. 2016, arXiv:1604.06174). `selective` keeps
-what is dear to make (matrix products, attention, what came over the network) and makes again what is cheap: the
-functions marked `recomputable`. Neither changes any number.
+`full` saves only the input of a layer and runs its forward pass again in the backward pass (Chen et al. 2016,
+arXiv:1604.06174). `selective` saves the outputs of expensive operations (matrix products, attention, communication) and
+recomputes cheap elementwise functions, those marked `recomputable`. Neither changes any number.
+
+                 forward                                 backward
+    none         x -> norm -> linear -> gelu -> linear   all intermediate tensors were saved
+    selective    x -> norm -> linear -> gelu -> linear   norm and gelu are recomputed from saved tensors
+    full         x -> norm -> linear -> gelu -> linear   everything is recomputed from x
 """
 
 from collections.abc import Callable, Iterator
@@ -46,47 +51,47 @@ def check_recompute(choice: RecomputeChoice, layers: Optional[int]) -> None:
 
 
 def recompute_activations(layer: nn.Module, choice: RecomputeChoice) -> None:
-    """Make a layer keep less for its backward pass.
+    """Make a layer recompute activations in its backward pass.
 
-    Its hooks stay around the new forward pass, so that Megatron-FSDP gathers its weights before they are used again.
+    Its module hooks also run around the recomputation, so that Megatron-FSDP gathers its weights again.
     """
     if choice != "none":
         run = _run_selective if choice == "selective" else _run_full
         layer.forward = partial(run, layer.forward)
 
 
-_REDOING: ContextVar[bool] = ContextVar("redoing", default=False)
+_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def first_run() -> bool:
-    """Tell whether this forward pass is the real one: what counts events must not count them a second time."""
-    return not _REDOING.get()
+    """Return whether this is the first forward pass: counters must not count a recomputation."""
+    return not _RECOMPUTING.get()
 
 
 @contextmanager
-def _redoing() -> Iterator[None]:
-    token = _REDOING.set(True)
+def _recomputing() -> Iterator[None]:
+    token = _RECOMPUTING.set(True)
     try:
         yield
     finally:
-        _REDOING.reset(token)
+        _RECOMPUTING.reset(token)
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _redoing()
+    return nullcontext(), _recomputing()
 
 
 def _run_full(forward: Callable[[*Arguments], Out], *args: *Arguments) -> Out:
-    # Nothing here draws random numbers from a stream, so no generator's state needs to be kept.
+    # No layer draws random numbers from a generator, so no generator state needs to be saved.
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
 
 
-class _Made:
-    """One call of a recomputable function: enough to make its result again.
+class _Call:
+    """One call of a recomputable function, to compute its result again.
 
     Args:
         function: the function.
-        args: its arguments; tensors among them are kept.
+        args: its arguments; tensors among them are saved.
     """
 
     def __init__(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> None:
@@ -94,19 +99,19 @@ class _Made:
         self._inputs: tuple[object, ...] = ()
         self._result: Optional[Tensor] = None
 
-    def again(self) -> Tensor:
-        """Return the result with a graph of its own; made once, whoever asks first."""
+    def result(self) -> Tensor:
+        """Return the result with an autograd graph of its own; recomputed at the first use."""
         if self._result is None:
             self._inputs = tuple(
                 a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in self.args
             )
-            with torch.enable_grad(), _redoing():
+            with torch.enable_grad(), _recomputing():
                 self._result = self.function(*self._inputs)
         return self._result
 
     def gradients(self, grad: Tensor) -> list[Optional[Tensor]]:
-        """Return the gradient of each argument, and forget the result."""
-        result, inputs = self.again(), self._inputs
+        """Return the gradient of each argument, and free the result."""
+        result, inputs = self.result(), self._inputs
         wanted = [a for a in inputs if isinstance(a, Tensor) and a.requires_grad]
         found = iter(torch.autograd.grad(result, wanted, grad))
         self._result, self._inputs = None, ()
@@ -114,59 +119,63 @@ class _Made:
 
 
 class _Context(FunctionCtx):
-    made: _Made
+    call: _Call
 
 
 class _Recomputed(torch.autograd.Function):
-    """The result of a call whose inside autograd does not see."""
+    """The result of a call whose intermediate tensors autograd does not save."""
 
     @staticmethod
-    def forward(ctx: _Context, made: _Made, *args: object) -> Tensor:
-        ctx.made = made
-        return made.function(*args)
+    def forward(ctx: _Context, call: _Call, *args: object) -> Tensor:
+        ctx.call = call
+        return call.function(*args)
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
-        return None, *ctx.made.gradients(grads[0])
+        return None, *ctx.call.gradients(grads[0])
 
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor that lies in the storage of a result which can be made again."""
+    """A tensor in the storage of a result that can be recomputed."""
 
-    made: _Made
+    call: _Call
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
-    def again(self) -> Tensor:
-        return self.made.again().detach().as_strided(self.shape, self.stride, self.offset)
+    def recomputed(self) -> Tensor:
+        return self.call.result().detach().as_strided(self.shape, self.stride, self.offset)
 
 
 class _Region:
-    """One run of a layer: the results made in it that need not be kept."""
+    """One forward pass of a layer: the results in it that need not be saved.
+
+    `pack` and `_unpack` are the hooks of `saved_tensors_hooks`: a tensor that autograd wants to save is replaced by a
+    `_View` if it is in the storage of such a result.
+    """
 
     def __init__(self) -> None:
-        # A weak reference keeps the address of a storage from being used again, so that no other tensor can match.
-        self._made: dict[int, tuple[StorageWeakRef, _Made]] = {}
+        # By address of the storage. A weak reference prevents that another storage gets the same address.
+        self._calls: dict[int, tuple[StorageWeakRef, _Call]] = {}
 
     def run(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        made = _Made(function, args)
-        out = _Recomputed.apply(made, *args)
+        call = _Call(function, args)
+        out = _Recomputed.apply(call, *args)
         storage = StorageWeakRef(out.untyped_storage())
-        self._made[storage.cdata] = storage, made
+        self._calls[storage.cdata] = storage, call
         return out
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         storage = StorageWeakRef(tensor.untyped_storage())
-        found = self._made.get(storage.cdata)
+        found = self._calls.get(storage.cdata)
         if found is None:
             return tensor
         return _View(found[1], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
-def _unpack(kept: Tensor | _View) -> Tensor:
-    return kept.again() if isinstance(kept, _View) else kept
+def _unpack(saved: Tensor | _View) -> Tensor:
+    return saved.recomputed() if isinstance(saved, _View) else saved
 
 
 _REGION: ContextVar[Optional[_Region]] = ContextVar("region", default=None)
@@ -185,9 +194,9 @@ def _run_selective(forward: Callable[[*Arguments], Out], *args: *Arguments) -> O
 
 
 def recomputable(function: Callable[[*Arguments], Tensor]) -> Callable[[*Arguments], Tensor]:
-    """Mark a cheap function: under selective recompute neither its result nor its inside is kept.
+    """Mark a cheap function: selective recompute saves neither its result nor its intermediate tensors.
 
-    Its result must be a new tensor that nobody writes into. Arguments are given by position.
+    The result must be a new tensor that is never modified in place. Arguments are positional.
     """
 
     @wraps(function)

@@ -1,7 +1,7 @@
-"""Which form of each op runs: resolved once per process, logged, and stored with the run.
+"""Which implementation of each op runs: resolved once per process, logged, and stored with the run.
 
-An op has an eager form, the reference that runs on every device, and may have faster ones; it is in one file of this
-room, and selected here.
+Each op has one file in this package. It has an eager implementation, the reference on every device, and may have faster
+ones. They are selected here.
 """
 
 from importlib.util import find_spec
@@ -16,11 +16,11 @@ from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlock
 AttentionChoice = Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"]
 _PACKAGES: dict[AttentionChoice, str] = {"transformer_engine": "transformer_engine", "flash_attn": "flash_attn"}
 EAGER_OPS = ("layer_norm_modulate", "rms_norm_modulate", "gated_residual", "rotate", "gelu_tanh", "swiglu")
-"""Ops of `modulation` and `rope` that have no other form."""
+"""Ops of `modulation` and `rope` that have only an eager implementation."""
 
 
 def table(device: torch.device, dtype: torch.dtype, attention: AttentionChoice = "auto") -> dict[str, str]:
-    """Return the form of every op on a device, by the name of the op.
+    """Return the implementation of every op on a device, by the name of the op.
 
     Args:
         attention: `training.attention`.
@@ -38,14 +38,19 @@ def table(device: torch.device, dtype: torch.dtype, attention: AttentionChoice =
 def resolve_attention(
     device: torch.device, dtype: torch.dtype, choice: AttentionChoice = "auto"
 ) -> tuple[str, Attention]:
-    """Choose the attention path of this process once; the name goes into the log and the run record.
+    """Select the attention path of this process; its name is logged and stored in the run record.
 
     Args:
-        choice: `auto` takes, for half precision on CUDA, the first importable of Transformer Engine, flash-attn and
+        device: on which the attention runs.
+        dtype: of queries, keys and values.
+        choice: `auto` selects, for half precision on CUDA, the first importable of Transformer Engine, flash-attn and
             torch's varlen kernel, and scaled-dot-product attention elsewhere.
 
+    Returns:
+        The name of the path, and the path.
+
     Raises:
-        ConfigError: the path asked for is unknown, not installed, or not for this device and precision.
+        ConfigError: the requested path is unknown, not installed, or not for this device and precision.
     """
     half_on_cuda = device.type == "cuda" and dtype != torch.float32
     if choice == "auto":
@@ -75,5 +80,5 @@ def resolve_attention(
 
 
 def resolve_blocks(device: torch.device, dtype: torch.dtype) -> BlockAttention:
-    """Choose the block kernel of this process once."""
+    """Select the block kernel of this process."""
     return EagerBlocks() if device.type == "cpu" or dtype == torch.float32 else FlashBlocks()

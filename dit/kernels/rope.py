@@ -1,4 +1,4 @@
-"""Rotary positions applied to queries and keys; the eager form, the reference of any kernel.
+"""Rotary positions, applied to queries and keys; the eager implementation.
 
 Source: Su et al. 2021, arXiv:2104.09864, in the half-split form of Llama.
 """
@@ -12,16 +12,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """The turn of each token's features: cosine and sine of the angles, float32 `[T, 1, H / 2]`."""
+    """The rotation of each token's features: cosine and sine of the angles, float32 `[T, 1, H / 2]`."""
 
     cos_T1H: Tensor
     sin_T1H: Tensor
 
 
 def rotate(x_TNH: Tensor, rotation: Optional[Rotation]) -> Tensor:
-    """Turn the pairs (i, i + H / 2) of each head's features; in float32, returned in the dtype of `x_TNH`.
+    """Rotate the pairs (i, i + H / 2) of each head's features; computed in float32, returned in the dtype of `x_TNH`.
 
-    Without a rotation, nothing turns.
+    Args:
+        x_TNH: queries or keys.
+        rotation: None returns `x_TNH` itself.
     """
     if rotation is None:
         return x_TNH

@@ -1,6 +1,6 @@
-"""Transformer Engine's attention, used only when asked for; nothing needs it.
+"""Transformer Engine's attention, an optional path of `dit.kernels.attention`.
 
-Not run yet on any device of this project: there is no wheel for CPU, and no result is committed.
+Not yet run in this project: Transformer Engine has no CPU wheel, and no GPU result is committed.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from dit.layout import SequenceLayout
 
 
 class TEAttention:
-    """Transformer Engine's THD attention as a path of `dit.kernels.attention`; it picks cuDNN or flash itself."""
+    """Transformer Engine's THD attention as a path of `dit.kernels.attention`; it selects cuDNN or flash itself."""
 
     def __init__(self) -> None:
         self._modules: dict[tuple[int, int, int], Any] = {}
@@ -44,6 +44,6 @@ class TEAttention:
             max_seqlen_q=layout_q.max_seqlen,
             max_seqlen_kv=layout_k.max_seqlen,
         )
-        # The kernel leaves padding rows as it finds them in memory.
+        # The kernel does not write the outputs of padding.
         out_TNH = out_TD.view_as(q_TNH)
         return torch.where(layout_q.valid_T[:, None, None], out_TNH, torch.zeros_like(out_TNH))

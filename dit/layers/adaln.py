@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * weight + bias over the width of the tokens (Ba et al. 2016), for a sub-layer not modulated."""
+    """(x - mean) / std * weight + bias over the token width (Ba et al. 2016), for sub-layers without modulation."""
 
     def __init__(self, hidden_size: int, provider: LayerProvider, *, eps: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class LayerNorm(nn.Module):
 
 @dataclass(frozen=True)
 class SublayerModulation:
-    """What one sub-layer takes from the conditioning: shift and scale before it, a gate after it."""
+    """The modulation of one sub-layer: shift and scale before it, a gate after it, `[S, D]` each."""
 
     shift_SD: Tensor
     scale_SD: Tensor
@@ -60,7 +60,7 @@ class Modulation(nn.Module):
 
     Args:
         hidden_size: width of tokens and conditioning.
-        num_sublayers: sub-layers that each get their own three chunks.
+        num_sublayers: sub-layers, each with its own shift, scale and gate.
         eps: of the layer norm.
         rank: factor the projection through this many features (adaLN-LoRA); None for a full matrix.
 
@@ -94,10 +94,10 @@ class Modulation(nn.Module):
 
 
 class SharedModulation(nn.Module):
-    """Linear(SiLU(c)) to the chunks of all sub-layers, once for all layers; each adds its own `TableModulation`.
+    """Linear(SiLU(c)) to shift, scale and gate of all sub-layers, shared by all layers (see `TableModulation`).
 
-    Every pipeline stage holds a copy; the copies' gradients are summed. Starts at zero, so that with tables of zeros
-    every gated residual starts as the identity, as in adaLN-Zero.
+    Replicated over pipeline stages; the gradients of the copies are summed. It is zero-initialised, and so are the
+    tables: every gated residual starts as the identity, as in adaLN-Zero.
 
     Source: adaLN-single, Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3.
     """
@@ -113,7 +113,7 @@ class SharedModulation(nn.Module):
 
 
 class TableModulation(nn.Module):
-    """One layer's learned table, added to what `SharedModulation` gives all layers.
+    """One layer's learned table, added to the output of `SharedModulation`.
 
     Source: adaLN-single, as `SharedModulation`.
     """

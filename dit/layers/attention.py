@@ -35,7 +35,7 @@ class HeadRMSNorm(nn.Module):
 
 
 class WidthRMSNorm(nn.Module):
-    """RMSNorm over all heads together, with a weight for each feature; the heads are those of all ranks.
+    """RMSNorm over the full width of all heads (those of all tensor-parallel ranks), with a weight per feature.
 
     Source: Wan Team 2025, arXiv:2503.20314, and its published code (`qk_norm`).
     """
@@ -55,7 +55,7 @@ class WidthRMSNorm(nn.Module):
 def qk_norms(
     heads: int, groups: int, head_size: int, provider: LayerProvider, *, eps: float, full_width: bool
 ) -> tuple[nn.Module, nn.Module]:
-    """Return the norms of queries and keys: of each head for itself, or of all heads together."""
+    """Return the norms of queries and keys: per head, or over the full width."""
     if full_width:
         return WidthRMSNorm(heads, head_size, provider, eps=eps), WidthRMSNorm(groups, head_size, provider, eps=eps)
     return HeadRMSNorm(head_size, provider, eps=eps), HeadRMSNorm(head_size, provider, eps=eps)
@@ -64,19 +64,21 @@ def qk_norms(
 class SelfAttention(nn.Module):
     """Bidirectional multi-head self-attention inside each sample of the pack.
 
-    The fused projection holds its output rows group by group (the queries of group 0, its key, its value, then those of
-    group 1, ...), so that splitting them over tensor-parallel ranks keeps groups whole. Without grouping a group is one
-    head.
+    The output features of the fused projection are ordered by group, so that every tensor-parallel rank gets complete
+    groups. With 2 query heads per group (without grouping, a group is one head):
+
+        | q0 q1 k0 v0 | q2 q3 k1 v1 | ...
+          group 0       group 1
 
     Args:
         hidden_size: width of the tokens.
-        num_heads: attention heads of the whole model.
-        num_query_groups: heads of keys and values, each shared by as many query heads (grouped-query attention, Ainslie
-            et al. 2023); `num_heads` if None.
+        num_heads: attention heads, of all ranks.
+        num_query_groups: heads of keys and values; num_heads / num_query_groups query heads share one (grouped-query
+            attention, Ainslie et al. 2023, arXiv:2305.13245); `num_heads` if None.
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
-        norm_full_width: normalise them over all heads together instead; Megatron-Core's config must then not say
-            `qk_layernorm`, for these weights are split over ranks.
+        norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
+            because these weights are split over ranks.
         attention: the attention path of this process.
     """
 
@@ -121,8 +123,9 @@ class SelfAttention(nn.Module):
         """Attend inside each sample.
 
         Args:
-            rotation: rotary positions of the rows that attention gets; None for none.
-            attend: attention inside finer segments, in place of the path of this process.
+            layout: of the local tokens.
+            rotation: rotary positions of the tokens in attention (those of all tensor-parallel ranks); None for none.
+            attend: attention inside segments finer than samples; None for the path of this process.
         """
         qkv = self.linear_qkv(x_TD).unflatten(-1, (self.local_groups, self.heads_per_group + 2, -1))
         q, k, v = qkv.split([self.heads_per_group, 1, 1], dim=2)
@@ -134,20 +137,20 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Tokens attend to the real text tokens of their own sample.
 
-    Every rank holds the text whole, also under sequence and context parallelism: the text is short, and the queries of
-    every rank need all of it. The key and value projection takes the text's own width and is split by groups.
+    The text is replicated over all ranks, also under sequence and context parallelism: it is short, and the queries of
+    every rank need all of it. The key and value projection is split over tensor-parallel ranks by groups.
 
     Args:
         hidden_size: width of the tokens.
         context_size: width of the text embeddings.
-        num_heads: attention heads of the whole model.
+        num_heads: attention heads, of all ranks.
         num_query_groups: heads of keys and values; `num_heads` if None.
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
-        norm_full_width: normalise them over all heads together instead, as in `SelfAttention`.
-        zero_output: start the output projection at zero, for a residual that has no gate (PixArt-alpha, Chen et al.
-            2023, section 2.3).
-        attention: the attention path of this process; keys that every rank holds whole need no exchange.
+        norm_full_width: normalise them over the full width instead, as in `SelfAttention`.
+        zero_output: zero-initialise the output projection, for a residual without gate (PixArt-alpha, Chen et al. 2023,
+            section 2.3).
+        attention: the attention path of this process; replicated keys need no communication.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class CrossAttention(nn.Module):
         square, rows = xavier_uniform(hidden_size, hidden_size), 2 * groups * head_size
         self.linear_q = provider.column_linear(hidden_size, hidden_size, bias=bias, init=square)
         self.linear_kv = provider.column_linear(
-            context_size, rows, bias=bias, init=xavier_uniform(context_size, rows), whole_input=True
+            context_size, rows, bias=bias, init=xavier_uniform(context_size, rows), replicated_input=True
         )
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square

@@ -19,12 +19,12 @@ from dit.layers.embeddings import (
 
 
 class Conditioner(nn.Module):
-    """The sum of the embedded time and, as asked for, class, texts, guidance scale, frame rate and size.
+    """The sum of the embeddings of time and, if configured, class, texts, guidance scale, frame rate and size.
 
     The size is (height, width, duration): height and width of the latent, and its frames divided by the frame rate,
     which is the duration in seconds up to the autoencoder's compression of time.
 
-    Every pipeline stage holds a copy and computes the vector from the same inputs; the copies' gradients are summed.
+    Replicated over pipeline stages, which compute the same vector; the gradients of the copies are summed.
 
     Args:
         hidden_size: width of the conditioning vector.

@@ -1,4 +1,4 @@
-"""Embedders of the conditioning vector: time, sizes, class, pooled text; whole on every tensor-parallel rank."""
+"""Embedders of the conditioning vector: time, sizes, class, pooled text; replicated over tensor-parallel ranks."""
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,16 @@ from dit.condition_table import CONTEXT
 def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0, *, shift: int = 0) -> Tensor:
     """Embed continuous times as cosines, then sines, of `size / 2` frequencies from 1 to 1 / max_period; float32.
 
-    The angles reach 1000, where float32 is off by 6e-5; they are float64 inside, for the rows are few.
+    Angles reach 1000, where float32 has an error of 6e-5; they are computed in float64, which is cheap here.
 
     Args:
-        shift: 1 reaches 1 / max_period with the last frequency (DDPM); 0 would with one more (ADM, DiT).
+        time_S: float, `[S]`.
+        size: features, even.
+        max_period: inverse of the lowest frequency.
+        shift: 1 if the last frequency is 1 / max_period (DDPM); 0 if it would be the next one (ADM, DiT).
+
+    Returns:
+        `[S, size]`, float32.
 
     Source: DDPM's (Ho et al. 2020) sinusoid in the cosine-first order of ADM and DiT.
     """
@@ -56,7 +62,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class ScalarEmbedder(nn.Module):
-    """Several numbers per sample, each a sinusoid; all of them together through Linear-SiLU-Linear.
+    """Several numbers per sample, each as a sinusoid; their concatenation through Linear-SiLU-Linear.
 
     Args:
         count: numbers per sample.
@@ -78,7 +84,7 @@ class ScalarEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """A learned vector per class, and one more for "no class" (index `num_classes`) that guidance needs."""
+    """A learned vector per class, and one for "no class" (index `num_classes`), for guidance."""
 
     def __init__(self, num_classes: int, hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
@@ -89,7 +95,7 @@ class LabelEmbedder(nn.Module):
 
 
 class PooledTextEmbedder(nn.Module):
-    """The mean of each sample's real text tokens through Linear-SiLU-Linear; a learned vector stands for no text.
+    """The mean of each sample's real text tokens through Linear-SiLU-Linear; a learned vector replaces a missing text.
 
     Args:
         context_size: width of the text embeddings.
@@ -116,7 +122,7 @@ class PooledTextEmbedder(nn.Module):
 
 
 class VectorEmbedder(nn.Module):
-    """A given vector of each sample through Linear-SiLU-Linear; a learned vector stands for a dropped or missing one.
+    """A vector per sample through Linear-SiLU-Linear; a learned vector replaces a dropped or missing one.
 
     Args:
         condition: name of the vectors.

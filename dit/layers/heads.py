@@ -1,4 +1,4 @@
-"""From tokens to the network's output."""
+"""Output layers: from tokens to the prediction per patch."""
 
 from typing import Optional
 
@@ -12,7 +12,7 @@ from dit.layout import SequenceLayout
 
 
 class FinalLayer(nn.Module):
-    """Modulated norm and a linear to patches, both zero-initialised: the network starts by predicting zero.
+    """A modulated norm and a linear layer to patches, both zero-initialised: the initial prediction is zero.
 
     Args:
         norm: an affine RMSNorm before the modulation; None for a layer norm without affine parameters.
@@ -42,7 +42,7 @@ class FinalLayer(nn.Module):
 
 
 class TableFinalLayer(nn.Module):
-    """As `FinalLayer`, with the modulation of adaLN-single: a table of shift and scale, to which conditioning is added.
+    """As `FinalLayer`, with the modulation of adaLN-single: a learned table of shift and scale plus the conditioning.
 
     Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, and its published code.
     """

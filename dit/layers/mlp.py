@@ -23,8 +23,8 @@ class MLP(nn.Module):
 class SwiGLU(nn.Module):
     """Down(SiLU(gate(x)) * up(x)).
 
-    The fused projection holds the rows of gate and up in turn, so that splitting them over tensor-parallel ranks keeps
-    the pairs together.
+    The output features of the fused projection alternate (gate 0, up 0, gate 1, up 1, ...), so that every
+    tensor-parallel rank gets pairs.
 
     Source: Shazeer 2020, arXiv:2002.05202, Eq. 6; Llama 3 (arXiv:2407.21783) without biases.
     """

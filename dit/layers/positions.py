@@ -1,7 +1,7 @@
-"""Positions, computed from the patch indices themselves: no table, so nothing aliases.
+"""Position embeddings, computed from (t, h, w) patch indices.
 
-Fixed sine-cosine embeddings are added to the tokens once; three-dimensional rotary embeddings turn queries and keys.
-Learned tables, for the backbones that want them, say which index they end at.
+Fixed sine-cosine embeddings are added to the tokens once. Three-dimensional rotary embeddings rotate queries and keys.
+Learned embeddings are tables with a maximal index.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def sincos_1d(position_T: Tensor, size: int) -> Tensor:
 
 
 def check_size(hidden_size: int, kind: str) -> None:
-    """Check that the hidden size can be divided among the axes, each of which needs a sine and a cosine.
+    """Check that the hidden size can be split over the axes, each of which needs a sine and a cosine.
 
     Raises:
         ConfigError: it cannot.
@@ -49,9 +49,9 @@ def check_size(hidden_size: int, kind: str) -> None:
 def sincos(positions_T3: Tensor, hidden_size: int, kind: SinCos) -> Tensor:
     """Embed (t, h, w) patch indices, float32 `[T, hidden_size]`.
 
-    `sincos_2d` is DiT's: one half of the features for w, the other for h, time ignored (MAE's order).
-    The indices may be scaled, and then are not whole numbers.
-    `sincos_3d` gives time and both image axes a third each, in even sizes; what is left over goes to the image axes.
+    `sincos_2d` is that of DiT: one half of the features for w, the other for h; t is ignored (MAE's order).
+    `sincos_3d` has a third of the features for each axis, in even sizes; the remainder goes to h and w.
+    Indices may be scaled, so they need not be integers.
     """
     t, h, w = positions_T3.unbind(-1)
     if kind == "sincos_2d":
@@ -63,10 +63,10 @@ def sincos(positions_T3: Tensor, hidden_size: int, kind: SinCos) -> Tensor:
 
 
 def add_sincos(x_TD: Tensor, positions_T3: Tensor, kind: PositionEmbedding) -> Tensor:
-    """Add sine-cosine positions to the embedded tokens; any other kind acts in the layers and adds nothing here.
+    """Add sine-cosine positions to the embedded tokens; other kinds are applied in the layers.
 
     Args:
-        positions_T3: (t, h, w) of the rows of `x_TD`.
+        positions_T3: (t, h, w) of the tokens of `x_TD`.
         kind: the backbone's `position_embedding`.
     """
     if kind == "sincos_2d" or kind == "sincos_3d":
@@ -77,10 +77,10 @@ def add_sincos(x_TD: Tensor, positions_T3: Tensor, kind: PositionEmbedding) -> T
 def spanning(
     positions_T3: Tensor, layout: SequenceLayout, grids: Sequence[tuple[int, int, int]], span: float
 ) -> Tensor:
-    """Scale h and w so that every image, of whatever resolution, spans `span` positions on both axes; float64.
+    """Scale h and w so that images of every resolution span `span` positions on both axes; float64 `[T, 3]`.
 
-    Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.4, after Xie et al. 2023 (DiffFit): index times
-    the training grid over the sample's grid.
+    Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.4, after Xie et al. 2023 (DiffFit): index
+    times training grid over the grid of the sample.
     """
     scale_S3 = torch.tensor([(1.0, span / h, span / w) for _, h, w in grids], dtype=torch.float64)
     return positions_T3 * layout.per_token(scale_S3.to(positions_T3.device))
@@ -88,9 +88,10 @@ def spanning(
 
 @dataclass(frozen=True)
 class RotaryPositions:
-    """Three-dimensional rotary embedding: the head is divided among (t, h, w), each part turns with its own index.
+    """Three-dimensional rotary embedding: the features of a head are split over (t, h, w).
 
-    Of the `head_size / 2` pairs of features, h and w have a third each (rounded down), t the rest, unless `axes` says.
+    Of the `head_size / 2` pairs of features, h and w have a third each (rounded down) and t the rest, unless `axes` is
+    given.
 
     Attributes:
         head_size: features per head, even and at least 6.
@@ -99,7 +100,7 @@ class RotaryPositions:
             2023, arXiv:2306.15595); `ntk` raises theta so that the longest wavelength grows by the factor and the
             shortest stays (bloc97 2023; Cosmos uses it).
         factors: stretch of t, h and w; 1 for none.
-        time_only: the whole head turns with t, for attention through time.
+        time_only: all features rotate with t, for temporal attention.
         axes: features of t, h and w, even numbers that add up to `head_size`; None for the split above.
 
     Source: Su et al. 2021, arXiv:2104.09864, Eq. 34, on each axis; the split of the head is that of Cosmos and Wan.
@@ -113,7 +114,7 @@ class RotaryPositions:
     axes: Optional[Sequence[int]] = None
 
     def pairs(self) -> tuple[int, int, int]:
-        """Return how many pairs of features turn with t, h and w."""
+        """Return how many pairs of features rotate with t, h and w."""
         if self.axes is not None:
             t, h, w = (size // 2 for size in self.axes)
             return t, h, w
@@ -141,7 +142,7 @@ class RotaryPositions:
 
 
 def check_scaling(scaling: str) -> None:
-    """Check that a way of stretching rotary positions is known.
+    """Check that `model.rope_scaling` is known.
 
     Raises:
         ConfigError: it is not.
@@ -166,7 +167,7 @@ def check_rope(rotary: RotaryPositions) -> None:
             )
     if rotary.time_only and (rotary.head_size % 2 or not rotary.head_size):
         raise ConfigError(
-            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to turn with t; "
+            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to rotate with t; "
             "use an even head size, or temporal_rope=False"
         )
     if not rotary.time_only and (rotary.head_size % 2 or rotary.head_size < 6):
@@ -186,10 +187,10 @@ def check_rope(rotary: RotaryPositions) -> None:
 class LearnedPositions(nn.Module):
     """The sum of three learned vectors, one for each of t, h and w (factorised learnable positions).
 
-    Every pipeline stage holds a copy, for every layer adds them; the copies' gradients are summed.
+    Replicated over pipeline stages, because every layer adds them; the gradients of the copies are summed.
 
     Args:
-        max_grid: patches along t, h and w that the tables have rows for.
+        max_grid: sizes of the tables: the largest number of patches along t, h and w.
         hidden_size: width of the tokens.
 
     Source: Polyak et al. 2024 (Movie Gen), arXiv:2410.13720, section 3.1.2, after NaViT (Dehghani et al. 2023).
@@ -202,7 +203,7 @@ class LearnedPositions(nn.Module):
         state_every_stage(self.parameters())
 
     def check(self, grids: Sequence[tuple[int, int, int]], keys: Sequence[str]) -> None:
-        """Check on the host, without waiting for the device, that every position has a row.
+        """Check that every position is in the tables, on the host, without a host sync.
 
         Raises:
             BatchError: a sample is larger than the tables.

@@ -1,6 +1,6 @@
-"""Which expert computes which token: routing inside each sample, so that it never depends on what else is in the pack.
+"""Expert routing inside each sample, independent of the other samples of the pack.
 
-Shape suffixes: E experts of the whole model, T rows of the whole pack (or those held here), S samples.
+Shape suffixes: E experts of a layer on all ranks, T tokens of the global pack (or the local tokens), S samples.
 """
 
 import math
@@ -15,24 +15,24 @@ from dit.layout import SequenceLayout
 
 
 def expert_capacity(length: int, num_experts: int, capacity_factor: float) -> int:
-    """Return how many tokens of a sample each expert takes: ceil(length x capacity factor / experts), at most all.
+    """Return how many tokens of a sample each expert computes: min(length, ceil(length x capacity factor / experts)).
 
     Args:
         length: real tokens of the sample.
-        capacity_factor: experts that a token meets on average.
+        capacity_factor: mean number of experts per token.
     """
-    # Exact: in floats, 30 x 0.1 lies above 3 and would be rounded up to 4.
+    # Exact: in floats, 30 x 0.1 is above 3 and would be rounded up to 4.
     exact = Fraction(capacity_factor).limit_denominator(1 << 20) * length / num_experts
     return min(length, math.ceil(exact))
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """The rows of a pack sorted by sample, padding behind, and which places of each sample the experts take.
+    """Which tokens the experts take once a pack is sorted by sample, then by score, with padding last.
 
     Attributes:
-        segment_T: sample of each row; padding counts as one more sample.
-        taken_J: the first places of each sample, as many as its capacity, in the sorted order.
+        segment_T: sample of each token; padding counts as one more sample.
+        taken_J: indices, in the sorted order, of the first tokens of each sample, up to the capacity.
     """
 
     segment_T: Tensor
@@ -48,8 +48,8 @@ def _slots(
     num_experts: int,
     capacity_factor: float,
 ) -> _Slots:
-    whole = SequenceLayout(lengths, padded_lengths, total_tokens)
-    segment_T = torch.where(whole.valid_T, whole.segment_ids_T, whole.num_samples)
+    full = SequenceLayout(lengths, padded_lengths, total_tokens)
+    segment_T = torch.where(full.valid_T, full.segment_ids_T, full.num_samples)
     first = 0
     taken: list[Tensor] = []
     for length in lengths:
@@ -58,17 +58,18 @@ def _slots(
     return _Slots(segment_T.to(device), torch.cat(taken).to(device))
 
 
-def choose_tokens(scores_TE: Tensor, layout: SequenceLayout, capacity_factor: float) -> Tensor:
-    """Let every expert choose its best tokens of each sample (expert choice).
+def select_tokens(scores_TE: Tensor, layout: SequenceLayout, capacity_factor: float) -> Tensor:
+    """Select the tokens with the highest scores for every expert and sample (expert choice).
 
     Expert e takes the `expert_capacity` tokens of sample s with the highest score; of equal scores, the earlier token.
 
     Args:
-        scores_TE: of the rows of the whole pack, in their order; those of padding rows are not looked at.
-        layout: its samples, whatever rows are held here.
+        scores_TE: of all tokens of the global pack; the scores of padding are not used.
+        layout: of the pack; which tokens are local does not matter.
+        capacity_factor: mean number of experts per token.
 
     Returns:
-        Whether an expert takes a token, bool `[T, E]`, for the whole pack.
+        Whether an expert takes a token, bool `[T, E]`, for the global pack.
 
     Source: Zhou et al. 2022, arXiv:2202.09368, section 3.2, with the sample in place of the batch.
     """
@@ -76,38 +77,44 @@ def choose_tokens(scores_TE: Tensor, layout: SequenceLayout, capacity_factor: fl
     slots = _slots(
         layout.lengths, layout.padded_lengths, layout.total_tokens, scores_TE.device, num_experts, capacity_factor
     )
-    # Two stable sorts: each column lists sample after sample, best token first, equal scores in the order of the rows.
+    # Two stable sorts: each column lists sample after sample, highest score first, equal scores in token order.
     best_TE = scores_TE.detach().argsort(dim=0, descending=True, stable=True)
     by_sample_TE = slots.segment_T[best_TE].argsort(dim=0, stable=True)
     best_TE = best_TE.gather(0, by_sample_TE)
     return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, best_TE[slots.taken_J], True)
 
 
-def choose_experts(scores_TE: Tensor, valid_T: Tensor, top_k: int) -> Tensor:
-    """Let every real token choose its best experts (token choice), without any capacity: no token is dropped.
+def select_experts(scores_TE: Tensor, valid_T: Tensor, top_k: int) -> Tensor:
+    """Select the experts with the highest scores for every real token (token choice); no token is dropped.
 
-    Of equal scores, the expert with the lower index is taken.
+    Of equal scores, the expert with the lower index is selected.
+
+    Args:
+        scores_TE: of the local tokens.
+        valid_T: real tokens, bool.
+        top_k: experts per token.
 
     Returns:
         Whether an expert takes a token, bool `[T, E]`.
     """
     best_TK = scores_TE.detach().argsort(dim=1, descending=True, stable=True)[:, :top_k]
-    chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, best_TK, True)
-    return chosen_TE & valid_T[:, None]
+    selected_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, best_TK, True)
+    return selected_TE & valid_T[:, None]
 
 
 def balancing_loss(scores_TE: Tensor, taken_SE: Tensor, layout: SequenceLayout, top_k: int) -> Tensor:
     """Return this rank's part of sum_s n_s L_s, with L_s = E sum_e f_se P_se the balancing loss of sample s.
 
-    f_se is the share of the n_s k choices of the sample that fell on expert e, P_se the mean score of e over its
-    tokens. L_s is 1 for an even load and goes up to E / k as all tokens want the same k experts. Weighted by tokens and
-    divided by the tokens of the global batch, as the main loss is, it does not depend on packing or layout. The
-    gradient flows through the scores alone.
+    f_se is the fraction of the n_s k token-expert pairs of the sample that go to expert e; P_se is the mean score of e
+    over its tokens. L_s is 1 for an even load, and E / k if all tokens go to the same k experts. The sum is divided by
+    the tokens of the global batch, as the main loss is, so it does not depend on packing or layout. The gradient flows
+    through the scores only.
 
     Args:
-        scores_TE: of the rows held here.
-        taken_SE: choices of the whole sample, by expert.
-        layout: of the rows held here.
+        scores_TE: of the local tokens.
+        taken_SE: tokens of the full sample that each expert takes.
+        layout: of the local tokens.
+        top_k: experts per token.
 
     Source: Fedus et al. 2021, arXiv:2101.03961, Eq. 4-6 (Switch), for k experts as in Zoph et al. 2022,
     arXiv:2202.08906 (ST-MoE); theirs run over the tokens of a batch.

@@ -1,4 +1,7 @@
-"""The text token by token, as cross-attention reads it or as a stream of its own."""
+"""Text tokens, for cross-attention or as a stream of their own.
+
+Shape suffixes: K text tokens of the pack, D width.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from dit.layout import SequenceLayout
 
 
 def text_layout(batch: PackedBatch, condition: str = CONTEXT.name) -> SequenceLayout:
-    """Return where the tokens of a text condition lie; one null token stands for each missing text."""
+    """Return the layout of a text condition; a missing text is one null token per sample."""
     layout = batch.conditions.layout(condition)
     if layout is not None:
         return layout
@@ -20,17 +23,17 @@ def text_layout(batch: PackedBatch, condition: str = CONTEXT.name) -> SequenceLa
 
 
 class TextTokens(nn.Module):
-    """Text embeddings as they are; a dropped or missing text becomes one learned null token.
+    """Text embeddings, with a learned null token in place of dropped or missing texts.
 
-    Every token of a dropped text is replaced by the null token. Attention over equal tokens is that token's value, so
-    this is exactly a text of one null token, and neither lengths nor shapes depend on what was dropped: nothing waits
-    for the device.
+    Every token of a dropped text is replaced by the null token. Attention over equal tokens returns that token's value,
+    so the result is that of a one-token null text. Lengths and shapes do not depend on which texts were dropped, so
+    there is no host sync.
 
     Args:
         context_size: width of the text embeddings.
         condition: name of the text, for a model that reads several.
-        stream: the text goes through the layers as the image does, its rows split under sequence parallelism, and only
-            the first pipeline stage reads it from here. Otherwise every layer reads these tokens.
+        stream: the text goes through the layers as the image does: its tokens are split under sequence parallelism, and
+            only the first pipeline stage reads them from here. Otherwise every layer reads these tokens.
     """
 
     def __init__(
@@ -38,20 +41,20 @@ class TextTokens(nn.Module):
     ) -> None:
         super().__init__()
         self.condition = condition
-        # Every tensor-parallel rank has all of the text, and the key and value projections sum its gradient over them.
+        # The text is replicated over tensor-parallel ranks; the key and value projections sum its gradient over them.
         covers: GradientCovers = "sequence_shard" if stream else "all_tokens"
         self.null = provider.parameter((context_size,), normal(0.02), gradient_covers=covers)
         if not stream:
             state_every_stage([self.null])  # each stage reads it in its own layers
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout]:
-        """Return the text tokens `[K, context_size]` and where they lie."""
+        """Return the text tokens `[K, context_size]` and their layout."""
         text, layout = batch.conditions.get(self.condition), text_layout(batch, self.condition)
         if text is None:
             return self.null.expand(layout.num_samples, -1), layout
         context_KD = text.values.to(self.null.dtype)
         if layout.valid_tokens < layout.total_tokens:
-            # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
+            # The gradient of padding is 0, but a NaN in padding would reach the weights' gradients as 0 * NaN.
             context_KD = context_KD.masked_fill(~layout.valid_T[:, None], 0.0)
         if text.dropped_S is not None:
             context_KD = torch.where(layout.per_token(text.dropped_S), self.null, context_KD)
@@ -71,7 +74,7 @@ class TextProjection(nn.Module):
     def __init__(self, context_size: int, hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
         init, square = (xavier_uniform(size, hidden_size) for size in (context_size, hidden_size))
-        # As for the null token: all of the text on every tensor-parallel rank, and a copy on every pipeline stage.
+        # As the null token: replicated over tensor-parallel ranks and over pipeline stages.
         covers: GradientCovers = "all_tokens"
         self.linear_1 = provider.replicated_linear(
             context_size, hidden_size, bias=True, init=init, gradient_covers=covers

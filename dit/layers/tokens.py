@@ -1,4 +1,9 @@
-"""The ends of a token stack: this rank's rows of the pack, the patch embedding, the hand-over between stages."""
+"""The ends of a token stack: sequence-parallel split and gather, patch embedding, activations between stages.
+
+Under sequence parallelism with 2 tensor-parallel ranks (T local tokens of the context-parallel rank):
+
+    tokens 0 ... T-1 --shard_tokens--> rank 0: 0 ... T/2-1, rank 1: T/2 ... T-1 --gather_tokens--> 0 ... T-1
+"""
 
 from dataclasses import replace
 from typing import Optional
@@ -13,40 +18,48 @@ from dit.backends.provider import LayerProvider
 from dit.layout import SequenceLayout
 
 
-def shard_rows(
+def shard_tokens(
     layout: SequenceLayout, provider: LayerProvider, *tensors_T: Tensor
 ) -> tuple[SequenceLayout, tuple[Tensor, ...]]:
-    """Return this tensor-parallel rank's share of the rows held here, under sequence parallelism; else all of them.
+    """Split the local tokens over tensor-parallel ranks under sequence parallelism; else return all of them.
 
     Args:
-        tensors_T: tensors over the rows held here; the same share of each is returned.
+        layout: of the local tokens.
+        tensors_T: tensors of the local tokens, `[T, ...]`.
+
+    Returns:
+        The layout of this rank's part, and the same part of each tensor.
     """
     if not provider.sequence_parallel:
         return layout, tensors_T
-    share = layout.num_rows // provider.tp_size
+    share = layout.num_local_tokens // provider.tp_size
     start = provider.tp_rank * share
-    rows = torch.arange(start, start + share, device=layout.device)
-    return layout.select(rows, gathered=True), tuple(x[start : start + share] for x in tensors_T)
+    indices_T = torch.arange(start, start + share, device=layout.device)
+    return layout.select(indices_T, gathered=True), tuple(x[start : start + share] for x in tensors_T)
 
 
-def pad_rows(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayout:
-    """Return a layout with the tail pad that `shard_rows` needs."""
+def pad_tokens(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayout:
+    """Add the tail pad that makes the number of tokens a multiple of the tensor-parallel size."""
     if not provider.sequence_parallel:
         return layout
     return replace(layout, total_tokens=-(-layout.total_tokens // provider.tp_size) * provider.tp_size)
 
 
-def unshard_rows(x_TD: Tensor, provider: LayerProvider) -> Tensor:
-    """Undo `shard_rows` inside the network, where the ranks make different use of the rows: gradients are summed."""
+def unshard_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
+    """Undo `shard_tokens` inside the network: `[T / tp, D]` becomes `[T, D]`.
+
+    The ranks then compute different functions of the tokens, so the backward pass sums their gradients.
+    """
     if not provider.sequence_parallel:
         return x_TD
     return gather_from_sequence_parallel_region(x_TD, tensor_parallel_output_grad=True, group=provider.tp_group)
 
 
-def gather_rows(x_TD: Tensor, provider: LayerProvider) -> Tensor:
-    """Undo `shard_rows` for the output: every tensor-parallel rank gets all rows and computes the same loss from them.
+def gather_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
+    """Undo `shard_tokens` for the output of the network: `[T / tp, D]` becomes `[T, D]`.
 
-    The loss is the same on all ranks, so the backward pass keeps this rank's rows and sums nothing.
+    Every tensor-parallel rank computes the same loss from all tokens, so the backward pass sums nothing: it selects the
+    gradient of this rank's tokens.
     """
     if not provider.sequence_parallel:
         return x_TD
@@ -54,26 +67,29 @@ def gather_rows(x_TD: Tensor, provider: LayerProvider) -> Tensor:
 
 
 def to_next_stage(x_TD: Tensor) -> Tensor:
-    """Return the activations as Megatron-Core's schedules send them, `[T, 1, D]`; not a view, for they are freed."""
+    """Return the activations as Megatron-Core's schedules send them, `[T, 1, D]`.
+
+    They are not a view, because the schedules free their storage after sending.
+    """
     return make_viewless_tensor(x_TD[:, None], x_TD.requires_grad, keep_graph=True)
 
 
 def from_previous_stage(received_T1D: Optional[Tensor]) -> Tensor:
-    """Undo `to_next_stage`."""
+    """Undo `to_next_stage`: `[T, 1, D]` becomes `[T, D]`."""
     assert received_T1D is not None
     return received_T1D.flatten(0, 1)
 
 
 def embed_patches(linear: nn.Linear, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
-    """Apply a linear map to every patch, with zeros in place of padding: `[T, C]` becomes `[T, D]`."""
+    """Apply a linear layer to every patch, with zeros as the input of padding: `[T, C]` becomes `[T, D]`."""
     if layout.valid_tokens < layout.total_tokens:
-        # A padding row has no gradient, yet a NaN in it would reach the weights' gradients as 0 * NaN.
+        # The gradient of padding is 0, but a NaN in padding would reach the weights' gradients as 0 * NaN.
         inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
     return linear(inputs_TC.to(linear.weight.dtype))
 
 
 class PatchEmbedding(nn.Module):
-    """A linear map of every patch, the same on every tensor-parallel rank."""
+    """A linear layer applied to every patch, replicated over tensor-parallel ranks."""
 
     def __init__(self, token_channels: int, hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()

@@ -131,7 +131,7 @@ def experts(hidden_size: int, expert_size: int, met: float, form: BatchForm, *, 
         gated: experts are SwiGLU.
     """
     inside = swiglu(expert_size) if gated else mlp(expert_size)
-    # In bf16 the router's copy takes the place of the modulated norm, and is dear; in float32 it is that norm.
+    # In bf16 the router has an fp32 copy, which selective recompute does not drop; in fp32 it uses the norm's output.
     router = hidden_size * form.half
     return Kept(
         whole=router,

@@ -1,4 +1,4 @@
-"""What every backbone is to the rest of the house."""
+"""The interface of backbones: their settings, what they support, and the network."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a model that one pipeline rank (or virtual chunk) holds.
+    """The part of a model on one pipeline rank (or virtual chunk).
 
     Attributes:
         layers: global indices of its layers.
         first: it embeds the input.
-        last: it holds the head.
+        last: it has the head.
     """
 
     layers: range
@@ -37,13 +37,13 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSizes:
-    """What Megatron-Core's `TransformerConfig` must know of a model, by its names.
+    """The sizes of a model for Megatron-Core's `TransformerConfig`, with its names.
 
-    A layout splits layers, heads and experts, so `check_parallel` reads them here, too.
+    `check_parallel` checks that a layout can split these layers, heads and experts.
 
     Attributes:
-        num_query_groups: heads of keys and values; None for as many as of queries.
-        num_moe_experts: experts of each layer; None for none, and for the other numbers about experts.
+        num_query_groups: heads of keys and values; None for the number of query heads.
+        num_moe_experts: experts of each layer; None for a model without experts, as the other sizes of experts.
     """
 
     num_layers: int
@@ -62,12 +62,12 @@ class TransformerSizes:
     moe_expert_capacity_factor: Optional[float] = None
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments of `TransformerConfig`; it has its own defaults for what is None here."""
+        """Return the arguments of `TransformerConfig`; None means its own default."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Ability(Enum):
-    """What a backbone may be able to do beside plain data parallelism in fp32, in the words of messages."""
+    """A feature of a backbone besides plain data parallelism in fp32, with its description for messages."""
 
     TENSOR = "tensor parallelism"
     SEQUENCE = "sequence parallelism"
@@ -81,7 +81,7 @@ class Ability(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
-    """What a backbone can do beside plain data parallelism in fp32; a flag that it sets to False is refused by name.
+    """Features of a backbone besides plain data parallelism in fp32; a feature that is False is refused by name.
 
     Attributes:
         tensor: linear layers and heads split over tensor-parallel ranks.
@@ -104,7 +104,7 @@ class Supports:
     mixed_shapes: bool = True
 
     def abilities(self) -> dict[Ability, bool]:
-        """Return the flags by what they stand for."""
+        """Return the flags by feature."""
         return {
             Ability.TENSOR: self.tensor,
             Ability.SEQUENCE: self.sequence,
@@ -125,7 +125,7 @@ class Supports:
 class ModelConfig(ABC):
     """Sizes of a backbone, as recipes write them. Subclasses add their own fields.
 
-    A backbone that cannot do everything says so in `supports`.
+    A backbone that does not support everything states it in `supports`.
 
     Attributes:
         in_channels: channels of a latent before patchifying.
@@ -151,14 +151,14 @@ class ModelConfig(ABC):
     context_dropout: float = 0.1
 
     def check_supports(self, ability: Ability, asked: str, cure: str) -> None:
-        """Check that the backbone can do something that was asked of it.
+        """Check that the backbone supports a feature.
 
         Args:
-            asked: the setting that asks for it, with its value.
-            cure: settings that do without.
+            asked: the setting that needs it, with its value.
+            cure: settings that do not need it.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: it does not support it.
         """
         if not self.supports.abilities()[ability]:
             raise ConfigError(
@@ -173,13 +173,13 @@ class ModelConfig(ABC):
 
     @property
     def output_features(self) -> int:
-        """Width of what the model predicts for a token: a multiple of `token_channels` where outputs are several."""
+        """Predicted channels per token: a multiple of `token_channels` if there are several outputs."""
         return self.token_channels
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Return what the model is given of each sample besides the noised latent.
+        """Return the conditions of each sample: the inputs of the model besides the noised latent.
 
-        The frame rate is among it for every model: samples of the data's rate are played at that rate.
+        The frame rate is among them for every model, because samples are played at the rate of the data.
         """
         wanted = [FPS]
         if self.num_classes is not None:
@@ -189,7 +189,7 @@ class ModelConfig(ABC):
         return tuple(wanted)
 
     def batch_spec(self, *, micro_batch_size: int = 1, multiple_of: int = 1) -> BatchSpec:
-        """Return what this model fixes about every micro-batch.
+        """Return the properties of micro-batches that this model requires.
 
         Args:
             micro_batch_size: samples per micro-batch when not packing.
@@ -210,14 +210,14 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def megatron_sizes(self) -> TransformerSizes:
-        """Return what Megatron-Core's `TransformerConfig` must know of this model."""
+        """Return the sizes of this model for Megatron-Core's `TransformerConfig`."""
 
     @abstractmethod
     def num_parameters(self) -> int:
-        """Count the trainable parameters of the whole model."""
+        """Count the trainable parameters of the full model."""
 
     def nemo_weights(self) -> int:
-        """Count the weights that NeMo's convention multiplies with every token, whether they meet tokens or not."""
+        """Count the weights that NeMo's convention multiplies with every token, even if they are not applied to it."""
         return self.num_parameters()
 
     @abstractmethod
@@ -226,12 +226,12 @@ class ModelConfig(ABC):
     ) -> int:
         """Count the floating-point operations of the matrix products of one forward pass, two per multiply-add.
 
-        Attention counts every pair of tokens of a sample; what depends on the sample alone counts once per sample.
+        Attention counts every pair of tokens of a sample; operations per sample count once per sample.
 
         Args:
-            layout: the tokens of the whole pack; rows held by one rank only make no difference.
+            layout: of the global pack; which tokens are local does not matter.
             context_layout: the texts, for a model that reads them token by token.
-            padding: count the padding rows too, as the device computes them.
+            padding: count padding too, as the device computes it.
         """
 
     def unattended_flops(self, grids: Sequence[tuple[int, int, int]]) -> int:
@@ -244,18 +244,18 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
-        """Count what autograd keeps of one layer for each token and each text token, with no recompute.
+        """Count the values that autograd saves for one layer, per token and per text token, without recompute.
 
         Args:
             layer: global index of the layer.
         """
 
     def without_layers(self) -> Self:
-        """Return these sizes with no layer between embedding and head, to count what the ends need."""
+        """Return these sizes with no layer between embedding and head, to count embedding and head."""
         return replace(self, num_layers=0)  # type: ignore[call-arg]
 
     def layer_kind(self, layer: int) -> Hashable:
-        """Return what a layer's cost depends on: layers of one kind cost the same.
+        """Return a key of a layer's cost: layers with the same key cost the same.
 
         Args:
             layer: its global index.
@@ -273,9 +273,9 @@ class Backbone(nn.Module, ABC):
     model_type: "MegatronModelType"
     share_embeddings_and_output_weights = False
     fsdp_units: tuple[type[nn.Module], ...] = ()
-    """Kinds of layers that are one to Megatron-FSDP, which gathers and frees their weights, and to recompute.
+    """Classes of layers that Megatron-FSDP gathers and frees as one unit, and that recompute treats as one unit.
 
-    Their weights are used nowhere outside their own `forward`.
+    Their weights are used only inside their own `forward`.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -285,7 +285,7 @@ class Backbone(nn.Module, ABC):
         self.input_tensor: Optional[Tensor] = None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Optional[Tensor]] | None) -> None:
-        """Take the activations of the previous pipeline stage."""
+        """Set the activations of the previous pipeline stage."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def units(self) -> Iterator[nn.Module]:
@@ -297,7 +297,7 @@ class Backbone(nn.Module, ABC):
         """Predict the objective's target.
 
         Args:
-            inputs_TC: noised latents of the whole pack, float32.
+            inputs_TC: noised latents of the pack (the local tokens under context parallelism), float32.
             time_S: the objective's time per sample, float32.
             batch: positions, layout and conditions; its latents are not read.
 

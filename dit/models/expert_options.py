@@ -20,10 +20,10 @@ class ExpertOptions:
     Attributes:
         num_experts: experts of each layer; None for a plain MLP.
         moe_ffn_hidden_size: inner width of one expert; that of the plain MLP if None.
-        moe_router: experts choose tokens of each sample (EC-DiT), or tokens choose experts.
-        moe_capacity_factor: experts that a token meets on average, when experts choose.
-        moe_top_k: experts that each token meets, when tokens choose.
-        moe_aux_loss_coeff: weight of the balancing loss, when tokens choose.
+        moe_router: `expert_choice` (experts select tokens of each sample, EC-DiT) or `top_k` (tokens select experts).
+        moe_capacity_factor: mean number of experts per token (`expert_choice`).
+        moe_top_k: experts per token (`top_k`).
+        moe_aux_loss_coeff: weight of the balancing loss (`top_k`).
     """
 
     num_experts: Optional[int] = None
@@ -50,13 +50,13 @@ class ExpertOptions:
             check_unused(self, names, "where tokens choose experts", "use model.moe_router=expert_choice")
         if self.moe_router == "expert_choice" and not 0 < self.moe_capacity_factor <= experts:
             raise ConfigError(
-                f"model.moe_capacity_factor={self.moe_capacity_factor} is how many of model.num_experts={experts} "
-                f"experts a token meets on average; use a value above 0 and up to {experts}"
+                f"model.moe_capacity_factor={self.moe_capacity_factor} is the mean number of experts per token "
+                f"(model.num_experts={experts}); use a value above 0 and up to {experts}"
             )
         if self.moe_router == "top_k" and not 1 <= self.moe_top_k <= experts:
             raise ConfigError(
-                f"model.moe_top_k={self.moe_top_k} is how many of model.num_experts={experts} experts every token "
-                f"meets; use a value from 1 to {experts}"
+                f"model.moe_top_k={self.moe_top_k} is the number of experts per token "
+                f"(model.num_experts={experts}); use a value from 1 to {experts}"
             )
 
     def expert_size(self, dense_size: int) -> int:
@@ -68,7 +68,7 @@ class ExpertOptions:
         return dense_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     def with_experts(self, sizes: TransformerSizes, dense_size: int) -> TransformerSizes:
-        """Add what Megatron-Core must know of the experts, if there are any.
+        """Add the sizes of the experts for Megatron-Core, if there are any.
 
         Args:
             sizes: of the backbone with a plain MLP.
@@ -83,7 +83,8 @@ class ExpertOptions:
             moe_router_topk=self.moe_top_k,
             moe_router_pre_softmax=True,
             moe_router_dtype="fp32",
-            # Read as "the number of chosen pairs varies": padding is never chosen, and experts choose as they like.
+            # Means that the number of selected pairs varies: padding is never selected, and expert choice varies per
+            # token.
             moe_expert_capacity_factor=self.moe_capacity_factor,
         )
 
@@ -119,7 +120,7 @@ class ExpertOptions:
         if self.num_experts is None:
             return rows * (3 if gated else 2) * hidden_size * dense_size
         expert = (3 if gated else 2) * hidden_size * self.expert_size(dense_size)
-        return rows * hidden_size * self.num_experts + self.chosen_pairs(layout) * expert
+        return rows * hidden_size * self.num_experts + self.routed_pairs(layout) * expert
 
     def mlp_saved(self, hidden_size: int, dense_size: int, form: BatchForm, *, gated: bool = False) -> Kept:
         """Count what one layer's MLP or experts keep of a token."""
@@ -128,7 +129,7 @@ class ExpertOptions:
         met = self.moe_capacity_factor if self.moe_router == "expert_choice" else self.moe_top_k
         return experts(hidden_size, self.expert_size(dense_size), met, form, gated=gated)
 
-    def chosen_pairs(self, layout: SequenceLayout) -> int:
+    def routed_pairs(self, layout: SequenceLayout) -> int:
         """Count the (token, expert) pairs that one layer computes."""
         assert self.num_experts is not None
         if self.moe_router == "top_k":

@@ -1,6 +1,6 @@
 """Backbones by name: one folder each, one line here each, naming its settings and its model.
 
-Names are imported when they are asked for: a config knows no model, so neither imports the other.
+Classes are imported by name when needed, so that configs and models do not import each other in a cycle.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def config_class(name: str) -> type[ModelConfig]:
 
 
 def build_backbone(config: ModelConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> Backbone:
-    """Build the part of a backbone that `stage` names.
+    """Build the part of a backbone of one stage.
 
     Args:
         config: its settings; their class, or the nearest base class of it in the table, selects the backbone.

@@ -15,7 +15,7 @@ from dit.batch import PackedBatch
 from dit.kernels.rope import Rotation
 from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
-from dit.layers.tokens import from_previous_stage, gather_rows, shard_rows, to_next_stage
+from dit.layers.tokens import from_previous_stage, gather_tokens, shard_tokens, to_next_stage
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.cross_config import CrossAttentionModelConfig
@@ -82,7 +82,7 @@ class TokenStack(Backbone, Generic[Config]):
         return None if self.rotary is None else self.rotary(batch.positions_T3)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        layout, (inputs_TC, positions_T3) = shard_rows(batch.layout, self.provider, inputs_TC, batch.positions_T3)
+        layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, self.provider, inputs_TC, batch.positions_T3)
         cond_SD = self.conditioner(time_S, batch)
         inputs = self.layer_inputs(cond_SD, positions_T3, layout, batch)
         if self.pre_process:
@@ -94,4 +94,4 @@ class TokenStack(Backbone, Generic[Config]):
             x_TD = layer(x_TD, *inputs)
         if not self.post_process:
             return to_next_stage(x_TD)
-        return gather_rows(self.head(x_TD, cond_SD, layout), self.provider)
+        return gather_tokens(self.head(x_TD, cond_SD, layout), self.provider)

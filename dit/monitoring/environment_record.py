@@ -1,4 +1,4 @@
-"""Where a run ran: `env.json`, one entry per attempt, so that a number leads back to code, machine and libraries."""
+"""The environment of a run: `env.json` has one entry per attempt with code version, machine and libraries."""
 
 import json
 import logging
@@ -34,11 +34,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment_record(world_size: int, kernels: Mapping[str, str], linears: str) -> dict[str, Any]:
-    """Return what a reader needs to know of where an attempt ran, as plain JSON.
+    """Return the environment of an attempt as plain JSON.
 
     Args:
         world_size: ranks.
-        kernels: form of every op (`dit.kernels.resolve.table`).
+        kernels: implementation of every op (`dit.kernels.resolve.table`).
         linears: class of the parallel linears.
     """
     return {
@@ -58,9 +58,9 @@ def environment_record(world_size: int, kernels: Mapping[str, str], linears: str
 
 
 def git_revision() -> Optional[dict[str, Any]]:
-    """Return `commit` (hex) of this code and whether its files differ from it (`dirty`); None where git cannot say.
+    """Return `commit` (hex) of this code and whether its files differ from it (`dirty`); None if git does not know.
 
-    A package installed inside another project's repository must not be taken for that project.
+    For a package installed inside another project's repository it is None.
     """
     try:
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():
@@ -72,14 +72,14 @@ def git_revision() -> Optional[dict[str, Any]]:
 
 
 def append_attempt(path: Path, record: dict[str, Any]) -> None:
-    """Add an attempt to `env.json`; those before it stay."""
+    """Append an attempt to `env.json`."""
     attempts: list[Any] = []
     if path.exists():
         try:
             found = json.loads(read_regular(path))
             attempts = found if isinstance(found, list) else [found]  # one attempt, by an older version
         except (OSError, ValueError) as error:
-            logger.warning("%s is damaged (%s); what it said of earlier attempts is lost", path, error)
+            logger.warning("%s is damaged (%s); its entries of earlier attempts are lost", path, error)
     write_record(path, json.dumps([*attempts, record], indent=1) + "\n")
 
 

@@ -1,8 +1,8 @@
-"""How a run ended, for schedulers and people: `run_dir/exit.json`.
+"""How a run ended: `run_dir/exit.json`.
 
-torchrun flattens every worker's exit code to 1, so the code is written down. A failing rank writes
-`exit.rank<N>.json`; `exit.json` is a copy of the one that tells most: the first cause, not the "connection closed"
-that its peers see. A missing `exit.json` means that the run is going on or was killed without warning.
+torchrun replaces every worker's exit code by 1, so the code is stored in a file. A failing rank writes
+`exit.rank<N>.json`. `exit.json` is a copy of the root cause, not of the "connection closed" errors of its peers. If
+`exit.json` is missing, the run is still running or was killed without a signal that it could handle.
 """
 
 import json
@@ -45,7 +45,7 @@ REASONS = {
     EXIT_PREEMPTED: "preempted",
     EXIT_INTERRUPTED: "interrupted",
 }
-# Names of torch.distributed's errors and what gloo, NCCL and the store say when somebody else died or hangs.
+# Names of torch.distributed's errors and what gloo, NCCL and the store say when another rank died or hangs.
 PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 PEER_WORDS = (
     "connection closed",
@@ -71,7 +71,7 @@ class Outcome:
         rank: of the writer.
         error: type and message; None if there was none.
         time: seconds since the epoch.
-        traceback: only of unexpected errors; the others say what to do.
+        traceback: of unexpected errors only; messages of the others state the cure.
     """
 
     code: int
@@ -95,7 +95,7 @@ class Outcome:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Return whether `error` is only the echo of another rank's end."""
+    """Return whether `error` is a consequence of another rank's failure."""
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return False
     if type(error).__name__ in PEER_ERRORS or isinstance(error, ConnectionError):
@@ -105,10 +105,10 @@ def is_peer_lost(error: BaseException) -> bool:
 
 
 def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int, preempted: bool = False) -> Outcome:
-    """Say in one record how a rank ended.
+    """Return the record of how a rank ended.
 
     Args:
-        error: what left the run; None if nothing did.
+        error: the exception that ended the run; None if there was none.
         preempted: the run stopped early on request, with a checkpoint.
     """
     if error is None:
@@ -127,18 +127,18 @@ def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int
 
 
 class ExitRecord:
-    """Write down how the run ended, whatever happens inside.
+    """Record how the run ended, also after an exception.
 
     Exceptions pass through unchanged; let `dit.errors.exit_code` turn them into the process's code, or use `code`.
 
     Args:
         run_dir: folder of the run.
         rank: of this process. Rank 0 removes the records of an earlier attempt on entering, and records success.
-        is_ours: whether this attempt may write into the folder (`RunLock.is_ours`); otherwise its records, old and new,
-            are another run's and are left alone.
+        is_ours: whether this attempt may write into the folder (`RunLock.is_ours`); if not, the records in it
+            belong to another run and are not changed.
 
     Attributes:
-        step: to be kept up to date by the run.
+        step: to be updated by the run.
         preempted: to be set when the run stops early on request.
         code: exit code of this process; None inside the block.
     """
@@ -154,7 +154,7 @@ class ExitRecord:
     def __enter__(self) -> "ExitRecord":
         if self.rank == 0 and self._is_ours():
             for path in (self.run_dir / EXIT_FILE, *self.run_dir.glob("exit.rank*.json")):
-                # A folder that cannot be written to stops the run elsewhere, with a better message.
+                # A folder that is not writable stops the run elsewhere, with a better message.
                 with suppress(OSError):
                     path.unlink()
         return self
@@ -169,9 +169,9 @@ class ExitRecord:
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
-    """Record how a rank ended and let `exit.json` show the outcome that tells most.
+    """Record how a rank ended, and copy the root cause to `exit.json`.
 
-    A disk that refuses the record is logged and the record goes to stderr: it must not hide the error it is about.
+    If writing fails, the record is logged to stderr instead: the failure must not hide the original error.
     """
     text = strict_json(asdict(outcome), indent=1) + "\n"
     try:
@@ -179,12 +179,12 @@ def write_outcome(run_dir: Path, outcome: Outcome) -> None:
         failed = outcome.code not in (EXIT_OK, EXIT_PREEMPTED)
         if not failed and outcome.rank != 0:
             return
-        if outcome.reason == PEER_LOST and (told := read_outcome(run_dir)) and told.precedence < outcome.precedence:
-            return  # of a thousand ranks that lost the same peer, a few records are enough
+        if outcome.reason == PEER_LOST and (known := read_outcome(run_dir)) and known.precedence < outcome.precedence:
+            return  # if many ranks lost the same peer, a few records are enough
         write_atomic(run_dir / (f"exit.rank{outcome.rank}.json" if failed else EXIT_FILE), text)
         shown: Optional[Outcome] = None
-        # Ranks fail at the same time. Each looks again after writing, so whoever writes last has seen all the others.
-        while (best := _most_telling(run_dir)) is not None and best != shown:
+        # Ranks fail at the same time. Each reads again after writing, so the last writer has seen all records.
+        while (best := _root_outcome(run_dir)) is not None and best != shown:
             write_atomic(run_dir / EXIT_FILE, strict_json(asdict(best), indent=1) + "\n")
             shown = best
     except OSError as error:
@@ -197,7 +197,7 @@ def read_outcome(run_dir: Path | str) -> Optional[Outcome]:
     return _read(Path(run_dir) / EXIT_FILE)
 
 
-def _most_telling(run_dir: Path) -> Optional[Outcome]:
+def _root_outcome(run_dir: Path) -> Optional[Outcome]:
     found = [_read(path) for path in run_dir.glob("exit.rank*.json")]
     return min((outcome for outcome in found if outcome is not None), key=lambda o: o.precedence, default=None)
 
@@ -206,4 +206,4 @@ def _read(path: Path) -> Optional[Outcome]:
     try:
         return Outcome(**json.loads(read_regular(path)))
     except (OSError, ValueError, TypeError):
-        return None  # gone, or not ours
+        return None  # deleted, or not one of our records

@@ -1,4 +1,4 @@
-"""How evenly the experts of each layer are loaded, for the log."""
+"""Load balance of the experts of each layer, for the log."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,20 +16,21 @@ def expert_layers(model: nn.Module) -> Iterator[tuple[int, MoE]]:
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             index = re.search(r"layers\.(\d+)\.", name)
-            assert index is not None, f"{name} lies in no numbered layer"
+            assert index is not None, f"{name} is in no numbered layer"
             yield int(index[1]), module
 
 
 def expert_load(chunks: Sequence[Backbone], device: torch.device) -> dict[str, float]:
-    """Return what the experts were given since the last call, over all ranks; a collective call.
+    """Return the load of the experts since the last call, over all ranks; every rank calls this.
 
     Args:
-        chunks: this rank's bare model chunks.
+        chunks: this rank's unwrapped model chunks.
 
     Returns:
-        For each layer, `experts/layer_i/max_load`, the fullest expert's tokens over the mean (1 is even),
-        `.../never_chosen`, the share of real tokens that no expert took, `.../per_token`, the experts that a token met
-        on average, and under a balancing loss its mean `.../aux_loss` (1 is even). Empty for a model without experts.
+        For each layer, `experts/layer_i/max_load`, the tokens of the most loaded expert over the mean
+        (1 is even), `.../never_chosen`, the fraction of real tokens that no expert took, `.../per_token`, the mean
+        number of experts per token, and with a balancing loss its mean `.../aux_loss` (1 is even). Empty for a model
+        without experts.
     """
     layers = {index: layer for chunk in chunks for index, layer in expert_layers(chunk)}
     if not layers:
@@ -38,7 +39,7 @@ def expert_load(chunks: Sequence[Backbone], device: torch.device) -> dict[str, f
     counts = torch.zeros(chunks[0].config.num_layers, num_experts + 3, dtype=torch.float64, device=device)
     for index, layer in layers.items():
         counts[index] = layer.load.take(device)
-    # Every row of every sample lies on exactly one rank of the ranks that hold a layer.
+    # Every token is local to exactly one of the ranks that have a layer.
     dist.all_reduce(counts)
     values = {}
     for index, (*taken, tokens, never, aux_loss) in enumerate(counts.tolist()):

@@ -1,4 +1,4 @@
-"""What stops a run before it does harm: preemption, values that are not finite, and hangs."""
+"""Guards of a run: preemption, non-finite values, and hangs."""
 
 import faulthandler
 import math
@@ -12,22 +12,22 @@ from typing import Any, Optional
 from dit.errors import EXIT_PREEMPTED, NotFiniteError
 from dit.monitoring.exit_record import is_peer_lost
 
-NUM_NAMES = 8  # samples or ranks named in a message before it says how many more there are
+NUM_NAMES = 8  # samples or ranks listed in a message; the others are counted
 
 
 class PreemptionFlag:
-    """Note a request to stop, to be honoured at the end of the step, or at once while nothing would be lost.
+    """Record a request to stop; the run stops at the end of the step, or at once if there is nothing to save.
 
     The handler only sets a flag: it may run between any two bytecodes, also inside a collective. Whether to stop is
     decided by all ranks together, from the maximum of their flags. Use as a context manager in the main thread; the
-    earlier handlers come back on leaving.
+    earlier handlers are restored on exit.
 
     Building a large model, hashing its checkpoint and loading it take longer than schedulers wait, so inside
-    `leaves_at_once` the handler raises instead.
+    `leaves_at_once` the handler raises `SystemExit` instead.
 
     Args:
         signals: SIGTERM is what schedulers and torchrun send; SIGUSR1 what Slurm's `--signal=USR1@120` sends. torchrun
-            passes on SIGUSR1 only with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; without, it dies of it.
+            passes on SIGUSR1 only with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; otherwise that signal kills it.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
@@ -50,19 +50,19 @@ class PreemptionFlag:
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         for number, handler in self._earlier.items():
-            # A handler that was not installed from Python reads as None and cannot be put back.
+            # A handler that was not installed from Python reads as None and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._earlier.clear()
 
     @contextmanager
     def leaves_at_once(self) -> Iterator[None]:
-        """Let a request end the process wherever it is, for as long as there is nothing to save.
+        """Let a request end the process at once, as long as there is nothing to save.
 
-        Ranks are not asked at the very same moment: one that lost a peer, and was asked itself, was preempted, too.
-        After `waits_from_here` a request is only noted.
+        Ranks receive the signal at different times: a rank that got it and lost a peer counts as preempted too. After
+        `waits_from_here` a request is only recorded.
 
         Raises:
-            SystemExit: with code 75, from wherever the signal found the process.
+            SystemExit: with code 75, at any point inside.
         """
         self._at_once = True
         try:
@@ -77,7 +77,7 @@ class PreemptionFlag:
             self._at_once = False
 
     def waits_from_here(self) -> None:
-        """End the time in which a request ends the process at once; call before ranks wait for each other."""
+        """From here on only record requests; call this before ranks wait for each other."""
         self._at_once = False
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
@@ -87,7 +87,7 @@ class PreemptionFlag:
 
 
 def check_finite(loss: float, grad_norm: Optional[float], step: int, suspects: Mapping[int, Sequence[str]]) -> None:
-    """Check the loss and the gradient norm of a step before its update touches the weights.
+    """Check the loss and the gradient norm of a step before its update.
 
     Every rank must pass the same, globally reduced numbers, so that all stop at the same step.
 
@@ -110,7 +110,7 @@ def check_finite(loss: float, grad_norm: Optional[float], step: int, suspects: M
         keys = list(dict.fromkeys(key for keys in suspects.values() for key in keys))
         ranks = _first_few([str(rank) for rank in sorted(suspects)])
         where = f"The loss of rank {ranks} is not finite, on the samples {_first_few(keys)}"
-        look = "look at these samples; if they are sound, "
+        look = "look at these samples; if they are valid, "
     raise NotFiniteError(
         f"step {step}: loss={loss}, grad_norm={grad_norm}; the update was not applied. {where}; {look}"
         "resume from the last checkpoint with a lower optimizer.lr or optimizer.clip_grad, or a longer "
@@ -126,8 +126,8 @@ def _first_few(names: Sequence[str]) -> str:
 class StackWatchdog:
     """Write the stacks of all threads to a file when a step, or the start, takes too long, without ending the run.
 
-    The dump is made by a thread that needs no interpreter lock, so it also works inside a hung collective. It shows
-    where each rank waits; the process-group timeout is what ends the run.
+    A thread that does not need the GIL writes them, so this also works inside a hung collective. They show where each
+    rank waits; the process-group timeout ends the run.
 
     Args:
         path: file of this rank, by convention `run_dir/stacks/rank_N.txt`.
@@ -137,7 +137,7 @@ class StackWatchdog:
     def __init__(self, path: Path | str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # faulthandler keeps the bare descriptor: the file must stay open as long as the timer runs.
+        # faulthandler has only the descriptor: the file must stay open while the timer runs.
         self._file = open(path, "a")  # noqa: SIM115
 
     def __enter__(self) -> "StackWatchdog":
@@ -151,5 +151,5 @@ class StackWatchdog:
         self._file.close()
 
     def beat(self) -> None:
-        """Say that this rank still moves; costs some tens of microseconds."""
+        """Restart the timer, since this rank still makes progress; takes some tens of microseconds."""
         faulthandler.dump_traceback_later(self.timeout_s, repeat=True, file=self._file)

@@ -1,4 +1,4 @@
-"""The first line of a run: what is trained, on what, and how it is laid out."""
+"""The first line of a run: model, objective, device, parallel layout."""
 
 from dit.backends.device import describe, local_device
 from dit.checkpoint.train_state import TrainState
@@ -9,10 +9,10 @@ from dit.run_config import RunConfig
 
 
 def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> str:
-    """Say in one line what a run is.
+    """Return a one-line description of a run.
 
     Args:
-        resumed: it goes on from a checkpoint.
+        resumed: whether it continues from a checkpoint.
     """
     parallel, training = config.parallel, config.training
     count = sum(shard.parameter.numel() for shard in state.shards)

@@ -33,7 +33,7 @@ class StepProfile:
         self._stop()
 
     def before(self, step: int) -> None:
-        """Start the trace if `step` is the first one; a run that resumes between the two starts here, too."""
+        """Start the trace if `step` is the first one; a run that resumes between the two also starts here."""
         if self._profile is not None and not self._running and self.first <= step <= self.last:
             self._profile.start()
             self._running = True

@@ -1,4 +1,4 @@
-"""The run as seen in a terminal: one live line where there is one, plain lines in a log file."""
+"""Progress of a run: one live line on a terminal, plain lines in a log file."""
 
 import sys
 import time
@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-SMOOTHING = 0.3  # weight of the newest interval in the seconds per step that the remaining time is taken from
+SMOOTHING = 0.3  # weight of the newest interval in the mean seconds per step, for the remaining time
 
-# name in the scalars -> (how it is shown, format)
+# name in the scalars -> (label, format)
 COLUMNS: dict[str, tuple[str, str]] = {
     "loss": ("loss", "{:.4f}"),
     "grad_norm": ("grad norm", "{:.3g}"),
@@ -24,15 +24,15 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 def format_duration(seconds: float) -> str:
     """Write a duration as `42s`, `3m05s`, `2h07m` or `4d03h`."""
-    whole = round(max(0.0, seconds))
+    total = round(max(0.0, seconds))
     for unit, size, smaller, small in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // small:02d}{smaller}"
-    return f"{whole}s"
+        if total >= size:
+            return f"{total // size}{unit}{total % size // small:02d}{smaller}"
+    return f"{total}s"
 
 
 def format_progress(step: int, num_steps: int, values: Mapping[str, float], remaining_s: Optional[float]) -> str:
-    """Write one line about a step; quantities that are not in `values` are left out.
+    """Write one line about a step; quantities missing in `values` are left out.
 
     Args:
         step: optimizer steps done.
@@ -48,11 +48,11 @@ def format_progress(step: int, num_steps: int, values: Mapping[str, float], rema
 
 
 class ConsoleProgress:
-    """Show where the run is: a live line on a terminal, else one plain line per call. For rank 0.
+    """Show the progress of the run: a live line on a terminal, else one plain line per call. For rank 0.
 
     Args:
-        header: one line that says what the run is, printed first.
-        num_steps: optimizer steps of the whole run.
+        header: one line that describes the run, printed first.
+        num_steps: optimizer steps of the run.
         stream: where to write; standard output if None.
         clock: seconds, monotonic.
     """
@@ -73,12 +73,12 @@ class ConsoleProgress:
         self.message(header)
         if self._stream.isatty():
             console = Console(file=self._stream)
-            # Without a refresh thread nothing is drawn while a step runs, and nothing has to be locked.
+            # Without a refresh thread nothing is drawn during a step, and no lock is needed.
             self._live = Live(Text(""), console=console, auto_refresh=False, redirect_stdout=False)
             self._live.start()
 
     def start(self, step: int) -> None:
-        """Start the clock at `step` steps done, so that start-up time is not taken for training time."""
+        """Start the clock at `step` steps done, so that start-up does not count as training time."""
         self._last = (step, self._clock())
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
@@ -90,14 +90,14 @@ class ConsoleProgress:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def message(self, text: str) -> None:
-        """Print a line that stays, above the live line if there is one."""
+        """Print a permanent line, above the live line if there is one."""
         if self._live is None:
             self._print(text)
         else:
             self._live.console.print(Text(text))
 
     def close(self) -> None:
-        """Leave the last line standing."""
+        """Stop updating; the last line stays."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,11 +1,12 @@
-"""One run at a time in a run folder: `run.lock` names its holder, and a crash releases it.
+"""One run at a time in a run folder: `run.lock` names the process that has the lock; a crash releases it.
 
-Rank 0 holds the file with `flock`. The kernel lets go of it when the process ends, however it ends, so there is no
-stale lock to remove by hand; what the file says counts only while it is locked. Linux turns `flock` over NFS into a
-lock on the server (NFSv4; NFSv3 with lockd), so a run on another machine is seen, too; a machine that dies there holds
-it until the server's lease runs out. A disk without locks (Lustre mounted without `flock`) is warned about.
+Rank 0 locks the file with `flock`. The kernel releases the lock when the process ends in any way, so there is never a
+stale lock to remove; the content of the file is valid only while it is locked. Linux implements `flock` over NFS as a
+lock on the server (NFSv4; NFSv3 with lockd), so runs on other machines are detected too; the lock of a crashed machine
+is released when the server's lease expires. On a disk without locks (Lustre mounted without `flock`) there is a
+warning.
 
-A loader worker that rank 0 has forked shares the lock until it notices that its parent is gone, some seconds later.
+A forked loader worker of rank 0 shares the lock until it detects that its parent has ended, some seconds later.
 """
 
 import errno
@@ -28,7 +29,7 @@ from dit.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-WAIT_S = 30.0  # what Slurm and torchrun give a process that was asked to end before they kill it
+WAIT_S = 30.0  # the grace period of Slurm and torchrun between SIGTERM and SIGKILL
 POLL_S = 0.2
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -42,13 +43,13 @@ def job_id() -> Optional[str]:
 class RunLock:
     """The right of one attempt to write into a run folder.
 
-    Use as a context manager around the run. Rank 0 takes the lock on entering and remembers a refusal; `agree` lets
-    every rank learn of it.
+    Use as a context manager around the run. Rank 0 takes the lock on entering and stores a failure; `agree` raises it
+    on every rank.
 
     Args:
-        run_dir: folder of the run; made if it is not there.
+        run_dir: folder of the run; created if missing.
         rank: of this process.
-        setting: that chose the folder, for messages.
+        setting: name of the setting of the folder, for messages.
     """
 
     def __init__(self, run_dir: Path | str, rank: int = 0, setting: str = "training.run_dir") -> None:
@@ -75,9 +76,9 @@ class RunLock:
             self._descriptor = -1
 
     def agree(self) -> None:
-        """Let rank 0 tell the others whether the folder is this run's; every rank calls this, once per world.
+        """Send the result of rank 0 to all ranks; every rank calls this, once per world.
 
-        It goes through the store at which the ranks have met: no device is touched before the settings are checked.
+        It uses the rendezvous store, so no device is used before the settings are checked.
 
         Raises:
             ConfigError: the folder is in use by another process, or cannot be used at all.
@@ -91,7 +92,7 @@ class RunLock:
         self.check()
 
     def check(self) -> None:
-        """Check that the lock was taken; enough where there is one process.
+        """Check that the lock was taken; for a single process.
 
         Raises:
             ConfigError: the folder is in use by another process, or cannot be used at all.
@@ -100,7 +101,7 @@ class RunLock:
             raise ConfigError(self._refusal)
 
     def is_ours(self) -> bool:
-        """Return whether this attempt may write into the folder: it had the lock, and nobody has taken it since."""
+        """Return whether this attempt may write into the folder: it has the lock, and no other process took it."""
         return self._holder is not None and self._read() in (self._holder, None)
 
     def _take(self) -> None:
@@ -113,7 +114,7 @@ class RunLock:
             text = json.dumps(self._holder).encode()
             os.pwrite(self._descriptor, text, 0)
             os.ftruncate(self._descriptor, len(text))
-            os.fsync(self._descriptor)  # or ranks on other nodes read the former holder
+            os.fsync(self._descriptor)  # else ranks on other nodes read the former owner
         except ConfigError:
             raise
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
@@ -122,10 +123,10 @@ class RunLock:
             raise ConfigError(f"{self._named} cannot be used: {reason}; choose another folder") from error
 
     def _wait(self) -> None:
-        """Lock the file; a predecessor that is still ending is given some time.
+        """Lock the file; wait some time for a previous process that is about to end.
 
         Raises:
-            ConfigError: another process has it, and keeps it.
+            ConfigError: another process still has the lock.
         """
         deadline: Optional[float] = None
         while True:
@@ -159,7 +160,7 @@ class RunLock:
         return f"{self._named} is in use by {who}{job}"
 
     def _read(self) -> Optional[dict[str, Any]]:
-        """Return what the file says; None if there is none, or nothing in it that we wrote."""
+        """Return the content of the file; None if it is missing or not ours."""
         try:
             found = json.loads(read_regular(self.path))
         except (OSError, ValueError):

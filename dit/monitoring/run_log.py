@@ -1,4 +1,4 @@
-"""What rank 0 reports of a run: the records in its folder, their mirrors, and the console."""
+"""Reports of rank 0: the records in the run folder, their mirrors, and the console."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ from dit.run_config import RunConfig
 
 
 class RunLog:
-    """Where a run reports what it does; ranks that do not report have one without places, which is silent.
+    """The log of a run; on ranks that do not report it has no outputs and is silent.
 
     Args:
         sinks: for scalars, pictures and checkpoints.
@@ -35,7 +35,7 @@ class RunLog:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nobody reads what is reported here."""
+        """Whether this rank does not report."""
         return self._sinks is None
 
     def start(self, step: int) -> None:
@@ -50,7 +50,7 @@ class RunLog:
             self._progress.update(state.step, values)
 
     def held_out(self, state: TrainState, losses: Mapping[str, float]) -> None:
-        """Report the held-out losses of a step, safe from a power loss."""
+        """Report the held-out losses of a step, and flush them to the disk."""
         if self._sinks is not None:
             named = {f"held_out/{name}": value for name, value in losses.items()}
             self._sinks.scalars(state.step, named, state.consumed_samples)
@@ -75,19 +75,19 @@ class RunLog:
             self._progress.message(text)
 
     def sync(self) -> None:
-        """Make what was recorded so far survive a power loss."""
+        """Flush all records to the disk, so that they survive a power loss."""
         if self._sinks is not None:
             self._sinks.sync()
 
     def summarize(
         self, config: RunConfig, state: TrainState, *, seconds: float, frames: int, text_encoder: Optional[str]
     ) -> None:
-        """End the output with two lines: how the run went, and the command that draws from it.
+        """Print the last two lines: the result of the run, and the command that samples from it.
 
         Args:
             seconds: since this attempt started.
             frames: of a sample.
-            text_encoder: that embeds prompts; None where the model takes none.
+            text_encoder: that embeds prompts; None if the model has none.
         """
         if self._progress is None:
             return
@@ -97,7 +97,7 @@ class RunLog:
         self.message(f"draw from it: {drawing_command(run_dir, frames, text_encoder, config.sampling.prompts)}")
 
     def close(self) -> None:
-        """Leave the last line standing and write out what is held back."""
+        """Stop the progress line and flush all outputs."""
         if self._progress is not None:
             self._progress.close()
         if self._sinks is not None:
@@ -105,10 +105,10 @@ class RunLog:
 
 
 def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> RunLog:
-    """Write what the run is into its folder, open its sinks, and print its first line; rank 0 calls this.
+    """Write the records of the run into its folder, open its sinks, and print its first line; rank 0 calls this.
 
     Args:
-        resumed: it goes on from a checkpoint.
+        resumed: whether it continues from a checkpoint.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -127,7 +127,7 @@ def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
 def _mirrors(
     config: RunConfig, record: Mapping[str, Any], resumed_step: Optional[int]
 ) -> dict[str, Callable[[], Sink]]:
-    """Return what builds each mirror that the run asks for."""
+    """Return, by name, the function that builds each configured mirror."""
     run_dir, logging = Path(config.training.run_dir), config.logging
     mirrors: dict[str, Callable[[], Sink]] = {}
     if logging.tensorboard:

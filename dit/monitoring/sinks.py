@@ -1,6 +1,6 @@
-"""Where scalars, pictures and artifacts go: `metrics.jsonl`, the record of truth, and mirrors of it that may fail.
+"""Outputs of scalars, pictures and artifacts: `metrics.jsonl`, the reference record, and mirrors that may fail.
 
-Sinks live on rank 0 and get host values only. Names pass through unchanged; the training loss is called `loss`.
+Sinks exist on rank 0 and get host values only. Names are not changed; the training loss is called `loss`.
 """
 
 import json
@@ -29,11 +29,11 @@ RECORD_FIELDS = ("kind", "step", "consumed_samples", "time", "attempt", "loss_he
 TAIL_BYTES = 1 << 16
 
 Picture = Union[Path, str, np.ndarray]
-"""A picture file, uint8 `[height, width, 3]`, or a `.gif` that moves."""
+"""A picture file, uint8 `[height, width, 3]`, or an animated `.gif`."""
 
 
 class Sink(ABC):
-    """A place for what a run has to say."""
+    """One output of a run's records."""
 
     @abstractmethod
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
@@ -45,36 +45,35 @@ class Sink(ABC):
 
     @abstractmethod
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        """Record a folder that the run made, usually a checkpoint."""
+        """Record a folder of the run, usually a checkpoint."""
 
     def sync(self) -> None:  # noqa: B027 - mirrors have nothing to do
-        """Make what was recorded so far survive a power loss, where the sink promises that."""
+        """Flush all records to the disk, if the sink supports it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write out what is held back."""
+        """Write buffered records and close."""
 
 
 class JsonlSink(Sink):
-    """One line of JSON per record, in the kernel's hands before the call returns: it outlives `kill -9`.
+    """One line of JSON per record, passed to the kernel before the call returns: it survives `kill -9`.
 
-    After `sync` it also outlives a power loss. A checkpoint follows only then, since no resume writes again what was
-    recorded before the checkpoint.
+    After `sync` it also survives a power loss. Checkpoints are saved after `sync`, because a resumed run does not
+    repeat records before its checkpoint.
 
     Every record has `kind` (scalars, image or artifact), `step`, `time` (seconds since the epoch) and `attempt` (1 for
     the first process that wrote here, 2 after the first resume, ...). Scalars keep their exact value; the training loss
-    is also written as `loss_hex`, so that bit-equal runs can be told apart from nearly equal ones by eye.
+    is also written as `loss_hex`, so that runs can be compared to the bit.
 
-    Nothing that was said is taken back: a run that resumes from an earlier step writes the steps in between again, and
-    of several records of a step the last one counts, see `scalars_by_step`. Only a torn last line, which was never a
-    record, is cut off on opening.
+    Records are never removed: a run that resumes from an earlier step writes the steps in between again, and of several
+    records of a step the last one counts, see `scalars_by_step`. Only an incomplete last line is removed on opening.
 
     Args:
         path: by convention `run_dir/metrics.jsonl`.
 
     Raises:
-        CheckpointError: the file cannot be written (exit code 5, as for every disk that is full), or it is no longer
-            at its place.
+        CheckpointError: the file cannot be written (exit code 5, as for every full disk), or it was moved or
+            deleted.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -124,7 +123,7 @@ class JsonlSink(Sink):
         except OSError as error:
             raise self._failed(error) from error
         if not self._is_at_its_place():
-            # The kernel takes what is written to a deleted file, and nobody ever reads it.
+            # Writes to a deleted file succeed, but the data are lost.
             raise CheckpointError(
                 f"{self.path} was deleted, moved or replaced while the run wrote to it; put the run folder back where "
                 "it was, then resume, or start anew in another training.run_dir"
@@ -148,7 +147,7 @@ class TensorBoardSink(Sink):
 
     Args:
         folder: by convention `run_dir/events`.
-        resumed_step: steps done before this process; TensorBoard hides what an earlier process wrote after it.
+        resumed_step: steps done before this process; TensorBoard hides later steps of earlier processes.
     """
 
     def __init__(self, folder: Path | str, resumed_step: Optional[int] = None) -> None:
@@ -167,7 +166,7 @@ class TensorBoardSink(Sink):
         if clip is None:
             self._writer.add_image(name, _pixels(picture), step, dataformats="HWC")
             return
-        # TensorBoard shows what it gets, so the file goes in as it is; `add_video` would encode it anew with MoviePy.
+        # TensorBoard shows the file as it is; `add_video` would encode it again with MoviePy.
         from PIL import Image
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -184,10 +183,10 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """Mirror to Weights & Biases, everything it writes kept inside the run folder.
+    """Mirror to Weights & Biases; all its files are inside the run folder.
 
-    Without a key, or when the service does not answer, the run is recorded offline (`wandb sync` uploads it later). The
-    id is kept in `run_dir/wandb_id`, so a resumed run continues the same page.
+    Without a key, or if the service does not respond, the run is recorded offline (`wandb sync` uploads it later). The
+    id is stored in `run_dir/wandb_id`, so a resumed run continues the same page.
 
     Args:
         run_dir: folder of the run.
@@ -241,7 +240,7 @@ class WandbSink(Sink):
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         if self._artifacts:
             artifact = self._wandb.Artifact(f"checkpoint-{self._run.id}", "checkpoint", metadata=dict(metadata))
-            # Our manifest holds the hashes already; hashing everything again would stall training.
+            # Our manifest has the hashes; hashing everything again would delay training.
             artifact.add_reference(Path(path).resolve().as_uri(), checksum=False)
             self._run.log_artifact(artifact)
 
@@ -250,10 +249,10 @@ class WandbSink(Sink):
 
 
 class FanOut(Sink):
-    """Send everything to the record of truth, then to mirrors; a mirror that fails is dropped with one warning.
+    """Send everything to the reference record, then to mirrors; a mirror that fails is dropped with one warning.
 
     Args:
-        record: its errors are errors.
+        record: its errors are raised.
         mirrors: by name, each a function that builds the sink, since building may fail too.
     """
 
@@ -267,26 +266,26 @@ class FanOut(Sink):
                 self._warn(name, error)
 
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
-        self._tell_all(lambda sink: sink.scalars(step, values, consumed_samples))
+        self._for_each_sink(lambda sink: sink.scalars(step, values, consumed_samples))
 
     def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        self._tell_all(lambda sink: sink.image(name, step, picture, caption))
+        self._for_each_sink(lambda sink: sink.image(name, step, picture, caption))
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        self._tell_all(lambda sink: sink.artifact(path, metadata))
+        self._for_each_sink(lambda sink: sink.artifact(path, metadata))
 
     def sync(self) -> None:
-        self._tell_all(lambda sink: sink.sync())
+        self._for_each_sink(lambda sink: sink.sync())
 
     def close(self) -> None:
-        self._tell_all(lambda sink: sink.close())
+        self._for_each_sink(lambda sink: sink.close())
         self.mirrors.clear()
 
-    def _tell_all(self, tell: Callable[[Sink], None]) -> None:
-        tell(self.record)
+    def _for_each_sink(self, call: Callable[[Sink], None]) -> None:
+        call(self.record)
         for name, sink in list(self.mirrors.items()):
             try:
-                tell(sink)
+                call(sink)
             except Exception as error:
                 del self.mirrors[name]
                 self._warn(name, error)
@@ -299,13 +298,13 @@ class FanOut(Sink):
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
-    """Read all records of a `metrics.jsonl`, a torn last line left out."""
+    """Read all complete records of a `metrics.jsonl`."""
     lines = read_regular(Path(path)).split(b"\n")
     return [json.loads(line) for line in lines[:-1]]
 
 
 def scalars_by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Join the scalars of each step; where a step was done again after a resume, the last value counts."""
+    """Merge the scalars of each step; if a step was repeated after a resume, the last value counts."""
     steps: dict[int, dict[str, Any]] = {}
     for record in records:
         if record["kind"] == "scalars":
@@ -314,21 +313,21 @@ def scalars_by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str,
 
 
 def _cut_torn_line(descriptor: int) -> bytes:
-    """Cut off what follows the last newline; return the last whole line, empty if there is none."""
+    """Truncate after the last newline; return the last complete line, empty if there is none."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     start = max(0, end - TAIL_BYTES)
     tail = os.pread(descriptor, end - start, start)
     while start and tail.count(b"\n") < 2:
         start = max(0, start - TAIL_BYTES)
         tail = os.pread(descriptor, end - start, start)
-    whole = tail.rfind(b"\n") + 1
-    if whole < len(tail):
-        os.ftruncate(descriptor, start + whole)
-    return tail[:whole].rstrip(b"\n").rsplit(b"\n", 1)[-1]
+    complete = tail.rfind(b"\n") + 1
+    if complete < len(tail):
+        os.ftruncate(descriptor, start + complete)
+    return tail[:complete].rstrip(b"\n").rsplit(b"\n", 1)[-1]
 
 
 def _clip_file(picture: Picture) -> Optional[Path]:
-    """Return the file of a picture that moves, or None."""
+    """Return the file of an animated picture, or None."""
     if isinstance(picture, np.ndarray) or Path(picture).suffix.lower() != ".gif":
         return None
     return Path(picture)
@@ -344,7 +343,7 @@ def _pixels(picture: Picture) -> np.ndarray:
 
 
 def _wandb_id(path: Path) -> str:
-    """Return the id of this run's page, made at the first call."""
+    """Return the id of this run's page, created at the first call."""
     if path.exists():
         return read_regular(path).decode().strip()
     run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
@@ -353,7 +352,7 @@ def _wandb_id(path: Path) -> str:
 
 
 def _has_wandb_key() -> bool:
-    """Return whether wandb can log in without asking; on a terminal it would stop the run with a question."""
+    """Return whether wandb can log in without a prompt, which would block the run on a terminal."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

@@ -1,4 +1,4 @@
-"""The two lines that a run ends with: how it went, and the command that draws from it."""
+"""The last two lines of a run: its result, and the command that samples from it."""
 
 import shlex
 from pathlib import Path
@@ -11,7 +11,7 @@ HELD_OUT = "held_out/loss"
 
 
 def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str:
-    """Say where a run ended, how long this attempt took, and how good the model is.
+    """Return at which step a run ended, how long this attempt took, and its losses.
 
     Args:
         metrics: the run's `metrics.jsonl`; losses of earlier attempts count.

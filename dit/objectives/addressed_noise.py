@@ -26,7 +26,7 @@ class AddressedNoise:
         seed: seed of the run.
         step: optimizer step, counted from 0.
         sample_ids_S: address of each sample, int64.
-        layout: rows held by this rank.
+        layout: of the local tokens.
         draws_S: number of each sample's draw from the data, int64; None where a sample comes once: its noise is then
             that of draw 0.
     """
@@ -60,7 +60,7 @@ class AddressedNoise:
         return to_normal(self._words(purpose, self.ids_S, torch.zeros_like(self.ids_S)))[0]
 
     def normal_TC(self, purpose: str, channels: int) -> Tensor:
-        """Draw standard normal noise for every row held here, float32 `[T, channels]`."""
+        """Draw standard normal noise for every local token, float32 `[T, channels]`."""
         blocks = -(-channels // 4)
         element = self.layout.token_index_T[:, None] * blocks + torch.arange(blocks, device=self.layout.device)
         ids = self.ids_S[self.layout.segment_ids_T][:, None]

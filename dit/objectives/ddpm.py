@@ -54,7 +54,7 @@ class DDPM(Objective):
         schedule: how noise grows over time.
         prediction: what the network outputs: the noise, the clean latent, or v = alpha eps - sigma x0. Training and
             sampling both follow it.
-        discrete_steps: length of the table of steps; step k is told to the network as k / discrete_steps. None for
+        discrete_steps: length of the table of steps; the network gets step k as k / discrete_steps. None for
             continuous time in [0, 1].
         loss_kind: pointwise error.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), 5 in the paper; None for the simple loss.

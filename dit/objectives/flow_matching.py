@@ -44,7 +44,7 @@ class StraightPath(Path):
 class FlowMatching(Objective):
     """Flow matching: the loss is that of the velocity v = eps - x0, one time per packed sample.
 
-    Time runs from 0 (data) to 1 (noise), and the network is told t itself.
+    Time runs from 0 (data) to 1 (noise), and the network gets t itself.
 
     Args:
         prediction: what the network outputs: the velocity, or the clean latent, from which v = (x_t - x0) / t. Noise

@@ -64,7 +64,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def time(self, angle: Tensor) -> Tensor:
-        """Return the time a network must be told at `angle`; angles beyond the schedule give its ends."""
+        """Return the time that a network gets at `angle`; angles beyond the schedule give its ends."""
 
     @abstractmethod
     def sampling_angles(self, num_steps: int, max_angle: float) -> Tensor:
@@ -134,7 +134,7 @@ class ScaledLinearSchedule(ContinuousSchedule):
 class TableSchedule(Schedule):
     """A discrete schedule of N steps, numbered from 0; the time of step k is k / N.
 
-    Step 0 is already noised (beta_0 > 0); the clean latent lies before it. Between two steps the network is told the
+    Step 0 is already noised (beta_0 > 0); the clean latent lies before it. Between two steps the network gets the
     nearest one, because it has seen no other.
 
     Args:

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, in fp32, sharded as the master weights are."""
+"""Exponential moving average of the weights, in fp32, sharded as the master weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.optimizer.master_weights import MasterShard, publish_masters
+from dit.optimizer.master_weights import MasterShard, copy_masters_to_model
 
 
 class EMA:
-    """The average ema <- decay * ema + (1 - decay) * weights, taken after each optimizer step.
+    """The average ema <- decay * ema + (1 - decay) * weights, updated after each optimizer step.
 
     Args:
         shards: this rank's master shards.
@@ -27,7 +27,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimizer step `step` (counted from 1)."""
+        """Update the average with the weights after optimizer step `step` (counted from 1)."""
         mains = [shard.main for shard in self.shards]
         if step <= self.start_step:
             torch._foreach_copy_(self.values, mains)
@@ -36,18 +36,18 @@ class EMA:
 
     @contextmanager
     def applied(self, optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> Iterator[None]:
-        """Run the model with the averaged weights; afterwards it has its own weights back, to the bit."""
+        """Run the model with the averaged weights; afterwards restore its own weights, to the bit."""
         self._swap()
-        publish_masters(optimizer, wrapped)
+        copy_masters_to_model(optimizer, wrapped)
         try:
             yield
         finally:
             self._swap()
-            publish_masters(optimizer, wrapped)
+            copy_masters_to_model(optimizer, wrapped)
 
     @torch.no_grad()
     def _swap(self) -> None:
         for shard, value in zip(self.shards, self.values):
-            kept = shard.main.clone()
+            weights = shard.main.clone()
             shard.main.copy_(value)
-            value.copy_(kept)
+            value.copy_(weights)

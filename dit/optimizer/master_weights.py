@@ -1,4 +1,4 @@
-"""The optimizer step, and one view of the fp32 master weights whatever optimizer holds them."""
+"""The optimizer step, and one view of the fp32 master weights for all kinds of optimizers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.parallel.fsdp import local, publish, sharded_parameters
+from dit.parallel.fsdp import local, sharded_parameters, use_updated_weights
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -25,9 +25,10 @@ class MasterShard:
         name: global parameter name.
         parameter: the model's own (tensor-parallel) parameter.
         start, stop: range of the flattened parameter that this rank updates.
-        owner: what the optimizer updates, any shape with `stop - start` elements on this rank; a DTensor under FSDP.
+        owner: the tensor that the optimizer updates, of any shape with `stop - start` elements on this rank; a DTensor
+            under FSDP.
         state: Adam's state of `owner`; empty before the first step.
-        group: ranks among which the parameter's shards are spread; None if every rank holds it whole.
+        group: ranks over which the parameter is sharded; None if it is not.
     """
 
     name: str
@@ -40,12 +41,12 @@ class MasterShard:
 
     @property
     def main(self) -> Tensor:
-        """The master values of this rank, any shape with `stop - start` elements."""
+        """The local master values, any shape with `stop - start` elements."""
         return local(self.owner)
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of `main`, as `gradient_norm` left it; zeros where there is none."""
+        """The gradient of `main` after `gradient_norm`; zeros if there is none."""
         return torch.zeros_like(self.main) if self.owner.grad is None else local(self.owner.grad)
 
     def slot(self, name: str) -> Tensor:
@@ -53,14 +54,14 @@ class MasterShard:
         return local(self.state[name]) if name in self.state else torch.zeros_like(self.main)
 
     def ensure_state(self) -> None:
-        """Give Adam's state its tensors, to be filled; Adam also needs its step count then (`set_step_count`)."""
+        """Create the tensors of Adam's state as zeros; Adam then also needs its step count (`set_step_count`)."""
         for slot in SLOTS:
             if slot not in self.state:
                 self.state[slot] = torch.zeros_like(self.owner)
 
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers behind Megatron-Core's chain (dense and expert parameters have one each)."""
+    """Return the optimizers in Megatron-Core's chain (dense and expert parameters have one each)."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -75,7 +76,7 @@ def _flat(groups: Sequence[Sequence[Tensor]]) -> list[Any]:
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
     """Yield (model parameter, master tensor, start, stop) of one Megatron-Core optimizer.
 
-    The order of `param_groups` says nothing: Megatron-Core puts a group's fp32 parameters first.
+    `param_groups` has another order: Megatron-Core puts a group's fp32 parameters first.
     """
     if isinstance(optimizer, DistributedOptimizer):
         models = _flat(optimizer.model_float16_groups) + _flat(optimizer.model_fp32_groups)
@@ -98,8 +99,8 @@ def master_shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> 
 
     Args:
         optimizer: Megatron-Core's optimizer over `chunks`.
-        chunks: this rank's bare model chunks. Their parameter names are global; one that every pipeline stage holds
-            comes once per chunk, under the same name.
+        chunks: this rank's unwrapped model chunks. Their parameter names are global; a parameter of every pipeline
+            stage is listed once per chunk, under the same name.
     """
     names = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
     found: dict[nn.Parameter, MasterShard] = {}
@@ -128,7 +129,7 @@ def _fsdp_shards(optimizer: DistributedOptimizer, names: list[str]) -> list[Mast
 def _absent_shards(
     optimizer: DistributedOptimizer, names: dict[nn.Parameter, str], found: dict[nn.Parameter, MasterShard]
 ) -> dict[nn.Parameter, MasterShard]:
-    """Add an empty shard for every parameter that lies wholly on other ranks, so that collectives line up."""
+    """Add an empty shard for every parameter without local elements, so that all ranks run the same collectives."""
     empty = {}
     mine = {parameter for buffer in optimizer.buffers for parameter in buffer.params}
     for parameter, name in names.items():
@@ -139,7 +140,7 @@ def _absent_shards(
 
 
 def get_step_count(optimizer: MegatronOptimizer) -> int:
-    """Return Adam's own step count (bias correction), 0 before the first step."""
+    """Return Adam's step count (for its bias correction), 0 before the first step."""
     for part in sub_optimizers(optimizer):
         for group in part.optimizer.param_groups:
             if "step" in group:
@@ -151,7 +152,7 @@ def get_step_count(optimizer: MegatronOptimizer) -> int:
 
 
 def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set Adam's step count, wherever the implementation at hand keeps it."""
+    """Set Adam's step count, in the place where the installed implementation stores it."""
     for part in sub_optimizers(optimizer):
         per_group = type(part.optimizer).__module__.startswith(("transformer_engine", "apex"))
         for group in part.optimizer.param_groups:
@@ -159,15 +160,15 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
                 group["step"] = step
                 continue
             for parameter in group["params"]:
-                device = parameter.device if group["fused"] else "cpu"  # torch's fused kernel counts where it works
+                device = parameter.device if group["fused"] else "cpu"  # torch's fused kernel counts on its device
                 part.optimizer.state[parameter]["step"] = torch.tensor(float(step), device=device)
 
 
-def publish_masters(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
-    """Copy the master weights into the model's chunks, on every rank that holds a part of them."""
+def copy_masters_to_model(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
+    """Copy the master weights into the model's chunks, and gather them; every rank calls this."""
     if any(_is_fsdp(part) for part in sub_optimizers(optimizer)):
         for chunk in wrapped:
-            publish(chunk)
+            use_updated_weights(chunk)
         return
     for part in sub_optimizers(optimizer):
         if hasattr(part, "_copy_main_params_to_model_params"):
@@ -185,7 +186,7 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, beta1: float) -> None:
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Ready the master gradients and return their global norm, before clipping."""
+    """Copy the gradients to the master weights, and return their global norm before clipping."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 

@@ -1,7 +1,7 @@
-"""Learning rate over optimizer steps, as a pure function of the step: nothing to save, nothing to restore.
+"""Learning rate as a pure function of the optimizer step, so that it has no state to save.
 
-A schedule is a class with flat settings, as an objective is; a recipe names one, or brings its own. Updates are counted
-from 1, so that the first one already moves the weights.
+A schedule is a class with flat settings; a recipe names one, or defines its own. Updates are counted
+from 1, so that the learning rate of the first update is not 0.
 """
 
 import math
@@ -28,20 +28,20 @@ Anneal = Literal["cos", "linear"]
 
 @dataclass(kw_only=True)
 class Schedule(ABC):
-    """The learning rate of every update of a run, and the momentum where that follows."""
+    """The learning rate of every update of a run, and optionally the momentum."""
 
     @abstractmethod
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         """Return the learning rate of an update.
 
         Args:
-            update: number of the update, 1 for the first one; after the last one of the run the rate stays.
+            update: number of the update, 1 for the first one; after the last one the rate is constant.
             num_steps: updates of the run.
             peak: the highest rate, `optimizer.lr`.
         """
 
     def momentum(self, update: int, num_steps: int, beta1: float) -> float:
-        """Return Adam's beta1 for an update: `optimizer.beta1` unless the schedule moves it."""
+        """Return Adam's beta1 for an update: `optimizer.beta1` unless the schedule changes it."""
         return beta1
 
     @abstractmethod
@@ -52,27 +52,27 @@ class Schedule(ABC):
         """Check that the schedule is possible in a run, before anything is built.
 
         Raises:
-            ConfigError: a number lies outside its range, or does not fit the run or the peak.
+            ConfigError: a number is outside its range, or does not fit the run or the peak.
         """
         if num_steps < 1:
-            raise ConfigError(f"training.num_steps={num_steps} leaves nothing to do; use at least 1")
+            raise ConfigError(f"training.num_steps={num_steps} must be at least 1")
         if peak not in NOT_NEGATIVE:
             raise ConfigError(f"optimizer.lr={peak} must be {NOT_NEGATIVE}")
         self.validate()
 
     def adapted(self, num_steps: int) -> list[str]:
-        """Say which settings were adapted to the length of the run, one line each."""
+        """Return which settings were adapted to the length of the run, one line each."""
         return []
 
 
 @dataclass(kw_only=True)
 class WarmUp(Schedule):
-    """A linear rise to the peak, then what a subclass makes of it.
+    """A linear warm-up to the peak; the subclass defines what follows.
 
     Update n of the warm-up has `peak * n / warmup_steps`; its last one has the peak.
 
     Attributes:
-        warmup_steps: updates until the peak; a shorter run rises through all of its updates.
+        warmup_steps: updates until the peak; in a shorter run all updates are warm-up.
     """
 
     warmup_steps: int = 0
@@ -107,7 +107,7 @@ class WarmUp(Schedule):
 
 @dataclass(kw_only=True)
 class Constant(WarmUp):
-    """Hold the peak after the warm-up."""
+    """The peak, constant after the warm-up."""
 
     def after(self, update: int, summit: int, num_steps: int, peak: float) -> float:
         return peak
@@ -115,7 +115,7 @@ class Constant(WarmUp):
 
 @dataclass(kw_only=True)
 class Falling(WarmUp):
-    """A fall from the peak to `min_lr` at the last update of the run.
+    """A decay from the peak to `min_lr` at the last update of the run.
 
     Attributes:
         min_lr: lowest rate after the peak.
@@ -130,7 +130,7 @@ class Falling(WarmUp):
         super().check(num_steps, peak)
         if self.min_lr > peak:
             raise ConfigError(
-                f"schedule.min_lr={self.min_lr} must lie between 0 and the peak, optimizer.lr={peak}; change one"
+                f"schedule.min_lr={self.min_lr} must be between 0 and the peak, optimizer.lr={peak}; change one"
             )
 
     def after(self, update: int, summit: int, num_steps: int, peak: float) -> float:
@@ -172,7 +172,7 @@ class Linear(Falling):
 class OneCycle(Cosine):
     """Half a cosine up from 0 over `warmup_steps`, and half a cosine down to `min_lr`.
 
-    Source: Smith and Topin 2017, arXiv:1708.07120, with cosine ramps; `TorchOneCycle` starts and ends as torch does.
+    Source: Smith and Topin 2017, arXiv:1708.07120, with cosine ramps; see `TorchOneCycle` for torch's variant.
     """
 
     def check(self, num_steps: int, peak: float) -> None:
@@ -189,14 +189,14 @@ class OneCycle(Cosine):
 
 @dataclass(kw_only=True)
 class WSD(Falling):
-    """Warm-up, stable, decay: hold the peak, and fall to `min_lr` over the last `decay_steps` updates.
+    """Warm-up, stable, decay: a constant peak, then a decay to `min_lr` over the last `decay_steps` updates.
 
-    A run can be made longer from any checkpoint of the stable part. A run without room for all of the fall starts it
-    at the end of the warm-up.
+    A run can be extended from any checkpoint of the stable part. In a run shorter than warm-up and decay, the decay
+    starts at the end of the warm-up.
 
     Attributes:
-        decay_steps: updates of the fall.
-        decay: shape of the fall: a straight line, or `1 - sqrt` of its part that is done, which falls faster at first.
+        decay_steps: updates of the decay.
+        decay: shape of the decay: linear, or `1 - sqrt` of the completed fraction, which decays faster at first.
 
     Source: Hu et al. 2024 (MiniCPM), arXiv:2404.06395, section 4.1; both shapes, Haegele et al. 2024, arXiv:2405.18392,
     Eq. 1 and 2.
@@ -234,7 +234,7 @@ class InverseSqrt(WarmUp):
     After the warm-up the rate does not depend on the length of the run.
 
     Attributes:
-        reference_steps: updates until the fall starts.
+        reference_steps: updates until the decay starts.
 
     Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, learning rate decay, with their linear ramp-up.
     """
@@ -245,7 +245,7 @@ class InverseSqrt(WarmUp):
         return {"reference_steps": COUNT}
 
     def rate(self, update: int, num_steps: int, peak: float) -> float:
-        # The rise and the fall may overlap, so they are multiplied.
+        # Warm-up and decay may overlap, so they are multiplied.
         warmup = max(min(self.warmup_steps, num_steps), 1)
         return self.rise(min(update / warmup, 1.0), self.after(update, warmup, num_steps, peak))
 
@@ -255,18 +255,18 @@ class InverseSqrt(WarmUp):
 
 @dataclass(kw_only=True)
 class TorchOneCycle(Schedule):
-    """The one-cycle policy as `torch.optim.lr_scheduler.OneCycleLR` has it, over all updates of the run.
+    """The one-cycle policy as in `torch.optim.lr_scheduler.OneCycleLR`, over all updates of the run.
 
     The rate rises from `peak / div_factor` to the peak, which it has at update `pct_start * num_steps`, and falls to
-    `peak / div_factor / final_div_factor`. Where `cycle_momentum` is set, Adam's beta1 goes the other way, from
+    `peak / div_factor / final_div_factor`. If `cycle_momentum` is set, Adam's beta1 goes from
     `max_momentum` to `base_momentum` at the peak and back, and `optimizer.beta1` is not used.
 
     Attributes:
-        pct_start: part of the run that rises.
-        div_factor: peak over first rate.
-        final_div_factor: first over last rate.
-        anneal_strategy: both ramps are half cosines, or straight lines.
-        cycle_momentum: beta1 follows; torch's own default is true.
+        pct_start: fraction of the run before the peak.
+        div_factor: ratio of the peak to the first rate.
+        final_div_factor: ratio of the first to the last rate.
+        anneal_strategy: both ramps are half cosines, or linear.
+        cycle_momentum: whether beta1 changes; torch's default is True.
         base_momentum, max_momentum: beta1 at the peak and at both ends.
 
     Source: torch.optim.lr_scheduler.OneCycleLR; Smith and Topin 2017, arXiv:1708.07120.

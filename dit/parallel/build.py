@@ -1,4 +1,4 @@
-"""From a model configuration to a trainable model on this rank, in one order: build, start weights, wrap, optimizer."""
+"""From a model configuration to a trainable model on this rank: build, initialise weights, wrap, build optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class TracedBuild:
-    """How a model is built that is traced on fake tensors: without initial weights, which nobody would read.
+    """How to build a model that is traced on fake tensors; its weights are not initialised.
 
     Attributes:
-        stages: the parts of the model to build, one per chunk; None for those of the layout.
-        device: whose attention kernels run, whatever this process's device.
+        stages: the stages to build, one per chunk; None for those of the layout.
+        device: for which the attention kernels are selected.
     """
 
     stages: Optional[Sequence[Stage]]
@@ -47,7 +47,7 @@ class TracedBuild:
 def megatron_config(
     model: ModelConfig, parallel: ParallelConfig, precision: str, *, meta: bool = False
 ) -> TransformerConfig:
-    """Return Megatron-Core's view of the model, the layout and the precision.
+    """Return Megatron-Core's config for a model, a layout and a precision.
 
     Args:
         meta: parameters go to torch's default device instead of this rank's, for builds under `torch.device("meta")`.
@@ -55,7 +55,7 @@ def megatron_config(
     dtype = DTYPES[precision]
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     sizes = model.megatron_sizes()
-    layout = None  # equal shares
+    layout = None  # equal stages
     if parallel.pipeline_layers is not None and pp > 1:
         layout = _megatron_layout(split_layers(sizes.num_layers, pp, vpp, parallel.pipeline_layers))
     return TransformerConfig(
@@ -65,8 +65,8 @@ def megatron_config(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         pipeline_model_parallel_layout=layout,
-        # Batched, the interleaved schedule would mix up activations and gradients between two ranks, each of which is
-        # both the next and the previous of the other. Apart, they also run beside the computation.
+        # With batched sends the interleaved schedule would confuse activations and gradients between two ranks, where
+        # the next rank is also the previous one. Single sends also overlap with computation.
         overlap_p2p_comm=vpp is not None,
         batch_p2p_comm=vpp is None,
         # The interleaved schedule of Megatron-Core 0.16 frees outputs that are still being sent (Megatron-LM #4047).
@@ -77,7 +77,7 @@ def megatron_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
-        # Losses travel as (sum, count) and gradients are divided once, by the global count of real tokens.
+        # Losses are (sum, count), and gradients are divided once, by the global count of real tokens.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -90,13 +90,13 @@ def megatron_config(
 
 
 def _megatron_layout(layers: Sequence[int]) -> list[list[str]]:
-    """Say in Megatron-Core's words which stage holds what, when the shares are not equal."""
+    """Return Megatron-Core's description of unequal pipeline stages."""
     layout = [["decoder"] * count for count in layers]
     return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
 
 
 def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None) -> Backbone:
-    """Build the whole model, or one stage of it, without memory, for counting and planning."""
+    """Build the full model, or one stage of it, on the meta device (no memory), for counting and planning."""
     model.validate()
     with torch.device("meta"):
         config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
@@ -105,12 +105,12 @@ def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None) -> Backbone
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the whole model by global name, without memory."""
+    """Return the shape of every parameter of the full model by global name; allocates no memory."""
     return {name: tuple(parameter.shape) for name, parameter in build_on_meta(model).named_parameters()}
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Count the parameters of the whole model."""
+    """Count the parameters of the full model."""
     return sum(p.numel() for p in build_on_meta(model).parameters())
 
 
@@ -121,10 +121,12 @@ def attention_path(
     choice: AttentionChoice = "auto",
     device: Optional[torch.device] = None,
 ) -> Attention:
-    """Return the attention of this process: that of its device, spread over context-parallel ranks if there are any.
+    """Return the attention of this process, over context-parallel ranks if there are any.
 
     Args:
-        device: another one than this process's.
+        dtype: of queries, keys and values.
+        choice: `training.attention`.
+        device: for which the kernels are selected; None for that of this process.
     """
     device = device or local_device()
     _, attention = resolve_attention(device, dtype, choice)
@@ -151,19 +153,19 @@ def build_model(
     *,
     traced: Optional[TracedBuild] = None,
 ) -> list[Backbone]:
-    """Build this rank's part of the model, one chunk per virtual pipeline stage, with its addressed start weights.
+    """Build this rank's part of the model, one chunk per virtual pipeline stage, with counter-based initial weights.
 
     Args:
-        training: says precision, seed, recompute, and whose attention and linears are used.
+        training: has precision, seed, recompute, attention and linears.
         traced: builds for tracing; None for training.
 
     Raises:
-        ConfigError: the backbone cannot do what is asked of it.
+        ConfigError: the backbone does not support the layout or the training settings.
     """
     model.validate()
     check_supported(model, parallel, training)
     config = megatron_config(model, parallel, training.precision)
-    # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline when told so.
+    # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline if this is set.
     config.has_cond_embedder = True
     provider = LayerProvider(config, groups.collection, training.linears)
     path = attention_path(
@@ -194,9 +196,9 @@ def build_model(
 
 
 def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGroups) -> list[Any]:
-    """Wrap a model's chunks so that data-parallel ranks share their gradients (fp32 reduction), and with FSDP weights.
+    """Wrap a model's chunks for data parallelism: DDP, distributed optimizer or FSDP, with fp32 gradient reduction.
 
-    Forward passes must go through the wrappers: under FSDP the bare chunks hold no whole weights.
+    Forward passes must call the wrappers: under FSDP the unwrapped chunks have no full weights.
     """
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
@@ -213,7 +215,7 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
         use_distributed_optimizer=parallel.data_parallel == "distributed_optimizer",
     )
     wrapped = [
-        # The communication of later chunks hides behind other chunks' work, so it need not come in small buckets.
+        # The communication of later chunks overlaps with the computation of other chunks, without small buckets.
         DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
         for i, chunk in enumerate(chunks)
     ]
@@ -222,7 +224,7 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
     )
     config.no_sync_func = no_sync if interleaved else no_sync[0]
     if parallel.overlap_grad_reduce and groups.pp.size() > 1:
-        # All stages reduce at the same time, in the bubble of the later ones, so that none holds up its neighbours.
+        # All stages reduce at the same time, in the bubble of the later ones, so that none delays its neighbours.
         config.grad_sync_func = grad_sync if interleaved else grad_sync[0]
     if parallel.overlap_param_gather:
         config.param_sync_func = param_sync if interleaved else param_sync[0]
@@ -238,7 +240,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build Megatron-Core's AdamW over the wrapped chunks of the model.
 
-    Its weight decay is set here for good: neither `set_rates` nor loading a checkpoint touches it.
+    Its weight decay is set here once: neither `set_rates` nor loading a checkpoint touches it.
     """
     config = MegatronOptimizerConfig(
         optimizer="adam",
@@ -250,7 +252,7 @@ def build_optimizer(
         clip_grad=settings.clip_grad,
         bf16=precision == "bf16",
         params_dtype=DTYPES[precision],
-        use_distributed_optimizer=parallel.data_parallel != "ddp",  # which FSDP's optimizer is to Megatron-Core, too
+        use_distributed_optimizer=parallel.data_parallel != "ddp",  # also for FSDP in Megatron-Core
         overlap_param_gather=parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
@@ -258,12 +260,12 @@ def build_optimizer(
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if parallel.data_parallel != "fsdp" and any(group["is_expert_parallel"] for group in part.param_groups):
-            # The gradient norm counts a whole parameter on the first tensor-parallel rank alone. Those ranks hold
-            # copies of a dense parameter, but different experts.
+            # The gradient norm counts an unsharded parameter on the first tensor-parallel rank only. Tensor-parallel
+            # ranks have copies of a dense parameter, but different experts.
             part.tp_group = groups.collection.expt_tp
     for group in optimizer.param_groups:
-        # Megatron-Core marks biases and one-dimensional parameters, and leaves it to its own scheduler to heed that.
+        # Megatron-Core marks biases and one-dimensional parameters, but only its own scheduler applies these marks.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-        if "fused" in group:  # torch's AdamW, where Transformer Engine's is not at hand: one kernel instead of nine
+        if "fused" in group:  # torch's AdamW (without Transformer Engine): one kernel instead of nine
             group["fused"], group["foreach"] = True, False
     return optimizer

@@ -1,4 +1,4 @@
-"""Parallel sizes: what a recipe asks for, checked before any memory is touched."""
+"""Sizes of the parallel layout, and their checks before any memory is allocated."""
 
 import math
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ class ParallelConfig:
     """Sizes of the parallel layout, in Megatron's spelling.
 
     Attributes:
-        tensor_model_parallel_size: ranks that share every linear layer.
+        tensor_model_parallel_size: ranks over which every linear layer is split.
         sequence_parallel: shard activations between the linear layers over the tensor-parallel ranks.
-        pipeline_model_parallel_size: ranks that share the layers.
+        pipeline_model_parallel_size: ranks over which the layers are split.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
         pipeline_layers: layers of each stage in the order of the network, one number per pipeline rank (times virtual
-            chunks); None for equal shares. Stages with the embedding or the head may take fewer.
-        context_parallel_size: ranks that share the tokens of every sample.
+            chunks); None for equal stages. Stages with the embedding or the head may take fewer.
+        context_parallel_size: ranks over which the tokens of every sample are split.
         context_comm: how attention exchanges keys and values under context parallelism: `p2p` (ring), `all_gather`,
             `a2a` (Ulysses), or `a2a+p2p` (all-to-all among adjacent ranks, a ring across these groups).
         context_a2a_size: ranks of an all-to-all under `a2a+p2p`; None for the other schemes.
-        context_split: each sample is cut into one chunk per rank, or into two that a causal mask would balance
+        context_split: each rank gets one contiguous chunk of each sample, or two chunks that balance a causal mask
             (Transformer Engine's order). Our attention is bidirectional, so `contiguous` is balanced too.
-        spatial_temporal_comm: how attention inside frames and columns gets them whole under context parallelism:
-            `hybrid` (one all-to-all of tokens in, one out, attention on one rank) or `context` (as `context_comm`).
-        expert_model_parallel_size: ranks that share the experts of a layer, taken from the tensor-, context- and
-            data-parallel ranks of a pipeline stage.
-        expert_tensor_parallel_size: ranks that share one expert; experts are whole here, so 1.
+        spatial_temporal_comm: attention inside frames and columns under context parallelism: `hybrid` (one all-to-all
+            dispatches complete segments, one combines the results) or `context` (split segments, as `context_comm`).
+        expert_model_parallel_size: ranks over which the experts of a layer are split, taken from the tensor-, context-
+            and data-parallel ranks of a pipeline stage.
+        expert_tensor_parallel_size: ranks over which one expert is split; experts are not split here, so 1.
         data_parallel: what data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
         fsdp_sharding: what Megatron-FSDP shards: the optimizer and its fp32 weights, the gradients too, or all three.
         overlap_grad_reduce: reduce gradients while the backward pass runs; FSDP with sharded gradients always does.
@@ -63,7 +63,7 @@ class ParallelConfig:
         """Check every size by itself; `check_parallel` checks them against each other, the model and the job.
 
         Raises:
-            ConfigError: one lies outside its range.
+            ConfigError: one is outside its range.
         """
         sizes = (
             *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
@@ -97,13 +97,13 @@ def _divisors(n: int) -> list[int]:
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:
-    """Return the smallest world that a layout fits."""
+    """Return the smallest number of ranks for a layout."""
     per_stage = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     return math.lcm(per_stage, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
 
 
 def fitting_micro_batch(at_most: int, share: int) -> int:
-    """Return the largest micro-batch of up to `at_most` samples that divides a replica's share of the global batch."""
+    """Return the largest micro-batch of up to `at_most` samples that divides `share`, a replica's samples per step."""
     return next(size for size in range(min(at_most, share), 0, -1) if share % size == 0)
 
 
@@ -116,7 +116,7 @@ def _check_fsdp(parallel: ParallelConfig) -> None:
     if pp > 1:
         raise ConfigError(
             f"parallel.data_parallel=fsdp cannot run with pipeline_model_parallel_size={pp}: Megatron-FSDP lays its "
-            "shards over a mesh of data and tensor parallel ranks that must be the whole world; use "
+            "shards over a mesh of data and tensor parallel ranks that must be all ranks; use "
             "data_parallel=distributed_optimizer, or pipeline_model_parallel_size=1"
         )
     overlaps = {
@@ -127,7 +127,7 @@ def _check_fsdp(parallel: ParallelConfig) -> None:
     for name, wanted in overlaps.items():
         if wanted and name not in legal:
             raise ConfigError(
-                f"parallel.{name}=True cannot be had with fsdp_sharding={sharding!r}; switch it off or use "
+                f"parallel.{name}=True is not available with fsdp_sharding={sharding!r}; switch it off or use "
                 "fsdp_sharding='optim_grads_params', which always overlaps both"
             )
 
@@ -147,18 +147,18 @@ def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None
     if parallel.expert_tensor_parallel_size > 1:
         raise ConfigError(
             f"parallel.expert_tensor_parallel_size={parallel.expert_tensor_parallel_size} is not available: an expert "
-            "lies whole on one rank; use 1 and share experts with parallel.expert_model_parallel_size"
+            "is not split; use 1, and split the experts over parallel.expert_model_parallel_size ranks"
         )
     if num_experts is None:
         if ep > 1:
             raise ConfigError(
-                f"parallel.expert_model_parallel_size={ep} shares experts, but the model has none; "
+                f"parallel.expert_model_parallel_size={ep} splits experts over ranks, but the model has none; "
                 "use 1 or set model.num_experts"
             )
         return
     if num_experts % ep:
         raise ConfigError(
-            f"model.num_experts={num_experts} cannot be shared by parallel.expert_model_parallel_size={ep} ranks; "
+            f"model.num_experts={num_experts} cannot be split over parallel.expert_model_parallel_size={ep} ranks; "
             f"use one of {_divisors(num_experts)} or change the number of experts"
         )
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
@@ -170,12 +170,12 @@ def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None
 
 
 def check_supported(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> None:
-    """Check that the backbone can do what the layout and the precision ask of it.
+    """Check that the backbone supports the layout and the precision.
 
-    Training, the dry run and sampling all come by here before anything is built.
+    Training, the dry run and sampling call this before anything is built.
 
     Raises:
-        ConfigError: it cannot; the message names the backbone, what was asked, and what it supports.
+        ConfigError: it does not; the message names the backbone, the setting, and what it supports.
     """
     for ability, name, size in (
         (Ability.TENSOR, "tensor_model_parallel_size", parallel.tensor_model_parallel_size),
@@ -261,7 +261,7 @@ def _check_overlaps(parallel: ParallelConfig) -> None:
 
 
 def _replicas(parallel: ParallelConfig, world_size: int) -> int:
-    """Return how many replicas of the model a world has, which read different samples."""
+    """Return the number of model replicas, which read different samples."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size
     model_ranks = tp * pp * cp
@@ -274,7 +274,7 @@ def _replicas(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def _check_expert_ranks(parallel: ParallelConfig, num_experts: Optional[int], dp: int) -> None:
-    """Check that the ranks of a pipeline stage can share the experts."""
+    """Check that the experts can be split over the ranks of a pipeline stage."""
     tp, cp, ep = (
         parallel.tensor_model_parallel_size,
         parallel.context_parallel_size,
@@ -289,7 +289,7 @@ def _check_expert_ranks(parallel: ParallelConfig, num_experts: Optional[int], dp
     sharded_gradients = parallel.data_parallel == "fsdp" and parallel.fsdp_sharding != "optim"
     if sharded_gradients and ep > 1 and tp * cp * dp == ep and cp * dp > 1:
         raise ConfigError(
-            f"parallel.fsdp_sharding={parallel.fsdp_sharding!r} cannot shard experts of which each lies on one rank, "
+            f"parallel.fsdp_sharding={parallel.fsdp_sharding!r} cannot shard experts that are on one rank each, "
             f"as with expert_model_parallel_size={ep} on TP {tp} x CP {cp} x DP {dp} ranks: Megatron-FSDP counts their "
             "gradients twice; use a smaller expert_model_parallel_size, fsdp_sharding='optim' or "
             "data_parallel=distributed_optimizer"
@@ -302,13 +302,13 @@ def _micro_batches(parallel: ParallelConfig, training: TrainingConfig, dp: int) 
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     parts = dp * pp if interleaved else dp  # the interleaved schedule takes micro-batches by the number of its stages
     if total % parts:
-        raise ConfigError(_does_not_share(total, dp, pp, interleaved))
+        raise ConfigError(_uneven_batch(total, dp, pp, interleaved))
     size = fitting_micro_batch(training.micro_batch_size, total // parts)
     return size, total // (size * dp)
 
 
-def _does_not_share(global_batch_size: int, dp: int, pp: int, interleaved: bool) -> str:
-    """Say why a global batch cannot be shared out, and what could."""
+def _uneven_batch(global_batch_size: int, dp: int, pp: int, interleaved: bool) -> str:
+    """Return why a global batch cannot be split over replicas, and which size can."""
     parts = dp * pp if interleaved else dp
     below = global_batch_size // parts * parts
     sizes = f"use {f'{below} or ' if below else ''}{below + parts}"
@@ -326,7 +326,7 @@ def _does_not_share(global_batch_size: int, dp: int, pp: int, interleaved: bool)
 
 
 def _token_multiple(parallel: ParallelConfig) -> int:
-    """Return what every sample's length is a multiple of, so that all ranks hold equally many of its tokens."""
+    """Return the number that must divide every sample's length, so that all ranks get equally many tokens."""
     cp = parallel.context_parallel_size
     chunks = 2 * cp if cp > 1 and parallel.context_split == "load_balanced" else cp
     return chunks * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
@@ -341,7 +341,7 @@ def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
     ):
         if value not in choices:
             raise ConfigError(f"parallel.{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
-    heads = kv_heads // parallel.tensor_model_parallel_size  # an exchange of heads splits keys and values, too
+    heads = kv_heads // parallel.tensor_model_parallel_size  # an exchange of heads splits keys and values too
     if comm == "a2a+p2p":
         fits = [n for n in _divisors(cp) if 1 < n < cp and heads % n == 0]
         if inner not in fits:
@@ -357,7 +357,7 @@ def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
         )
     if comm == "a2a" and heads % cp:
         raise ConfigError(
-            f"parallel.context_comm='a2a' cannot share {kv_heads} heads of keys / "
-            f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} = {heads} heads among "
+            f"parallel.context_comm='a2a' cannot split {kv_heads} heads of keys / "
+            f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} = {heads} heads over "
             f"context_parallel_size={cp} ranks; use one of {_divisors(heads)} ranks, 'p2p' or 'all_gather'"
         )

@@ -1,7 +1,12 @@
-"""Megatron-FSDP around a backbone: how it is wrapped, where each rank's part of a parameter lies, how to fill it anew.
+"""Megatron-FSDP around a backbone: wrapping, the local range of each parameter, and writing new values.
 
-Megatron-FSDP replaces the parameters of the model: between steps `named_parameters` gives DTensors that hold this
-rank's shard, during a forward or backward pass the whole ("raw") parameters, whose memory comes and goes.
+Megatron-FSDP replaces the parameters of the model. Between steps `named_parameters` returns DTensors with the local
+shards. During a forward or backward pass it returns the unsharded ("raw") parameters, whose memory is allocated and
+freed as needed. Three parameters a, b, c of one bucket on 2 ranks:
+
+    bucket (flattened)   a a a a a a b b | b c c c c c c .        (`.` is padding)
+                         '--- rank 0 --'   '--- rank 1 --'
+    rank 0: a [0, 6), b [0, 2)          rank 1: b [2, 3), c [0, 6)       start, stop of `ShardedParameter`
 """
 
 from collections.abc import Iterator
@@ -20,17 +25,16 @@ from dit.backends.sharding import sharding_of, write_shard_attributes
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
-from dit.parallel.fsdp_rows import keep_rows_whole
+from dit.parallel.fsdp_rows import shard_between_rows
 
-BUCKET_ELEMENTS = 40_000_000  # of what no unit holds; Megatron-Core's size for plain data parallelism
+BUCKET_ELEMENTS = 40_000_000  # for parameters outside of FSDP units; Megatron-Core's size for data parallelism
 
 
-class _Called(nn.Module):
-    """Hold the backbone one level below the module that Megatron-FSDP wraps.
+class _Nested(nn.Module):
+    """Nest the backbone one level below the module that Megatron-FSDP wraps.
 
-    Megatron-FSDP runs `forward` of what it wraps without calling it, which passes by that module's hooks: the one that
-    gathers its own parameters, and the one that opens the books of a backward pass (which would then hang on the module
-    that was registered last, whenever that one runs). One level below, they run.
+    Megatron-FSDP calls `forward` of the wrapped module directly, which skips the forward hooks of that module: its own
+    all-gather hook, and the hook that registers the post-backward callback. One level below, the hooks run.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,10 +49,10 @@ _PREFIX = "module."
 
 
 def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups) -> FullyShardedDataParallel:
-    """Wrap a model so that data-parallel ranks share its optimizer, gradients and weights (fp32 reduction).
+    """Shard a model's optimizer, gradients and weights over data-parallel ranks (fp32 gradient reduction).
 
     Args:
-        sharding: what is shared; a single data-parallel rank shares nothing.
+        sharding: what is sharded; with one data-parallel rank, nothing is.
 
     Raises:
         ConfigError: the backbone does not name the layers that are gathered and freed as one.
@@ -59,13 +63,13 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
             f"{type(backbone).__name__}.fsdp_units names none; name them or use fsdp_sharding='optim_grads'"
         )
     if groups.dp_cp.size() == 1:
-        # All kinds are the same then, and this one has the least machinery. The others would count gradients twice, as
-        # `reduces_in_backward` explains.
+        # On one rank all kinds give the same numbers, but the others would count gradients twice (see
+        # `reduces_in_backward`).
         sharding = "optim"
     if not isinstance(mcore_fsdp_adapter.TELinear, type):
-        # Without Transformer Engine this is a mock, and the adapter asks `isinstance` of it under tensor parallelism.
+        # Without Transformer Engine this is a mock, which the adapter passes to `isinstance` under tensor parallelism.
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
-    keep_rows_whole()
+    shard_between_rows()
     wrapped = FullyShardedDataParallel(
         backbone.config,
         DistributedDataParallelConfig(
@@ -79,7 +83,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
             overlap_param_gather=sharding == "optim_grads_params",
             bucket_size=BUCKET_ELEMENTS,
         ),
-        _Called(backbone),
+        _Nested(backbone),
         fsdp_unit_modules=list(backbone.fsdp_units) if sharding == "optim_grads_params" else [],
         pg_collection=groups.collection,
     )
@@ -89,16 +93,16 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
 
 
 def reduces_in_backward(wrapped: FullyShardedDataParallel) -> bool:
-    """Tell whether gradients are reduced while the backward pass runs, and not only when it is over.
+    """Return whether gradients are reduced during the backward pass, rather than after it.
 
-    With unsharded gradients they must not be: Megatron-FSDP then adds the reduced shard to this rank's own sum, which
-    is part of it already, and reduces a second time when gradients are finished.
+    Unsharded gradients must not be: Megatron-FSDP then adds the reduced shard to the local gradient, which counts the
+    local gradient twice, and reduces again when gradients are finished.
     """
     return wrapped.ddp_config.data_parallel_sharding_strategy != "optim"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds; a plain tensor is returned as it is."""
+    """Return the local shard of a DTensor; a plain tensor is returned as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -113,8 +117,8 @@ class ShardedParameter:
         name: its name in the backbone.
         raw: the parameter that the forward pass uses; its shape and attributes are valid at all times.
         owner: the DTensor that the optimizer updates.
-        start, stop: range of the flattened `raw` that `owner` holds on this rank.
-        group: ranks among which the shards are spread.
+        start, stop: range of the flattened `raw` that is local to this rank.
+        group: the ranks over which it is sharded.
     """
 
     name: str
@@ -132,11 +136,11 @@ def sharded_parameters(wrapped: FullyShardedDataParallel) -> Iterator[ShardedPar
         yield ShardedParameter(name.removeprefix(_PREFIX), owner.orig_param, owner, span.start, span.stop, group)
 
 
-def publish(wrapped: FullyShardedDataParallel) -> None:
-    """Let the next forward pass use the values that the optimizer's parameters hold now."""
+def use_updated_weights(wrapped: FullyShardedDataParallel) -> None:
+    """Copy the optimizer's present values into the weights that the next forward pass uses."""
     fsdp = wrapped.module
     gathering = fsdp.all_gather_pipeline
-    # A prefetch may still read the shards that are overwritten next; what it gathers is thrown away.
+    # A prefetch may still read the shards that are overwritten next; its result is discarded.
     for bucket in list(gathering.param_gather_event_map):
         gathering.wait_bucket_ready(*bucket)
     fsdp.install_optimized_model_weights()

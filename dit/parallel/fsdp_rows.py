@@ -1,8 +1,12 @@
-"""Megatron-FSDP must not cut a row of a matrix: a repair of how it lays parameters out in a bucket.
+"""A patch of Megatron-FSDP: no shard may end inside a row of a matrix.
 
-Shards of a bucket end at multiples of its chunk size, and parameters are laid out so that whole rows lie between these
-marks. Parameters smaller than a chunk fill gaps; those for which there is no gap are laid at the end one behind the
-other (megatron-core 0.16.1), and a mark may then fall inside a row, which ends in "shape '[-1, n]' is invalid".
+Shards of a bucket end at multiples of its chunk size, and parameters are placed in the bucket so that no row crosses
+such a boundary. Parameters smaller than a chunk fill gaps. Those without a gap are placed at the end, one after the
+other (megatron-core 0.16.1). A boundary may then be inside a row, which fails with "shape '[-1, n]' is invalid". The
+patch moves them. Chunks of 4 elements; a and b are matrices of one row of 3 elements:
+
+    before   ... | a a a b | b b      b crosses a boundary
+    after    ... | a a a . | b b b
 """
 
 from collections.abc import Callable
@@ -17,20 +21,20 @@ Layout = tuple[
     param_and_grad_buffer.BucketIndex,
     param_and_grad_buffer.ShardBucketIndex,
 ]
-"""Where each parameter lies in a bucket, the bucket, and this rank's shard of it."""
+"""The range of each parameter in a bucket, the bucket, and this rank's shard of it."""
 _NAME = "build_data_parallel_buffer_index"
 
 
-def keep_rows_whole() -> None:
-    """Install the repair in this process; a second call does nothing."""
+def shard_between_rows() -> None:
+    """Install the patch in this process; a second call does nothing."""
     original = getattr(param_and_grad_buffer, _NAME)
     if not hasattr(original, "__wrapped__"):
-        setattr(param_and_grad_buffer, _NAME, _with_whole_rows(original))
+        setattr(param_and_grad_buffer, _NAME, _ends_between_rows(original))
 
 
-def _with_whole_rows(layout: Callable[..., Layout]) -> Callable[..., Layout]:
+def _ends_between_rows(layout: Callable[..., Layout]) -> Callable[..., Layout]:
     @wraps(layout)
-    def repaired(
+    def patched(
         elements: list[torch.Size],
         rank: int,
         world_size: int,
@@ -63,4 +67,4 @@ def _with_whole_rows(layout: Callable[..., Layout]) -> Callable[..., Layout]:
         shard = param_and_grad_buffer._get_dp_buffer_shard_bucket_index(bucket, is_distributed, world_size, rank)
         return items, bucket, shard
 
-    return repaired
+    return patched

@@ -1,7 +1,13 @@
-"""Which layers lie on which pipeline stage: pure arithmetic, no ranks needed.
+"""The layers of each pipeline stage: arithmetic without ranks.
 
-The network is cut into `pipeline ranks x virtual chunks` stages in a row. Rank `r` of `p` holds stages `r`, `r + p`,
-`r + 2 p`, ..., one model chunk each (Megatron-Core's interleaving), so the first rank embeds and the last has the head.
+The network is split into `pipeline ranks x virtual chunks` consecutive stages. Rank `r` of `p` has the stages `r`,
+`r + p`, `r + 2 p`, ..., one model chunk each (Megatron-Core's interleaving). The first rank has the embedding, the last
+one the head. 8 layers, 2 ranks, 2 chunks per rank:
+
+    layers   embedding 0 1 | 2 3 | 4 5 | 6 7 head
+    stage         0           1     2       3
+    rank          0           1     0       1
+    chunk         0           0     1       1
 """
 
 from collections.abc import Sequence
@@ -15,14 +21,14 @@ from dit.models.base import Stage
 def split_layers(
     num_layers: int, pp_size: int, vpp_size: Optional[int] = None, layers: Optional[Sequence[int]] = None
 ) -> list[int]:
-    """Return how many layers each stage holds, in the order of the network.
+    """Return the number of layers of each stage, in the order of the network.
 
     Args:
         vpp_size: chunks per rank; None for one.
-        layers: the answer itself, checked; None for equal shares.
+        layers: layers of each stage, to be checked; None for equal stages.
 
     Raises:
-        ConfigError: the shares are not equal, or the list does not add up to the model.
+        ConfigError: equal stages are not possible, or the list does not add up to the model.
     """
     count = pp_size * (vpp_size or 1)
     asked = f"pipeline_model_parallel_size={pp_size}" + (
@@ -31,7 +37,7 @@ def split_layers(
     if layers is None:
         if num_layers % count:
             share, rest = divmod(num_layers, count)
-            # The last stage also has the head and the first the embedding: what is left over goes to the middle.
+            # The last stage also has the head and the first one the embedding: the middle stages get the remainder.
             order = sorted(range(count), key=lambda i: (i == count - 1, i == 0, i))
             uneven = [share + (i in order[:rest]) for i in range(count)]
             cure = f"use parallel.pipeline_layers={uneven}, or " if share else ""
@@ -61,11 +67,11 @@ def stages(
     vpp_size: Optional[int] = None,
     layers: Optional[Sequence[int]] = None,
 ) -> list[Stage]:
-    """Return the stages that pipeline rank `pp_rank` holds, one per model chunk.
+    """Return the stages of pipeline rank `pp_rank`, one per model chunk.
 
     Args:
         vpp_size: chunks per rank; None for one.
-        layers: layers of each stage in the order of the network; None for equal shares.
+        layers: layers of each stage in the order of the network; None for equal stages.
 
     Raises:
         ConfigError: see `split_layers`.
@@ -76,13 +82,20 @@ def stages(
 
 
 def layers_in_flight(split: Sequence[float], pp_size: int, pp_rank: int, micro_batches: int) -> float:
-    """Count the layers whose activations rank `pp_rank` keeps at most, once per micro-batch that passed through them.
+    """Count the layers whose activations rank `pp_rank` saves at most, once per micro-batch.
 
-    The warm-up of 1F1B lets `pp_size - pp_rank` micro-batches in before the first comes back. Interleaved, the rank
-    makes `2 (pp_size - pp_rank - 1) + (chunks - 1) pp_size + 1` passes through its chunks.
+    1F1B runs `pp_size - pp_rank` forward passes before the first backward pass. The interleaved schedule runs
+    `2 (pp_size - pp_rank - 1) + (chunks - 1) pp_size + 1`. 1F1B on 2 ranks (F forward, B backward, by micro-batch):
+
+        rank 0   F0 F1 .  B0 F2 B1 ...        2 micro-batches in flight
+        rank 1   .  F0 B0 F1 B1 ...           1 micro-batch in flight
 
     Args:
-        split: layers of every stage, from `split_layers`; or what each stage keeps of a micro-batch, to add that up.
+        split: layers of every stage, from `split_layers`; or the bytes that each stage saves per micro-batch.
+        micro_batches: of one step.
+
+    Returns:
+        The sum of `split` over the forward passes in flight.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; the schedules of Megatron-Core.
     """
@@ -90,6 +103,6 @@ def layers_in_flight(split: Sequence[float], pp_size: int, pp_rank: int, micro_b
     if len(mine) == 1:
         return min(pp_size - pp_rank, micro_batches) * mine[0]
     passes = 2 * (pp_size - pp_rank - 1) + (len(mine) - 1) * pp_size + 1
-    # Chunks are passed in turn, by `pp_size` micro-batches each.
+    # Each chunk runs `pp_size` micro-batches before the next chunk.
     turns = [layers for _ in range(micro_batches // pp_size) for layers in mine for _ in range(pp_size)]
     return sum(turns[:passes])

@@ -1,7 +1,7 @@
 """Run micro-batches through all pipeline stages: training steps on Megatron-Core's schedules, and plain predictions.
 
-Every stage reads the same micro-batches: the conditions and the layout are needed on each, and noise by address makes
-the same draws everywhere. Only activations travel, with their shapes, so packs may differ in length.
+Every stage reads the same micro-batches: it needs the conditions and the layout, and counter-based noise is the same on
+all stages. Only activations are sent, with their shapes, so packs may differ in length.
 """
 
 import itertools
@@ -35,32 +35,33 @@ def forward_backward(
         wrapped: this rank's model chunks in their data-parallel wrappers.
 
     Returns:
-        What the loss function reported for each micro-batch, on the last stage; empty on the others.
+        The logs of the loss function for each micro-batch, on the last stage; empty on the others.
     """
     config = wrapped[0].config
     run = get_forward_backward_func(groups.pp.size(), config.virtual_pipeline_model_parallel_size)
     return run(
         forward_step_func=forward_step,
-        # Each chunk asks for every micro-batch, some time after the chunk before it.
+        # Each chunk reads every micro-batch, some time after the previous chunk.
         data_iterator=list(itertools.tee(batches, len(wrapped))) if len(wrapped) > 1 else [batches],
         model=list(wrapped),
         num_microbatches=num_micro_batches,
-        seq_length=1,  # sequence lengths vary and travel with the activations
+        seq_length=1,  # sequence lengths vary and are sent with the activations
         micro_batch_size=1,
         p2p_communicator=P2PCommunicator(groups.pp, config),
         pg_collection=groups.collection,
     )
 
 
-class WholeNetwork:
-    """The whole model as one function, whatever stages it lies on: for sampling and held-out losses.
+class FullNetwork:
+    """The full model as one function on every pipeline layout, for sampling and held-out losses.
 
-    All ranks of a pipeline must call it with the same inputs, and all get the prediction, to the bit, so that solvers
-    take the same steps everywhere. One micro-batch is under way at a time.
+    All ranks of a pipeline must call it with the same inputs. All get the same prediction, to the bit, so that solvers
+    take the same steps on every rank. One micro-batch is in flight at a time.
 
     Args:
-        networks: this rank's model chunks, in their data-parallel wrappers where they have any: under FSDP a bare
-            chunk holds no whole weights.
+        networks: this rank's model chunks, in their data-parallel wrappers if they have any: under FSDP an unwrapped
+            chunk has no full weights.
+        groups: has the pipeline group.
     """
 
     def __init__(self, networks: Sequence[nn.Module], groups: ProcessGroups) -> None:
@@ -70,21 +71,21 @@ class WholeNetwork:
 
     @torch.no_grad()
     def __call__(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        """Predict as `Backbone.forward` does on one rank; float32 when stages share the model."""
+        """Predict as `Backbone.forward` does on one rank; float32 if there are several stages."""
         if self.group.size() == 1:
             return self.networks[0](inputs_TC, time_S, batch)
         out: Optional[Tensor] = None
         for network, chunk in zip(self.networks, self.chunks, strict=True):
-            # The shape asked for is a placeholder: the sender tells the real one.
+            # This shape is a placeholder: the sender sends the real one.
             chunk.set_input_tensor(self._neighbours.recv_forward((1, 1, 1), chunk.stage.first))
             out = network(inputs_TC, time_S, batch)
             chunk.set_input_tensor(None)
             self._neighbours.send_forward(out, chunk.stage.last)
         predicted = None if out is None or not self.chunks[-1].stage.last else out.float()
-        return self._share(predicted, inputs_TC.device)
+        return self._broadcast(predicted, inputs_TC.device)
 
-    def _share(self, prediction: Optional[Tensor], device: torch.device) -> Tensor:
-        """Give the last stage's prediction to every stage."""
+    def _broadcast(self, prediction: Optional[Tensor], device: torch.device) -> Tensor:
+        """Broadcast the last stage's prediction to all stages."""
         last = self.group.size() - 1
         shape = torch.tensor([0, 0] if prediction is None else prediction.shape, device=device)
         dist.broadcast(shape, group=self.group, group_src=last)

@@ -61,12 +61,12 @@ class StepTrace:
 
     @property
     def live(self) -> int:
-        """Bytes held before the step."""
+        """Bytes allocated before the step."""
         return sum(self.state_bytes.values())
 
     @property
     def peak(self) -> int:
-        """The most bytes held during the step."""
+        """The peak of the allocated bytes during the step."""
         return max(self.peak_bytes.values())
 
 

@@ -197,8 +197,8 @@ def _even_experts(model: ModelConfig) -> Iterator[None]:
     send = ExpertDispatch.send
     met = tokens_meet(model)
 
-    def send_evenly(self: Any, x_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor) -> Any:
-        return send(self, x_TD, _evenly_chosen(chosen_TE.shape[0], chosen_TE.shape[1], met), weights_TE)
+    def send_evenly(self: Any, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> Any:
+        return send(self, x_TD, _evenly_chosen(selected_TE.shape[0], selected_TE.shape[1], met), weights_TE)
 
     ExpertDispatch.send = send_evenly  # type: ignore[method-assign]
     try:
@@ -240,9 +240,9 @@ def _evenly_chosen(tokens: int, experts: int, met: float) -> Tensor:
     """Return a real table `[T, E]` with the same number of tokens for every expert, up to one."""
     pair = torch.arange(round(tokens * met))
     token = pair % tokens
-    chosen_TE = torch.zeros(tokens, experts, dtype=torch.bool)
-    chosen_TE[token, (token + pair // tokens) % experts] = True
-    return chosen_TE
+    selected_TE = torch.zeros(tokens, experts, dtype=torch.bool)
+    selected_TE[token, (token + pair // tokens) % experts] = True
+    return selected_TE
 
 
 @contextlib.contextmanager
@@ -266,7 +266,7 @@ class _Program:
     """The program of training on one rank: build, and make steps.
 
     Args:
-        counter: is told where a step and its phases begin.
+        counter: is notified when a step and its phases begin.
     """
 
     def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter) -> None:

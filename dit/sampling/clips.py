@@ -1,4 +1,4 @@
-"""Clips as files one can watch: grids that move, as GIF (Pillow) or MP4 (PyAV)."""
+"""Clips as files: animated grids, as GIF (Pillow) or MP4 (PyAV)."""
 
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 GIF_TICKS_PER_S = 100
-"""A GIF states how long a frame lasts in hundredths of a second."""
+"""A GIF stores the duration of a frame in hundredths of a second."""
 MAX_GIF_FPS = 50.0
-"""Two hundredths: viewers slow down what is faster."""
+"""Two hundredths: viewers play faster clips more slowly."""
 
 
 def clip_grid(
     samples: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None
 ) -> list["Image"]:
-    """Draw samples side by side, each under its caption, once per frame.
+    """Arrange samples in a grid, each with its caption above, once per frame.
 
     Args:
         samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
@@ -37,10 +37,10 @@ def clip_grid(
 
 
 def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
-    """Write frames as an endlessly repeating GIF, complete or not at all.
+    """Write frames atomically as an endlessly repeating GIF.
 
     Args:
-        fps: frames per second; rounded to what a GIF can state, whole hundredths of a second per frame.
+        fps: frames per second; rounded to integer hundredths of a second per frame.
 
     Raises:
         ConfigError: a GIF cannot state the frame rate.
@@ -52,13 +52,13 @@ def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
         )
     first, *rest = frames
     buffer = BytesIO()
-    # A frame that equals its predecessor is stored as a longer one.
+    # A frame equal to the previous one is stored as a longer frame.
     first.save(buffer, format="GIF", save_all=True, append_images=rest, duration=10 * ticks, loop=0)
     return write_complete(path, buffer.getvalue())
 
 
 def save_mp4(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
-    """Write frames as an MP4 that browsers play (H.264, or MPEG-4 part 2 where PyAV lacks it), complete or not at all.
+    """Write frames as an MP4 that browsers play (H.264, or MPEG-4 part 2 if PyAV lacks it), atomically.
 
     Raises:
         ConfigError: PyAV is not installed.

@@ -14,7 +14,7 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
-from dit.patchify import grid_positions, outputs_apart, unpatchify
+from dit.patchify import grid_positions, split_outputs, unpatchify
 from dit.sampling.guidance import guided_pair, needs_unconditional
 from dit.sampling.solvers import solve
 
@@ -37,7 +37,7 @@ def empty_pack(
             `[C, T, H, W]`. One that is not given is the default of the data, or the null.
 
     Raises:
-        ConfigError: a condition does not fit the model, or one lacks what the model takes beside it.
+        ConfigError: a condition does not fit the model, or the companion of one is missing.
     """
     given = {} if given is None else given
     check_given(spec.conditions, given, count, latent_size)
@@ -64,7 +64,7 @@ def empty_pack(
 
 
 def join(cond: PackedBatch, uncond: PackedBatch) -> PackedBatch:
-    """Lay the conditional and the unconditional pack of the same samples behind each other."""
+    """Concatenate the conditional and the unconditional pack of the same samples."""
     return replace(
         cond,
         latents_TC=torch.cat([cond.latents_TC, uncond.latents_TC]),
@@ -80,13 +80,13 @@ def join(cond: PackedBatch, uncond: PackedBatch) -> PackedBatch:
 def without_conditions(
     batch: PackedBatch, spec: BatchSpec, negative: Optional[Mapping[str, Sequence[Value]]] = None
 ) -> PackedBatch:
-    """Return the unconditional twin of a pack: the null of each condition that training drops, or a negative instead.
+    """Return the unconditional pack of the same samples: conditions that training drops are null, or negatives.
 
     Args:
-        negative: conditions that guidance leads away from, by name, a value for each sample.
+        negative: conditions of the unconditional branch, by name, a value for each sample.
 
     Raises:
-        ConfigError: a negative does not fit the model or the pack, or lacks what the model takes beside it.
+        ConfigError: a negative does not fit the model or the pack, or its companion condition is missing.
     """
     t, h, w = batch.grids[0]
     latent_size = (t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial)
@@ -111,13 +111,13 @@ def generate(
     seed: int,
     negative: Optional[Mapping[str, Sequence[Value]]] = None,
 ) -> Tensor:
-    """Generate every sample of a pack made by `empty_pack`.
+    """Generate every sample of a pack of `empty_pack`.
 
-    The noise is addressed by (seed, sample, solver step): a sample does not depend on what is generated beside it.
+    The noise is counter-based on (seed, sample, solver step): a sample does not depend on the other samples.
 
     Args:
-        negative: conditions that guidance leads away from, by name, a value for each sample; those that are not there
-            are led away from their null.
+        negative: conditions of the unconditional branch, by name, a value for each sample; for the others it is their
+            null.
 
     Returns:
         Latents `[N, C, T, H, W]`, float32.
@@ -125,8 +125,8 @@ def generate(
     layout, channels = batch.layout, batch.latents_TC.shape[1]
 
     def predict(inputs_TC: Tensor, time_S: Tensor, of: PackedBatch) -> Tensor:
-        # The mean; solvers choose the variance themselves.
-        prediction_TC = outputs_apart(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
+        # The mean; solvers have their own variance.
+        prediction_TC = split_outputs(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
         return prediction_TC[:, :channels]
 
     if needs_unconditional(guidance_scale):

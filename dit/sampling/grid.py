@@ -1,4 +1,4 @@
-"""Picture grids: tiles with a caption above each, written so that a reader never sees half a file."""
+"""Picture grids: tiles with a caption above each, written atomically."""
 
 import math
 import os
@@ -42,7 +42,7 @@ def to_bytes(images: Tensor) -> Tensor:
 
 
 def to_pictures(samples: Tensor) -> Tensor:
-    """Return something that can be looked at: pictures as they are, latents as a preview without their decoder.
+    """Return pictures: pixels unchanged, latents as a preview without their decoder.
 
     The preview shows the first three channels, each sample scaled so that three standard deviations fill the range.
     Shapes are right in it, colours are not.
@@ -69,20 +69,20 @@ def tile_origin(index: int, columns: int, height: int, width: int, *, captions: 
 
 
 def enlargement(height: int, width: int) -> int:
-    """Return the whole factor that makes the shorter side of a tile at least `MIN_TILE` pixels."""
+    """Return the integer factor that makes the shorter side of a tile at least `MIN_TILE` pixels."""
     return max(1, -(-MIN_TILE // min(height, width)))
 
 
 def image_grid(
     images: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None, scale: Optional[int] = None
 ) -> "Image":
-    """Draw images row by row, each under its caption.
+    """Arrange images row by row, each with its caption above.
 
     Args:
         images: `[N, C, H, W]` in [-1, 1], C = 1 or 3.
         captions: one text per image; None for no captions at all.
         columns: tiles per row; about twice as wide as high if None.
-        scale: whole enlargement factor (nearest pixel, so a 16 x 16 image stays crisp); `enlargement` if None.
+        scale: integer enlargement factor (nearest pixel); `enlargement` if None.
 
     Raises:
         ConfigError: there is no image, or the captions do not match the images.
@@ -112,7 +112,7 @@ def image_grid(
 
 
 def _shorten(text: str, width: int, measure: Callable[[str], float]) -> str:
-    """Cut a caption so that it never runs into its neighbour."""
+    """Shorten a caption to the width of its tile."""
     if measure(text) <= width:
         return text
     while text and measure(text + "…") > width:
@@ -126,10 +126,10 @@ def spread(count: int, limit: int) -> list[int]:
 
 
 def save_png(image: "Image", path: str | Path) -> Path:
-    """Write a PNG under its final name only when it is complete.
+    """Write a PNG atomically.
 
     Returns:
-        The path written; its folder is made if missing.
+        The path; its folder is created if missing.
     """
     buffer = BytesIO()
     image.save(buffer, format="PNG")
@@ -137,7 +137,7 @@ def save_png(image: "Image", path: str | Path) -> Path:
 
 
 def write_complete(path: str | Path, data: bytes) -> Path:
-    """Write a file so that a reader never sees half of it; its folder is made if missing."""
+    """Write a file atomically; its folder is created if missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

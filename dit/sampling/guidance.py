@@ -4,8 +4,8 @@ A denoiser is affine in the network's output at a fixed input, and so is guidanc
 raw outputs of two network calls, to one call over a doubled pack, or to two clean estimates, with the same result.
 
 The scale is the classic one: 1 is no guidance, 0 is unconditional. (NeMo writes cond + g (cond - uncond); its g is
-this scale minus 1.) A negative prompt is nothing special: it is the context of the unconditional branch in place of
-the empty one.
+this scale minus 1.) A negative prompt is the context of the unconditional branch instead of the
+empty one.
 
 Source: Ho and Salimans 2022, arXiv:2207.12598, Eq. 6 (their w is this scale minus 1).
 """
@@ -26,7 +26,7 @@ Branch = Callable[[Tensor, Tensor], Tensor]
 
 
 def needs_unconditional(scale: float) -> bool:
-    """Return whether guidance at this scale looks at the unconditional branch at all."""
+    """Return whether guidance at this scale uses the unconditional branch."""
     return scale != 1
 
 
@@ -51,7 +51,7 @@ def guided(cond: Branch, uncond: Branch, scale: float) -> Branch:
 def guided_pair(network: Network, scale: float) -> Network:
     """Guide with one call per evaluation over the doubled pack [cond; uncond].
 
-    Both halves see the same noised input. At scale 1 do not double: call the network over the conditional pack.
+    Both halves have the same noised input. At scale 1 do not double: call the network over the conditional pack.
 
     Args:
         network: bound to a layout followed by itself, conditional samples first.
@@ -81,16 +81,16 @@ def dynamically_thresholded(denoiser: Denoiser, layout: SequenceLayout, quantile
     Samples whose quantile of |x0| stays below 1 are clamped to [-1, 1] only.
 
     Raises:
-        ConfigError: the quantile is not in (0, 1], or this rank holds only a part of the rows.
+        ConfigError: the quantile is not in (0, 1], or this rank has only a part of the tokens.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, Section 2.3.
     """
     if not 0 < quantile <= 1:
-        raise ConfigError(f"quantile={quantile} must lie in (0, 1]; Imagen's is 0.995")
-    if layout.rows is not None:
+        raise ConfigError(f"quantile={quantile} must be in (0, 1]; Imagen's is 0.995")
+    if layout.local_indices is not None:
         raise ConfigError(
-            f"dynamic thresholding needs whole samples, but this rank holds {len(layout.rows)} of "
-            f"{layout.total_tokens} rows; sample with context_parallel_size=1 or use static thresholding"
+            f"dynamic thresholding needs full samples, but this rank has {len(layout.local_indices)} of "
+            f"{layout.total_tokens} tokens; sample with context_parallel_size=1 or use static thresholding"
         )
 
     def call(x_TC: Tensor, u: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Solvers: integrate from noise to data with a denoiser, on any noising path.
 
-A solver knows neither network nor objective. It asks `denoiser(x_TC, u)` for the clean estimate x0 and the path
-x_u = alpha x0 + sigma eps for its coefficients, and uses two identities at a fixed estimate:
+A solver depends neither on the network nor on the objective. It calls `denoiser(x_TC, u)` for the clean estimate x0 and
+the path x_u = alpha x0 + sigma eps for its coefficients, and uses two identities at a fixed estimate:
 
     x_s   = alpha_s x0 + (sigma_s / sigma_t) (x_t - alpha_t x0)
     dx/du = alpha' x0 + sigma' eps,  eps = (x - alpha x0) / sigma
@@ -27,7 +27,7 @@ Denoiser = Callable[[Tensor, Tensor], Tensor]
 """Maps x_TC and the path position u (float64 scalar on the host) to the clean estimate x0_TC."""
 
 NoiseAt = Callable[[int], Tensor]
-"""Gives the standard normal noise_TC of a step, counted from 0; addressed by the caller."""
+"""Returns the standard normal noise_TC of a step, counted from 0; counter-based."""
 
 
 def euler(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From the loader to the device: check every micro-batch, move it, and count what went by."""
+"""From the loader to the device: check every micro-batch, move it, and count its samples, tokens and FLOPs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from dit.patchify import Grid
 
 @dataclass
 class Consumed:
-    """What one rank has trained on since the counters were last reset."""
+    """Counters of one rank since the last reset."""
 
     samples: int = 0
     valid_tokens: int = 0
@@ -25,19 +25,19 @@ class Consumed:
 
 
 class DeviceBatches(Iterator[PackedBatch]):
-    """Micro-batches on the device, checked against the model, and this rank's share of their tokens.
+    """Micro-batches on the device, checked against the model and sharded for this rank.
 
-    What is counted is whole packs, so counts must be summed over ranks that read different samples, and no others.
+    Counts are those of full packs: sum them over the data-parallel group only.
 
     Args:
-        stream: where they come from.
-        device: where they go.
-        spec: what the model fixes about them.
-        flops: executed training FLOPs of a micro-batch.
-        share: cuts a whole pack for this rank (context parallel).
+        stream: the source.
+        device: the target.
+        spec: the properties that the model requires.
+        flops: returns the executed training FLOPs of a micro-batch.
+        shard: selects the local tokens of a full pack (context parallel).
 
     Attributes:
-        largest_grid: of the sample with most tokens so far, the first of equal ones.
+        largest_grid: (t, h, w) patches of the sample with most tokens so far.
         fps: frames per second of that sample.
     """
 
@@ -47,9 +47,9 @@ class DeviceBatches(Iterator[PackedBatch]):
         device: torch.device,
         spec: BatchSpec,
         flops: Callable[[PackedBatch], int],
-        share: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+        shard: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
     ) -> None:
-        self._share = share
+        self._shard = shard
         self._stream, self._device, self._spec, self._flops = stream, device, spec, flops
         self.consumed = Consumed()
         self.largest_grid: Optional[Grid] = None
@@ -67,7 +67,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         for grid, fps in zip(batch.grids, rates):
             if self.largest_grid is None or prod(grid) > prod(self.largest_grid):
                 self.largest_grid, self.fps = grid, fps
-        return self._share(batch).to(self._device, non_blocking=True)
+        return self._shard(batch).to(self._device, non_blocking=True)
 
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""
@@ -75,11 +75,11 @@ class DeviceBatches(Iterator[PackedBatch]):
         t, h, w = self.largest_grid
         return t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial
 
-    def recall_largest(self, facts: Mapping[str, Any], spec: BatchSpec) -> None:
-        """Take the largest sample so far from what a checkpoint says: its `latent_size` (T, H, W) and `fps`."""
-        t, h, w = facts["latent_size"]
+    def recall_largest(self, metadata: Mapping[str, Any], spec: BatchSpec) -> None:
+        """Restore the largest sample so far from a checkpoint's metadata: `latent_size` (T, H, W) and `fps`."""
+        t, h, w = metadata["latent_size"]
         self.largest_grid = t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial
-        self.fps = facts.get("fps", DEFAULT_FPS)
+        self.fps = metadata.get("fps", DEFAULT_FPS)
 
     def reset(self) -> Consumed:
         """Return the counters and start new ones."""

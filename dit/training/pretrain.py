@@ -1,4 +1,4 @@
-"""THE loop, from top to bottom: `pretrain` opens a run, `train` is the loop, `Run` is what the loop calls."""
+"""The training loop: `pretrain` sets up a run, `train` is the loop, `Run` has the actions that the loop calls."""
 
 import logging as log
 import math
@@ -21,7 +21,7 @@ from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import build_state
 from dit.checkpoint.warm_start import start_from
 from dit.condition_table import CONTEXT
-from dit.context_parallel.shard_batch import over_whole_packs, shard
+from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import EXIT_PREEMPTED
 from dit.inference.preview import PictureWriter
@@ -37,7 +37,7 @@ from dit.objectives.base import Objective
 from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.parallel.schedule import WholeNetwork, forward_backward
+from dit.parallel.schedule import FullNetwork, forward_backward
 from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.settings import (
@@ -68,17 +68,17 @@ def pretrain(
     logging: LoggingConfig,
     sampling: SamplingConfig,
 ) -> None:
-    """Train a backbone, or continue a run that was stopped: the same call resumes.
+    """Train a backbone; the same call resumes a stopped run.
 
-    Every rank calls this. It locks the run folder and leaves `exit.json` there, whatever happens.
+    Every rank calls this. It locks the run folder and always writes `exit.json` into it.
 
     Raises:
-        ConfigError: settings do not fit together, or not with the checkpoint to resume, and no record was overwritten;
-            or another process is writing to the run folder, and nothing was written.
+        ConfigError: the settings contradict each other, or the checkpoint to resume (no record is overwritten); or
+            another process writes to the run folder (nothing is written).
         DataError: data are missing, unreadable or lost beyond the budget.
         NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
-        CheckpointError: no valid checkpoint where one is required, or the disk is full.
-        SystemExit: with code 75 when stopped early, after a checkpoint or before the first step.
+        CheckpointError: there is no valid checkpoint but one is required, or writing failed.
+        SystemExit: with code 75 if stopped early, after a checkpoint or before the first step.
     """
     config = RunConfig(
         model=model,
@@ -93,7 +93,7 @@ def pretrain(
         sampling=sampling,
     )
     rank = int(os.environ.get("RANK", "0"))
-    check_path("training.run_dir", training.run_dir)  # or there is no place for the lock and the record
+    check_path("training.run_dir", training.run_dir)  # the lock and the exit record need it
     with (
         PreemptionFlag() as preemption,
         RunLock(training.run_dir, rank) as lock,
@@ -123,13 +123,14 @@ def pretrain(
 
 
 def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Callable[[], None] = lambda: None) -> bool:
-    """Run steps until the end or until asked to stop: the loop.
+    """Run steps until the end, or until a request to stop: the training loop.
 
-    A checkpoint comes before validation and pictures of its step, so that nothing that happens there loses steps.
+    A checkpoint is saved before validation and sampling of its step, so that an error there loses no step.
 
     Args:
-        record: gets the number of every step that is done.
-        preemption: says whether to stop.
+        run: the state and the actions.
+        record: gets the number of every completed step.
+        preemption: the request to stop.
         beat: called after every step.
 
     Returns:
@@ -139,8 +140,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     if any_rank(preemption.requested):
         return True
     run.log.start(state.step)
-    if state.step > 0 and _is_due(state.step, training.validation_interval) and not state.is_validated:
-        run.validate(saved=True)  # the attempt before stopped, or died, between saving and validating
+    if state.step > 0 and _is_multiple(state.step, training.validation_interval) and not state.is_validated:
+        run.validate(saved=True)  # the previous attempt ended between saving and validating
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
     with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
         started = time.perf_counter()
@@ -153,8 +154,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             beat()
             last = state.step == training.num_steps
             stop = any_rank(preemption.requested or state.step == training.stop_at_step)
-            save = stop or last or _is_due(state.step, config.checkpoint.interval)
-            # What is counted between two lines is not in a checkpoint, so a line goes before it.
+            save = stop or last or _is_multiple(state.step, config.checkpoint.interval)
+            # The counts since the last line are not in a checkpoint, so report them before.
             if save or state.step % training.log_interval == 0:
                 run.report(loss_sums, grad_norm, time.perf_counter() - started)
                 loss_sums.zero_()
@@ -165,28 +166,29 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
                 stop = stop or any_rank(preemption.requested)  # saving may have taken minutes
             if stop and not last:
                 return True
-            if not stop and _is_due(state.step, training.validation_interval):
+            if not stop and _is_multiple(state.step, training.validation_interval):
                 run.validate(saved=save)
-            if not stop and _is_due(state.step, training.sample_interval) and not any_rank(preemption.requested):
+            if not stop and _is_multiple(state.step, training.sample_interval) and not any_rank(preemption.requested):
                 run.sample()
-            started += time.perf_counter() - training_ended  # rates are those of training alone
+            started += time.perf_counter() - training_ended  # rates exclude saving and validation
     return False
 
 
-def _is_due(step: int, interval: int) -> bool:
+def _is_multiple(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
 class Run:
-    """What one rank builds once for a run, and what it does with it; `train` says when.
+    """The state of one rank in a run, and the actions of the training loop.
 
     Args:
         config: checked settings.
-        dims, spec: what checking them gave.
-        quiet: log nowhere (benchmarks).
+        dims, spec: results of `RunConfig.check_here`.
+        groups: the process groups.
+        quiet: do not log (benchmarks).
 
     Attributes:
-        state: everything that a step changes.
+        state: all that a step changes.
         batches: micro-batches on this rank's device.
     """
 
@@ -196,10 +198,10 @@ class Run:
         self.config, self.dims, self.spec, self.groups = config, dims, spec, groups
         self.began = time.monotonic()
         self.device = local_device()
-        # What a model does not take, the members of a blend need not agree on.
+        # The members of a blend need to agree only on conditions of the model.
         self.class_names = None if config.model.num_classes is None else config.data.class_names()
         self.state = build_state(config, spec, groups)
-        self.network = WholeNetwork(self.state.wrapped, groups)
+        self.network = FullNetwork(self.state.wrapped, groups)
         store = CheckpointStore(Path(config.training.run_dir) / "checkpoints", config.checkpoint)
         self.checkpointer = Checkpointer(store, config)
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
@@ -215,7 +217,7 @@ class Run:
             self.shard,
         )
         if resumed:
-            self.batches.recall_largest(self.checkpointer.resumed_facts, spec)
+            self.batches.recall_largest(self.checkpointer.resumed_metadata, spec)
         self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
         self.pictures = PictureWriter(
             config.model, config.objective, spec, config.sampling, self.class_names, self.text_encoder
@@ -224,14 +226,17 @@ class Run:
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
 
     def shard(self, batch: PackedBatch) -> PackedBatch:
-        """Cut a whole pack for this context-parallel rank."""
+        """Return the local part of a full pack on this context-parallel rank."""
         return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.config.parallel.context_split)
 
     def step(self, loss_sums: torch.Tensor) -> float:
-        """Make one optimizer step; nothing but the gradient norm comes back to the host.
+        """Run one optimizer step; only the gradient norm is copied to the host.
 
         Args:
-            loss_sums: gets this rank's sums of the step added: of each term of the loss, then the tokens.
+            loss_sums: `[terms + 1]`; this rank's sum of each loss term and of the tokens is added to it.
+
+        Returns:
+            The global gradient norm before clipping.
 
         Raises:
             NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
@@ -251,10 +256,10 @@ class Run:
         set_rates(state.optimizer, self.learning_rate(state.step), momentum(state.step, length, beta1, schedule))
         grad_norm = gradient_norm(state.optimizer)
         step_sums = torch.zeros_like(loss_sums)
-        for output in outputs:  # on the last pipeline stage; the others report none
+        for output in outputs:  # empty but on the last pipeline stage
             step_sums += output["sums"]
         if not math.isfinite(grad_norm):
-            # A non-finite loss makes the norm non-finite on every rank, so all of them stop here, before the update.
+            # A non-finite loss makes the norm non-finite on every rank: all stop here, before the update.
             suspects = find_suspects(step_sums[:-1].sum().item(), self.batches.consumed.keys[seen:])
             check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, suspects)
         apply_update(state.optimizer, grad_norm, config.optimizer.clip_grad)
@@ -269,23 +274,23 @@ class Run:
         return learning_rate(step, self.config.training.num_steps, self.config.optimizer.lr, self.config.schedule)
 
     def mean_loss(self, loss_sums: torch.Tensor) -> float:
-        """Return the mean loss over all ranks of what `step` added up; every rank calls this and gets it."""
+        """Return the mean loss over all ranks from the sums of `step`; every rank calls this."""
         return sum(self.mean_terms(loss_sums))
 
     def mean_terms(self, loss_sums: torch.Tensor) -> list[float]:
-        """Return the same of each term of the loss."""
+        """Return the mean of each loss term over all ranks; every rank calls this."""
         sums = loss_sums.clone()
         dist.all_reduce(sums, group=self.groups.dp_cp)
-        dist.all_reduce(sums, group=self.groups.pp)  # the last stage alone has losses
+        dist.all_reduce(sums, group=self.groups.pp)  # only the last stage has losses
         return (sums[:-1] / sums[-1]).tolist()
 
     def report(self, loss_sums: torch.Tensor, grad_norm: float, seconds: float) -> None:
-        """Reduce what was counted since the last line, and report it.
+        """Reduce the counts since the last line over ranks, and report them.
 
         Args:
             loss_sums: of the steps since then, see `step`.
             grad_norm: of the newest step.
-            seconds: that these steps took.
+            seconds: duration of these steps.
         """
         terms, state, ranks = self.mean_terms(loss_sums), self.state, self.groups.world_size
         mine, lost = self.batches.reset(), sum(state.stream.skipped().values())
@@ -314,16 +319,16 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of this step."""
         self.log.sync()
-        facts = {
+        metadata = {
             "class_names": self.class_names,
             "latent_size": list(self.batches.latent_size(self.spec)),
             "fps": self.batches.fps,
             "text_encoder": self.text_encoder,
         }
-        self.log.checkpoint(self.state, self.checkpointer.save(self.state, facts))
+        self.log.checkpoint(self.state, self.checkpointer.save(self.state, metadata))
 
     def validate(self, *, saved: bool = False) -> None:
-        """Measure the held-out loss; of weights that were saved already, their checkpoint gets it, too."""
+        """Measure the held-out loss; if the weights are `saved`, add it to their checkpoint."""
         state, groups = self.state, self.groups
         batches = self.config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
         with state.averaged():
@@ -336,11 +341,11 @@ class Run:
             self.checkpointer.attach_held_out(state)
 
     def sample(self) -> None:
-        """Draw the grid of samples and write it into the run folder."""
+        """Generate the grid of samples and write it into the run folder."""
         state, fps = self.state, self.batches.fps
         with state.averaged():
-            # Every rank generates all samples: those that share a model must, the others would only wait.
-            network = over_whole_packs(self.network, self.groups.cp, self.config.parallel.context_split)
+            # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
+            network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
             frames = self.pictures.draw(network, self.batches.latent_size(self.spec), fps, self.device)
         if not self.log.is_silent:
             folder = Path(self.config.training.run_dir) / "samples" / f"step_{state.step:07d}"
@@ -348,7 +353,7 @@ class Run:
             self.log.samples(state, path)
 
     def summarize(self) -> None:
-        """End the output with how the run went, and the command that draws from it."""
+        """Print the result of the run, and the command that samples from it."""
         frames = 1 if self.batches.largest_grid is None else self.batches.latent_size(self.spec)[0]
         seconds = time.monotonic() - self.began
         self.log.summarize(self.config, self.state, seconds=seconds, frames=frames, text_encoder=self.text_encoder)

@@ -1,4 +1,4 @@
-"""One micro-batch: drop conditions, corrupt, predict, compare. The forward step of Megatron-Core's schedules."""
+"""The forward step of one micro-batch: drop conditions, add noise, predict, compute the loss."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective, Prepared
-from dit.patchify import outputs_apart
+from dit.patchify import split_outputs
 
 Logged = dict[str, Tensor]
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Logged]]
@@ -23,34 +23,33 @@ ForwardStep = Callable[[Iterator[PackedBatch], nn.Module], tuple[Tensor, LossFun
 
 
 def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfig) -> PackedBatch:
-    """Take conditions away from some samples, for classifier-free guidance: see `Conditions.drop`."""
+    """Drop conditions of some samples, for classifier-free guidance: see `Conditions.drop`."""
     return replace(batch, conditions=batch.conditions.drop(model.conditions(), noise.uniform_S, batch.layout))
 
 
 class LevelsOnly(AddressedNoise):
-    """The draws per sample, and zeros per token: all that a pipeline stage between the first and the last needs."""
+    """The draws per sample, and zeros per token, for pipeline stages between the first and the last."""
 
     def normal_TC(self, purpose: str, channels: int) -> Tensor:
-        rows = self.layout.num_rows
-        return torch.zeros(1, 1, device=self.layout.device).expand(rows, channels)
+        return torch.zeros(1, 1, device=self.layout.device).expand(self.layout.num_local_tokens, channels)
 
 
 def training_forward_step(objective: Objective, model: ModelConfig, seed: int, step: int) -> ForwardStep:
     """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
 
-    Its loss function returns (loss sum, real tokens, what the step logs: the sum of each term, then the tokens);
-    Megatron-Core's `finalize_model_grads` divides the gradients by the real tokens of the whole global batch.
+    Its loss function returns (loss sum, real tokens, logs: the sum of each term, then the tokens). Megatron-Core's
+    `finalize_model_grads` divides the gradients by the real tokens of the global batch.
     """
 
     def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
-        outputs_TC = outputs_apart(prediction_TC, model.token_channels, model.in_channels)
+        outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
         total, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
         return total, count.int(), {"sums": torch.stack([*terms.values(), count])}
 
     def forward_step(batches: Iterator[PackedBatch], network: nn.Module) -> tuple[Tensor, LossFunction]:
         batch = next(batches)
         stage = get_attr_wrapped_model(network, "stage")
-        # The first stage embeds the noised tokens, the last compares with their target.
+        # Only the first stage (inputs) and the last one (targets) use noise per token.
         kind = AddressedNoise if stage.first or stage.last else LevelsOnly
         noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S)
         batch = drop_conditions(batch, noise, model)
@@ -62,7 +61,7 @@ def training_forward_step(objective: Objective, model: ModelConfig, seed: int, s
 
 
 def find_suspects(own_loss: float, sample_keys: Sequence[str]) -> dict[int, list[str]]:
-    """Tell every rank which ranks' own loss is not finite, and on which samples; every rank calls this.
+    """Return the ranks whose local loss is not finite, with their samples; every rank calls this and gets all.
 
     Args:
         own_loss: sum of this rank's losses in the step, before any reduction.

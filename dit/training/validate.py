@@ -1,4 +1,4 @@
-"""Held-out loss, whole and by noise level, on fixed noise so that two evaluations can be compared."""
+"""Held-out loss, in total and by noise level, on fixed noise so that evaluations can be compared."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,7 +10,7 @@ from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
-from dit.patchify import outputs_apart
+from dit.patchify import split_outputs
 
 NUM_BUCKETS = 4
 VALIDATION_SEED = 0x5A11DA7E
@@ -24,27 +24,33 @@ def held_out_loss(
     model: ModelConfig,
     device: torch.device,
     groups: ProcessGroups,
-    share: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+    shard: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
 ) -> dict[str, float]:
-    """Average the training loss over the held-out samples, with all conditions kept.
+    """Average the training loss over the held-out samples, without dropping conditions.
 
     Every sample has its own fixed noise level and noise, the same in every evaluation.
 
     Args:
-        share: cuts a whole pack for this rank (context parallel).
+        network: predicts on full packs or, with `shard`, on their local tokens.
+        batches: of this data-parallel rank.
+        objective: has the loss.
+        model: has the channels.
+        device: of the network.
+        groups: the process groups.
+        shard: selects the local tokens of a full pack (context parallel).
 
     Returns:
-        `loss`, and `loss_level_i` for the i-th quarter of the noise levels, low to high, where samples fell into it;
-        where the loss has several terms, also `loss_NAME` of each.
+        `loss`, and `loss_level_i` for the i-th quarter of the noise levels, low to high, if it has samples; if
+        the loss has several terms, also `loss_NAME` of each.
     """
     terms = objective.terms
     sums = torch.zeros(NUM_BUCKETS, len(terms) + 1, device=device)
     for batch in batches:
-        batch = share(batch).to(device)
+        batch = shard(batch).to(device)
         noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
         prepared = objective.prepare(batch, noise)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
-        outputs_TC = outputs_apart(prediction_TC, model.token_channels, model.in_channels)
+        outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
         found = objective.loss_terms(outputs_TC, prepared, batch.layout)
         columns_S = [found[name].sum_per_sample(batch.layout) for name in terms]
         columns_S.append(batch.layout.sum_per_sample(batch.layout.valid_T.float()))
@@ -59,7 +65,7 @@ def held_out_loss(
 
 
 def named_losses(objective: Objective, means: Sequence[float]) -> dict[str, float]:
-    """Return the loss as it is logged, `loss`, and where it has several terms, `loss_NAME` of each.
+    """Return the logged names of the loss: `loss` and, if it has several terms, `loss_NAME` of each.
 
     Args:
         means: of each term, in the order of `objective.terms`.

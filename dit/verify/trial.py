@@ -203,7 +203,8 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
             if trial.by_rank:
                 result["by_rank"] = _of_all_ranks(shards, local, groups)
         optim.apply_update(optimizer, result["grad_norms"][-1], OPTIMIZER.clip_grad)
-    optim.publish_masters(optimizer, it.wrapped)  # with an overlapped gather the last update waits for the next forward
+    # With an overlapped gather the last update waits for the next forward pass.
+    optim.copy_masters_to_model(optimizer, it.wrapped)
     if trial.parallel.data_parallel == "fsdp":
         it.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
     parameters = [(s.name, s.parameter) for s in shards]

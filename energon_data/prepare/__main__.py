@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import told_in_one_line
+from dit.errors import one_line_errors
 
 if TYPE_CHECKING:
     from energon_data.prepare.build import UnitRecord
@@ -165,7 +165,7 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) -> None:
-    parser.add_argument("--out", required=True, help="folder to make")
+    parser.add_argument("--out", required=True, help="folder to create")
     parser.add_argument("--size", type=int, default=16, help="side of the pictures in pixels (%(default)s)")
     parser.add_argument(
         "--fonts",
@@ -178,13 +178,13 @@ def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) 
     parser.add_argument(
         "--text-encoder", metavar="NAME", help="also store caption embeddings, such as all-minilm-l6-v2's"
     )
-    parser.add_argument("--seed", type=int, default=0, help="addresses variations and order (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of variations and order (%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace an older data set")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(prog="python -m energon_data.prepare", description="Make a data set.")
+    parser = argparse.ArgumentParser(prog="python -m energon_data.prepare", description="Write a data set.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_media(commands.add_parser("images", help="a folder of pictures with captions or classes"), "images")
     _add_media(commands.add_parser("videos", help="a folder of videos with captions or classes"), "videos")
@@ -202,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@told_in_one_line
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)

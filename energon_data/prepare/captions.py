@@ -1,4 +1,4 @@
-"""Captions that say only what the font says of itself, in several wordings."""
+"""Captions of letters in several wordings, from the properties that a font file states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from energon_data.prepare.fonts import Face
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """What a caption may say of a font.
+    """The properties of a font that captions use.
 
     Attributes:
         weight: `light`, `regular` or `bold`.
         slant: `upright` or `italic`.
         condensed: narrower than the family's normal width.
-        kind: `serif`, `sans`, `monospace` or `script`; None where the font does not say.
+        kind: `serif`, `sans`, `monospace` or `script`; None if the font does not state it.
     """
 
     weight: str = "regular"
@@ -47,7 +47,7 @@ class Style:
 
     @property
     def words(self) -> list[str]:
-        """The words that are worth saying: `regular` and `upright` only where nothing else is left."""
+        """The distinctive words: `regular` and `upright` only if there are no others."""
         return [word for word in self.all_words if word not in ("regular", "upright")] or ["regular", "upright"]
 
     def caption(self, letter: str) -> str:
@@ -72,6 +72,6 @@ def wordings(letter: str, style: Style, family: str) -> list[str]:
 
 
 def choose_caption(key: str, letter: str, style: Style, family: str) -> str:
-    """Return the wording that the name of a sample addresses."""
+    """Return the wording of a sample, by a hash of its name."""
     choices = wordings(letter, style, family)
     return choices[sample_id(key) % len(choices)]

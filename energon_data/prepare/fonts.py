@@ -26,7 +26,7 @@ _NOT_TEXT = re.compile(
     r"last resort|nonuni|stixsiz|^cm(mi|sy|ex)\d|^esint|^msam|^msbm|^wasy|chess|playing|mahjong",
     re.IGNORECASE,
 )
-# TeX's Computer Modern files name every cut a family of its own and carry wrong style tables.
+# TeX's Computer Modern files name every style a separate family and have wrong style tables.
 _COMPUTER_MODERN = {
     "cmr10": ("Computer Modern Roman", "serif", ()),
     "cmb10": ("Computer Modern Roman", "serif", ("bold",)),
@@ -44,8 +44,8 @@ class Face:
         style_class: `serif`, `sans` or `mono`.
         styles: further style words such as `bold`, `italic`, `condensed`.
         glyphs: the 26 capitals, float32 `[26, CANVAS, CANVAS]` in [0, 1].
-        kind: `serif`, `sans`, `monospace` or `script` where the font itself says so; unlike `style_class`, nothing is
-            concluded from the shape of its letters.
+        kind: `serif`, `sans`, `monospace` or `script` if the font states it; unlike `style_class`, it is not
+            inferred from the shape of its letters.
     """
 
     path: Path
@@ -82,7 +82,7 @@ def font_files(folders: Iterable[str | Path] | None) -> list[Path]:
         roots = [Path(f) for f in folders]
         for root in roots:
             if not root.is_dir():
-                raise DataError(f"font folder {root} does not exist; pass a folder that holds .ttf files to --fonts")
+                raise DataError(f"font folder {root} does not exist; pass a folder of .ttf files to --fonts")
         found = {p for root in roots for p in root.rglob("*") if p.suffix.lower() in (".ttf", ".otf")}
         where = ", ".join(str(root) for root in roots)
     else:
@@ -165,7 +165,7 @@ def _styles(words: str, font: "FT2Font") -> tuple[str, ...]:
 
 
 def _stated_kind(words: str, font: "FT2Font") -> Optional[str]:
-    """Return `monospace`, `script`, `sans` or `serif` where a font's names or tables say it.
+    """Return `monospace`, `script`, `sans` or `serif` if a font's names or tables state it.
 
     Source: OpenType specification 1.9, OS/2 (panose, sFamilyClass) and post (isFixedPitch).
     """
@@ -199,11 +199,11 @@ def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240)
     """Load every text font once.
 
     A font is dropped with a reason when it lacks a capital, is named or shaped like a symbol font, cannot be read, or
-    draws the same capitals as one already kept.
+    draws the same capitals as an earlier one.
 
     Args:
-        folders: look here instead of in matplotlib's and the system's folders.
-        limit: most faces kept.
+        folders: where to look, instead of matplotlib's and the system's folders.
+        limit: maximal number of faces.
 
     Raises:
         DataError: no text font is left.
@@ -222,7 +222,7 @@ def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240)
         try:
             font = FT2Font(str(path))
             family = " ".join(font.family_name.split())
-            # cmsy10 and its like claim to hold capitals, so the name is asked first.
+            # Symbol fonts such as cmsy10 claim to have capitals, so check the name first.
             if _NOT_TEXT.search(family) or _NOT_TEXT.search(path.stem):
                 dropped[str(path)] = "symbol, math or emoji font"
                 continue
@@ -264,12 +264,12 @@ def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240)
 
 
 def held_out_families(faces: list[Face], share: float = 0.2) -> set[str]:
-    """Choose the font families that are held out for validation.
+    """Select the font families that are held out for validation.
 
-    About `share` of the families (at least one) is taken, one style class after the other, starting with the class
-    that has most families, so that both sides hold several styles. A class never loses its only family, and within
-    a class the family with most faces is taken that has at most `share` of all faces, so training keeps the bulk.
-    Nothing here is random: the same fonts always give the same split.
+    About `share` of the families (at least one) is selected, from one style class after the other, starting with the
+    class with most families, so that both splits have several styles. The only family of a class is not selected.
+    Within a class, the family with most faces is selected that has at most `share` of all faces. The selection is not
+    random: the same fonts give the same split.
 
     Returns:
         Held-out families; empty if there is only one family.
@@ -278,20 +278,20 @@ def held_out_families(faces: list[Face], share: float = 0.2) -> set[str]:
     for face in faces:
         by_class[face.style_class][face.family] += 1
     total = len({face.family for face in faces})
-    held: set[str] = set()
+    held_out: set[str] = set()
     if total < 2:
-        return held
+        return held_out
     order = sorted(_CLASSES, key=lambda c: (-len(by_class[c]), _CLASSES.index(c)))
-    # A class with a single family may give it up only when no class has two.
+    # The only family of a class is selected only if no class has two.
     spare = 1 if any(len(by_class[c]) > 1 for c in _CLASSES) else 0
-    while len(held) < math.ceil(share * total):
-        before = len(held)
+    while len(held_out) < math.ceil(share * total):
+        before = len(held_out)
         for name in order:
-            left = {f: n for f, n in by_class[name].items() if f not in held}
-            if len(left) <= spare or len(held) >= math.ceil(share * total) or total - len(held) < 2:
+            left = {f: n for f, n in by_class[name].items() if f not in held_out}
+            if len(left) <= spare or len(held_out) >= math.ceil(share * total) or total - len(held_out) < 2:
                 continue
             small = {f: n for f, n in left.items() if n <= share * len(faces)}
-            held.add(max(small, key=lambda f: (small[f], f)) if small else min(left, key=lambda f: (left[f], f)))
-        if len(held) == before:
+            held_out.add(max(small, key=lambda f: (small[f], f)) if small else min(left, key=lambda f: (left[f], f)))
+        if len(held_out) == before:
             break
-    return held
+    return held_out

@@ -1,4 +1,4 @@
-"""Render the capitals A-Z of every text font on this machine into a real, small data set."""
+"""Render the capitals A-Z of every text font on this machine into a small data set."""
 
 import re
 import time
@@ -29,7 +29,7 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class LettersReport:
-    """What was written: counts by split and the fonts behind them."""
+    """The data set: counts by split, and the fonts."""
 
     folder: Path
     images: dict[str, int]
@@ -59,7 +59,7 @@ class LettersReport:
 
 
 def vary(glyphs: Tensor, count: int, size: int, generator: torch.Generator) -> Tensor:
-    """Draw each glyph `count` times, slightly moved, scaled, turned, slanted, thinned or thickened.
+    """Render each glyph `count` times, slightly shifted, scaled, rotated, slanted, thinned or thickened.
 
     The first variation of each glyph is the glyph itself.
 
@@ -111,16 +111,19 @@ def encode_captions(captions: Iterable[str], encoder: Optional[str]) -> dict[str
 
 
 def face_record(face: Face) -> dict[str, Any]:
-    """Return what `dataset.json` says of a font face."""
+    """Return the entry of a font face in `dataset.json`."""
     styles = [*face.styles, face.style_class]
     return {"family": face.family, "styles": styles, "file": face.path.name, **asdict(Style.of(face))}
 
 
 def assign_faces(faces: list[Face]) -> tuple[dict[str, list[Face]], str]:
     """Split faces into train and val by family, or by face if there is one family, or not at all for one face."""
-    held = held_out_families(faces)
-    if held:
-        by = {"train": [f for f in faces if f.family not in held], "val": [f for f in faces if f.family in held]}
+    held_out = held_out_families(faces)
+    if held_out:
+        by = {
+            "train": [f for f in faces if f.family not in held_out],
+            "val": [f for f in faces if f.family in held_out],
+        }
         return by, "family"
     if len(faces) > 1:
         cut = max(1, round(0.2 * len(faces)))
@@ -172,16 +175,16 @@ def prepare_letters(
     seed: int = 0,
     force: bool = False,
 ) -> LettersReport:
-    """Render A-Z into Energon shards; `out` appears complete or not at all.
+    """Render A-Z into Energon shards; `out` is created only when complete.
 
     Args:
-        out: folder to make.
+        out: folder to create.
         size: side of the pictures in pixels.
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: pictures per shard.
         variations: pictures per glyph and font face; held-out faces get half as many.
         text_encoder: also store each caption's embedding by this encoder of `dit.encoders.text`.
-        seed: addresses every variation and the order.
+        seed: of all variations and of the order.
         force: replace an older data set.
 
     Raises:
@@ -190,7 +193,7 @@ def prepare_letters(
     """
     started = time.monotonic()
     if not 4 <= size <= CANVAS:
-        raise ConfigError(f"--size must lie in 4..{CANVAS}, got {size}")
+        raise ConfigError(f"--size must be in 4..{CANVAS}, got {size}")
     if samples_per_shard < 1 or variations < 1:
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"

@@ -1,4 +1,4 @@
-"""Render clips of moving letters, and stills of them if asked for: real video without a download."""
+"""Render clips of moving letters, and optionally stills of them: video data without a download."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -30,30 +30,30 @@ SPEEDS = {"slow": 0.4, "fast": 0.8}
 """Name and speed in pixels per frame of a picture 16 pixels wide; other sizes scale it."""
 SCALE = 0.9
 OFF_MIDDLE = 0.03
-"""How far the middle of a path may lie from that of the picture on either axis, as a share of the side.
+"""Maximal distance between the middle of a path and that of the picture on either axis, as a fraction of the side.
 
-Little, so that where a letter is at what time depends on the direction asked for: where letters start anywhere, a small
-model learns them long before the motion.
+It is small, so that the position of a letter over time depends on the direction: with random positions, a small model
+learns the letters long before the motion.
 """
 REACH = 0.21
-"""How far from the middle the centre of a letter may come, as a share of the side."""
+"""Maximal distance of the centre of a letter from the middle, as a fraction of the side."""
 FPS = 8.0
 CLASS_NAMES = [f"{letter} {direction}" for letter in LETTERS for direction in DIRECTIONS]
 
 
 def caption(letter: str, direction: str, speed: str) -> str:
-    """Say what moves where and how fast."""
+    """Return the caption of a clip."""
     return f"{still_caption(letter)} moving {direction} {'slowly' if speed == 'slow' else 'fast'}"
 
 
 def still_caption(letter: str) -> str:
-    """Say what stands still."""
+    """Return the caption of a still."""
     return f"the letter {letter}"
 
 
 @dataclass(frozen=True)
 class MovingLettersReport:
-    """What was written."""
+    """The data set: counts by split."""
 
     folder: Path
     clips: dict[str, int]
@@ -86,7 +86,7 @@ class Motion:
 
     @classmethod
     def draw(cls, direction: str, frames: int, size: int, generator: torch.Generator) -> "Motion":
-        """Draw a speed and a place for a straight path that stays within reach of the middle."""
+        """Draw a speed and a position for a straight path near the middle."""
         names = list(SPEEDS)
         speed = names[int(torch.randint(len(names), (), generator=generator))]
         middle = (torch.rand(2, generator=generator) * 2 - 1) * OFF_MIDDLE * size
@@ -95,7 +95,7 @@ class Motion:
 
 
 def render(glyph: Tensor, motion: Motion, size: int) -> Tensor:
-    """Draw one letter along its path, all frames alike.
+    """Render one letter along its path.
 
     Args:
         glyph: `[CANVAS, CANVAS]`, ink 1, paper 0.
@@ -114,7 +114,7 @@ def render(glyph: Tensor, motion: Motion, size: int) -> Tensor:
 
 
 def boldest(faces: Sequence[Face]) -> list[Face]:
-    """Return the faces that are bold and upright, all if none is: the motion is what there is to learn here."""
+    """Return the faces that are bold and upright, all if none is: the task is to learn the motion."""
     styles = [(face, Style.of(face)) for face in faces]
     return [face for face, style in styles if (style.weight, style.slant) == ("bold", "upright")] or [*faces]
 
@@ -163,21 +163,21 @@ def prepare_moving_letters(
     seed: int = 0,
     force: bool = False,
 ) -> MovingLettersReport:
-    """Render clips of moving letters into Energon shards; `out` appears complete or not at all.
+    """Render clips of moving letters into Energon shards; `out` is created only when complete.
 
-    The class of a clip is its letter and its direction; its speed is one of two. Bold upright faces are taken where
-    there are any.
+    The class of a clip is its letter and its direction; its speed is one of two. Bold upright faces are used if there
+    are any.
 
     Args:
-        out: folder to make.
+        out: folder to create.
         size: side of the pictures in pixels.
         frames: frames of each clip.
-        stills: how many frames of each clip are also samples of their own.
+        stills: number of frames of each clip that are also samples.
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: clips and stills per shard.
         variations: clips per glyph, font face and direction; held-out faces get half as many.
         text_encoder: also store each caption's embedding by this encoder of `dit.encoders.text`.
-        seed: addresses every path and the order.
+        seed: of all paths and of the order.
         force: replace an older data set.
 
     Raises:
@@ -186,13 +186,13 @@ def prepare_moving_letters(
     """
     started = time.monotonic()
     if not 8 <= size <= CANVAS or frames < 2:
-        raise ConfigError(f"--size must lie in 8..{CANVAS} and --frames be at least 2, got {size} and {frames}")
+        raise ConfigError(f"--size must be in 8..{CANVAS} and --frames be at least 2, got {size} and {frames}")
     fastest = max(SPEEDS.values()) / 16
     most = int((REACH - OFF_MIDDLE) * 2 / fastest) + 1
     if frames > most:
         raise ConfigError(f"in --frames {frames} the fast letters would leave the picture; use at most {most}")
     if not 0 <= stills <= frames:
-        raise ConfigError(f"--stills {stills} must lie between 0 and the {frames} frames of a clip")
+        raise ConfigError(f"--stills {stills} must be between 0 and the {frames} frames of a clip")
     if samples_per_shard < 1 or variations < 1:
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"

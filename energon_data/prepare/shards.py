@@ -1,4 +1,4 @@
-"""Write WebDataset shards and the metadata Energon reads, completely or not at all."""
+"""Write WebDataset shards and Energon's metadata; a folder is created only when complete."""
 
 import contextlib
 import io
@@ -47,7 +47,7 @@ class ShardWriter:
         """Append a sample; the metadata is sealed with the checksums of its parts.
 
         Raises:
-            DataError: the key is no name, or another sample of the split has it.
+            DataError: the key is not a valid name, or another sample of the split has it.
         """
         if "." in key or not key:
             raise DataError(f"a sample name must not be empty or hold a dot, got {key!r}")
@@ -82,7 +82,7 @@ def write_energon_metadata(folder: Path, shards: Iterable[str], splits: Iterable
     """Index the shards and write `.nv-meta` for a `CrudeWebdataset`, without any prompt.
 
     Raises:
-        DataError: two samples have one key, or Energon did not write what it must.
+        DataError: two samples have the same key, or Energon did not write all its files.
     """
     from megatron.energon.flavors import BaseWebdatasetFactory
 
@@ -97,7 +97,7 @@ def write_energon_metadata(folder: Path, shards: Iterable[str], splits: Iterable
                 shuffle_seed=None,
                 workers=min(2, len(names)),
             )
-    except SystemExit as leave:  # it prints why, and leaves
+    except SystemExit as leave:  # Energon prints the reason and exits
         reason = " ".join(said.getvalue().split())
         raise DataError(
             f"the shards in {folder} cannot be indexed: {reason or 'Energon did not say why'}; no two samples may have "
@@ -148,7 +148,7 @@ def publish(folder: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
-    """Give a temporary folder beside `out` that takes its place when the block ends well, and vanishes otherwise.
+    """Yield a temporary folder that replaces `out` after the block, and is deleted if the block raises.
 
     Raises:
         ConfigError: `out` exists and `force` is not set, or `out` is not a data set of ours.
@@ -168,5 +168,5 @@ def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
 
 
 def write_dataset_file(folder: Path, content: dict[str, Any]) -> None:
-    """Write `dataset.json`, the description our readers start from."""
+    """Write `dataset.json`, the description of the data set."""
     (folder / DATASET_FILE).write_text(json.dumps(content, indent=1) + "\n")

@@ -5,7 +5,7 @@ import torch
 
 from dit.backends import megatron_cpu
 from dit.context_parallel.attention import merge
-from dit.context_parallel.partition import ContextRows
+from dit.context_parallel.partition import ContextPartition
 from dit.kernels.attention import reference_attention
 from dit.kernels.attention_blocks import Attended, Block, EagerBlocks, FlashBlocks
 from dit.layout import SequenceLayout
@@ -37,27 +37,27 @@ def test_eager_block_is_the_reference(case: AttentionCase):
 
 
 @pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
-def test_flash_blocks_add_up_to_the_whole(split: str):
-    """What a ring computes: outputs merge and gradients add, also where a block holds no token of a sample."""
+def test_flash_blocks_sum_to_full_attention(split: str):
+    """Ring attention: outputs are merged and gradients summed, also if a block has no token of a sample."""
     layout = SequenceLayout.from_lengths([120, 5, 333, 1], multiple_of=8, total_tokens=512, device=CUDA)
-    rows, kernel = ContextRows(layout, 4, split), FlashBlocks()
+    rows, kernel = ContextPartition(layout, 4, split), FlashBlocks()
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(512, 4, 64, generator=generator).to(CUDA, torch.bfloat16) for _ in range(4))
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
-    whole = reference_attention(*leaves, layout, layout)
-    (whole * grad.float()).sum().backward()
+    exact = reference_attention(*leaves, layout, layout)
+    (exact * grad.float()).sum().backward()
     out, lse = torch.zeros(512, 4, 64, device=CUDA), torch.full((512, 4), -torch.inf, device=CUDA)
     pairs = [(mine, other) for mine in range(4) for other in range(4)]
-    blocks, held = rows.blocks(), [rows.of_rank(rank) for rank in range(4)]
+    blocks, local = rows.blocks(), [rows.of_rank(rank) for rank in range(4)]
     for mine, other in pairs:
-        block = Block(q[held[mine]], k[held[other]], v[held[other]], blocks[mine], blocks[other])
-        joined = merge(Attended(out[held[mine]], lse[held[mine]]), kernel.forward(block))
-        out[held[mine]], lse[held[mine]] = joined
+        block = Block(q[local[mine]], k[local[other]], v[local[other]], blocks[mine], blocks[other])
+        joined = merge(Attended(out[local[mine]], lse[local[mine]]), kernel.forward(block))
+        out[local[mine]], lse[local[mine]] = joined
     sums = [torch.zeros_like(out) for _ in range(3)]
     for mine, other in pairs:
-        a, b = held[mine], held[other]
+        a, b = local[mine], local[other]
         block, joined = Block(q[a], k[b], v[b], blocks[mine], blocks[other]), Attended(out[a].to(q.dtype), lse[a])
         for total, at, part in zip(sums, (a, b, b), kernel.backward(grad[a], block, joined)):
             total[at] += part
-    for got, want in zip((out, *sums), (whole.detach(), *(x.grad for x in leaves))):
+    for got, want in zip((out, *sums), (exact.detach(), *(x.grad for x in leaves))):
         assert (got - want).norm() / want.norm() <= RTOL[torch.bfloat16]

@@ -11,7 +11,7 @@ from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Euclidean error of a whole tensor: inputs agree exactly, so what counts is the rounding of the probabilities and of
+# Euclidean error of a full tensor: inputs are equal, so the error is the rounding of the probabilities and of
 # the result, about one ulp (2**-8 and 2**-11) each.
 RTOL = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 2e-5}
 HALF = [torch.bfloat16, torch.float16]

@@ -40,7 +40,7 @@ def overrides(run_dir: Path, **settings: Any) -> list[str]:
     """Return `key=value` words; a double underscore stands for the dot of a path, later words win."""
     named = {key.replace("__", "."): value for key, value in settings.items()}
     named = {"training.run_dir": run_dir, **named}
-    # A part that is swapped as a whole must come before the settings of its fields.
+    # A part that is replaced must come before the settings of its fields.
     return [f"{key}={value}" for key, value in sorted(named.items(), key=lambda item: "." in item[0])]
 
 
@@ -52,18 +52,18 @@ def letters(data: Path, run_dir: Path, **settings: Any) -> list[str]:
 
 
 def mock(run_dir: Path, **settings: Any) -> list[str]:
-    """Return the arguments of a `tiny_dit` run on made-up data, with the distributed optimizer."""
+    """Return the arguments of a `tiny_dit` run on synthetic data, with the distributed optimizer."""
     own = {"logging__tensorboard": False, "parallel__data_parallel": "distributed_optimizer"}
     return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, **{**own, **settings})]
 
 
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a run on CPU, free of what a launcher around the tests may have set."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TORCHELASTIC"))}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TORCHELASTIC"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        kept.pop(name, None)
+        inherited.pop(name, None)
     own = {"OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
-    return {**kept, **own, **changes}
+    return {**inherited, **own, **changes}
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def started(
 ) -> Iterator[subprocess.Popen]:
     """Start `launch.train` in a session of its own, under torchrun if `ranks` is given; nothing of it stays.
 
-    `torchrun` holds further flags of torchrun.
+    `torchrun` has further flags of torchrun.
     """
     command = [sys.executable, "-W", "ignore", "-m"]
     if ranks:
@@ -173,7 +173,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Check that two checkpoints hold the same tensors to the bit, signs of zeros and all."""
+    """Check that two checkpoints have the same tensors to the bit, signs of zeros included."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype == torch.float32

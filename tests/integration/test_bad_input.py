@@ -84,7 +84,7 @@ def damaged(letters_data: Path, folder: Path) -> tuple[Path, str, str]:
 
 @pytest.fixture(scope="module")
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A real disk that holds two of our checkpoints; a plain folder where mounting is not allowed."""
+    """A real disk with space for two of our checkpoints; a plain folder where mounting is not allowed."""
     disk = folder / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
@@ -160,7 +160,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
         ("must", 5, ["resume=must", "no valid checkpoint", "resume=auto"]),
     ],
 )
-def test_a_mistake_is_told_with_its_code_and_cure(
+def test_a_mistake_is_reported_with_its_code_and_cure(
     ended: dict[str, Any], folder: Path, name: str, code: int, words: list[str]
 ) -> None:
     run = ended[name]
@@ -179,13 +179,13 @@ def test_a_mistake_is_told_with_its_code_and_cure(
         assert not (run_dir / "checkpoints").exists()
 
 
-def test_a_run_folder_that_cannot_be_made_is_told_at_once(ended: dict[str, Any], folder: Path) -> None:
+def test_a_run_folder_that_cannot_be_made_is_reported_at_once(ended: dict[str, Any], folder: Path) -> None:
     """In one line, before anything else is printed: the exit record has no place to be."""
     assert ended["no folder"].code == 2
     assert ended["no folder"].out == ""
-    told = ended["no folder"].err
-    assert told.startswith(f"error: training.run_dir={folder / 'file' / 'run'} cannot be used: {folder / 'file'}")
-    assert told.count("\n") == 1
+    printed = ended["no folder"].err
+    assert printed.startswith(f"error: training.run_dir={folder / 'file' / 'run'} cannot be used: {folder / 'file'}")
+    assert printed.count("\n") == 1
 
 
 def test_nothing_in_a_shard_is_executed(ended: dict[str, Any], folder: Path) -> None:
@@ -277,8 +277,8 @@ def test_nan_on_one_rank_accuses_that_rank_and_its_samples_alone(ended: dict[str
 
 def test_a_full_disk_leaves_the_checkpoint_before_it(ended: dict[str, Any], folder: Path) -> None:
     """Alone, on either of two ranks, in the tensors or in rank 0's index: all ranks fail, none waits for the others."""
-    told = [ended["disk"], ended["disk of rank 0"][0], ended["disk of rank 1"][1], ended["disk at the index"][0]]
-    for run in told:
+    outputs = [ended["disk"], ended["disk of rank 0"][0], ended["disk of rank 1"][1], ended["disk at the index"][0]]
+    for run in outputs:
         for words in ("checkpoint of step 6 was not written", "the checkpoint of step 4 is intact"):
             assert words in run.err
     pairs = [ended[name] for name in ("disk of rank 0", "disk of rank 1", "disk at the index")]
@@ -307,7 +307,7 @@ def test_wherever_the_disk_gives_up_the_save_fails_as_one(ended: dict[str, Any],
     assert checkpoints(folder / "sweep") == [f"iter_{1 + len(LIMITS):07d}"]
 
 
-def test_a_disk_that_is_really_full_has_its_numbers_told(ended: dict[str, Any], small_disk: Path) -> None:
+def test_a_disk_that_is_really_full_reports_its_numbers(ended: dict[str, Any], small_disk: Path) -> None:
     if not os.path.ismount(small_disk):
         pytest.skip("mounting a small disk is not allowed here")
     run, run_dir = ended["small disk"], small_disk / "run"

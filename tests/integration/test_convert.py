@@ -1,4 +1,4 @@
-"""Weights come in, train under tensor parallelism, and go out again; every step keeps every bit that it should."""
+"""Weights are imported, trained under tensor parallelism, and exported again, without changing a bit in between."""
 
 from itertools import combinations
 from pathlib import Path
@@ -157,7 +157,7 @@ def test_a_tensor_parallel_run_starts_from_them(done: dict, folder: Path, theirs
 
 
 def test_a_run_survives_the_way_through_diffusers(done: dict, folder: Path):
-    """The average of a run, exported and imported again, has the same bits; the difference in time is told."""
+    """The average of a run, exported and imported again, has the same bits; the difference in time is reported."""
     assert done["diffusers"].code == done["reimport"].code == 0
     assert "time_frequency_shift=0" in done["diffusers"].err
     average = {

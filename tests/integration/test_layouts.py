@@ -15,7 +15,7 @@ ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 DDP = {"parallel__data_parallel": "ddp"}
 TP = {"parallel__tensor_model_parallel_size": 2}
 TP_SP = {**TP, "parallel__sequence_parallel": True}
-WHOLE = {"one": (1, {}), "dp2": (2, {}), "tp2": (2, TP)}
+SAVED = {"one": (1, {}), "dp2": (2, {}), "tp2": (2, TP)}
 # One run that stops and goes on, from the same folder, on the next layout: (ranks, settings).
 WAY = {
     "tp2sp": (2, TP_SP),
@@ -39,7 +39,7 @@ def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     shared = {"training__num_steps": NUM_STEPS, "checkpoint__interval": PART, "checkpoint__keep_last": NUM_STEPS}
     jobs = {}
-    for name, (ranks, settings) in WHOLE.items():
+    for name, (ranks, settings) in SAVED.items():
         arguments = letters(letters_data, folder / name, **shared, **settings)
         jobs[name] = Job(actions.train, {"arguments": arguments}, ranks)
     for name, (ranks, settings) in WAY.items():
@@ -78,7 +78,7 @@ def test_a_checkpoint_moves_between_layouts_without_a_bit_changing(runs: Path, b
 
 @pytest.mark.parametrize("name", WAY)
 def test_checkpoints_of_all_layouts_hold_the_same_model(runs: Path, name: str) -> None:
-    """Global names, shapes and values do not tell which layout wrote them."""
+    """Global names, shapes and values do not depend on the layout that wrote them."""
     found, expected = (tensors(checkpoint(runs / run, STOPS[name])) for run in ("moving", "one"))
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():

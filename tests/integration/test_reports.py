@@ -1,4 +1,4 @@
-"""What a run tells about itself: mirrors that say the same as the record of truth, and a benchmark that adds up."""
+"""Reports of a run: mirrors equal to the reference record, and a consistent benchmark."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
-FP32 = 1e-6  # relative; TensorBoard keeps single precision
+FP32 = 1e-6  # relative; TensorBoard has single precision
 MIRRORS = {"logging__tensorboard": True, "logging__wandb": True}
 
 

@@ -1,4 +1,4 @@
-"""Stop a run on real data in every way there is; the same command again makes it the run that was never stopped."""
+"""Stop a run on real data in every way; the same command then gives the numbers of an uninterrupted run."""
 
 import os
 import random
@@ -70,7 +70,7 @@ def jobs(letters_data: Path, folder: Path, command: Command) -> "Future[dict[str
     """Runs in a worker process, beside the ones that are killed: uninterrupted, asked to stop, and in bf16."""
     bf16 = partial(letters, letters_data, **BF16)
     runs = {
-        "whole": Job(actions.train, {"arguments": command("whole")}),
+        "uninterrupted": Job(actions.train, {"arguments": command("uninterrupted")}),
         "asked": Job(actions.train, {"arguments": command("asked"), "fault": partial(faults.terminated, 7)}),
         "asked again": Job(actions.train, {"arguments": command("asked")}),
         "bf16": Job(actions.train, {"arguments": bf16(folder / "bf16")}),
@@ -90,7 +90,7 @@ def assert_same_run(found: Path, expected: Path, step: int) -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Compare nested containers that hold tensors."""
+    """Compare nested containers of tensors."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
@@ -139,9 +139,9 @@ def test_killed_runs_become_the_run_that_was_never_killed(
     attempts = {record["attempt"] for record in read_records(run_dir / "metrics.jsonl")}
     assert attempts == {1, 2, 3}
 
-    assert jobs.result()["whole"].code == 0
-    assert len(losses(folder / "whole")) == NUM_STEPS
-    assert_same_run(run_dir, folder / "whole", NUM_STEPS)
+    assert jobs.result()["uninterrupted"].code == 0
+    assert len(losses(folder / "uninterrupted")) == NUM_STEPS
+    assert_same_run(run_dir, folder / "uninterrupted", NUM_STEPS)
 
 
 def stop_while_saving(process: subprocess.Popen, run_dir: Path, step: int, log: Path) -> Path:
@@ -160,7 +160,7 @@ def test_a_run_asked_to_stop_saves_and_goes_on_later(folder: Path, jobs: "Future
     ended = jobs.result()
     assert (ended["asked"].code, ended["asked again"].code) == (75, 0)
     assert "resumed at step 7" in ended["asked again"].out
-    assert_same_run(folder / "asked", folder / "whole", NUM_STEPS)
+    assert_same_run(folder / "asked", folder / "uninterrupted", NUM_STEPS)
 
 
 def test_torchrun_passes_the_request_on_and_two_ranks_continue(
@@ -185,7 +185,7 @@ def test_torchrun_passes_the_request_on_and_two_ranks_continue(
     assert f"resumed at step {ended['step']}" in log.read_text()
     assert outcome(run_dir)["code"] == 0
     jobs.result()
-    assert loss_values(run_dir) == pytest.approx(loss_values(folder / "whole"), rel=ROUNDING)
+    assert loss_values(run_dir) == pytest.approx(loss_values(folder / "uninterrupted"), rel=ROUNDING)
     assert len(loss_values(run_dir)) == NUM_STEPS
 
 
@@ -194,7 +194,7 @@ def test_bf16_trains_on_cpu_with_fp32_masters_and_resumes_to_the_bit(
 ) -> None:
     ended = jobs.result()
     assert [ended[name].code for name in ("bf16", "bf16 stopped", "bf16 again")] == [0, 75, 0]
-    found, exact = loss_values(folder / "bf16"), loss_values(folder / "whole")
+    found, exact = loss_values(folder / "bf16"), loss_values(folder / "uninterrupted")
     assert found[0] == pytest.approx(sum(exact[:3]) / 3, rel=BF16_RTOL)
     assert_same_run(folder / "bf16_stopped", folder / "bf16", 8)
     for name, tensor in read_tensors(checkpoint(folder / "bf16", 8)).items():
@@ -205,7 +205,7 @@ def test_bf16_trains_on_cpu_with_fp32_masters_and_resumes_to_the_bit(
 
 
 def test_what_is_counted_between_two_log_lines_survives_a_stop(folder: Path, jobs: "Future[dict[str, Any]]") -> None:
-    """Lines come every three steps; one more goes before each checkpoint, which lies between two of them."""
+    """Lines come every three steps; there is one more before each checkpoint between two of them."""
     jobs.result()
     assert scalars(folder / "bf16_stopped", "consumed_samples") == {step: 8 * step for step in (3, 4, 6, 8)}
     assert scalars(folder / "bf16", "consumed_samples") == scalars(folder / "bf16_stopped", "consumed_samples")

@@ -70,7 +70,7 @@ def ended(folder: Path) -> dict[str, Any]:
 
     inside, store = partial(partial, faults.terminated_inside), "dit.checkpoint.store.CheckpointStore"
     loop = "dit.training.pretrain"
-    add("whole", fault=partial(faults.flushes_counted, folder / "whole", folder / "flushes.json"))
+    add("uninterrupted", fault=partial(faults.flushes_counted, folder / "uninterrupted", folder / "flushes.json"))
     # Between two validations, and where one is due: in the step, and while its checkpoint is saved.
     for name, fault in {
         "between": partial(faults.terminated, 7),
@@ -79,7 +79,7 @@ def ended(folder: Path) -> dict[str, Any]:
     }.items():
         add(name, fault=fault)
         add(f"{name}, again", at=name)
-    # Both are due at the last step, and nobody has the time.
+    # Both are due at the last step, but the run was asked to stop.
     last = {"checkpoint__interval": 0, "training__num_steps": 6, "training__sample_interval": 6}
     stuck = partial(faults.stuck_inside, f"{store}.newest_first", 0.8)
     add("last save", fault=partial(faults.together, inside(f"{store}.publish"), stuck), **last)
@@ -101,7 +101,7 @@ def ended(folder: Path) -> dict[str, Any]:
 
 
 def described(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a checkpoint says about itself: its manifest's record and its facts for sampling."""
+    """Return the metadata of a checkpoint: that of its manifest, and that for sampling."""
     return dict(read_manifest(checkpoint_folder).meta), json.loads((checkpoint_folder / "facts.json").read_text())
 
 
@@ -118,19 +118,19 @@ def test_a_stopped_run_keeps_its_held_out_loss_and_its_largest_sample(
     ended: dict[str, Any], folder: Path, name: str, step: int
 ) -> None:
     """All that checkpoints say is what those of the undisturbed run say; so is what validation found, and when."""
-    assert (ended[name].code, ended[f"{name}, again"].code, ended["whole"].code) == (75, 0, 0)
+    assert (ended[name].code, ended[f"{name}, again"].code, ended["uninterrupted"].code) == (75, 0, 0)
     stopped = {record["step"] for record in read_records(folder / name / "metrics.jsonl") if record["attempt"] == 1}
     assert max(stopped) == step
-    assert losses(folder / name) == losses(folder / "whole")
-    assert held_out(folder / name) == held_out(folder / "whole")
+    assert losses(folder / name) == losses(folder / "uninterrupted")
+    assert held_out(folder / name) == held_out(folder / "uninterrupted")
     for saved in (3, 6, 9, 12):
-        assert described(checkpoint(folder / name, saved)) == described(checkpoint(folder / "whole", saved))
+        assert described(checkpoint(folder / name, saved)) == described(checkpoint(folder / "uninterrupted", saved))
 
 
 def test_a_checkpoint_says_when_its_held_out_loss_was_measured(ended: dict[str, Any], folder: Path) -> None:
-    measured = {step: values.pop() for step, values in held_out(folder / "whole").items()}
+    measured = {step: values.pop() for step, values in held_out(folder / "uninterrupted").items()}
     assert list(measured) == [6, 12]
-    manifests = {step: read_manifest(checkpoint(folder / "whole", step)) for step in (3, 6, 9, 12)}
+    manifests = {step: read_manifest(checkpoint(folder / "uninterrupted", step)) for step in (3, 6, 9, 12)}
     found = {step: (m.meta["held_out_loss"], m.meta["held_out_step"]) for step, m in manifests.items()}
     assert found == {3: (None, None), 6: (measured[6], 6), 9: (measured[6], 6), 12: (measured[12], 12)}
     assert [m.held_out_loss for m in manifests.values()] == [None, measured[6], None, measured[12]]
@@ -206,7 +206,7 @@ def test_a_record_that_cannot_be_written_stays_the_former_one(ended: dict[str, A
 
 
 def test_accepted_changes_are_listed_and_the_data_start_afresh(ended: dict[str, Any], folder: Path) -> None:
-    """Four steps lie behind the model, and one behind the data."""
+    """The model has done four steps, and the data one."""
     assert ended["accepted"].code == 0, ended["accepted"].err
     log = (folder / "world" / "rank_0.log").read_text()
     for line in (

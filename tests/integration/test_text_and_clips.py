@@ -85,9 +85,9 @@ def clips(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
 def test_clips_are_drawn_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, dict[str, Any]]) -> None:
     folder, done = clips
     assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(done, 0), done
-    facts = json.loads(next((folder / "run").rglob("facts.json")).read_text())
+    metadata = json.loads(next((folder / "run").rglob("facts.json")).read_text())
     # Stills and clips share packs; what is sampled is a clip.
-    assert facts == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "fps": FPS, "text_encoder": None}
+    assert metadata == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "fps": FPS, "text_encoder": None}
     with Image.open(folder / "x.gif") as film, Image.open(folder / "x.png") as row:
         assert film.n_frames == FRAMES
         assert film.info["duration"] == 200
@@ -165,9 +165,9 @@ def test_images_and_clips_of_one_pack_train_alike_on_one_rank_and_two(mixed: tup
     assert two == pytest.approx(one, rel=ROUNDING)
     assert len(loss_values(folder / "blend.yaml_2")) == STEPS
     for name in ("moving_1", "blend.yaml_2"):
-        facts = json.loads(next((folder / name).rglob("facts.json")).read_text())
-        assert facts["class_names"] is None
-        assert facts["latent_size"] == [4, 8, 8]
+        metadata = json.loads(next((folder / name).rglob("facts.json")).read_text())
+        assert metadata["class_names"] is None
+        assert metadata["latent_size"] == [4, 8, 8]
 
 
 def test_a_mixed_run_draws_a_still_or_a_clip(mixed: tuple[Path, dict[str, Any]]) -> None:
@@ -195,8 +195,8 @@ def test_prompts_are_drawn_while_training_and_on_command(font: Path, tmp_path: P
     pictures = {name: (tmp_path / f"{name}.png").read_bytes() for name in "abcd"}
     assert len({pictures[name] for name in "abc"}) == 3
     assert pictures["d"] == pictures["a"]  # nothing asked for: the run's own prompts
-    facts = json.loads(next(run_dir.rglob("facts.json")).read_text())
-    assert facts["text_encoder"] == ENCODER
+    metadata = json.loads(next(run_dir.rglob("facts.json")).read_text())
+    assert metadata["text_encoder"] == ENCODER
     (path,) = (run_dir / "samples").rglob("ema.png")
     with Image.open(path) as grid:
         assert grid.size[0] > grid.size[1]  # two prompts side by side

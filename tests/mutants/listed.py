@@ -448,8 +448,8 @@ MUTANTS = (
     Mutant(
         "layout: tokens counted from the unpadded start",
         "dit/layout.py",
-        "rows - self.cu_seqlens_padded.long()",
-        "rows - self.cu_seqlens.long()",
+        "indices_T - self.cu_seqlens_padded.long()",
+        "indices_T - self.cu_seqlens.long()",
         (BATCH,),
     ),
     Mutant(
@@ -462,15 +462,15 @@ MUTANTS = (
     Mutant(
         "packing: one token too many",
         "energon_data/packing.py",
-        "room, chosen = capacity, []",
-        "room, chosen = capacity + 1, []",
+        "room, items = capacity, []",
+        "room, items = capacity + 1, []",
         (PACKING,),
     ),
     Mutant(
         "packing: padding between samples forgotten",
         "dit/layout.py",
-        "zip(self.starts, self.lengths)",
-        "zip(accumulate(self.lengths, initial=0), self.lengths)",
+        "zip(self.starts, self.lengths):",
+        "zip(accumulate(self.lengths, initial=0), self.lengths):",
         (PACKING,),
     ),
     # Experts.
@@ -484,8 +484,8 @@ MUTANTS = (
     Mutant(
         "experts: padding chooses",
         "dit/layers/routing.py",
-        "return chosen_TE & valid_T[:, None]",
-        "return chosen_TE",
+        "return selected_TE & valid_T[:, None]",
+        "return selected_TE",
         (MOE,),
     ),
     Mutant(

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.parallel_training import micro_batch, tiny_model
 from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
-from dit.context_parallel.partition import ContextSplit, context_rows
-from dit.context_parallel.shard_batch import over_whole_packs, shard
+from dit.context_parallel.partition import ContextSplit, context_partition
+from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.kernels.attention import Attention
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
@@ -44,13 +44,13 @@ def check(parallel: ParallelConfig) -> ParallelDims:
 
 
 def attention(case: dict) -> dict:
-    """Compare spread attention with the exact attention over whole packs, for every scheme and attention case.
+    """Compare context-parallel attention with exact attention over full packs, for every scheme and attention case.
 
-    With `one_segment` it is told that each pack is one long sample, as if `cu_seqlens` were ignored.
+    With `one_segment` each pack is one long sample, as if `cu_seqlens` were ignored.
 
     Returns:
         For each scheme, for each attention case: the relative error of the output and of each gradient, and what
-        padding rows hold.
+        padding contains.
     """
     parallel, _, groups = start(case)
     errors = {}
@@ -66,18 +66,18 @@ def _errors(
     one: AttentionCase, attend: Attention, split: ContextSplit, group: Any, one_segment: bool
 ) -> dict[str, float]:
     true_q, true_k = one.layouts()
-    told_q, told_k = true_q, true_k
+    used_q, used_k = true_q, true_k
     if one_segment:
-        told_q = told_k = SequenceLayout.from_lengths([true_q.total_tokens])
-    mine = context_rows(told_q, group.size(), split).of_rank(group.rank())
-    held_q = told_q.select(mine)
-    keys, held_k = (mine, held_q) if told_k is told_q else (slice(None), told_k)
+        used_q = used_k = SequenceLayout.from_lengths([true_q.total_tokens])
+    mine = context_partition(used_q, group.size(), split).of_rank(group.rank())
+    local_q = used_q.select(mine)
+    keys, local_k = (mine, local_q) if used_k is used_q else (slice(None), used_k)
 
-    def spread(q: Tensor, k: Tensor, v: Tensor, *_: SequenceLayout) -> Tensor:
-        # Rows of other ranks are zeros, so their cotangents reach nothing here; the sum over ranks is the whole.
-        return torch.zeros_like(q).index_copy(0, mine, attend(q[mine], k[keys], v[keys], held_q, held_k))
+    def split_attention(q: Tensor, k: Tensor, v: Tensor, *_: SequenceLayout) -> Tensor:
+        # Tokens of other ranks are zeros with zero gradients here; the sum over ranks is the full output.
+        return torch.zeros_like(q).index_copy(0, mine, attend(q[mine], k[keys], v[keys], local_q, local_k))
 
-    ours, theirs = vars(run(spread, one, one.qkv())), vars(exact(one, one.qkv()))
+    ours, theirs = vars(run(split_attention, one, one.qkv())), vars(exact(one, one.qkv()))
     summed = torch.cat([x.flatten() for x in ours.values()])
     dist.all_reduce(summed, group=group)
     parts = summed.split([x.numel() for x in ours.values()])
@@ -114,7 +114,7 @@ def sample_and_validate(case: dict) -> dict:
         generator = torch.Generator().manual_seed(1)
         texts = [torch.randn(n, model.context_size, generator=generator) for n in (3, 5)]
         pack = empty_pack(spec, (1, 6, 6), 2, torch.device("cpu"), {"label": [1, 4], "context": texts})
-        network = over_whole_packs(backbone, groups.cp, split)
+        network = on_full_packs(backbone, groups.cp, split)
         settings = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
         latents = generate(network, FlowMatching(), pack, spec, **settings)
         packs = (micro_batch(i, packed=True, multiple_of=max(4, multiple_of)) for i in range(3))

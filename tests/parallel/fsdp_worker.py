@@ -28,7 +28,7 @@ from energon_data.mock import MockData
 
 
 def config_of(case: dict) -> RunConfig:
-    """Return the settings of a run on synthetic ragged packs that every layout shares alike.
+    """Return the settings of a run on synthetic ragged packs, the same on every layout.
 
     `case` may change the fields of some parts, such as `{"model": {"num_experts": 4}}`.
     """
@@ -120,7 +120,7 @@ class Unit(nn.Module):
 
 
 class Awkward(Backbone):
-    """It holds a parameter itself, registers the module that runs first last, and leaves one without a gradient."""
+    """It has a parameter itself, registers the module that runs first last, and leaves one without a gradient."""
 
     fsdp_units = (Unit,)
 

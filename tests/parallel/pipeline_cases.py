@@ -16,7 +16,7 @@ from dit.verify.trial import Built, gathered, of_all_stages, whole
 
 
 def forget_conditioners(chunks: list) -> None:
-    """As if Megatron-Core had not been told of the replicated embedders: their gradients are not summed."""
+    """As if Megatron-Core did not know the replicated embedders: their gradients are not summed."""
     chunks[0].config.has_cond_embedder = False
 
 
@@ -64,13 +64,13 @@ def predict(case: dict) -> dict:
     """Held-out loss and samples with the weight average, and the weights afterwards."""
     from dit.backends import process_groups
     from dit.optimizer.ema import EMA
-    from dit.parallel.schedule import WholeNetwork
+    from dit.parallel.schedule import FullNetwork
     from dit.sampling.generate import empty_pack, generate
     from dit.training.validate import held_out_loss
 
     it = build(case)
     groups, model = it.groups, it.model
-    network = WholeNetwork(it.chunks, groups)
+    network = FullNetwork(it.chunks, groups)
     ema = EMA(it.shards, 0.5)
     for value in ema.values:
         value.mul_(1.25)
@@ -97,7 +97,7 @@ def predict(case: dict) -> dict:
 
 
 def _state(it: Built, ema) -> dict:
-    """Every tensor that a checkpoint holds, whole, and the shapes by which it is recognised."""
+    """Return every full tensor of a checkpoint, and the shapes of its fingerprint."""
     from dit.checkpoint.checkpointer import global_shapes
     from dit.optimizer.master_weights import SLOTS, get_step_count
 
@@ -115,7 +115,7 @@ def _state(it: Built, ema) -> dict:
 
 
 def save(case: dict) -> dict:
-    """Train, write a checkpoint into `folder` and return what it should hold."""
+    """Train, write a checkpoint into `folder` and return its expected content."""
     from dit.checkpoint.sharded_state import save_state
     from dit.optimizer.ema import EMA
 

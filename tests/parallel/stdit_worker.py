@@ -38,7 +38,7 @@ def traffic(case: dict) -> dict:
     """Count the bytes that all ranks send over their context-parallel groups in one forward and one backward pass.
 
     Returns:
-        For every (kind, how segments get whole, split, name of a pack): (forward, backward), each the most that one
+        For every (kind, segment scheme, split, name of a pack): (forward, backward), each the most that one
         rank sends and the sum over all ranks.
     """
     parallel, dims, groups = start(case)

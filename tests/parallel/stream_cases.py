@@ -13,6 +13,6 @@ def norm_own_heads_alone(chunks: list) -> None:
             module.width //= 2
 
 
-def forget_text_rows(chunks: list) -> None:
+def forget_text_tokens(chunks: list) -> None:
     """As if every tensor-parallel rank met all text rows: the gradients of the text's embedding are not summed."""
     chunks[0].embed_text.bias.sequence_parallel = False

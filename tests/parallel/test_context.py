@@ -1,4 +1,4 @@
-"""Context parallelism: tokens spread over ranks change no number, and travel as much as the formulas say."""
+"""Context parallelism: tokens split over ranks change no number, and the bytes sent are those of the formulas."""
 
 from pathlib import Path
 
@@ -92,15 +92,15 @@ def _cases(world: int, folder: Path):
 
 
 @pytest.mark.parametrize(("size", "comm", "split"), SCHEMES)
-def test_spread_attention_is_the_attention_of_whole_packs(results, size, comm, split):
-    """Outputs and gradients, with exact zeros in padding rows; text is attended to whole."""
+def test_context_parallel_attention_is_that_of_full_packs(results, size, comm, split):
+    """Outputs and gradients, with exact zeros in padding; text is replicated."""
     for case, errors in results["attention", size][comm, split].items():
         for what, error in errors.items():
             assert error <= (0 if "padding" in what else ATTENTION_RTOL), f"{case}: {what} is off by {error:.2e}"
 
 
 def test_ignoring_where_samples_end_is_seen(results):
-    """The comparison above has teeth: told that a pack is one sample, attention fails it for all packs but one."""
+    """The comparison above can fail: with each pack as one sample, attention fails it for all packs but one."""
     for case, errors in results["one_segment"]["p2p", "contiguous"].items():
         assert (errors["out"] <= ATTENTION_RTOL) == (case == "one_sample")
         assert case == "one_sample" or min(errors[name] for name in ("out", "grad_q", "grad_k", "grad_v")) > 0.1

@@ -109,7 +109,7 @@ def test_fsdp_equals_one_rank(results, name, packed):
 
 @pytest.mark.parametrize("name", [name for named in EXPERT_LAYOUTS.values() for name in named])
 def test_fsdp_with_experts_equals_one_rank(results, name):
-    """An expert's weights are sharded over the ranks that hold this expert, the others over all."""
+    """An expert's weights are sharded over the ranks of this expert, the others over all."""
     assert_equal_training(results["one_experts"], results[name])
 
 

@@ -30,7 +30,7 @@ CASES = [(world, name, packed) for world, named in LAYOUTS.items() for name in n
 
 
 def forget_sequence_parallel(chunks: list) -> None:
-    """As if no parameter told that each tensor-parallel rank's gradient covers its own tokens alone."""
+    """As if no parameter stated that each tensor-parallel rank's gradient covers only its own tokens."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.sequence_parallel = False
@@ -73,7 +73,7 @@ def test_gradients_are_wrong_without_the_sequence_parallel_marks(results):
     one, broken = results["one", True]["gradients"], results["without marks"]["gradients"]
     wrong = {name for name, expected in one.items() if (broken[name] - expected).norm() > 0.1 * expected.norm()}
     assert {name for name in one if "modulation" in name or name.startswith(("embed.", "head."))} <= wrong
-    assert not any("linear_qkv.weight" in name for name in wrong)  # split, so complete on the rank that holds it
+    assert not any("linear_qkv.weight" in name for name in wrong)  # split, so complete on its rank
 
 
 def tensor_parallel_bytes(tp: int, layers: int, *, head: bool) -> dict[str, float]:

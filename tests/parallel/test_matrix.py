@@ -1,4 +1,4 @@
-"""The whole table of layouts; slow, so only `make test-parallel` runs it."""
+"""The full table of layouts; slow, so only `make test-parallel` runs it."""
 
 import math
 

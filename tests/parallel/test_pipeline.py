@@ -91,7 +91,7 @@ def test_embedders_may_be_as_large_as_a_stage(results):
 
 
 @pytest.mark.parametrize(("reference", "what"), [(True, "sum"), ("large embedders", "buckets")])
-def test_embedders_drift_apart_unless_the_same_elements_are_summed(results, reference, what):
+def test_embedders_differ_unless_the_same_elements_are_summed(results, reference, what):
     one, broken = results["one", reference], results["broken", what]
     wrong = relative_errors(one["gradients"], broken["gradients"])
     assert largest_error(error for name, error in wrong.items() if name.startswith("conditioner")) > 1000 * SUM_RTOL

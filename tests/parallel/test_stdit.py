@@ -1,6 +1,6 @@
 """ST-DiT gives the numbers of one rank under any layout, and sends what the formulas say.
 
-Packs are ragged and hold images beside clips: frames and columns are cut by the context-parallel split, ranks own
+Packs are ragged, with images and clips: frames and columns are cut by the context-parallel split, ranks own
 unequal shares, and some own no frame at all.
 """
 
@@ -60,7 +60,7 @@ CASES = [
     if model == "alternating" or layout in BOTH
 ]
 
-# Layers that run again exchange again; what came over the network is kept where only cheap parts run again.
+# Full recompute repeats the exchanges; selective recompute saves their results.
 RECOMPUTED = {(2, "all_in_one", f"cp2_hybrid_{choice}"): {"recompute": choice} for choice in ("selective", "full")}
 # The last two of a step's four packs are two samples of one token: all context-parallel ranks but the first have
 # nothing but padding, and own no frame.
@@ -159,12 +159,12 @@ def test_a_rank_with_nothing_but_padding_equals_one_rank(results, world, model, 
 @pytest.mark.parametrize("kind", ["spatial", "temporal"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_bytes_sent_are_those_of_the_formulas(results, topology, kind):
-    """Hybrid: 2 (T/c) D (c-1)/c per rank each way, or nothing for whole frames; ring: c times that, backward twice.
+    """Hybrid: 2 (T/c) D (c-1)/c per rank each way, or nothing for complete frames; ring: c times that, backward twice.
 
     With TP + SP both are divided by the tensor-parallel size.
     """
     ranks = 4 if topology == "cp4" else 2
-    unit = 64 / 4 * HIDDEN * FP32_BYTES  # all of the four ranks hold a quarter of the tokens
+    unit = 64 / 4 * HIDDEN * FP32_BYTES  # each of the four ranks has a quarter of the tokens
     ring, hybrid = 2 * unit * (ranks - 1), 2 * unit * (ranks - 1) / ranks
     found = results[topology]
     for direction, twice in ((0, 1), (1, 2)):

@@ -1,14 +1,14 @@
 """FLUX and Wan give the numbers of one rank under any layout: joint attention, a stream of text, norms over all heads.
 
-In FLUX the text is shared out as the image is, but whole on every context-parallel rank; in Wan the mean square of
-queries and keys runs over the heads of all tensor-parallel ranks.
+In FLUX the text is split over tensor-parallel ranks as the image is, but replicated over context-parallel ranks; in Wan
+the mean square of queries and keys runs over the heads of all tensor-parallel ranks.
 """
 
 import pytest
 
 from benchmarks.parallel_world import run_world
 from dit.verify.compare import SUM_RTOL, relative_errors
-from tests.parallel.stream_cases import forget_text_rows, norm_own_heads_alone
+from tests.parallel.stream_cases import forget_text_tokens, norm_own_heads_alone
 from tests.support.ranks import rows, selected
 from tests.support.reference import assert_equal_training
 
@@ -64,7 +64,7 @@ QUICK = {"tp2_sp", "pp2", "cp2_ring", "pp2_tp2_sp"}
 ROW = ("model", "layout", "packed")
 BROKEN = {
     ("wan", "tp2", "norm_own_heads_alone"): {"parallel": TP, "break": norm_own_heads_alone},
-    ("flux", "tp2_sp", "forget_text_rows"): {"parallel": SP, "break": forget_text_rows},
+    ("flux", "tp2_sp", "forget_text_tokens"): {"parallel": SP, "break": forget_text_tokens},
 }
 
 

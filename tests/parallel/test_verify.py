@@ -134,7 +134,7 @@ def test_a_first_loss_that_differs_comes_before_any_gradient(verdicts):
 
 @pytest.mark.parametrize("recipe", [entry.name for entry in registry.recipes()])
 def test_every_recipe_has_a_tiny_form_for_tensor_parallel_ranks(recipe):
-    """It is small, and keeps backbone, objective and what is no size."""
+    """It is small; backbone, objective and all settings but sizes are unchanged."""
     pair, model = pair_of(recipe, **TP2SP), config_of(recipe).model
     assert type(pair.many.model) is type(model)
     assert pair.many.objective == config_of(recipe).objective

@@ -18,13 +18,13 @@ from dit.training.step import training_forward_step
 from dit.verify.trial import SEED
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-# Megatron-Core keeps two of them under names of its own.
+# Megatron-Core has two of them under its own names.
 ALIASES = {"dist_all_gather_func": "all_gather_into_tensor", "dist_reduce_scatter_func": "reduce_scatter_tensor"}
 
 
 @contextmanager
 def bytes_sent(groups: Sequence[Any]) -> Iterator[Counter[str]]:
-    """Count the bytes this rank sends to other ranks of these groups, by kind of call; shapes sent apart."""
+    """Count the bytes this rank sends to other ranks of these groups, by kind of call, without shapes."""
     sent: Counter[str] = Counter()
     exchange = dist.batch_isend_irecv
 

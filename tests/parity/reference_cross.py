@@ -1,6 +1,6 @@
 """The backbones with text cross-attention in plain PyTorch, written from their papers' formulas, one sample at a time.
 
-They read our parameters by name, as float64 leaves, and take fused projections apart row by row; nothing else is shared
+They read our parameters by name, as float64 leaves, and split fused projections row by row; nothing else is shared
 with `dit`. The gradients of the leaves are therefore the exact gradients of our parameters, name by name.
 
 Source: adaLN-Zero: Peebles and Xie 2023, arXiv:2212.09748, section 3.2; Movie Gen: Polyak et al. 2024,

@@ -1,6 +1,6 @@
 """The DiT of the paper in plain PyTorch, written from its formulas: dense `[B, n, D]`, one device, no packing.
 
-It shares no code with `dit`, holds separate query, key and value projections, and runs in any precision, so that in
+It shares no code with `dit`, has separate query, key and value projections, and runs in any precision, so that in
 float64 it stands for the exact answer.
 
 Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 and figure 3; layer norm without affine parameters, tanh
@@ -75,13 +75,13 @@ class ReferenceBlock(nn.Module):
 
 
 class ReferenceDiT(nn.Module):
-    """The whole network on patches `[B, n, patch features]` of one grid size.
+    """The full network on patches `[B, n, patch features]` of one grid size.
 
     `null_label` stands for "no class" and `null_text` for "no text"; a text is the mean of its tokens.
 
     Args:
         positions: `sincos_2d`, `sincos_3d` or `rope_3d`.
-        rope: holds `rope_theta`, `rope_scaling` and `rope_factors`, for `rope_3d`.
+        rope: has `rope_theta`, `rope_scaling` and `rope_factors`, for `rope_3d`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """FLUX in plain PyTorch, written from its published description, one sample at a time.
 
-It reads our parameters by name, as float64 leaves, and takes fused projections apart row by row; nothing else is shared
+It reads our parameters by name, as float64 leaves, and splits fused projections row by row; nothing else is shared
 with `dit`.
 
 Source: MM-DiT: Esser et al. 2024, arXiv:2403.03206, figure 2; parallel layers: Dehghani et al. 2023, arXiv:2302.05442,
@@ -40,8 +40,8 @@ class FluxReference:
         pooled = self.leaves["conditioner.pooled.null"] if pooled is None else pooled.double()
         cond = embed(time_features(time.double() * scale), "time")[0] + embed(pooled[None], "pooled")[0]
         if self.config.guidance is not None:
-            told = torch.tensor([self.config.guidance], dtype=torch.float64)
-            cond = cond + embed(time_features(told * scale), "guidance")[0]
+            given = torch.tensor([self.config.guidance], dtype=torch.float64)
+            cond = cond + embed(time_features(given * scale), "guidance")[0]
         return cond
 
     def joint_block(

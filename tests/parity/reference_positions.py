@@ -54,7 +54,7 @@ def turns(indices: Sequence[Grid], head_size: int, settings: Any, axes: Optional
     """Return the unit complex number that turns each pair of a head's features, `[n, head_size / 2]`.
 
     Args:
-        settings: holds `rope_theta`, `rope_scaling` and `rope_factors`.
+        settings: has `rope_theta`, `rope_scaling` and `rope_factors`.
         axes: features of t, h and w; None for a third of the pairs for h and w each, rounded down, the rest for t.
     """
     pairs = head_size // 2

@@ -1,9 +1,9 @@
 """The Wan-shaped backbone in plain PyTorch, written from its report's formulas, one sample at a time.
 
-It reads our parameters by name, as float64 leaves, and takes fused projections apart row by row; nothing else is shared
+It reads our parameters by name, as float64 leaves, and splits fused projections row by row; nothing else is shared
 with `dit`.
 
-Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1; the norms over the whole width, the affine norm before
+Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1; the norms over the full width, the affine norm before
 cross-attention and the table of the head are those of its published code.
 """
 
@@ -19,7 +19,7 @@ from tests.parity.reference_positions import Grid, turn
 
 class WanReference(CrossReference):
     def width_norm(self, heads: list[Tensor], name: str) -> list[Tensor]:
-        """Normalise all heads by the mean square of their whole width."""
+        """Normalise all heads by the mean square over their full width."""
         weight = self.leaves.get(f"{name}.weight")
         if weight is None:
             return heads

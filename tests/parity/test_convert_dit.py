@@ -105,7 +105,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, out
         assert relative_error(here, there) <= RTOL
 
 
-def test_the_whole_config_survives_the_way_there_and_back():
+def test_the_config_survives_a_round_trip():
     form = DiffusersDiT()
     theirs = dict(diffusers_model(norm_eps=1e-6, sample_size=16, patch_size=4, num_layers=3).config)
     imported = form.read_settings(theirs)

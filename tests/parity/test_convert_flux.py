@@ -69,20 +69,20 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, gui
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(2, 4, 8, 6, generator=generator)
     texts, pooled = torch.randn(2, 5, 20, generator=generator), torch.randn(2, 12, generator=generator)
-    told = {"guidance": torch.full((2,), 0.25)} if guided else {}
+    given = {"guidance": torch.full((2,), 0.25)} if guided else {}
     for module, weights in ((theirs, rules.to_ours(state)), (again, ours)):
         network = load(build_model(model), weights)
         here = run(network, model, images[:, :, None], TIME, texts=list(texts), others={"pooled": pooled})[:, :, 0]
-        assert relative_error(here, predict(module, images, texts, pooled, **told)) <= RTOL
+        assert relative_error(here, predict(module, images, texts, pooled, **given)) <= RTOL
 
 
-def test_the_whole_config_survives_the_way_there_and_back():
+def test_the_config_survives_a_round_trip():
     form = DiffusersFlux()
     theirs = diffusers_model(guidance_embeds=True, out_channels=32).config
     imported = form.read_settings(theirs)
     settings, _ = form.write_settings(imported.model, imported.latent_size)
-    kept = {name: value for name, value in settings.items() if name[0] != "_"}
-    assert kept == {**{n: v for n, v in theirs.items() if n[0] != "_"}, "axes_dims_rope": [4, 6, 6]}
+    public = {name: value for name, value in settings.items() if name[0] != "_"}
+    assert public == {**{n: v for n, v in theirs.items() if n[0] != "_"}, "axes_dims_rope": [4, 6, 6]}
     assert form.read_settings(settings) == imported
 
 

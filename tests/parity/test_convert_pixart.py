@@ -63,7 +63,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, cha
         assert relative_error(here, there) <= RTOL
 
 
-def test_the_whole_config_survives_the_way_there_and_back():
+def test_the_config_survives_a_round_trip():
     form = DiffusersPixArt()
     theirs = diffusers_model(sample_size=16, interpolation_scale=4, patch_size=4, use_additional_conditions=False)
     imported = form.read_settings(theirs.config)
@@ -73,7 +73,7 @@ def test_the_whole_config_survives_the_way_there_and_back():
 
 
 def test_old_folders_are_told_apart_and_their_position_tables_checked():
-    """Old files call DiT and PixArt by one name and hold the positions, which are computed here."""
+    """Old files call DiT and PixArt by one name and have the positions, which are computed here."""
     old = {**diffusers_model(interpolation_scale=2).config, "_class_name": "Transformer2DModel"}
     form = format_of_settings(old)
     assert isinstance(form, DiffusersPixArt)

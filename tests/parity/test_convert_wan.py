@@ -60,13 +60,13 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, cha
         assert relative_error(here, there) <= RTOL
 
 
-def test_the_whole_config_survives_the_way_there_and_back():
+def test_the_config_survives_a_round_trip():
     form = DiffusersWan()
     theirs = diffusers_model(out_channels=6, rope_max_seq_len=1024).config
     imported = form.read_settings(theirs)
     settings, _ = form.write_settings(imported.model, imported.latent_size)
-    kept = {name: value for name, value in settings.items() if name[0] != "_"}
-    assert kept == {**{n: v for n, v in theirs.items() if n[0] != "_"}, "patch_size": [1, 2, 2]}
+    public = {name: value for name, value in settings.items() if name[0] != "_"}
+    assert public == {**{n: v for n, v in theirs.items() if n[0] != "_"}, "patch_size": [1, 2, 2]}
     assert form.read_settings(settings) == imported
 
 

@@ -81,7 +81,7 @@ def test_named_sizes_have_their_parameters(name: str):
     assert ours == pytest.approx(published, rel=0.01)
 
 
-def test_ec_dit_works_as_hard_as_its_dense_twin():
+def test_ec_dit_has_the_operations_of_its_dense_form():
     """64 experts of width 1024 at capacity factor 8 do the work of one feed-forward of 8192, and the router's."""
     layout = SequenceLayout.from_lengths([256])
     dense, experts = MovieGenConfig(), MovieGenConfig(**EC_1B)
@@ -92,7 +92,7 @@ def test_ec_dit_works_as_hard_as_its_dense_twin():
 @pytest.mark.parametrize("samples", [DENSE, MIXED, [Sample((1, 2, 2))]], ids=["dense", "mixed", "no_text"])
 @pytest.mark.parametrize("name", [*BASES, "low_rank", "grouped", "experts"])
 def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: list[Sample]):
-    """The forward count is exact; training differs by the gradients nobody needs, those of the network's inputs."""
+    """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
     config = {
         **BASES,
         "low_rank": replace(BASES["dit_cross"], adaln_lora_rank=6, size_conditioning=True),

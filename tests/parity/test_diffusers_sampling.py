@@ -101,7 +101,7 @@ class NoVAE(nn.Module):
 
 
 def test_dit_pipeline_runs_an_exported_folder(build_model: BuildModel, tmp_path: Path, monkeypatch: Any):
-    """DDPM of 1000 steps and classes, the numbers that DiTPipeline holds: guidance, variance and names included."""
+    """DDPM of 1000 steps and classes, the numbers of DiTPipeline: guidance, variance and names included."""
     folder = tmp_path / "pipe"
     trained, weights = exported(folder, tiny(1000, 8), DDPM(discrete_steps=1000), pipeline=True)
     noise, expected = ours(build_model, trained, weights, "ddim", 4, 4.0)
@@ -131,7 +131,7 @@ def test_a_pipeline_that_could_not_run_is_refused(tmp_path: Path, classes: int, 
 
 
 def test_diffusers_takes_the_folder_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """The record in config.json is none of its arguments; it passes over it, and keeps it when it saves."""
+    """The record in config.json is none of its arguments; it ignores it, and writes it when it saves."""
     from diffusers.utils import logging
 
     exported(tmp_path / "out", tiny(), FlowMatching(time_shift=2.0))

@@ -15,7 +15,7 @@ BASE = DiTConfig(hidden_size=48, num_layers=2, num_attention_heads=4, in_channel
 
 
 def count_on_meta(config: DiTConfig) -> int:
-    """Count the parameters of the whole model without memory for them."""
+    """Count the parameters of the full model without allocating them."""
     from megatron.core.transformer import TransformerConfig
 
     from dit.backends.provider import LayerProvider

@@ -107,7 +107,7 @@ def test_blocks_start_as_the_identity(build_model: BuildModel):
 
 
 def test_missing_text_is_one_null_token(build_model: BuildModel):
-    """A dropped text keeps its length, so joint attention tells it from a missing one, which is a single null token."""
+    """A dropped text keeps its length, so joint attention distinguishes it from a missing one (one null token)."""
     model_config = config()
     model = build_model(model_config, perturb=0.1)
     dropped = pack([Sample((2, 2, 2)), Sample((1, 3, 3))], model_config)
@@ -150,7 +150,7 @@ def test_named_sizes_have_their_parameters(name: str):
 @pytest.mark.parametrize("samples", [DENSE, MIXED], ids=["dense", "mixed"])
 @pytest.mark.parametrize("guidance", [None, 3.5])
 def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample], guidance: float | None):
-    """The forward count is exact; training differs by the gradients nobody needs, those of the network's inputs."""
+    """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
     made = config(guidance=guidance)
     model, batch = build_model(made, perturb=0.1), pack(samples, made, multiple_of=8, context_multiple_of=4)
     inputs, time = draw(batch)

@@ -75,7 +75,7 @@ def test_blocks_start_as_the_identity(build_model: BuildModel):
     shared = model.modulation(torch.randn(len(MIXED), 48, generator=generator))
     text = torch.randn(len(batch.conditions["context"].values), 48, generator=generator)
     for layer in model.layers.values():
-        after = layer(x, shared, text, batch.layout, batch.conditions["context"].layout, model._ways(batch))
+        after = layer(x, shared, text, batch.layout, batch.conditions["context"].layout, model._plans(batch))
         assert torch.equal(after, x)
     out = model(*draw(batch), batch)
     assert torch.equal(out, torch.zeros_like(out))

@@ -61,7 +61,7 @@ def test_named_sizes_have_their_parameters(name: str):
     ids=["alternating", "all_in_one", "pixart"],
 )
 def test_flops_are_those_of_torch(build_model: BuildModel, changes: dict, samples: list[Sample]):
-    """The forward count is exact; training differs by the gradients nobody needs, those of the network's inputs."""
+    """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
     config = replace(BASE, **changes)
     model, batch = build_model(config, perturb=0.1), pack(samples, config, multiple_of=8, context_multiple_of=4)
     inputs, time = draw(batch)

@@ -113,7 +113,7 @@ def test_the_published_row_follows_from_the_config():
 @pytest.mark.parametrize("samples", [DENSE, MIXED], ids=["dense", "mixed"])
 @pytest.mark.parametrize("changes", [{}, {"num_query_groups": 2, "size_conditioning": True}], ids=["wan", "grouped"])
 def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample], changes: dict):
-    """The forward count is exact; training differs by the gradients nobody needs, those of the network's inputs."""
+    """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
     made = config(**changes)
     model, batch = build_model(made, perturb=0.1), pack(samples, made, multiple_of=8, context_multiple_of=4)
     inputs, time = draw(batch)

@@ -66,7 +66,7 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
 
 
 def reference_names(name: str) -> list[str]:
-    """Return the reference's parameters that one of ours holds; three for the fused qkv, two for the label table."""
+    """Return the reference's parameters in one of ours; three for the fused qkv, two for the label table."""
     prefix = ""
     if match := re.match(r"layers\.(\d+)\.(.*)", name):
         prefix, name = f"blocks.{match[1]}.", match[2]
@@ -83,7 +83,7 @@ def reference_names(name: str) -> list[str]:
 
 
 def split_ours(name: str, x: Tensor, heads: int) -> list[Tensor]:
-    """Cut one of our tensors into the reference's; the rows of a fused qkv lie head by head: q, k, v of head 0, ..."""
+    """Split one of our tensors into the reference's; rows of a fused qkv are ordered by head: q, k, v of head 0, ..."""
     if "linear_qkv" in name:
         return [part.flatten(0, 1) for part in x.unflatten(0, (heads, 3, -1)).unbind(1)]
     if name == "conditioner.label.weight":

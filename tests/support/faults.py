@@ -168,9 +168,9 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
 
     def close_and_tell(self: Run) -> None:
         shards = self.state.shards
-        whole = {f"weight.{s.name}": gathered(s, s.main) for s in shards}
+        full = {f"weight.{s.name}": gathered(s, s.main) for s in shards}
         if self.groups.rank == 0:
-            torch.save(whole, weights)
+            torch.save(full, weights)
         weights.with_suffix(f".rank{self.groups.rank}.json").write_text(json.dumps(self.batches.consumed.keys))
         close(self)
 
@@ -244,7 +244,7 @@ def cut_off(folder: Path, *, sealed: bool) -> None:
 
 @contextlib.contextmanager
 def resaved(folder: Path) -> Iterator[None]:
-    """Write what a resumed run has loaded, at once and as it holds it, into a folder."""
+    """Write what a resumed run has loaded, at once and unchanged, into a folder."""
     original = Checkpointer.resume
 
     def resume(self: Checkpointer, state: Any, mode: str) -> bool:

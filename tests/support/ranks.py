@@ -15,7 +15,7 @@ from dit.verify.ranks import free_port, run_ranks
 
 
 def rows(cases: Iterable[tuple], quick: Callable[..., bool]) -> list[Any]:
-    """Mark the cases that only the whole suite runs."""
+    """Mark the cases that only the full suite runs."""
     return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.matrix) for case in cases]
 
 
@@ -47,7 +47,7 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
         By name, what the action returned; of a job of several ranks, the list of what each returned.
 
     Raises:
-        RuntimeError: a worker failed; the message holds the end of its output.
+        RuntimeError: a worker failed; the message has the end of its output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # A port for each world: the store of the one before may linger.

@@ -62,7 +62,7 @@ def test_layout_counts_every_row_once(layout):
 @given(layouts, st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_select_commutes_with_every_per_row_property(layout, random):
-    """What a rank knows about its rows is the whole pack's knowledge at these rows, also after a second selection."""
+    """The layout of local tokens agrees with that of the global pack, also after a second selection."""
     rows = list(range(layout.total_tokens))
     random.shuffle(rows)
     rows = torch.tensor(rows[: 1 + len(rows) // 2])
@@ -78,8 +78,8 @@ def test_select_commutes_with_every_per_row_property(layout, random):
 
 @given(layouts)
 @settings(max_examples=60, deadline=None)
-def test_sum_per_sample_is_the_adjoint_of_per_token_on_real_rows(layout):
-    """<per_token(x), y> over real rows = <x, sum_per_sample(y)>, and padding may hold NaN."""
+def test_sum_per_sample_is_the_adjoint_of_per_token_on_real_tokens(layout):
+    """<per_token(x), y> over real rows = <x, sum_per_sample(y)>, and padding may be NaN."""
     generator = torch.Generator().manual_seed(0)
     x_S = torch.randn(layout.num_samples, 2, dtype=torch.float64, generator=generator)
     y_T = torch.randn(layout.total_tokens, 2, dtype=torch.float64, generator=generator)
@@ -108,7 +108,7 @@ def test_uniform_length_means_a_dense_pack_without_padding():
     assert SequenceLayout.from_lengths([4, 3]).uniform_length is None
     assert SequenceLayout.from_lengths([4, 4], multiple_of=8).uniform_length is None
     assert SequenceLayout.from_lengths([4, 4], total_tokens=9).uniform_length is None
-    assert dense.select(torch.arange(4)).uniform_length == 4  # of the whole pack, whichever rows are held
+    assert dense.select(torch.arange(4)).uniform_length == 4  # of the global pack
 
 
 @pytest.mark.parametrize(

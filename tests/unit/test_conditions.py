@@ -1,4 +1,4 @@
-"""Laws of conditions: whatever its axis, one is packed, moved, cut, dropped, joined, replaced and checked alike."""
+"""Laws of conditions, for all axes: packing, moving, splitting, dropping, joining, replacing, checking."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, FPS, LABEL, POOLED, TABLE, match_conditions
 from dit.conditions import Condition, Conditions, per_latent_token
-from dit.context_parallel.partition import context_rows
+from dit.context_parallel.partition import context_partition
 from dit.context_parallel.shard_batch import shard
 from dit.data_api import BatchSpec
 from dit.errors import BatchError, ConfigError
@@ -69,7 +69,7 @@ def assert_same(some: Conditions, others: Conditions) -> None:
 
 @pytest.mark.parametrize("condition", WANTED, ids=NAMES)
 def test_packed_is_alone(condition: Condition) -> None:
-    """A pack holds of each sample what a pack of that sample alone holds, at the sample's place."""
+    """The values of a sample in a pack are those of a pack of that sample alone."""
     together, parts = made(), clips()
     packed = together.conditions[condition.name]
     for i, clip in enumerate(parts):
@@ -89,7 +89,7 @@ def test_packed_is_alone(condition: Condition) -> None:
 def test_what_two_ranks_cut_is_together_the_uncut(split: str) -> None:
     """Per latent token each row is on one rank, beside its latent; all else is on both."""
     source = made()
-    rows = context_rows(source.layout, 2, split)
+    rows = context_partition(source.layout, 2, split)
     back = {name: torch.full_like(source.conditions[name].values, 1e9) for name in NAMES}
     for rank in range(2):
         part = shard(source, rank, 2, split)
@@ -155,13 +155,13 @@ def test_a_pair_is_the_conditional_and_the_unconditional_half() -> None:
     batch = made()
     bare = without_conditions(batch, SPEC)
     pair = join(batch, bare).validate(replace_classes(11), patch_volume=SPEC.patch_volume)
-    for half, (where, whole) in enumerate(((0, batch), (1, bare))):
+    for half, (where, full) in enumerate(((0, batch), (1, bare))):
         for name, entry in pair.conditions.items():
-            assert torch.equal(entry.values.chunk(2)[half], whole.conditions[name].values), (where, name)
+            assert torch.equal(entry.values.chunk(2)[half], full.conditions[name].values), (where, name)
             if entry.dropped_S is not None:
                 assert entry.dropped_S.chunk(2)[half].all() == (half == 1), name
             if entry.layout is not None:
-                assert entry.layout.lengths[6 * half : 6 * half + 6] == whole.conditions[name].layout.lengths
+                assert entry.layout.lengths[6 * half : 6 * half + 6] == full.conditions[name].layout.lengths
     with pytest.raises(BatchError, match="cannot be joined"):
         batch.conditions.followed_by(bare.conditions.without("mask"))
 

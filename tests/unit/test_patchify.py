@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dit.errors import BatchError
-from dit.patchify import grid_positions, outputs_apart, patchify, unpatchify
+from dit.patchify import grid_positions, patchify, split_outputs, unpatchify
 
 small = st.integers(1, 3)
 
@@ -31,7 +31,7 @@ def test_unpatchify_is_the_exact_inverse(channels, t, h, w, patch_temporal, patc
 @given(small, small, small)
 @settings(max_examples=30, deadline=None)
 def test_token_n_lies_where_grid_positions_says(t, h, w):
-    """The token at (i, j, k) holds the patch at (i, j, k): positions and tokens have one order."""
+    """The token at (i, j, k) is the patch at (i, j, k): positions and tokens have the same order."""
     latent = torch.zeros(3, t, h, w)
     for i, j, k in product(range(t), range(h), range(w)):
         latent[:, i, j, k] = torch.tensor([i, j, k])
@@ -63,14 +63,14 @@ def test_sides_that_do_not_divide_are_refused_with_a_cure(shape, sizes):
         patchify(torch.zeros(shape), 2, 2)
 
 
-def test_outputs_of_a_patch_are_sorted_apart():
+def test_outputs_of_a_patch_are_sorted():
     """Patches of (mean, variance) images become the patches of the mean image, then those of the variance."""
     both = torch.randn(6, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     prediction_TC, _ = patchify(both, 1, 2)
     mean_TC, variance_TC = (patchify(half, 1, 2)[0] for half in both.chunk(2))
-    assert torch.equal(outputs_apart(prediction_TC, mean_TC.shape[1], 3), torch.cat([mean_TC, variance_TC], 1))
+    assert torch.equal(split_outputs(prediction_TC, mean_TC.shape[1], 3), torch.cat([mean_TC, variance_TC], 1))
 
 
 def test_a_prediction_of_the_latents_width_is_taken_as_it_is():
     prediction_TC = torch.randn(5, 12)
-    assert outputs_apart(prediction_TC, 12, 3) is prediction_TC
+    assert split_outputs(prediction_TC, 12, 3) is prediction_TC

@@ -32,7 +32,7 @@ RUN = RunConfig(
 
 
 def test_the_parts_are_the_arguments_of_pretrain_with_their_types():
-    """So the flat signature that recipes configure and the typed run cannot drift apart."""
+    """The flat signature that recipes configure has the fields of the typed run."""
     hints = typing.get_type_hints(pretrain)
     assert hints.pop("return") is type(None)
     assert list(hints.items()) == [(part.name, part.type) for part in fields(RunConfig)]
@@ -55,7 +55,7 @@ def test_records_of_other_versions_and_of_imported_weights_are_read():
     found = RunConfig.from_record(record)
     assert replace(found, data=RUN.data) == RUN
     assert found.data == NoData()
-    with pytest.raises(ConfigError, match="without data"):
+    with pytest.raises(ConfigError, match="have no data"):
         found.check()
 
 

@@ -21,8 +21,8 @@ from dit.models.token_stack import TokenStack
 class DiT(TokenStack[DiTConfig]):
     """DiT with adaLN-Zero: patch embedding, blocks, modulated zero-initialised head.
 
-    The positions are computed from the patch indices instead of being read from a table, so the count of parameters is
-    that of the paper's code less its frozen table. Labels equal to `num_classes` mean "no class".
+    Positions are computed from the patch indices instead of being stored in a table: the number of parameters is that
+    of the paper's code minus its frozen table. Labels equal to `num_classes` mean "no class".
 
     Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: text may join the conditioning vector (mean-pooled);
     QK-layernorm, (t, h, w) positions and rotary positions are options.

@@ -26,8 +26,8 @@ class FluxConfig(TransformerModelConfig):
         position_embedding: rotary over (t, h, w), as in FLUX, or fixed sine-cosine over (t, h, w) added to the image's
             tokens; the text has no positions of its own.
         rope_axes: features of a head that turn with t, h and w; t of an image is 0.
-        guidance: the guidance scale that a guidance-distilled network is told, the same for all samples; None for a
-            network that is told none.
+        guidance: the guidance scale that a guidance-distilled network is conditioned on, the same for all samples; None
+            for a network without it.
         time_scale: factor on the objective's time, and on the guidance scale, before their sinusoids.
     """
 

@@ -20,9 +20,9 @@ from dit.models.flux.config import FluxConfig
 
 
 class Stream(nn.Module):
-    """What one of the two streams has for itself: all but the attention.
+    """The separate layers of one of the two streams: all but the attention.
 
-    The fused projection holds its output rows head by head: query, key, value of head 0, then those of head 1, ...
+    The output features of the fused projection are ordered by head: query, key, value of head 0, of head 1, ...
     """
 
     def __init__(self, config: FluxConfig, provider: LayerProvider) -> None:
@@ -66,8 +66,8 @@ class JointLayer(nn.Module):
         """Return text and image.
 
         Args:
-            text_layout, layout: of the rows held here.
-            joint: of the rows that attention gets.
+            text_layout, layout: of the local text and image tokens.
+            joint: of the tokens in attention.
         """
         text_mods, image_mods = self.text.modulation(cond_SD), self.image.modulation(cond_SD)
         text_qkv = self.text.qkv(text_mods[0].norm_and_modulate(text_KD, text_layout))
@@ -89,14 +89,17 @@ class JointLayer(nn.Module):
 
 
 class SingleLayer(nn.Module):
-    """One stream; attention and MLP side by side behind one norm, one gate and one projection at each end.
+    """One stream; attention and MLP in parallel, with one norm, one gate and one projection at each end.
 
-    Both fused projections go head by head, so that tensor parallelism splits attention and MLP alike and one sum over
-    ranks joins both: `linear_in` holds as output rows, for each head, its query, key, value and its share of the MLP's
-    inner features; `linear_out` has as input columns, for each head, its output and that share.
+    Both fused projections are ordered by head, so that tensor parallelism splits attention and MLP in the same way, and
+    one sum over ranks combines both. For each head, `linear_in` has its query, key, value and its part of the MLP's
+    inner features as outputs, and `linear_out` has its attention output and that part as inputs:
+
+        linear_in:   | q k v mlp | q k v mlp | ...        linear_out:   | out mlp | out mlp | ...
+                       head 0      head 1                                 head 0    head 1
 
     Source: Dehghani et al. 2023, arXiv:2302.05442, section 2 (parallel layers); black-forest-labs/flux
-    `SingleStreamBlock`, whose fused projections hold all of attention first and all of the MLP behind.
+    `SingleStreamBlock`, whose fused projections have all of attention first, then all of the MLP.
     """
 
     def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention) -> None:
@@ -125,11 +128,11 @@ class SingleLayer(nn.Module):
         joint: JointLayout,
         rotation_J: Optional[Rotation],
     ) -> Tensor:
-        """Return the joint rows.
+        """Return the local joint tokens.
 
         Args:
-            layout: of the joint rows held here.
-            joint: of the rows that attention gets.
+            layout: of the local joint tokens.
+            joint: of the tokens in attention.
         """
         (mod,) = self.modulation(cond_SD)
         inner = self.linear_in(mod.norm_and_modulate(x_JD, layout)).unflatten(-1, (self.local_heads, -1))

@@ -15,11 +15,11 @@ from dit.layers.text import TextTokens, text_layout
 from dit.layers.tokens import (
     PatchEmbedding,
     from_previous_stage,
-    gather_rows,
-    pad_rows,
-    shard_rows,
+    gather_tokens,
+    pad_tokens,
+    shard_tokens,
     to_next_stage,
-    unshard_rows,
+    unshard_tokens,
 )
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
@@ -30,12 +30,11 @@ from dit.models.flux.layer import JointLayer, SingleLayer
 class Flux(Backbone):
     """FLUX.1: text and image as two streams with one attention, then as one stream; a modulated head for the image.
 
-    The text is one more stream, so it is shared out as the image is: its rows are split under sequence parallelism, and
-    it goes from stage to stage beside the image's rows. Under context parallelism it is whole on every rank (see
-    `ContextAttention`).
+    The text is a second stream and is split as the image is: its tokens are split under sequence parallelism, and sent
+    from stage to stage with the image tokens. Under context parallelism it is replicated (see `ContextAttention`).
 
-    A dropped text keeps its length, as null tokens: joint attention counts them, so it differs from a missing text,
-    which is one null token. Guidance drops texts and so meets what training met. A missing pooled text is a learned
+    A dropped text has its length, as null tokens. Joint attention attends to all of them, so it differs from a missing
+    text, which is one null token. Guidance drops texts in the same way as training. A missing pooled text is a learned
     vector.
 
     Source: black-forest-labs/flux, `model.py`; sizes and defaults of FLUX.1-dev. Deviations: packs of any lengths
@@ -70,17 +69,17 @@ class Flux(Backbone):
             self.head = FinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        texts, provider = pad_rows(text_layout(batch), self.provider), self.provider
+        texts, provider = pad_tokens(text_layout(batch), self.provider), self.provider
         joint = joint_layout(texts, batch.layout)
         rotation_J = None
         if self.rotary is not None:
-            # Attention gets the rows of all tensor-parallel ranks. The text stands at the origin, where nothing turns.
+            # Attention gets the tokens of all tensor-parallel ranks. The text is at the origin: no rotation.
             origin_K3 = batch.positions_T3.new_zeros(texts.total_tokens, 3)
             rotation_J = self.rotary(joint.join(origin_K3, batch.positions_T3))
         cond_SD = self.conditioner(time_S, batch)
-        layout, (inputs_TC, positions_T3) = shard_rows(batch.layout, provider, inputs_TC, batch.positions_T3)
-        own_texts, _ = shard_rows(texts, provider)
-        own_joint, _ = shard_rows(joint, provider)
+        layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, provider, inputs_TC, batch.positions_T3)
+        own_texts, _ = shard_tokens(texts, provider)
+        own_joint, _ = shard_tokens(joint, provider)
         single = max(self.stage.layers.start, self.model_config.num_joint_layers)
         if self.stage.layers.start > self.model_config.num_joint_layers:
             x_JD = from_previous_stage(self.input_tensor)
@@ -90,26 +89,26 @@ class Flux(Backbone):
                 x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
             else:
                 rows_D = from_previous_stage(self.input_tensor)
-                text_KD, x_TD = rows_D.split([own_texts.num_rows, layout.num_rows])
+                text_KD, x_TD = rows_D.split([own_texts.num_local_tokens, layout.num_local_tokens])
             for i in range(self.stage.layers.start, min(single, self.stage.layers.stop)):
                 layer = self.layers[str(i)]
                 text_KD, x_TD = layer(text_KD, x_TD, cond_SD, own_texts, layout, joint, rotation_J)
             if single >= self.stage.layers.stop:
                 return to_next_stage(torch.cat([text_KD, x_TD]))
-            # Under sequence parallelism, rows change ranks here.
-            x_JD = joint.join(unshard_rows(text_KD, provider), unshard_rows(x_TD, provider))
-            _, (x_JD,) = shard_rows(joint, provider, x_JD)
+            # Under sequence parallelism, tokens change ranks here.
+            x_JD = joint.join(unshard_tokens(text_KD, provider), unshard_tokens(x_TD, provider))
+            _, (x_JD,) = shard_tokens(joint, provider, x_JD)
         for i in range(single, self.stage.layers.stop):
             x_JD = self.layers[str(i)](x_JD, cond_SD, own_joint, joint, rotation_J)
         if not self.post_process:
             return to_next_stage(x_JD)
-        # The text's rows go through the head for nothing: they are few, and dropping them first would move wider rows.
-        out_JC = gather_rows(self.head(x_JD, cond_SD, own_joint), provider)
+        # The head also computes the text tokens: they are few, and dropping them first would send wider tensors.
+        out_JC = gather_tokens(self.head(x_JD, cond_SD, own_joint), provider)
         return joint.split(out_JC)[1]
 
     def _embed_text(self, batch: PackedBatch, texts: SequenceLayout) -> Tensor:
-        """Return this rank's rows of the text stream."""
+        """Return the local tokens of the text stream."""
         context_KC, _ = self.text(batch)
         padded_KC = nn.functional.pad(context_KC, (0, 0, 0, texts.total_tokens - len(context_KC)))
-        _, (own_KC,) = shard_rows(texts, self.provider, padded_KC)
+        _, (own_KC,) = shard_tokens(texts, self.provider, padded_KC)
         return self.embed_text(own_KC)

@@ -22,8 +22,8 @@ from dit.models.token_stack import TokenStack, cross_conditioner
 class MovieGen(TokenStack[MovieGenConfig]):
     """Movie Gen's transformer: patch embedding, Llama-shaped blocks, modulated RMSNorm, zero-initialised head.
 
-    Every pipeline stage holds a copy of the learned position tables, for every layer adds them; the copies' gradients
-    are summed.
+    The learned position tables are replicated over pipeline stages, because every layer adds them; the gradients of the
+    copies are summed.
 
     Source: Polyak et al. 2024, arXiv:2410.13720, section 3.1.2. Deviations from the paper: one text encoder instead of
     three, read without a projection; queries and keys are normalised unless `qk_layernorm=False`; sine-cosine and

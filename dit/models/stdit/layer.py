@@ -7,7 +7,7 @@ from typing import Optional
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
-from dit.context_parallel.segment_attention import Place
+from dit.context_parallel.segment_attention import SegmentAttentionPlan
 from dit.context_parallel.segments import AttentionKind
 from dit.kernels.attention import Attention
 from dit.kernels.modulation import gated_residual
@@ -20,10 +20,15 @@ from dit.models.stdit.config import STDiTConfig
 
 
 @dataclass(frozen=True)
-class Way:
-    """How one kind of self-attention runs in this step: where, and the rotary positions there (None for none)."""
+class AttentionPlan:
+    """How one kind of self-attention runs in this step.
 
-    place: Place
+    Attributes:
+        segments: the exchange of tokens, and the attention inside segments.
+        rotation: rotary positions of the tokens after that exchange; None without rotary positions.
+    """
+
+    segments: SegmentAttentionPlan
     rotation: Optional[Rotation]
 
 
@@ -62,13 +67,13 @@ class STDiTLayer(nn.Module):
         context_KD: Tensor,
         layout: SequenceLayout,
         context_layout: SequenceLayout,
-        ways: Mapping[str, Way],
+        plans: Mapping[str, AttentionPlan],
     ) -> Tensor:
         *attention_mods, mlp_mod = self.modulation(shared_SD)
         for (kind, attention), mod in zip(self.attentions.items(), attention_mods):
-            place, rotation = ways[kind].place, ways[kind].rotation
-            y_TD = place.enter(mod.norm_and_modulate(x_TD, layout))
-            y_TD = place.leave(attention(y_TD, layout, rotation, attend=place.attend))
+            segments, rotation = plans[kind].segments, plans[kind].rotation
+            y_TD = segments.dispatch(mod.norm_and_modulate(x_TD, layout))
+            y_TD = segments.combine(attention(y_TD, layout, rotation, attend=segments.attend))
             x_TD = gated_residual(x_TD, y_TD, mod.gate_SD, layout)
         x_TD = x_TD + self.cross_attention(x_TD, context_KD, layout, context_layout)
         return gated_residual(x_TD, self.mlp(mlp_mod.norm_and_modulate(x_TD, layout)), mlp_mod.gate_SD, layout)

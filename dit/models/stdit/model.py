@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.context_parallel.segment_attention import place_of
+from dit.context_parallel.segment_attention import plan_segment_attention
 from dit.kernels.attention import Attention
 from dit.layers.adaln import SharedModulation
 from dit.layers.heads import TableFinalLayer
@@ -16,7 +16,7 @@ from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.stdit.config import STDiTConfig
-from dit.models.stdit.layer import STDiTLayer, Way
+from dit.models.stdit.layer import AttentionPlan, STDiTLayer
 from dit.models.token_stack import TokenStack, cross_conditioner
 
 
@@ -57,20 +57,20 @@ class STDiT(TokenStack[STDiTConfig]):
     ) -> tuple[Any, ...]:
         context_KC, context_layout = self.text(batch)
         context_KD = self.text_projection(context_KC)
-        return self.modulation(cond_SD), context_KD, layout, context_layout, self._ways(batch)
+        return self.modulation(cond_SD), context_KD, layout, context_layout, self._plans(batch)
 
     def fixed_positions(self, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch) -> Tensor:
         span = self.model_config.position_span
         return positions_T3 if span is None else spanning(positions_T3, layout, batch.grids, span)
 
-    def _ways(self, batch: PackedBatch) -> dict[str, Way]:
-        """Say for every kind of self-attention where it happens, and how its queries and keys turn."""
-        shares = (self.provider.tp_rank, self.provider.tp_size) if self.provider.sequence_parallel else (0, 1)
-        ways: dict[str, Way] = {}
+    def _plans(self, batch: PackedBatch) -> dict[str, AttentionPlan]:
+        """Plan every kind of self-attention: its exchange of tokens and its rotary positions."""
+        tensor_ranks = (self.provider.tp_rank, self.provider.tp_size) if self.provider.sequence_parallel else (0, 1)
+        plans: dict[str, AttentionPlan] = {}
         for kind in {kind for i in range(len(self.model_config.layer_pattern)) for kind in self.model_config.kinds(i)}:
-            place = place_of(kind, self.attention, batch.layout, batch.grids, *shares)
+            segments = plan_segment_attention(kind, self.attention, batch.layout, batch.grids, *tensor_ranks)
             rotary = self.rotary_time if kind == "temporal" else self.rotary
-            # Attention gets the rows of all tensor-parallel ranks, so these are the positions before rows are shared.
-            positions_T3 = batch.positions_T3 if place.positions_T3 is None else place.positions_T3
-            ways[kind] = Way(place, None if rotary is None else rotary(positions_T3))
-        return ways
+            # Attention gets the tokens of all tensor-parallel ranks: these positions are not split over them.
+            positions_T3 = batch.positions_T3 if segments.positions_T3 is None else segments.positions_T3
+            plans[kind] = AttentionPlan(segments, None if rotary is None else rotary(positions_T3))
+        return plans

@@ -15,14 +15,14 @@ CPU = torch.device("cpu")
 INITS = {"normal": normal(0.02), "uniform": xavier_uniform(37, 50), "ones": ONES, "zeros": ZEROS}
 
 
-def whole(init: Init, *, seed: int = 1, name: str = "layers.0.weight", rows: int = 50, columns: int = 37) -> Tensor:
+def full(init: Init, *, seed: int = 1, name: str = "layers.0.weight", rows: int = 50, columns: int = 37) -> Tensor:
     return draw(init, seed, name, range(rows), range(columns), CPU)
 
 
 @pytest.mark.parametrize("init", INITS.values(), ids=INITS)
-def test_any_block_is_a_cut_of_the_whole(init: Init):
+def test_any_block_is_a_part_of_the_full_matrix(init: Init):
     """A rank that draws only its slice gets the slice's values, also where it starts inside a block of four."""
-    matrix = whole(init)
+    matrix = full(init)
     for rows, columns in [
         ((0, 50), (0, 37)),
         ((0, 25), (0, 37)),
@@ -35,18 +35,18 @@ def test_any_block_is_a_cut_of_the_whole(init: Init):
 
 
 def test_seed_and_name_address_independent_values():
-    base = whole(normal(1.0), rows=200, columns=100)
+    base = full(normal(1.0), rows=200, columns=100)
     changes = [{"seed": 2}, {"seed": 1 + (1 << 32)}, {"name": "layers.1.weight"}, {"name": "layers.0.bias"}]
     for change in changes:
-        other = whole(normal(1.0), rows=200, columns=100, **change)
+        other = full(normal(1.0), rows=200, columns=100, **change)
         correlation = (base * other).mean()
         # Five standard deviations of the mean of 20,000 products of independent normals.
         assert abs(correlation) < 5 / math.sqrt(20_000), change
-    assert torch.equal(base, whole(normal(1.0), rows=200, columns=100))
+    assert torch.equal(base, full(normal(1.0), rows=200, columns=100))
 
 
 def test_normal_has_the_moments_of_a_normal():
-    x = whole(normal(0.02), rows=1000, columns=400) / 0.02
+    x = full(normal(0.02), rows=1000, columns=400) / 0.02
     n = x.numel()
     assert abs(x.mean()) < 5 / math.sqrt(n)
     assert abs(x.var() - 1) < 5 * math.sqrt(2 / n)
@@ -56,7 +56,7 @@ def test_normal_has_the_moments_of_a_normal():
 
 def test_neighbours_are_independent():
     """Rows, columns and the four lanes of one counter do not correlate."""
-    x = whole(normal(1.0), rows=1000, columns=400)
+    x = full(normal(1.0), rows=1000, columns=400)
     bound = 5 / math.sqrt(x.numel())
     for shift in (1, 2, 3, 4):
         assert abs((x[:, shift:] * x[:, :-shift]).mean()) < 1.01 * bound
@@ -65,7 +65,7 @@ def test_neighbours_are_independent():
 
 def test_xavier_fills_its_interval_evenly():
     """Uniform in +-sqrt(6 / (fan_in + fan_out)) of the global sizes: variance a^2 / 3, and the ends are reached."""
-    x = whole(xavier_uniform(300, 100), rows=1000, columns=400)
+    x = full(xavier_uniform(300, 100), rows=1000, columns=400)
     bound = math.sqrt(6 / 400)
     assert x.abs().max() <= bound
     assert x.max() > 0.999 * bound
@@ -75,7 +75,7 @@ def test_xavier_fills_its_interval_evenly():
 
 
 class Shard(nn.Module):
-    """What one of `tp_size` ranks holds: one weight split by rows, one by columns, a split and a whole vector."""
+    """The parameters of one of `tp_size` ranks: weights split by rows and by columns, a split and a full vector."""
 
     def __init__(self, tp_size: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Shard(nn.Module):
 
 @pytest.mark.parametrize("tp_size", [2, 3, 8])
 def test_ranks_join_to_the_model_of_one_rank(tp_size: int):
-    """Split parameters join along their split dimension; whole ones are equal on every rank."""
+    """Split parameters concatenate along their split dimension; replicated ones are equal on every rank."""
     alone = Shard(1)
     initialize_weights(alone, 5, tp_rank=0, tp_size=1)
     ranks = [Shard(tp_size) for _ in range(tp_size)]

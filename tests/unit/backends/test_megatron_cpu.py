@@ -49,7 +49,7 @@ def test_the_expert_dispatch_gets_its_split_sizes_as_numbers():
 
 
 def test_groups_of_the_same_ranks_are_one(one_rank_world: ProcessGroups):
-    """Each gloo group keeps threads and connections: of one rank there is one group beside the world."""
+    """Each gloo group has threads and connections: for one rank there is one group besides the world."""
     from torch.distributed.distributed_c10d import _world
 
     assert one_rank_world.tp is one_rank_world.cp is one_rank_world.dp
@@ -211,7 +211,7 @@ def test_megatrons_tracker_forks_the_cpu_generator():
 
 
 def collectives(group: dist.ProcessGroup) -> dict[str, tuple[Callable[[bool], object], torch.Tensor]]:
-    """Return each redirected collective with the tensor that must hold [1, 2] after it ran among one rank."""
+    """Return each redirected collective with the tensor that must be [1, 2] after it ran among one rank."""
     x = torch.tensor([1.0, 2.0])
     out = {name: torch.zeros(2) for name in megatron_cpu._COLLECTIVES}
     out["all_reduce"], out["broadcast"] = x.clone(), x.clone()

@@ -1,4 +1,4 @@
-"""What the launcher told this process: how many ranks there are, and when nobody told it."""
+"""The number of ranks from the launcher, and without one."""
 
 import pytest
 

@@ -97,7 +97,7 @@ def test_crash_at_every_system_call_leaves_a_valid_checkpoint(two_checkpoints, t
     assert outcomes == {(20, None), (step, 2)}
 
 
-def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_whole(two_checkpoints, tmp_path, monkeypatch):
+def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_valid(two_checkpoints, tmp_path, monkeypatch):
     """Before each changing system call in turn: the checkpoint verifies, with its former manifest or the new one."""
     found = []
     for n in itertools.count(1):
@@ -205,7 +205,7 @@ def test_other_errors_pass_and_call_the_save_off(tmp_path):
 
 
 def test_kill_during_save_leaves_a_valid_checkpoint(tmp_path):
-    """`kill -9` at random moments of endless saving: what is found verifies, holds its step, and never goes back."""
+    """`kill -9` at random moments of endless saving: a found checkpoint verifies, and steps never decrease."""
     store = make_store(tmp_path / "checkpoints", keep_last=2, keep_every=7)
     rng = random.Random(1)
     last = 0
@@ -222,6 +222,6 @@ def test_kill_during_save_leaves_a_valid_checkpoint(tmp_path):
         assert manifest.meta["consumed_samples"] == 8 * manifest.step
         for name in manifest.files:
             assert (path / name).read_bytes() == manifest.step.to_bytes(8, "little") * 4096 * 8
-        kept = [step for step in store.steps() if step % 7]
-        assert len(kept) <= 3  # keep_last, and the one that was about to be deleted
+        retained = [step for step in store.steps() if step % 7]
+        assert len(retained) <= 3  # keep_last, and the one that was about to be deleted
         last = manifest.step

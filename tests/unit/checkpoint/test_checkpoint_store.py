@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or refused, and one is always kept."""
+"""Checkpoint folders: complete or refused, and one is always retained."""
 
 import errno
 import json
@@ -113,7 +113,7 @@ DAMAGE = {
     "other json": lambda folder, rng: (folder / MANIFEST).write_text(rng.choice(["[]", "{}", "null", '{"files": 3}'])),
     "spaces in manifest": lambda folder, rng: (folder / MANIFEST).open("a").write(" "),
     "manifest of another step": lambda folder, rng: edit_manifest(folder, step=19),
-    "file nobody listed": lambda folder, rng: (folder / "planted.pt").write_bytes(b"code"),
+    "unlisted file": lambda folder, rng: (folder / "planted.pt").write_bytes(b"code"),
     "path to the parent": lambda folder, rng: list_outside_file(folder, "../iter_0000010/empty"),
     "absolute path": lambda folder, rng: list_outside_file(folder, "/etc/hostname"),
     "roundabout path": lambda folder, rng: list_outside_file(folder, "loader/./dp_00000.pt"),
@@ -264,7 +264,7 @@ def test_dying_before_every_deletion_leaves_one_too_many_at_most(tmp_path, monke
     """A run that always dies between publishing and deleting does not fill the disk."""
     store = make_store(tmp_path, keep_last=2)
     prune = store.prune
-    monkeypatch.setattr(store, "prune", lambda **limits: None if "proven" in limits else prune(**limits))
+    monkeypatch.setattr(store, "prune", lambda **limits: None if "verified" in limits else prune(**limits))
     for step in range(1, 9):
         save(store, step)
         assert store.steps() == list(range(max(1, step - 2), step + 1))

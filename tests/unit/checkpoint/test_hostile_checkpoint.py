@@ -10,7 +10,7 @@ import torch
 
 from dit.backends import process_groups
 from dit.checkpoint.checkpointer import read_loader_state
-from dit.checkpoint.full_weights import read_whole_weights, write_imported
+from dit.checkpoint.full_weights import read_full_weights, write_imported
 from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree, read_manifest
 from dit.checkpoint.state_files import StateReader
 from dit.checkpoint.store import CheckpointStore
@@ -76,7 +76,7 @@ def use(run_dir: Path) -> None:
     folder = run_dir / "checkpoints" / "iter_0000000"
     for read in (
         lambda: load_generator(run_dir),
-        lambda: read_whole_weights(folder, "weight"),
+        lambda: read_full_weights(folder, "weight"),
         lambda: read_loader_state(folder),
         lambda: StateReader(folder),
         lambda: rewrite_run(run_dir),

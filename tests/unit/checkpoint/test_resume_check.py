@@ -125,7 +125,7 @@ def test_another_class_is_one_change_and_a_moved_one_is_none():
 
 
 def test_settings_of_another_version():
-    """One that is new counts as its default; one that is gone is a change that nobody can judge, so it is refused."""
+    """One that is new counts as its default; a removed one is refused, because its effect is unknown."""
     record = config_of().to_record()
     del record["model"]["rope_factors"], record["optimizer"]["beta2"], record["sampling"]
     assert changes(record, config_of()) == []

@@ -1,49 +1,49 @@
-"""Cutting packs across ranks: laws of the shares."""
+"""The partition of packs over context-parallel ranks: its laws."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dit.context_parallel.partition import ContextRows, context_rows
+from dit.context_parallel.partition import ContextPartition, context_partition
 from dit.errors import BatchError
 from dit.layout import SequenceLayout
 
 
 @st.composite
-def shares(draw) -> tuple[SequenceLayout, ContextRows]:
+def partitions(draw) -> tuple[SequenceLayout, ContextPartition]:
     size, split = draw(st.sampled_from([2, 3, 4])), draw(st.sampled_from(["contiguous", "load_balanced"]))
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
     multiple = 2 * size
     total = sum(-(-n // multiple) * multiple for n in lengths) + size * draw(st.integers(0, 3))
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple, total_tokens=total)
-    return layout, ContextRows(layout, size, split)
+    return layout, ContextPartition(layout, size, split)
 
 
-@given(shares())
+@given(partitions())
 @settings(max_examples=60, deadline=None)
-def test_every_row_is_held_once_and_every_sample_evenly(case):
-    layout, rows = case
-    held = [rows.of_rank(rank) for rank in range(rows.size)]
-    assert torch.equal(torch.cat(held).sort().values, torch.arange(layout.total_tokens))
+def test_every_token_is_local_to_one_rank_and_every_sample_is_split_evenly(case):
+    layout, partition = case
+    by_rank = [partition.of_rank(rank) for rank in range(partition.size)]
+    assert torch.equal(torch.cat(by_rank).sort().values, torch.arange(layout.total_tokens))
     padded = torch.tensor(layout.padded_lengths)
     inside = torch.arange(layout.total_tokens) < sum(layout.padded_lengths)
-    for share in held:
-        assert torch.equal(share, share.sort().values)
-        counts = layout.segment_ids_T[share][inside[share]].bincount(minlength=layout.num_samples)
-        assert torch.equal(counts * rows.size, padded)
+    for local in by_rank:
+        assert torch.equal(local, local.sort().values)
+        counts = layout.segment_ids_T[local][inside[local]].bincount(minlength=layout.num_samples)
+        assert torch.equal(counts * partition.size, padded)
 
 
-@given(shares(), st.booleans())
+@given(partitions(), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_what_ranks_hold_is_a_pack(case, in_pairs):
-    """Row by row, a block's own layout says what the whole pack says of the rows in it."""
-    layout, rows = case
-    per_block = 2 if in_pairs and rows.size % 2 == 0 else 1
-    for index, block in enumerate(rows.blocks(per_block)):
+def test_local_tokens_are_a_pack(case, in_pairs):
+    """For each token, the layout of a block agrees with the layout of the global pack."""
+    layout, partition = case
+    per_block = 2 if in_pairs and partition.size % 2 == 0 else 1
+    for index, block in enumerate(partition.blocks(per_block)):
         ranks = range(index * per_block, (index + 1) * per_block)
-        by_rank = torch.cat([rows.of_rank(rank) for rank in ranks])
-        order = rows.order(index, per_block)
+        by_rank = torch.cat([partition.of_rank(rank) for rank in ranks])
+        order = partition.order(index, per_block)
         ascending = by_rank if order is None else by_rank[order[0]]
         assert torch.equal(ascending, by_rank.sort().values)
         assert order is None or torch.equal(ascending[order[1]], by_rank)
@@ -51,10 +51,10 @@ def test_what_ranks_hold_is_a_pack(case, in_pairs):
         assert torch.equal(block.segment_ids_T[block.valid_T], layout.segment_ids_T[ascending][block.valid_T])
 
 
-def test_orders_are_those_of_the_words():
-    """Contiguous: rank r has chunk r. Load-balanced, as Megatron-Core has it: chunks r and 2 cp - 1 - r."""
+def test_splits_have_the_documented_order():
+    """Contiguous: rank r has chunk r. Load-balanced, as in Megatron-Core: chunks r and 2 cp - 1 - r."""
     layout = SequenceLayout.from_lengths([8, 5], multiple_of=8)
-    contiguous, balanced = (ContextRows(layout, 4, split) for split in ("contiguous", "load_balanced"))
+    contiguous, balanced = (ContextPartition(layout, 4, split) for split in ("contiguous", "load_balanced"))
     assert contiguous.of_rank(1).tolist() == [2, 3, 10, 11]
     assert [balanced.of_rank(r).tolist() for r in (0, 3)] == [[0, 7, 8, 15], [3, 4, 11, 12]]
     assert [block.lengths for block in contiguous.blocks()] == [(2, 2), (2, 2), (2, 1), (2, 0)]
@@ -62,14 +62,15 @@ def test_orders_are_those_of_the_words():
 
 
 def test_one_contiguous_sample_needs_no_reordering():
-    assert ContextRows(SequenceLayout.from_lengths([16]), 4, "contiguous").order(0, 4) is None
+    assert ContextPartition(SequenceLayout.from_lengths([16]), 4, "contiguous").order(0, 4) is None
 
 
-def test_layers_share_the_work_of_one_step():
-    """Shares depend on where samples lie and on nothing else, so every layer gets one object."""
+def test_layers_share_one_partition():
+    """A partition depends on the global pack alone, so all layers get one object."""
     layout = SequenceLayout.from_lengths([8, 8])
-    assert context_rows(layout, 2, "contiguous") is context_rows(layout.select(torch.arange(3)), 2, "contiguous")
-    assert context_rows(layout, 2, "contiguous") is not context_rows(layout, 2, "load_balanced")
+    part = layout.select(torch.arange(3))
+    assert context_partition(layout, 2, "contiguous") is context_partition(part, 2, "contiguous")
+    assert context_partition(layout, 2, "contiguous") is not context_partition(layout, 2, "load_balanced")
 
 
 @pytest.mark.parametrize(
@@ -82,4 +83,4 @@ def test_layers_share_the_work_of_one_step():
 )
 def test_uneven_packs_are_refused_with_a_cure(lengths, total, split, message):
     with pytest.raises(BatchError, match=message):
-        ContextRows(SequenceLayout.from_lengths(lengths, total_tokens=total), 4, split)
+        ContextPartition(SequenceLayout.from_lengths(lengths, total_tokens=total), 4, split)

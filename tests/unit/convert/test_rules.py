@@ -127,7 +127,8 @@ def test_exported_tensors_share_no_storage():
 def test_dropping_the_variance_keeps_the_mean_of_every_position():
     model = DiTConfig(in_channels=2, out_channels=4, patch_spatial=2)
     rows = numbered(16)  # four positions of (2 means, 2 variances)
-    mean, kept = drop_variance(model, {"head.linear.weight": rows[:, None], "head.linear.bias": rows, "other": rows})
+    mean, others = drop_variance(model, {"head.linear.weight": rows[:, None], "head.linear.bias": rows, "other": rows})
     assert mean.out_channels is None
-    assert kept["head.linear.bias"].tolist() == [0, 1, 4, 5, 8, 9, 12, 13] == kept["head.linear.weight"][:, 0].tolist()
-    assert kept["other"] is rows
+    expected = [0, 1, 4, 5, 8, 9, 12, 13]
+    assert others["head.linear.bias"].tolist() == expected == others["head.linear.weight"][:, 0].tolist()
+    assert others["other"] is rows

@@ -25,7 +25,7 @@ def npy(array: np.ndarray) -> bytes:
 def clips(
     count: int, *, sizes: list[tuple[int, int, int]], channels: int = 2, context: int = 3, seed: int = 0
 ) -> Samples:
-    """Make latents of the given sizes in turn, with texts of 1..8 tokens; sample `i` holds the value `i` throughout."""
+    """Yield latents of the given sizes in turn, with texts of 1..8 tokens; all values of sample `i` are `i`."""
     rng = np.random.default_rng(seed)
     for i in range(count):
         latent = np.full((channels, *sizes[i % len(sizes)]), i, np.float32)

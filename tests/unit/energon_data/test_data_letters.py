@@ -37,10 +37,10 @@ def test_labels_letters_and_captions_agree(letters: LettersReport) -> None:
 def test_pictures_of_a_letter_look_like_it(letters: LettersReport) -> None:
     """A nearest-mean classifier from the training families reads held-out families far above chance (1 in 26)."""
     images, labels, _ = load_letters(letters.folder, "train")
-    held, truth, _ = load_letters(letters.folder, "val")
+    held_out, truth, _ = load_letters(letters.folder, "val")
     means = torch.stack([images[labels == c].mean(0).flatten() for c in range(26)])
     means = torch.nn.functional.normalize(means - means.mean(0), dim=1)
-    scores = (held.flatten(1) - images.flatten(1).mean(0)) @ means.T
+    scores = (held_out.flatten(1) - images.flatten(1).mean(0)) @ means.T
     assert (scores.argmax(1) == truth).float().mean() > 0.6
 
 
@@ -78,9 +78,9 @@ def test_a_style_class_never_loses_its_only_family() -> None:
         return Face(Path(family), family, style_class, (), np.zeros(0))
 
     families = [("A", "serif"), ("B", "serif"), ("C", "sans"), ("D", "mono")]
-    held = held_out_families([face(*f) for f in families])
-    assert len(held) == 1
-    assert held < {"A", "B"}
+    held_out = held_out_families([face(*f) for f in families])
+    assert len(held_out) == 1
+    assert held_out < {"A", "B"}
     assert held_out_families([face("A", "serif")] * 3) == set()
     assert len(held_out_families([face("A", "serif"), face("B", "sans")])) == 1
 

@@ -1,4 +1,4 @@
-"""Laws of packing: every sample once, no pack over the limit, little waste; packs hold what the samples hold."""
+"""Laws of packing: every sample once, no pack over the limit, little padding; packs have the values of the samples."""
 
 from itertools import pairwise
 from typing import Any, Optional
@@ -20,8 +20,8 @@ from energon_data.samples import Clip
 @settings(max_examples=100, deadline=None)
 def test_every_item_in_exactly_one_bin_and_no_bin_too_full(lengths: list[int], capacity: int) -> None:
     bins = greedy_knapsack(lengths, capacity)
-    assert sorted(i for chosen in bins for i in chosen) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[i] for i in chosen) <= capacity for chosen in bins)
+    assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in items) <= capacity for items in bins)
     assert bins == greedy_knapsack(lengths, capacity)
     # No two bins could have been one: the greedy choice never leaves room for an item it meets later.
     for first, second in pairwise(bins):

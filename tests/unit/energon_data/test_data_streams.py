@@ -186,11 +186,11 @@ def test_order_depends_on_the_seed_and_not_on_global_random_state(mixed_folder: 
 
 
 def test_of_long_texts_the_first_tokens_stay(mixed_folder: Path) -> None:
-    whole, cut = (
+    full, truncated = (
         take(build(EnergonData(path=str(mixed_folder), max_text_tokens=limit, shuffle_buffer=0)), 5)
         for limit in (None, 3)
     )
-    for before, after in zip(whole, cut, strict=True):
+    for before, after in zip(full, truncated, strict=True):
         assert before.keys == after.keys
         true = [1 + int(key[-5:]) % 8 for key in after.keys]
         assert after.conditions["context"].layout.lengths == tuple(min(3, length) for length in true)
@@ -203,14 +203,14 @@ def test_of_long_texts_the_first_tokens_stay(mixed_folder: Path) -> None:
 def test_validation_is_the_same_pass_on_any_layout(mixed_folder: Path, dp: int, packing: dict[str, Any]) -> None:
     data = EnergonData(path=str(mixed_folder), validation_micro_batches=None, **packing)
     s = spec(micro_batch_size=1 if packing else 4)
-    whole = list(data.build_validation(s, dp_rank=0, dp_size=1))
-    assert sorted(k for b in whole for k in b.keys) == [f"val_clip{i:05d}" for i in range(21)]
+    full = list(data.build_validation(s, dp_rank=0, dp_size=1))
+    assert sorted(k for b in full for k in b.keys) == [f"val_clip{i:05d}" for i in range(21)]
     ranks = [list(data.build_validation(s, dp_rank=r, dp_size=dp)) for r in range(dp)]
-    count = -(-len(whole) // dp)
+    count = -(-len(full) // dp)
     assert [len(r) for r in ranks] == [count] * dp
     dealt = [ranks[j % dp][j // dp] for j in range(count * dp)]
-    same(whole, dealt[: len(whole)])
-    same([whole[j % len(whole)] for j in range(len(whole), count * dp)], dealt[len(whole) :])
+    same(full, dealt[: len(full)])
+    same([full[j % len(full)] for j in range(len(full), count * dp)], dealt[len(full) :])
     same(dealt, [list(data.build_validation(s, dp_rank=j % dp, dp_size=dp))[j // dp] for j in range(count * dp)])
 
 
@@ -249,7 +249,7 @@ def test_a_blend_need_agree_only_on_what_the_model_takes(
 ) -> None:
     """Letters and moving letters have other classes: a model that takes none trains on both, one that does on neither.
 
-    The same holds for the encoders of their texts.
+    The same is true for the encoders of their texts.
     """
     still = Path(shutil.copytree(letters.folder, tmp_path / "letters"))
     (tmp_path / "fonts").mkdir()

@@ -31,7 +31,7 @@ FRAMES, SIZE, STILLS = 8, 16, 4
 
 @pytest.fixture(scope="module")
 def moving(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> Path:
-    """Clips and stills of one font; with a single face, train and val hold the same."""
+    """Clips and stills of one font; with a single face, train and val have the same."""
     folder = tmp_path_factory.mktemp("moving")
     (folder / "fonts").mkdir()
     (folder / "fonts" / "f.ttf").write_bytes((bundled_fonts / "DejaVuSans.ttf").read_bytes())
@@ -103,7 +103,7 @@ def test_rendering_puts_the_glyph_where_the_path_is() -> None:
 
 @pytest.mark.parametrize("patch_temporal", [1, 2])
 def test_clips_and_stills_share_packs(moving: Path, patch_temporal: int) -> None:
-    """Every sample arrives once, whole, as tokens at (t, h, w); a still fills a patch in time by repetition."""
+    """Every sample arrives once, complete, as tokens at (t, h, w); a still fills a patch in time by repetition."""
     model = DiTConfig(in_channels=1, patch_temporal=patch_temporal, patch_spatial=4, num_classes=len(CLASS_NAMES))
     spec = model.batch_spec()
     data = EnergonData(path=str(moving), max_tokens_per_pack=1088, packing_buffer_size=64)

@@ -10,7 +10,7 @@ import torch
 
 from dit.backends.provider import ColumnLinear, RowLinear, resolve_linears
 from dit.errors import ConfigError
-from dit.kernels.attention import _side_by_side, reference_attention, segment_sdpa, varlen_attention
+from dit.kernels.attention import _without_padding, reference_attention, segment_sdpa, varlen_attention
 from dit.kernels.resolve import resolve_attention, table
 from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
@@ -66,12 +66,12 @@ def kernel_that_needs_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     raise AssertionError(f"called with {len(q)} queries and {len(k)} keys")
 
 
-@pytest.mark.parametrize("attention", [segment_sdpa, partial(_side_by_side, kernel_that_needs_queries)])
+@pytest.mark.parametrize("attention", [segment_sdpa, partial(_without_padding, kernel_that_needs_queries)])
 @pytest.mark.parametrize("lengths", [((0, 0), (3, 5)), ((4, 0), (0, 5))])
 def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
     """A context-parallel rank of padding alone still gives every parameter before its attention a gradient, of zeros.
 
-    Its padding may hold anything, and no kernel is called without queries or keys.
+    Its padding may be anything, and no kernel is called without queries or keys.
     """
     layout_q, layout_k = (SequenceLayout(n, (4, 8), 16) for n in lengths)
     q, k, v = (torch.full((16, heads, 8), float("nan"), requires_grad=True) for heads in (4, 2, 2))
@@ -82,15 +82,15 @@ def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
     assert [x.grad is not None and not x.grad.any() for x in (q, k, v)] == [True] * 3
 
 
-def test_layout_of_some_rows_stands_for_the_whole_pack():
+def test_gathered_layout_is_that_of_the_global_pack():
     """Under sequence parallelism attention gets all rows and a layout that names this rank's; it uses the pack's."""
     for case in (CASES[0], CASES[4]):
         layout, _ = case.layouts()
-        held = layout.select(torch.arange(layout.total_tokens // 2), gathered=True)
+        local = layout.select(torch.arange(layout.total_tokens // 2), gathered=True)
         q, k, v = case.qkv()
         for attention in (reference_attention, segment_sdpa):
             expected = attention(q, k, v, layout, layout)
-            assert torch.equal(attention(q, k, v, held, held), expected)
+            assert torch.equal(attention(q, k, v, local, local), expected)
 
 
 def test_dense_pack_copies_no_rows(monkeypatch: pytest.MonkeyPatch):
@@ -107,7 +107,7 @@ def test_dense_pack_copies_no_rows(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_one_kernel_call_per_pair_of_lengths(monkeypatch: pytest.MonkeyPatch):
-    """Samples of equal lengths share a call, wherever they lie in the pack."""
+    """Samples of equal lengths share a call, at every position in the pack."""
     batches = []
     monkeypatch.setattr(
         "dit.kernels.attention.sdpa", lambda q, k, v, **_: batches.append(len(q)) or torch.zeros_like(q)
@@ -117,7 +117,7 @@ def test_one_kernel_call_per_pair_of_lengths(monkeypatch: pytest.MonkeyPatch):
     assert sorted(batches) == [1, 1, 3]
 
 
-def test_path_is_chosen_by_device_and_precision():
+def test_path_is_selected_by_device_and_precision():
     """The varlen kernel knows half precision on CUDA only; everything else takes the path that works everywhere."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert resolve_attention(cpu, torch.bfloat16) == ("segment_sdpa", segment_sdpa)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dit.context_parallel.attention import merge
-from dit.context_parallel.partition import ContextRows
+from dit.context_parallel.partition import ContextPartition
 from dit.kernels.attention_blocks import Attended, Block, BlockAttention, EagerBlocks, FlashBlocks
 from dit.kernels.resolve import resolve_blocks
 from dit.layout import SequenceLayout
@@ -76,11 +76,11 @@ def test_one_block_of_all_keys_is_the_reference(case: AttentionCase, kernel: str
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_blocks_add_up_to_the_whole(kernel: str):
-    """Outputs merge, gradients add, also where a block or a rank holds no token of a sample."""
+def test_blocks_sum_to_full_attention(kernel: str):
+    """Outputs are merged and gradients summed, also if a block or a rank has no token of a sample."""
     blocks = KERNELS[kernel]()
     layout = SequenceLayout.from_lengths([12, 5, 33, 1], multiple_of=8, total_tokens=80)
-    rows = ContextRows(layout, 4, "contiguous")
+    rows = ContextPartition(layout, 4, "contiguous")
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(80, 2, 8, generator=generator) for _ in range(4))
     whole = Block(q, k, v, layout, layout)
@@ -88,19 +88,19 @@ def test_blocks_add_up_to_the_whole(kernel: str):
     dq, dk, dv = blocks.backward(grad, whole, Attended(out, lse))
     sums = [torch.zeros_like(x) for x in (q, k, v)]
     for mine in range(4):
-        held = rows.of_rank(mine)
+        local = rows.of_rank(mine)
         joined = Attended(torch.zeros(20, 2, 8), torch.full((20, 2), -torch.inf))
         for other in range(4):
             theirs, pair = rows.of_rank(other), (rows.blocks()[mine], rows.blocks()[other])
-            block = Block(q[held], k[theirs], v[theirs], *pair)
+            block = Block(q[local], k[theirs], v[theirs], *pair)
             joined = merge(joined, blocks.forward(block))
-            parts = blocks.backward(grad[held], block, Attended(out[held], lse[held]))
-            for total, rows_of, part in zip(sums, (held, theirs, theirs), parts):
+            parts = blocks.backward(grad[local], block, Attended(out[local], lse[local]))
+            for total, rows_of, part in zip(sums, (local, theirs, theirs), parts):
                 total[rows_of] += part
-        torch.testing.assert_close(joined.out_TNH, out[held], rtol=RTOL, atol=RTOL)
-        torch.testing.assert_close(joined.lse_TN, lse[held], rtol=RTOL, atol=RTOL)
-    for total, expected in zip(sums, (dq, dk, dv)):
-        torch.testing.assert_close(total, expected, rtol=RTOL, atol=5 * RTOL)
+        torch.testing.assert_close(joined.out_TNH, out[local], rtol=RTOL, atol=RTOL)
+        torch.testing.assert_close(joined.lse_TN, lse[local], rtol=RTOL, atol=RTOL)
+    for total, exact in zip(sums, (dq, dk, dv)):
+        torch.testing.assert_close(total, exact, rtol=RTOL, atol=5 * RTOL)
 
 
 def test_merge_with_no_keys_changes_nothing():
@@ -128,7 +128,7 @@ def test_padding_may_hold_anything():
         assert all(x.isfinite().all() for x in kernel().backward(grad, block, attended))
 
 
-def test_kernel_is_chosen_by_device_and_precision():
+def test_kernel_is_selected_by_device_and_precision():
     """The packed kernel knows half precision on CUDA only."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert isinstance(resolve_blocks(cpu, torch.bfloat16), EagerBlocks)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dit.kernels.modulation import gated_residual, layer_norm_modulate, per_row
+from dit.kernels.modulation import broadcast_per_sample, gated_residual, layer_norm_modulate
 from dit.layout import SequenceLayout
 
 DENSE = SequenceLayout.from_lengths([6, 6, 6])
-# The same pack, told as a list of rows, takes the gather path.
+# The same pack with `local_indices` takes the gather path.
 GATHERED = DENSE.select(torch.arange(18))
 RAGGED = SequenceLayout.from_lengths([6, 2, 7], multiple_of=4, total_tokens=24)
 
@@ -77,5 +77,5 @@ def test_zero_gate_is_the_identity_bit_for_bit():
 def test_dense_batch_copies_no_conditioning():
     """A dense batch broadcasts one row per sample; only a ragged pack gathers one per token."""
     cond = torch.randn(3, 10)
-    assert per_row(cond, DENSE)[0].data_ptr() == cond.data_ptr()
-    assert per_row(cond, RAGGED)[0].shape == (24, 10)
+    assert broadcast_per_sample(cond, DENSE)[0].data_ptr() == cond.data_ptr()
+    assert broadcast_per_sample(cond, RAGGED)[0].shape == (24, 10)

@@ -1,4 +1,4 @@
-"""Recompute changes what is kept, and no number."""
+"""Recompute changes the saved tensors, and no number."""
 
 import pytest
 import torch
@@ -63,29 +63,29 @@ def forward_and_backward(build_model, config, choice, layers=None):
     with LiveBytes() as live:
         out_TC = model(batch.latents_TC, time_S, batch)
         loss = out_TC.square().sum()
-        kept = live.total()
+        saved = live.total()
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, kept
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, saved
 
 
 @pytest.mark.parametrize("choice", ["selective", "full"])
 @pytest.mark.parametrize("config", MODELS, ids=lambda c: type(c).__name__ + ("+experts" if c is EXPERTS else ""))
-def test_no_number_changes_and_less_is_kept(build_model, config, choice):
-    loss, gradients, kept = forward_and_backward(build_model, config, "none")
+def test_no_number_changes_and_less_is_saved(build_model, config, choice):
+    loss, gradients, saved = forward_and_backward(build_model, config, "none")
     again, others, less = forward_and_backward(build_model, config, choice)
     assert again == loss
     for name, expected in gradients.items():
         assert expected.norm() > 0, f"{name} has no gradient, so the comparison shows nothing"
         # A sum of three gradients may be taken in another order.
         assert (others[name] - expected).norm() <= 1e-6 * expected.norm(), name
-    assert less < kept
+    assert less < saved
 
 
 def test_selective_keeps_neither_modulated_norms_nor_the_activation(build_model):
-    _, _, kept = forward_and_backward(build_model, DIT, "none")
+    _, _, saved = forward_and_backward(build_model, DIT, "none")
     _, _, less = forward_and_backward(build_model, DIT, "selective")
     rows, h, f = a_pack(DIT)[0].layout.total_tokens, DIT.hidden_size, DIT.ffn_size
-    assert kept - less >= DIT.num_layers * 4 * rows * (2 * h + f)
+    assert saved - less >= DIT.num_layers * 4 * rows * (2 * h + f)
 
 
 def test_full_keeps_the_input_of_a_layer_alone(build_model):
@@ -101,7 +101,7 @@ def test_full_keeps_the_input_of_a_layer_alone(build_model):
     assert ends < all_of_three + 4 * rows * DIT.hidden_size
 
 
-def test_the_second_run_is_told_apart(build_model):
+def test_a_recomputation_is_detected(build_model):
     seen = []
 
     class Layer(torch.nn.Module):

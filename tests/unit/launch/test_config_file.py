@@ -102,7 +102,7 @@ def test_a_file_that_yaml_cannot_hold_is_refused(tmp_path, text):
 
 @pytest.mark.parametrize("trusted", ["", "other", "test", "tests.unit", ".", "tests.unit.launch"])
 def test_a_class_of_the_users_own_is_not_imported_unless_its_package_is_trusted(monkeypatch, trusted):
-    """Training finds it by --factory; what only reads a record must be told, for the record may be a stranger's."""
+    """Training finds it by --factory; what only reads a record needs the name, for the record may be a stranger's."""
     name = f"{OwnSettings.__module__}.{OwnSettings.__qualname__}"
     monkeypatch.setenv("DIT_PACKAGES", trusted)
     with pytest.raises(CheckpointError, match=r"DIT_PACKAGES=tests$"):
@@ -177,7 +177,7 @@ def test_a_record_of_an_older_version_names_a_schedule_by_its_kind(tmp_path, mod
     assert not change.is_refused
 
 
-def test_the_former_setting_says_how_a_schedule_is_chosen_now():
+def test_the_former_setting_names_the_present_one():
     with pytest.raises(ConfigError, match=r"schedule\.kind: .* schedule=constant, cosine or one_cycle"):
         apply_overrides(tiny_dit(), ["schedule.kind=cosine"], load_component)
     task = tiny_dit()

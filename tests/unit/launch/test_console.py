@@ -66,7 +66,7 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "expected"),
     [
         (["trian"], EXIT_CONFIG, "'trian' is not a command; did you mean train?"),
         (["xyz"], EXIT_CONFIG, "use one of train, plan, verify, sample, "),
@@ -76,11 +76,11 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path: Path):
         (["train", "--factory", "tiny_dit", "--dryrnu"], EXIT_CONFIG, "did you mean --dryrun "),
     ],
 )
-def test_a_mistake_is_a_line_and_a_code(capsys: pytest.CaptureFixture, words: list[str], code: int, told: str):
+def test_a_mistake_is_a_line_and_a_code(capsys: pytest.CaptureFixture, words: list[str], code: int, expected: str):
     assert console.main(words) == code
     out, err = capsys.readouterr()
     [line] = (out + err).splitlines()
-    assert told in line
+    assert expected in line
 
 
 def test_plan_is_training_without_a_step(monkeypatch: pytest.MonkeyPatch):

@@ -45,9 +45,9 @@ def refuse(capsys: pytest.CaptureFixture, out: Path, source: Path, *words: str, 
     arguments = ["--from", str(source), "--format", kind, "--out", str(out), *words]
     assert import_weights.main(arguments) == 2
     assert not out.exists()
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    return told
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    return printed
 
 
 def folder_of(path: Path, settings: dict, tensors: dict) -> Path:
@@ -74,23 +74,23 @@ def test_a_damaged_file_is_refused(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
+    ("content", "message"),
     [
         (torch.zeros(2), "holds Tensor, not tensors by name"),
         ({"a": torch.zeros(2), "b": 3.0}, "'b' is a float"),
         ({}, "holds dict, not tensors by name"),
     ],
 )
-def test_what_is_no_state_dict_is_refused(tmp_path, capsys, held, message):
-    torch.save(held, tmp_path / "x.pt")
+def test_what_is_no_state_dict_is_refused(tmp_path, capsys, content, message):
+    torch.save(content, tmp_path / "x.pt")
     assert message in refuse(capsys, tmp_path / "run", tmp_path / "x.pt")
 
 
 def test_a_training_checkpoint_of_the_published_script_is_read(tmp_path):
     """It holds its command line as a Namespace beside the weights; the average is taken."""
     state = random_state(**SIZES)
-    held = {"model": {"x": torch.zeros(1)}, "ema": state, "opt": {"state": {}}, "args": argparse.Namespace(lr=1)}
-    torch.save(held, tmp_path / "0050000.pt")
+    content = {"model": {"x": torch.zeros(1)}, "ema": state, "opt": {"state": {}}, "args": argparse.Namespace(lr=1)}
+    torch.save(content, tmp_path / "0050000.pt")
     assert read_tensors(tmp_path / "0050000.pt").keys() == state.keys()
 
 
@@ -127,9 +127,9 @@ def test_flags_that_do_not_fit_the_weights_are_refused(tmp_path, capsys, words, 
 
 def test_a_foreign_class_is_refused_with_the_known_ones(tmp_path, capsys):
     source = folder_of(tmp_path / "in", {"_class_name": "UNet2DModel"}, {"x": torch.zeros(1)})
-    told = refuse(capsys, tmp_path / "run", source, kind="diffusers")
-    assert "_class_name='UNet2DModel'" in told
-    assert "DiTTransformer2DModel" in told
+    printed = refuse(capsys, tmp_path / "run", source, kind="diffusers")
+    assert "_class_name='UNet2DModel'" in printed
+    assert "DiTTransformer2DModel" in printed
 
 
 def test_weights_of_another_size_than_the_settings_are_refused(tmp_path, capsys):
@@ -137,11 +137,11 @@ def test_weights_of_another_size_than_the_settings_are_refused(tmp_path, capsys)
     source = folder_of(
         tmp_path / "in", {"_class_name": "DiTTransformer2DModel"}, {"proj_out_1.weight": torch.zeros(4, 2)}
     )
-    told = refuse(capsys, tmp_path / "run", source, kind="diffusers")
-    assert "proj_out_1.weight is [4, 2], needs [2304, 1152]" in told
-    assert "538 tensors" in told
-    assert "537 missing" in told
-    assert "and 532 more" in told
+    printed = refuse(capsys, tmp_path / "run", source, kind="diffusers")
+    assert "proj_out_1.weight is [4, 2], needs [2304, 1152]" in printed
+    assert "538 tensors" in printed
+    assert "537 missing" in printed
+    assert "and 532 more" in printed
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_a_record_survives_json_for_each_format(form):
     model = form.config_class(**({"num_classes": 3} if form.samples_by_class else {}))
     sampling = SamplingConfig(prompts=["a", "b"])
     config = RunConfig(model=model, data=NoData(), objective=EDM(sigma_data=0.7), sampling=sampling)
-    facts = {"class_names": ["x", "y", "z"], "latent_size": [2, 8, 6], "fps": 12.5, "text_encoder": "some"}
-    trained = export.trained_model(config, facts)
+    metadata = {"class_names": ["x", "y", "z"], "latent_size": [2, 8, 6], "fps": 12.5, "text_encoder": "some"}
+    trained = export.trained_model(config, metadata)
     assert trained.class_names == (["x", "y", "z"] if form.samples_by_class else None)
     again = from_record(json.loads(json.dumps(to_record(trained))), form.config_class)
     assert again == trained
@@ -243,9 +243,9 @@ def test_a_config_that_was_changed_after_its_export_is_refused(tmp_path, capsys)
     settings, _ = DiffusersDiT().write_settings(DiTConfig(**MODEL), (1, 4, 4))
     changed = {**settings, CONFIG_KEY: a_record(), "patch_size": 4}
     source = folder_of(tmp_path / "in", changed, {"x": torch.zeros(1)})
-    told = refuse(capsys, tmp_path / "run", source, kind="diffusers")
-    assert "patch_size=4 (recorded: 2)" in told
-    assert "--objective" in told
+    printed = refuse(capsys, tmp_path / "run", source, kind="diffusers")
+    assert "patch_size=4 (recorded: 2)" in printed
+    assert "--objective" in printed
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_what_counts_is_the_flag_then_the_record_then_the_publication(tmp_path):
     assert found["recorded", False, False][:2] == (FlowMatching(), {"solver": "heun"})
     for name in ("plain", "recorded"):
         assert found[name, True, False][:2] == (EDM(sigma_data=1.0), {})
-        assert found[name, True, False][2].startswith(f"--objective: {EDM(sigma_data=1.0)} is taken, not")
+        assert found[name, True, False][2].startswith(f"--objective: {EDM(sigma_data=1.0)} is used, not")
     args.num_attention_heads = 6
     with pytest.raises(ConfigError, match="says 4; leave the flag out"):
         import_weights.read_original(recorded, args)
@@ -338,7 +338,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, write):
 
 def test_nothing_is_written_over(tmp_path):
     write_tensors({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(ConfigError, match="left alone"):
+    with pytest.raises(ConfigError, match="not changed"):
         write_tensors({"x": torch.ones(2)}, tmp_path / "x.safetensors")
     assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], torch.zeros(2))
 

@@ -1,4 +1,4 @@
-"""The evaluation of models of text and of clips, on generators that do as told, or as told not to."""
+"""The evaluation of models of text and of clips, on generators that follow the conditions, or ignore them."""
 
 import json
 from types import SimpleNamespace
@@ -129,7 +129,7 @@ def test_frames_are_read_and_motion_is_measured(judge, capsys, by_text):
     assert "clips that move as asked: 100.0 % (208 of 208; 0.50 pixels per frame, real clips 0.50)" in out
 
 
-def test_motion_the_other_way_is_told(judge, capsys):
+def test_motion_in_the_opposite_direction_is_reported(judge, capsys):
     def wrong(name):
         return moving(name, backwards=True)
 

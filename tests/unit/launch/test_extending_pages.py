@@ -11,7 +11,7 @@ from launch import cli
 from launch.config_file import built
 from launch.train import resolve
 from launch.verify import Pair, build_parser, compare, tiny_pair, world_size_of
-from tests.integration.runs import Job, run_jobs
+from tests.support.ranks import Job, run_jobs
 from tests.unit.launch import pages
 
 PAGES = [Path(f"docs/adding-{what}.md") for what in ("a-backbone", "an-objective", "a-condition")]

@@ -77,7 +77,7 @@ def test_the_centre_of_ink_follows_the_dot_and_not_faint_paper():
 
 
 def test_motion_counts_direction_speed_and_steadiness():
-    """A clip that stands, crosses, creeps, or goes the other way does not move as asked; turning back is told."""
+    """Clips that stand, move sideways, too slowly or backwards fail; turning back is reported."""
     real = torch.stack([walk(d, 0.6) for d in checks.DIRECTIONS])
     back = clip([(4.0, 5.5), (5.0, 5.5), (6.0, 5.5), (5.5, 5.5), (7.0, 5.5)])
     cases = [

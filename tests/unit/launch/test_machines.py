@@ -30,7 +30,7 @@ IMAGE_ENVIRONMENT = {
     ids=["data parallel", "tensor parallel", "tensor parallel x FSDP"],
 )
 def test_a_layout_gets_the_same_variables_in_the_image_as_outside(settings: dict):
-    """`launch.environment` only sets defaults: what the image set would hold for every layout."""
+    """`launch.environment` only sets defaults: a variable of the image would apply to every layout."""
     outside: dict[str, str] = {}
     inside = dict(IMAGE_ENVIRONMENT)
     for environ in (outside, inside):

@@ -133,7 +133,7 @@ def test_recompute_keeps_what_the_report_says():
     assert activations(recompute="full", recompute_layers=1) == 2 * layer + rows * h
 
 
-def test_text_is_whole_on_every_context_parallel_rank():
+def test_text_is_replicated_over_context_parallel_ranks():
     model = DiTCrossConfig(hidden_size=64, num_layers=2, num_attention_heads=4)
     sizes = {"text_tokens": 8}
 
@@ -249,7 +249,7 @@ def test_what_training_would_refuse_is_not_planned(change):
         plan.report(task, world_size=None)
 
 
-def test_the_plan_of_made_up_data_is_for_its_largest_sample():
+def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
     """A clip of 24 x 32 x 32 patches, of whose pairs of tokens attention in frames and columns leaves most out."""
     task = call_recipe("mock_stdit_xl")
     model, grid = fiddle.build(task.model), (24, 32, 32)

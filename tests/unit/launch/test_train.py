@@ -1,4 +1,4 @@
-"""The door to training: the exit code tells the truth, and a mistake is answered with its cure."""
+"""The training command: correct exit codes, and mistakes with their cure."""
 
 import subprocess
 import sys

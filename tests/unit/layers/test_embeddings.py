@@ -71,7 +71,7 @@ def test_sizes_that_do_not_divide_are_refused(hidden_size: int, kind: str):
         check_size(hidden_size, kind)
 
 
-def test_positions_of_padding_rows_need_no_care():
-    """Any integer is a position; padding rows usually hold zeros."""
+def test_positions_of_padding_are_arbitrary():
+    """Any integer is a position; positions of padding are usually zeros."""
     layout = SequenceLayout.from_lengths([3], total_tokens=8)
     assert sincos(torch.zeros(layout.total_tokens, 3, dtype=torch.long), 16, "sincos_3d").isfinite().all()

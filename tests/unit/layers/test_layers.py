@@ -42,7 +42,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_attention_keeps_samples_apart(provider: LayerProvider):
+def test_attention_does_not_mix_samples(provider: LayerProvider):
     """The derivative of one sample's output is zero for every other sample and for padding, and nowhere else."""
     layer = started(SelfAttention(16, 4, provider, segment_sdpa, qk_layernorm=True))
     x = randn(24, 16).requires_grad_()
@@ -60,7 +60,7 @@ def test_query_and_key_norms_fix_the_scale(provider: LayerProvider):
         x = randn(24, 16)
         before = layer(x, LAYOUT)
         with torch.no_grad():
-            # Rows lie head by head: q, k, v of each head; q and k grow, v stays.
+            # Rows are ordered by head: q, k, v of each head; q and k grow, v stays.
             layer.linear_qkv.weight.view(4, 3, 4, 16)[:, :2] *= 5.0
         assert torch.allclose(layer(x, LAYOUT), before, atol=1e-5) == qk_layernorm
 

@@ -14,7 +14,7 @@ from dit.backends.provider import LayerProvider
 from dit.errors import ConfigError
 from dit.layers.mlp import MLP
 from dit.layers.moe import MoE
-from dit.layers.routing import balancing_loss, choose_experts, choose_tokens, expert_capacity
+from dit.layers.routing import balancing_loss, expert_capacity, select_experts, select_tokens
 from dit.layout import SequenceLayout
 
 SIZE, INNER = 16, 24
@@ -69,37 +69,37 @@ def test_capacity_is_exact():
 def test_every_expert_is_full_in_every_sample(capacity_factor: float):
     """Each takes exactly its capacity, and none of its tokens has a lower score than one it leaves."""
     scores = randn(40, 4).softmax(-1)
-    chosen = choose_tokens(scores, LAYOUT, capacity_factor)
+    selected = select_tokens(scores, LAYOUT, capacity_factor)
     for rows, length in zip(samples(LAYOUT), LAYOUT.lengths):
-        assert chosen[rows].sum(0).tolist() == [expert_capacity(length, 4, capacity_factor)] * 4
+        assert selected[rows].sum(0).tolist() == [expert_capacity(length, 4, capacity_factor)] * 4
         for e in range(4):
-            taken, left = scores[rows, e][chosen[rows, e]], scores[rows, e][~chosen[rows, e]]
+            taken, left = scores[rows, e][selected[rows, e]], scores[rows, e][~selected[rows, e]]
             assert not len(left) or taken.min() >= left.max()
 
 
 @pytest.mark.parametrize("scores", [torch.zeros(40, 4), torch.full((40, 4), torch.nan)], ids=["zero", "nan"])
-def test_padding_is_never_chosen(scores: Tensor):
+def test_padding_is_never_selected(scores: Tensor):
     """Whatever stands there, also where it beats all real tokens."""
     real = randn(40, 4).softmax(-1)
     scores = torch.where(LAYOUT.valid_T[:, None], real - 1, scores)
-    for chosen in (choose_tokens(scores, LAYOUT, 4.0), choose_experts(scores, LAYOUT.valid_T, 4)):
-        assert torch.equal(chosen, LAYOUT.valid_T[:, None].expand(-1, 4))
-    assert torch.equal(choose_tokens(scores, LAYOUT, 1.5), choose_tokens(real, LAYOUT, 1.5))
+    for selected in (select_tokens(scores, LAYOUT, 4.0), select_experts(scores, LAYOUT.valid_T, 4)):
+        assert torch.equal(selected, LAYOUT.valid_T[:, None].expand(-1, 4))
+    assert torch.equal(select_tokens(scores, LAYOUT, 1.5), select_tokens(real, LAYOUT, 1.5))
 
 
 def test_ties_go_to_the_first():
     even = torch.ones(8, 4)
     layout = SequenceLayout.from_lengths([8])
-    assert torch.equal(choose_tokens(even, layout, 2.0), (torch.arange(8) < 4)[:, None].expand(-1, 4))
-    assert torch.equal(choose_experts(even, layout.valid_T, 3), (torch.arange(4) < 3).expand(8, -1))
+    assert torch.equal(select_tokens(even, layout, 2.0), (torch.arange(8) < 4)[:, None].expand(-1, 4))
+    assert torch.equal(select_experts(even, layout.valid_T, 3), (torch.arange(4) < 3).expand(8, -1))
 
 
 def test_each_token_has_its_best_experts():
     scores = randn(40, 4).softmax(-1)
-    chosen = choose_experts(scores, LAYOUT.valid_T, 2)
-    assert chosen[LAYOUT.valid_T].sum(1).tolist() == [2] * LAYOUT.valid_tokens
-    left_out = scores.masked_fill(chosen, -1).max(1).values
-    assert (scores.masked_fill(~chosen, 2).min(1).values >= left_out)[LAYOUT.valid_T].all()
+    selected = select_experts(scores, LAYOUT.valid_T, 2)
+    assert selected[LAYOUT.valid_T].sum(1).tolist() == [2] * LAYOUT.valid_tokens
+    left_out = scores.masked_fill(selected, -1).max(1).values
+    assert (scores.masked_fill(~selected, 2).min(1).values >= left_out)[LAYOUT.valid_T].all()
 
 
 @pytest.mark.parametrize("router", ["expert_choice", "top_k"])
@@ -141,7 +141,7 @@ def test_one_expert_is_a_plain_mlp(one_rank_world: ProcessGroups, router: str):
     torch.testing.assert_close(layer(x, LAYOUT)[LAYOUT.valid_T], mlp(x)[LAYOUT.valid_T])
 
 
-def test_both_routers_agree_when_everything_is_chosen(provider: LayerProvider):
+def test_both_routers_agree_when_everything_is_selected(provider: LayerProvider):
     x = randn(40, SIZE)
     by_expert = moe(provider, "expert_choice", capacity_factor=4.0)(x, LAYOUT)
     torch.testing.assert_close(by_expert, moe(provider, "top_k", top_k=4)(x, LAYOUT))
@@ -151,7 +151,7 @@ def test_a_token_nobody_chose_adds_nothing(provider: LayerProvider):
     layer = moe(provider, "expert_choice", capacity_factor=0.5)
     x = randn(40, SIZE)
     scores = torch.nn.functional.linear(x, layer.router.weight).softmax(-1)
-    lonely = ~choose_tokens(scores, LAYOUT, 0.5).any(1)
+    lonely = ~select_tokens(scores, LAYOUT, 0.5).any(1)
     out = layer(x, LAYOUT)
     assert not out[lonely].any()
     assert out[~lonely].any(1).all()
@@ -171,13 +171,13 @@ def test_load_is_counted_in_training_only(provider: LayerProvider):
 def test_balancing_loss_is_its_formula():
     """sum_s n_s E sum_e f_se P_se, sample by sample."""
     scores = randn(40, 4).softmax(-1)
-    chosen = choose_experts(scores, LAYOUT.valid_T, 2)
+    selected = select_experts(scores, LAYOUT.valid_T, 2)
     expected = 0.0
     for rows, length in zip(samples(LAYOUT), LAYOUT.lengths):
-        share = [int(chosen[rows, e].sum()) / (2 * length) for e in range(4)]
+        share = [int(selected[rows, e].sum()) / (2 * length) for e in range(4)]
         mean = [float(scores[rows, e].sum()) / length for e in range(4)]
         expected += length * 4 * sum(f * p for f, p in zip(share, mean))
-    taken = LAYOUT.sum_per_sample(chosen.float())
+    taken = LAYOUT.sum_per_sample(selected.float())
     assert balancing_loss(scores, taken, LAYOUT, 2).item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -186,10 +186,10 @@ def test_balancing_loss_ends_at_its_bounds(preferred: float, expected: float):
     """1 per token when scores and choices are even, E / k when all tokens want the same k experts."""
     layout = SequenceLayout.from_lengths([8])
     scores = torch.tensor([[preferred, preferred, 0.5 - preferred, 0.5 - preferred]]).expand(8, -1)
-    chosen = torch.zeros(8, 4)
+    selected = torch.zeros(8, 4)
     for t in range(8):
-        chosen[t, [0, 1] if preferred == 0.5 else [2 * t % 4, (2 * t + 1) % 4]] = 1
-    loss = balancing_loss(scores, layout.sum_per_sample(chosen), layout, 2)
+        selected[t, [0, 1] if preferred == 0.5 else [2 * t % 4, (2 * t + 1) % 4]] = 1
+    loss = balancing_loss(scores, layout.sum_per_sample(selected), layout, 2)
     assert loss.item() / 8 == pytest.approx(expected)
 
 
@@ -203,7 +203,7 @@ def test_balancing_loss_reaches_the_router_at_its_weight(provider: LayerProvider
         gradients.append(layer.router.weight.grad)
     weight = layer.router.weight.detach().clone().requires_grad_()
     scores = torch.nn.functional.linear(x, weight).softmax(-1)
-    taken = LAYOUT.sum_per_sample(choose_experts(scores, LAYOUT.valid_T, 2).float())
+    taken = LAYOUT.sum_per_sample(select_experts(scores, LAYOUT.valid_T, 2).float())
     (0.7 * balancing_loss(scores, taken, LAYOUT, 2)).backward()
     torch.testing.assert_close(gradients[1] - gradients[0], weight.grad, rtol=1e-4, atol=1e-5)
 

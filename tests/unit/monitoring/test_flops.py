@@ -65,7 +65,7 @@ def batch_of(layout: SequenceLayout, config: DiTConfig) -> PackedBatch:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("config", [TINY, MID, WIDE_MLP, MOE, MOE_TOP_K], ids=CONFIG_NAMES)
 def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, layout: SequenceLayout):
-    """The forward count is exact; training differs by the gradients nobody needs, those of the network's inputs."""
+    """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
     model = build_model(config, perturb=0.1)
     batch = batch_of(layout, config)
     # The maths backend is made of matrix products that the counter sees; CPU flash attention is not.
@@ -122,9 +122,9 @@ def test_padding_costs_the_device_and_not_the_model():
 def test_rows_of_one_rank_do_not_change_the_pack():
     """Sequence parallelism hands a rank a part of the rows; the count stays that of the pack."""
     layout = LAYOUTS["padded"]
-    held = layout.select(torch.arange(80))
+    part = layout.select(torch.arange(80))
     for convention in ("model", "hardware", "nemo"):
-        assert training_flops(MID, held, convention=convention) == training_flops(MID, layout, convention=convention)
+        assert training_flops(MID, part, convention=convention) == training_flops(MID, layout, convention=convention)
 
 
 def test_expert_choice_costs_a_dense_mlp_of_its_mean_width():

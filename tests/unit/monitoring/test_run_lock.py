@@ -42,9 +42,9 @@ def test_a_second_process_is_refused_and_learns_who_has_the_folder(tmp_path, no_
     holder = json.loads((tmp_path / "run" / LOCK_FILE).read_text())
     with pytest.raises(ConfigError) as raised:
         take(tmp_path / "run")
-    told = str(raised.value)
+    message = str(raised.value)
     for words in (str(os.getpid()), socket.gethostname(), holder["started"], "job 4711", "choose another folder"):
-        assert words in told
+        assert words in message
     assert first.is_ours()
     first.__exit__(None, None, None)
     second = take(tmp_path / "run")
@@ -103,7 +103,7 @@ def test_a_disk_without_locks_is_warned_about(tmp_path, monkeypatch, caplog):
 
 
 def test_a_pipe_in_its_place_does_not_hang(tmp_path, no_wait):
-    """What the lock file holds is read only from a regular file."""
+    """The lock file is read only if it is a regular file."""
     os.mkfifo(tmp_path / LOCK_FILE)
     with pytest.raises(ConfigError, match="cannot be used"):
         take(tmp_path)
@@ -113,6 +113,6 @@ def test_a_folder_that_was_made_anew_by_another_run_is_not_ours(tmp_path):
     """A lock on a deleted file guards nothing; the new folder belongs to who locked it there."""
     first = take(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert first.is_ours()  # nobody else is there: the exit record may say what happened
+    assert first.is_ours()  # no other process has it: the exit record may be written
     second = take(tmp_path / "run")
     assert (first.is_ours(), second.is_ours()) == (False, True)

@@ -202,7 +202,7 @@ def test_failing_record_is_an_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
 def test_a_record_that_is_no_longer_at_its_place_is_an_error(tmp_path, how):
-    """The kernel goes on taking lines that nobody will ever read."""
+    """Writes to a deleted file would succeed and be lost."""
     path = tmp_path / "run" / "metrics.jsonl"
     sink = JsonlSink(path)
     sink.scalars(1, {"loss": 1.0}, 8)
@@ -236,7 +236,7 @@ def moving_picture(path):
     return path
 
 
-def test_tensorboard_gets_a_clip_whole(tmp_path):
+def test_tensorboard_gets_the_file_of_a_clip(tmp_path):
     """What TensorBoard shows is the file itself, all frames of it."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     clip = moving_picture(tmp_path / "x.gif")

@@ -43,6 +43,6 @@ def test_the_command_is_one_that_a_shell_and_the_sampler_take(arguments, words):
     from launch.sample import build_parser
 
     command = drawing_command("runs/my run", **({"frames": 1, "text_encoder": None, "prompts": None} | arguments))
-    told = shlex.split(command)
-    assert told == ["python", "-m", "launch.sample", "--checkpoint", "runs/my run", *words]
-    assert build_parser().parse_args(told[3:]).checkpoint == "runs/my run"
+    words_of_command = shlex.split(command)
+    assert words_of_command == ["python", "-m", "launch.sample", "--checkpoint", "runs/my run", *words]
+    assert build_parser().parse_args(words_of_command[3:]).checkpoint == "runs/my run"

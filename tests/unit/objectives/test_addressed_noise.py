@@ -36,15 +36,15 @@ def test_philox_gives_the_published_known_answers(counter, key, expected):
 
 
 @pytest.mark.parametrize("draws", [None, DRAWS])
-def test_rows_held_by_a_rank_get_the_noise_they_have_in_the_whole_pack(draws):
+def test_local_tokens_get_the_noise_of_the_global_pack(draws):
     """Selecting rows and drawing noise commute, for any order of rows and for a selection of a selection."""
     layout = SequenceLayout.from_lengths([5, 3, 4], multiple_of=4, total_tokens=20)
-    whole = AddressedNoise(1, 7, IDS, layout, draws).normal_TC("eps", 6)
+    full = AddressedNoise(1, 7, IDS, layout, draws).normal_TC("eps", 6)
     rows = torch.tensor([17, 0, 9, 8, 3, 12])
     part = layout.select(rows)
-    assert torch.equal(AddressedNoise(1, 7, IDS, part, draws).normal_TC("eps", 6), whole[rows])
+    assert torch.equal(AddressedNoise(1, 7, IDS, part, draws).normal_TC("eps", 6), full[rows])
     again = torch.tensor([4, 1])
-    assert torch.equal(AddressedNoise(1, 7, IDS, part.select(again), draws).normal_TC("eps", 6), whole[rows[again]])
+    assert torch.equal(AddressedNoise(1, 7, IDS, part.select(again), draws).normal_TC("eps", 6), full[rows[again]])
 
 
 @pytest.mark.parametrize("draws", [None, DRAWS])

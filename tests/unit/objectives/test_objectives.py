@@ -149,7 +149,7 @@ def test_sampling_grid_falls_to_zero(objective, num_steps):
 
 @every_objective
 def test_sampling_tells_the_network_times_it_was_trained_at(objective):
-    """Every time on the grid lies among those training draws; on a table it is one of its steps."""
+    """Every time on the grid is among those of training; on a table it is one of its steps."""
     times = []
 
     def network(inputs_TC, time_S):
@@ -159,15 +159,15 @@ def test_sampling_tells_the_network_times_it_was_trained_at(objective):
     layout = SequenceLayout.from_lengths([1, 1])
     for u in objective.sampling_grid(10)[:-1]:
         objective.denoise(network, torch.zeros(2, 4), u, layout)
-    told = torch.stack(times)
-    assert torch.equal(told[:, 0], told[:, 1])
-    assert (told[:, 0].diff() < 0).all()
+    times_TS = torch.stack(times)
+    assert torch.equal(times_TS[:, 0], times_TS[:, 1])
+    assert (times_TS[:, 0].diff() < 0).all()
     if isinstance(objective, EDM):
-        assert told[0, 0].item() == pytest.approx(math.log(80) / 4)
+        assert times_TS[0, 0].item() == pytest.approx(math.log(80) / 4)
     else:
-        assert 0 <= told.min() <= told.max() <= 1
+        assert 0 <= times_TS.min() <= times_TS.max() <= 1
     if isinstance(objective, DDPM) and objective.discrete_steps:
-        steps = told * objective.discrete_steps
+        steps = times_TS * objective.discrete_steps
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
 
 
@@ -253,15 +253,15 @@ def test_loss_over_slices_adds_up_to_the_loss_of_the_pack(objective):
     """Ranks that share the rows share the loss."""
     batch = pack([6, 5, 3], multiple_of=4)
     prepared = objective.prepare(batch, noise_for(batch))
-    whole = objective.loss(guess(objective, prepared.inputs_TC), prepared, batch.layout)
+    full = objective.loss(guess(objective, prepared.inputs_TC), prepared, batch.layout)
     halves = []
     for rows in torch.arange(batch.layout.total_tokens).view(2, -1, 2).unbind(0):
         part = PackedBatch(**{**vars(batch), "latents_TC": batch.latents_TC[rows.flatten()]})
         part.layout = batch.layout.select(rows.flatten())
         ready = objective.prepare(part, noise_for(part))
         halves.append(objective.loss(guess(objective, ready.inputs_TC), ready, part.layout))
-    torch.testing.assert_close(halves[0][0] + halves[1][0], whole[0])
-    assert halves[0][1] + halves[1][1] == whole[1]
+    torch.testing.assert_close(halves[0][0] + halves[1][0], full[0])
+    assert halves[0][1] + halves[1][1] == full[1]
 
 
 def published_error(objective: Objective, batch: PackedBatch, output_TC: torch.Tensor) -> torch.Tensor:
@@ -372,7 +372,7 @@ def test_flow_matching_input_has_the_deviation_of_its_time():
 
 
 def test_flow_matching_trains_and_samples_on_the_same_shifted_times():
-    """A uniform quantile and a uniform grid are moved alike; the odds of t are multiplied by the shift."""
+    """A uniform quantile and a uniform grid are shifted equally; the odds of t are multiplied by the shift."""
     flow = FlowMatching(time_shift=3.0)
     grid = flow.sampling_grid(4)
     assert grid.tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5, 0.0])
@@ -383,7 +383,7 @@ def test_flow_matching_trains_and_samples_on_the_same_shifted_times():
 
 
 def test_ddpm_table_step_is_the_textbooks():
-    """Step k: x = sqrt(abar_k) x0 + sqrt(1 - abar_k) eps, told to the network as k / 1000."""
+    """Step k: x = sqrt(abar_k) x0 + sqrt(1 - abar_k) eps, with time k / 1000."""
     ddpm = DDPM(discrete_steps=1000)
     alpha_bar = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
     batch = pack([4, 5, 6])

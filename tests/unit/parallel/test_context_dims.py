@@ -52,7 +52,7 @@ def test_samples_are_padded_so_that_all_ranks_hold_equally_much(parallel, multip
         ),
         (
             {"context_parallel_size": 4, "context_comm": "a2a", "tensor_model_parallel_size": 2},
-            r"= 6 heads among context_parallel_size=4 ranks; use one of \[1, 2, 3, 6\] ranks",
+            r"= 6 heads over context_parallel_size=4 ranks; use one of \[1, 2, 3, 6\] ranks",
         ),
         (
             {"context_parallel_size": 8, "context_comm": "a2a+p2p"},
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(parallel, message):
         ({"tensor_model_parallel_size": 4}, r"num_query_groups=2 cannot be split over tensor_model_parallel_size=4"),
         (
             {"context_parallel_size": 4, "context_comm": "a2a"},
-            r"2 heads of keys / tensor_model_parallel_size=1 = 2 heads among context_parallel_size=4",
+            r"2 heads of keys / tensor_model_parallel_size=1 = 2 heads over context_parallel_size=4",
         ),
         (
             {"context_parallel_size": 8, "context_comm": "a2a+p2p", "context_a2a_size": 4},

@@ -21,8 +21,8 @@ def chunk_of(shapes):
     """Return the chunk size that Megatron-FSDP gives a bucket of these parameters, the widest rows first."""
     chunk = shapes[0][1]
     for rows, width in shapes:
-        whole = width == chunk or (chunk % width == 0 and rows * width % chunk == 0)
-        if not whole and rows * width >= chunk:
+        aligned = width == chunk or (chunk % width == 0 and rows * width % chunk == 0)
+        if not aligned and rows * width >= chunk:
             chunk = math.lcm(chunk, width)
     return chunk
 
@@ -50,7 +50,7 @@ def test_shards_end_between_rows(shapes, world_size):
 
     from dit.parallel import fsdp_rows
 
-    fsdp_rows.keep_rows_whole()
+    fsdp_rows.shard_between_rows()
     shapes = sorted(shapes, key=lambda shape: -shape[1])
     assert cuts(param_and_grad_buffer.build_data_parallel_buffer_index, shapes, world_size) == []
 
@@ -61,6 +61,6 @@ def test_without_the_repair_a_row_is_cut():
 
     from dit.parallel import fsdp_rows
 
-    fsdp_rows.keep_rows_whole()
+    fsdp_rows.shard_between_rows()
     original = param_and_grad_buffer.build_data_parallel_buffer_index.__wrapped__
     assert cuts(original, [(6, 17), (12, 13)], world_size=2) == [(1, 221)]

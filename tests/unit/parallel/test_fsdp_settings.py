@@ -1,4 +1,4 @@
-"""What Megatron-FSDP cannot do is refused before anything is built, and what it is told reaches it."""
+"""Settings that Megatron-FSDP does not support are refused before anything is built; the others reach it."""
 
 import pytest
 from torch import nn
@@ -43,14 +43,17 @@ def test_experts_need_copies_to_be_sharded():
     [
         ({"pipeline_model_parallel_size": 2}, "fsdp cannot run with pipeline_model_parallel_size=2.*distributed_optim"),
         ({"fsdp_sharding": "weights"}, "fsdp_sharding='weights' is unknown; use one of 'optim', 'optim_grads'"),
-        ({"fsdp_sharding": "optim", "overlap_grad_reduce": True}, "overlap_grad_reduce=True cannot be had with .*'opt"),
+        (
+            {"fsdp_sharding": "optim", "overlap_grad_reduce": True},
+            "overlap_grad_reduce=True is not available with .*'opt",
+        ),
         (
             {"expert_model_parallel_size": 4, "num_experts": 4},
-            "each lies on one rank, as with expert_model_parallel_size=4 on TP 1 x CP 1 x DP 4 ranks",
+            "on one rank each, as with expert_model_parallel_size=4 on TP 1 x CP 1 x DP 4 ranks",
         ),
         (
             {"fsdp_sharding": "optim_grads", "overlap_grad_reduce": True, "overlap_param_gather": True},
-            "overlap_param_gather=True cannot be had with fsdp_sharding='optim_grads'; switch it off or use",
+            "overlap_param_gather=True is not available with fsdp_sharding='optim_grads'; switch it off or use",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every layer lies on exactly one stage, in order, and wrong sizes are refused with numbers and a cure."""
+"""Every layer is on exactly one stage, in order, and wrong sizes are refused with numbers and a cure."""
 
 import pytest
 
@@ -55,11 +55,11 @@ def test_the_suggested_split_is_legal():
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_1f1b_keeps_no_more_than_the_whole_model_once(pp):
+def test_1f1b_saves_at_most_the_full_model_once(pp):
     split = split_layers(8, pp)
-    kept = [layers_in_flight(split, pp, rank, micro_batches=8) for rank in range(pp)]
-    assert kept[0] == 8
-    assert kept[-1] == 8 // pp
+    in_flight = [layers_in_flight(split, pp, rank, micro_batches=8) for rank in range(pp)]
+    assert in_flight[0] == 8
+    assert in_flight[-1] == 8 // pp
     assert layers_in_flight(split, pp, 0, micro_batches=1) == 8 // pp
 
 

@@ -1,4 +1,4 @@
-"""A plan from traces of a few layers and micro-batches equals the trace of the whole step."""
+"""A plan from traces of a few layers and micro-batches equals the trace of the full step."""
 
 import pytest
 
@@ -18,17 +18,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", ["dit_cross", pytest.param("stdit", marks=pytest.mark.matrix)])
-def test_a_plan_is_the_trace_of_the_whole_step(name):
+def test_a_plan_is_the_trace_of_the_full_step(name):
     sizes, layout, micro_batches = CASES[name]
     model, parallel = tiny_model(hidden_size=64, **sizes), ParallelConfig(**layout)
     parts = (model, FlowMatching(), OptimizerConfig(), parallel, TrainingConfig(precision="fp32"), PACK)
     dims = ParallelDims(2, 2 // parallel.tensor_model_parallel_size, 1, micro_batches, 1)
     planned = plan(*parts, dims).fullest
-    ((whole,),) = trace([Job(*parts, world_size=2, micro_batches=(micro_batches,))])
-    assert planned.flops == whole.flops > 0
-    assert planned.calls == whole.calls
-    assert planned.moved_bytes == pytest.approx(whole.moved_bytes, rel=OF_PEAK)
-    for kind, sent in whole.sent_bytes.items():
+    ((full,),) = trace([Job(*parts, world_size=2, micro_batches=(micro_batches,))])
+    assert planned.flops == full.flops > 0
+    assert planned.calls == full.calls
+    assert planned.moved_bytes == pytest.approx(full.moved_bytes, rel=OF_PEAK)
+    for kind, sent in full.sent_bytes.items():
         assert planned.sent_bytes[kind] == pytest.approx(sent, rel=OF_PEAK)
-    assert planned.live == pytest.approx(whole.live, rel=OF_PEAK)
-    assert planned.peak == pytest.approx(whole.peak, rel=OF_PEAK)
+    assert planned.live == pytest.approx(full.live, rel=OF_PEAK)
+    assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)

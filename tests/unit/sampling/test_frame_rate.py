@@ -41,9 +41,9 @@ CONDITIONED = {
 }
 
 
-def generator_of(network: Any, model: ModelConfig, **facts: Any) -> Generator:
+def generator_of(network: Any, model: ModelConfig, **metadata: Any) -> Generator:
     config = RunConfig(model=model, data=NoData(), objective=FlowMatching(), sampling=SAMPLING)
-    return Generator(config, {"class_names": None, "latent_size": list(LATENT_SIZE), **facts}, network, 0)
+    return Generator(config, {"class_names": None, "latent_size": list(LATENT_SIZE), **metadata}, network, 0)
 
 
 @pytest.mark.parametrize("name", CONDITIONED)
@@ -78,15 +78,15 @@ def test_samples_of_a_model_that_takes_no_rate_do_not_depend_on_it(build_model: 
 def test_the_grid_while_training_is_drawn_and_played_at_the_rate(build_model: BuildModel, tmp_path) -> None:
     model = CONDITIONED["rate"]
     network = build_model(model, perturb=0.1)
-    generator, told = generator_of(network, model), []
+    generator, rates = generator_of(network, model), []
 
     def listening(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        told.extend(batch.conditions["fps"].values.tolist())
+        rates.extend(batch.conditions["fps"].values.tolist())
         return network(inputs_TC, time_S, batch)
 
     pictures = PictureWriter(model, FlowMatching(), generator.spec, SAMPLING, None)
     frames = pictures.draw(listening, LATENT_SIZE, 10.0, torch.device("cpu"))
-    assert set(told) == {10.0}
+    assert set(rates) == {10.0}
     with Image.open(pictures.save(frames, tmp_path / "slow.png", 10.0)) as film:
         assert film.info["duration"] == 100
     with Image.open(pictures.save(frames, tmp_path / "fast.png", 120.0)) as film:

@@ -1,4 +1,4 @@
-"""Pixels land where the layout says, and a file is whole or absent."""
+"""Pixels have the positions of the layout, and a file is complete or missing."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_colours_keep_their_order():
     assert grid.to_bytes(red)[0, 0, 0].tolist() == [255, 0, 0]
 
 
-def test_small_images_are_enlarged_by_a_whole_factor():
+def test_small_images_are_enlarged_by_an_integer_factor():
     assert grid.enlargement(16, 16) * 16 >= grid.MIN_TILE
     assert grid.enlargement(256, 128) == 1
 

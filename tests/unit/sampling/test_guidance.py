@@ -81,9 +81,9 @@ def test_negative_prompt_changes_the_result(objective):
     """The context of the unconditional branch matters at every scale but 1, and moves the sample away from it."""
     empty, negative = (sample(objective, guided(conditioned(1.0), conditioned(c), 3.0)) for c in (0.0, -1.0))
     assert (empty - negative).abs().max() > 1e-3
-    alike = [sample(objective, guided(conditioned(1.0), conditioned(c), 1.0)) for c in (0.0, -1.0)]
-    assert torch.equal(*alike)
-    assert torch.equal(alike[0], sample(objective, conditioned(1.0)))
+    equal = [sample(objective, guided(conditioned(1.0), conditioned(c), 1.0)) for c in (0.0, -1.0)]
+    assert torch.equal(*equal)
+    assert torch.equal(equal[0], sample(objective, conditioned(1.0)))
 
 
 def test_one_call_over_the_doubled_pack_equals_two_calls():
@@ -138,5 +138,5 @@ def test_dynamic_threshold_scales_each_sample_by_its_own_quantile():
 def test_dynamic_threshold_refuses_what_it_cannot_do():
     with pytest.raises(ConfigError, match=r"quantile=1\.5"):
         dynamically_thresholded(lambda x, u: x, LAYOUT, 1.5)
-    with pytest.raises(ConfigError, match="holds 2 of 10 rows; sample with context_parallel_size=1"):
+    with pytest.raises(ConfigError, match="has 2 of 10 tokens; sample with context_parallel_size=1"):
         dynamically_thresholded(lambda x, u: x, LAYOUT.select(torch.tensor([0, 1])))

@@ -191,7 +191,7 @@ def test_ancestral_is_the_reverse_chain_of_the_table():
             states.append(x_TC)
             return ddpm.denoise(lambda *_: eps.float(), x_TC, u, layout)
 
-        # A third point keeps the step from being the last.
+        # With a third point the step is not the last.
         three = torch.cat([u, torch.zeros(1, dtype=torch.float64)])
         solve("ancestral", denoiser, ddpm.path, x, three, noise_at=lambda step: z)
         mean = (x - beta[k] / (1 - alpha_bar[k]).sqrt() * eps) / (1 - beta[k]).sqrt()
