@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.warm_start import agree_on_folder
+from dit.checkpoint.warm_start import find_folder_together
 from dit.errors import CheckpointError
 from tests.integration import actions
 from tests.integration.runs import Job, overrides, run_jobs
@@ -56,16 +56,16 @@ def test_a_stage_starts_from_the_average_of_the_one_before(tmp_path, one_rank_wo
 
 def test_a_missing_start_is_an_error(tmp_path, one_rank_world):
     with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
-        agree_on_folder(str(tmp_path / "nowhere"), one_rank_world)
+        find_folder_together(str(tmp_path / "nowhere"), one_rank_world)
 
 
 def test_a_start_passes_over_a_damaged_checkpoint(tmp_path, one_rank_world):
     store = make_store(tmp_path / "checkpoints", keep_last=2)
     save(store, 10)
     save(store, 20)
-    assert agree_on_folder(str(tmp_path), one_rank_world) == store.path(20)
+    assert find_folder_together(str(tmp_path), one_rank_world) == store.path(20)
     damaged = store.path(20) / "rank_1.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert agree_on_folder(str(tmp_path), one_rank_world) == store.path(10)
+    assert find_folder_together(str(tmp_path), one_rank_world) == store.path(10)
     with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
-        agree_on_folder(str(store.path(20)), one_rank_world)
+        find_folder_together(str(store.path(20)), one_rank_world)
