@@ -462,8 +462,8 @@ MUTANTS = (
     Mutant(
         "packing: one token too many",
         "energon_data/packing.py",
-        "room, chosen = capacity, []",
-        "room, chosen = capacity + 1, []",
+        "room, items = capacity, []",
+        "room, items = capacity + 1, []",
         (PACKING,),
     ),
     Mutant(
