@@ -6,20 +6,34 @@ from typing import Any
 
 from torch import Tensor
 
+from dit.convert.diffusers_format import TrainedModel
 from dit.errors import ConfigError
+from dit.objectives.ddpm import DDPM
 
 
-def drop_variance(model: Any, weights: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """Cut the variance's rows off the head: the second half of the channels at every position of a patch.
+def predicts_variance(model: Any) -> bool:
+    """Return whether a network predicts a second number for every channel: the variance of a reverse step.
 
     Args:
         model: a configuration with `out_channels`.
-        weights: its parameters by global name.
+    """
+    return model.out_channels == 2 * model.in_channels
+
+
+def drop_variance(trained: TrainedModel, weights: Mapping[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
+    """Cut the variance's rows off the head: the second half of the channels at every position of a patch.
+
+    Args:
+        weights: the model's parameters by global name.
+
+    Returns:
+        The model, which is trained on and sampled from without a learned variance, and its weights.
 
     Raises:
         ConfigError: the model predicts no variance.
     """
-    if model.out_channels != 2 * model.in_channels:
+    model: Any = trained.model
+    if not predicts_variance(model):
         raise ConfigError(
             f"--drop-variance: the model predicts {model.out_channels or model.in_channels} channels for latents of "
             f"{model.in_channels}, so there is no variance to drop; leave the flag out"
@@ -29,4 +43,11 @@ def drop_variance(model: Any, weights: Mapping[str, Tensor]) -> tuple[Any, dict[
         name: weights[name].unflatten(0, (positions, -1))[:, : model.in_channels].flatten(0, 1)
         for name in ("head.linear.weight", "head.linear.bias")
     }
-    return replace(model, out_channels=None), {**weights, **cut}
+    objective = trained.objective
+    mean = replace(
+        trained,
+        model=replace(model, out_channels=None),
+        objective=replace(objective, learned_variance=False) if isinstance(objective, DDPM) else objective,
+        sampling={name: value for name, value in trained.sampling.items() if name != "variance"},
+    )
+    return mean, {**weights, **cut}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
+from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 
@@ -137,6 +138,26 @@ class Objective(ABC):
         Returns:
             x0_TC in the dtype of `x_TC`.
         """
+
+    def denoise_with_variance(
+        self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Estimate the clean latents, and the variance of the reverse step that the network learned.
+
+        Args:
+            network: returns all outputs, one behind another; else as for `denoise`.
+
+        Returns:
+            x0_TC, and where the log variance is between that of the posterior (0) and log beta (1); both in the dtype
+            of `x_TC`.
+
+        Raises:
+            ConfigError: the objective learns no variance.
+        """
+        raise ConfigError(
+            f"variance='learned' needs a network that learned one, and this one was trained by {self}; use "
+            "variance='small' or 'large', or train with objective=ddpm_learned_variance"
+        )
 
     @abstractmethod
     def sampling_grid(self, num_steps: int) -> Tensor:
