@@ -7,6 +7,7 @@ from torch import Tensor
 from dit.convert.rules import TRAIN_THAT_WAY, require
 from dit.convert.variance import predicts_variance
 from dit.layers.positions import sincos
+from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.objectives.ddpm import DDPM
 from dit.patchify import grid_positions
@@ -28,7 +29,7 @@ GUIDED_CHANNELS = 3
 """How many of a latent's 4 channels facebookresearch/DiT guides; diffusers' pipeline guides all."""
 
 
-def trained_objective(model: DiTConfig) -> DDPM:
+def trained_objective(model: ModelConfig) -> DDPM:
     """Return the objective of the published weights.
 
     Source: facebookresearch/DiT, `diffusion/__init__.py`: 1000 steps, linear betas, the network predicts the noise,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ def generate(
 
     grid = objective.sampling_grid(num_steps)
     _, sigma = objective.path.alpha_sigma(grid[0])
-    denoise = objective.denoise_with_variance if learned else objective.denoise
+    denoise: Callable[..., Any] = objective.denoise_with_variance if learned else objective.denoise
     start_TC = float(sigma) * AddressedNoise(seed, 0, batch.sample_ids_S, layout).normal_TC("start", channels)
     x0_TC = solve(
         solver,

@@ -249,7 +249,7 @@ def _renoised(path: Path, x_TC: Tensor, x0_TC: Tensor, u: Tensor, u_next: Tensor
     return alpha_next * x0_TC + math.sqrt(sigma_next**2 - fresh**2) / sigma * (x_TC - alpha * x0_TC)
 
 
-def _with_fixed_variance(denoiser: Denoiser, fraction: float, x_TC: Tensor, u: Tensor) -> tuple[Tensor, float]:
+def _with_fixed_variance(denoiser: Any, fraction: float, x_TC: Tensor, u: Tensor) -> tuple[Tensor, float]:
     """Be a `Reverse` whose fraction is the same everywhere."""
     return denoiser(x_TC, u), fraction
 
