@@ -3,19 +3,23 @@
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Any, Optional
 from unittest import mock
 
 import pytest
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
 from dit.training.step import training_forward_step
+from dit.verify.full import differences, reference_folder
 from dit.verify.ranks import run_world
+from dit.verify.report import Verdict, judge_differences
 from dit.verify.trial import train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import compare, main, tiny_pair
+from launch.verify import compare, main, tiny_pair, verify_full
 from recipes import registry
 from tests.parallel.rows import rows, selected
 
@@ -88,6 +92,17 @@ def doubled_loss(case: dict) -> dict:
         return train(case["trial"])
 
 
+def full_size(case: dict) -> Optional[Verdict]:
+    """Compare a run at its full size on the ranks of this world; its reference is a process of its own."""
+    return verify_full(case["config"], None)
+
+
+def full_differences(case: dict) -> Optional[dict[str, Any]]:
+    """Compare a pair without gathering."""
+    with reference_folder(None, 0) as folder:
+        return differences(case["one"], case["many"], folder)
+
+
 FAULTS = {
     "no sum": {"alter": sum_no_sequence_shards},
     "text twice": {"alter": sum_the_text_twice},
@@ -110,8 +125,22 @@ def verdicts(request, tmp_path_factory):
         task["task"] = fault.get("task", task["task"])
     one = run_world(1, [{**tasks[0], "trial": trial} for trial in references.values()], folder / "1")
     alone = dict(zip(references, one))
-    many = run_world(2, tasks, folder / "2")
-    return {name: compare(pair, alone[repr(pair.one)], found) for (name, pair), found in zip(pairs.items(), many)}
+    small = replace(config_of("tiny_dit_pack"), parallel=ParallelConfig(**TP2SP))
+    broken = pairs["no sum"]
+    tasks += [
+        {"task": "tests.parallel.test_verify:full_size", "config": small},
+        {
+            "task": "tests.parallel.test_verify:full_differences",
+            "one": broken.one,
+            "many": replace(broken.many, alter=sum_no_sequence_shards),
+        },
+    ]
+    *many, full, ungathered = run_world(2, tasks, folder / "2")
+    model = build_on_meta(broken.many.model)
+    found = {"full size": full, "not gathered": judge_differences(ungathered, model, broken.sizes)}
+    return found | {
+        name: compare(pair, alone[repr(pair.one)], found) for (name, pair), found in zip(pairs.items(), many)
+    }
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
@@ -136,6 +165,27 @@ def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts)
     assert "head.linear.bias" in verdict.comparison.drifted
     assert "copies that differ between ranks: " in text
     assert not any("linear_qkv" in wrong.row.name for wrong in verdict.wrong)
+
+
+def test_the_full_size_equals_one_rank(verdicts):
+    """The recipe's own sizes, on ranks that are there already; as many gradients as the model has parameters."""
+    verdict = verdicts["full size"]
+    assert verdict.comparison.differences == ()
+    names = [name for name, _ in build_on_meta(config_of("tiny_dit_pack").model).named_parameters()]
+    assert verdict.compared + len(verdict.idle) == len(names)
+    assert "equal: " in verdict.text()
+
+
+def test_without_gathering_the_same_gradients_are_found_wrong(verdicts):
+    """Squared errors of the parts, added up over the ranks, against the tensors that every rank gathers."""
+    parts, gathered = verdicts["not gathered"], verdicts["no sum"]
+    assert [wrong.row for wrong in parts.wrong] == [wrong.row for wrong in gathered.wrong]
+    assert set(parts.comparison.drifted) == set(gathered.comparison.drifted)
+    assert [wrong.norm for wrong in parts.wrong if wrong.row.split != "-"] == pytest.approx(
+        [wrong.norm for wrong in gathered.wrong if wrong.row.split != "-"], rel=1e-5
+    )
+    for one, other in zip(parts.wrong, gathered.wrong):
+        assert dict(one.by_rank) == pytest.approx(dict(other.by_rank), rel=1e-5)
 
 
 def test_a_needless_sum_is_counted(verdicts):
@@ -193,6 +243,7 @@ def test_the_command_explains_the_real_model(capsys):
     ("words", "says"),
     [
         ([], "give --factory RECIPE"),
+        (["--full", "--factory", "tiny_dit"], "torchrun --standalone --nproc-per-node N -m launch.verify --full"),
         (["--factory", "tiny_dti"], "did you mean tiny_dit"),
         (["--factory", "tiny_dit", "--world-size", "1"], "--world-size 1 leaves nothing to compare"),
         (["--factory", "tiny_dit_tp2sp", "--world-size", "3"], "world size 3 is not a multiple"),
