@@ -144,7 +144,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
     with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
         started = time.perf_counter()
-        loss_sums = torch.zeros(len(config.objective.terms) + 1, device=run.device)
+        loss_sums = torch.zeros(len(config.objective.logged) + 1, device=run.device)
         while state.step < training.num_steps:
             trace.before(state.step + 1)
             grad_norm = run.step(loss_sums)
@@ -231,7 +231,7 @@ class Run:
         """Make one optimizer step; nothing but the gradient norm comes back to the host.
 
         Args:
-            loss_sums: gets this rank's sums of the step added: of each term of the loss, then the tokens.
+            loss_sums: gets this rank's sums of the step added: of what the objective logs, then the tokens.
 
         Raises:
             NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
@@ -270,10 +270,10 @@ class Run:
 
     def mean_loss(self, loss_sums: torch.Tensor) -> float:
         """Return the mean loss over all ranks of what `step` added up; every rank calls this and gets it."""
-        return sum(self.mean_terms(loss_sums))
+        return named_losses(self.config.objective, self.mean_terms(loss_sums))["loss"]
 
     def mean_terms(self, loss_sums: torch.Tensor) -> list[float]:
-        """Return the same of each term of the loss."""
+        """Return the same of each term and measure of the loss."""
         sums = loss_sums.clone()
         dist.all_reduce(sums, group=self.groups.dp_cp)
         dist.all_reduce(sums, group=self.groups.pp)  # the last stage alone has losses
