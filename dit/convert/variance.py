@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeGuard
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from dit.models.transformer_config import TransformerModelConfig
 from dit.objectives.ddpm import DDPM
 
 
-def predicts_variance(model: ModelConfig) -> bool:
+def predicts_variance(model: ModelConfig) -> TypeGuard[TransformerModelConfig]:
     """Return whether a network predicts a second number for every channel: the variance of a reverse step."""
     return isinstance(model, TransformerModelConfig) and model.output_features == 2 * model.token_channels
 
