@@ -81,7 +81,8 @@ def packs(case: dict[str, Any], dp_rank: int, dp_size: int, token_multiple: int)
 
 def trial_of(case: dict[str, Any]) -> Trial:
     """Return the trial that a case describes."""
-    stated = {name: case[name] for name in ("micro_batches", "steps", "precision", "recompute") if name in case}
+    options = ("micro_batches", "steps", "precision", "recompute", "objective")
+    stated = {name: case[name] for name in options if name in case}
     return Trial(
         model=tiny_model(**case.get("model", {})),
         parallel=ParallelConfig(**case["parallel"]),

@@ -103,7 +103,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     run = Run(config, dims, spec, groups, quiet=True)
     batches = run.batches = Recording(run.batches)  # type: ignore[assignment]
     model, training, parallel = config.model, config.training, config.parallel
-    losses = torch.zeros(len(config.objective.terms) + 1, device=run.device)
+    losses = torch.zeros(len(config.objective.logged) + 1, device=run.device)
     seconds = []
     for i in range(warmup + steps):
         if i == warmup:

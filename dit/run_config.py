@@ -88,14 +88,13 @@ class RunConfig:
         check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
+        check_sampling(self.sampling, self.objective, self.model)
         dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))
         spec = self.model.batch_spec(micro_batch_size=dims.micro_batch_size, multiple_of=dims.token_multiple)
         self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
         if self.data.mixes_shapes(spec):
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
             self.model.check_supports(Ability.MIXED_SHAPES, f"data={type(self.data).__name__}", cure)
-        # A table of noise levels has at most as many levels as the network was trained with.
-        self.objective.sampling_grid(self.sampling.num_steps)
         return dims, spec
 
     def check_here(self) -> tuple[ParallelDims, BatchSpec]:
@@ -151,6 +150,31 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
             f"(model.in_channels={model.in_channels}), and the objective trains {wanted}; "
             f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with as many "
             "outputs (objective=ddpm_learned_variance has two, the others have one)"
+        )
+
+
+def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelConfig) -> None:
+    """Check that the model can be sampled from as the settings say.
+
+    Raises:
+        ConfigError: with the numbers and the cure.
+    """
+    # A table of noise levels has no more of them than the network was trained with.
+    objective.sampling_grid(sampling.num_steps)
+    if sampling.variance != "small" and sampling.solver != "ancestral":
+        raise ConfigError(
+            f"sampling.variance={sampling.variance!r} is of noise that sampling.solver={sampling.solver!r} does not "
+            "draw; use sampling.solver=ancestral, or sampling.variance=small"
+        )
+    if sampling.variance == "learned" and objective.num_outputs == 1:
+        raise ConfigError(
+            f"sampling.variance='learned' needs an objective that learns one, and it is {objective}; use "
+            "sampling.variance=small or large, or objective=ddpm_learned_variance"
+        )
+    if (guided := sampling.guidance_channels) is not None and guided > model.in_channels:
+        raise ConfigError(
+            f"sampling.guidance_channels={guided} of latents with model.in_channels={model.in_channels}; "
+            f"use at most {model.in_channels}, or none for all"
         )
 
 

@@ -1,7 +1,7 @@
 """Settings of a training run; `validate` raises `ConfigError` with the number and its range."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional, get_args, get_type_hints
+from typing import Literal, Optional, get_type_hints
 
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -12,6 +12,7 @@ from dit.ranges import (
     POSITIVE,
     SEED,
     SHARE_BELOW_1,
+    check_choice,
     check_path,
     check_ranges,
     whole,
@@ -188,7 +189,12 @@ class SamplingConfig:
     Attributes:
         solver: integrator of the sampling equation.
         num_steps: solver steps; `heun` calls the network twice per step.
+        variance: of the noise that `ancestral` draws at each step: `small`, that of the posterior given x0; `large`,
+            beta of the forward step; `learned`, what a network trained by `ddpm_learned_variance` predicts, between
+            the two.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
+        guidance_channels: guide the first so many channels of a latent, the others stay those of the conditional
+            network; None for all. 3 in facebookresearch/DiT, whose latents have 4.
         samples_per_class: rows of the grid.
         prompts: texts to sample instead of classes, for a model of texts; None for none.
         seed: of the initial noise.
@@ -196,7 +202,9 @@ class SamplingConfig:
 
     solver: Literal["euler", "heun", "ddim", "ancestral", "dpmpp_2m"] = "euler"
     num_steps: int = 30
+    variance: Literal["small", "large", "learned"] = "small"
     guidance_scale: float = 2.0
+    guidance_channels: Optional[int] = None
     samples_per_class: int = 1
     prompts: Optional[list[str]] = None
     seed: int = 7
@@ -206,8 +214,14 @@ class SamplingConfig:
         check_ranges(
             "sampling",
             self,
-            {"num_steps": whole(1, 10_000), "guidance_scale": FINITE, "samples_per_class": COUNT, "seed": SEED},
+            {
+                "num_steps": whole(1, 10_000),
+                "guidance_scale": FINITE,
+                "guidance_channels": COUNT,
+                "samples_per_class": COUNT,
+                "seed": SEED,
+            },
         )
-        solvers = get_args(get_type_hints(SamplingConfig)["solver"])
-        if self.solver not in solvers:
-            raise ConfigError(f"sampling.solver={self.solver!r} is unknown; use one of {', '.join(solvers)}")
+        hints = get_type_hints(SamplingConfig)
+        for name in ("solver", "variance"):
+            check_choice(f"sampling.{name}", getattr(self, name), hints[name])

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 EXIT_BELOW_MINIMUM = 1
 DEFAULT_DATA = "data/letters"
+LETTERS = ("letters", "moving_letters")
+"""What data sets call themselves that the reader learns from."""
 SAMPLES_PER_CLASS, CLIPS_PER_CLASS, PAIRS_PER_LETTER = 8, 2, 4
 DESCRIPTION = "Let a classifier, trained on real letters only, read generated ones."
 
@@ -102,7 +104,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"({SAMPLES_PER_CLASS}; of clips {CLIPS_PER_CLASS})",
     )
-    parser.add_argument("--data", metavar="DIR", help="letters data set the reader learns from (default: the run's)")
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="letters the reader learns from (default: the run's; of a blend, its letters)",
+    )
     parser.add_argument("--minimum", type=float, metavar="SHARE", help="exit with 1 if less is read, such as 0.9")
     parser.add_argument("--minimum-style", type=float, metavar="SHARE", help="the same for each style word measured")
     parser.add_argument("--minimum-motion", type=float, metavar="SHARE", help="the same for each measure of motion")
@@ -112,10 +118,28 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
-    """Return the data set of the classifier: the flag, else that of the run."""
+    """Return the data set of the classifier: the flag, else that of the run; of a blend, the letters in it.
+
+    Raises:
+        ConfigError: the run trained on a blend with several data sets of letters, or none.
+        DataError: it cannot be read.
+    """
     if args.data:
         return args.data
-    return getattr(generator.config.data, "path", "") or DEFAULT_DATA
+    path = getattr(generator.config.data, "path", "") or DEFAULT_DATA
+    if Path(path).suffix not in (".yaml", ".yml"):
+        return path
+    from energon_data.folder import check_dataset
+
+    members = {str(member.path): member.description.get("name") in LETTERS for member in check_dataset(path, "train")}
+    readable = [member for member, is_letters in members.items() if is_letters]
+    if len(readable) != 1:
+        raise ConfigError(
+            f"the run trained on {path}, a blend with {len(readable)} data sets of letters, and the reader learns from "
+            f"one; name the one whose letters the samples shall be, as in --data {(readable or list(members))[0]} "
+            f"(the blend has {', '.join(members)})"
+        )
+    return readable[0]
 
 
 def evaluate(args: argparse.Namespace) -> Score:

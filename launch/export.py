@@ -120,7 +120,7 @@ def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Ten
 
     rules = original_rules(trained.model, trained.latent_size)
     write_tensors(rules.to_theirs(weights()), out, {METADATA_KEY: json.dumps(to_record(trained))})
-    notes = note_objective(trained.objective, trained_objective())
+    notes = note_objective(trained.objective, trained_objective(trained.model))
     if notes:
         notes += how_to_sample(trained)
     if out.suffix == ".pt":

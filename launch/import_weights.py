@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--format", required=True, choices=FORMATS, help="format of the files")
     parser.add_argument("--out", required=True, metavar="DIR", help="run folder to create")
     parser.add_argument(
-        "--drop-variance", action="store_true", help="drop a learned variance, to continue training without it"
+        "--drop-variance", action="store_true", help="drop a learned variance: train and sample without it"
     )
     parser.add_argument(
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
@@ -91,14 +91,14 @@ def run(args: argparse.Namespace) -> list[str]:
 
     objective = None if args.objective is None else read_objective(args.objective)
     found = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
-    trained, notes = settle(found, objective)
-    model, weights = trained.model, found.rules.to_ours(found.tensors)
+    weights = found.rules.to_ours(found.tensors)
     if args.drop_variance:
-        model, weights = drop_variance(model, weights)
+        mean, weights = drop_variance(found.trained, weights)
+        found = replace(found, trained=mean)
+    trained, notes = settle(found, objective)
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
-        trained = replace(trained, model=model)
         write_imported(Path(args.out), weights, trained, sampling, f"{args.format}: {source.resolve()}")
     return [*trained.notes, *notes]
 

@@ -23,7 +23,7 @@ from launch import environment
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
 
-SOLVERS = get_args(get_type_hints(SamplingConfig)["solver"])
+SOLVERS, VARIANCES = (get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance"))
 MAX_DEFAULT_CLASSES = 36
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture, or as a film."
 EXAMPLES = """\
@@ -43,7 +43,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw-weights", action="store_true", help="use the raw weights instead of their average (EMA)")
     group.add_argument("--solver", choices=SOLVERS, help="how the sampling equation is integrated")
     group.add_argument("--steps", type=at_least_one, metavar="N", help="solver steps")
+    group.add_argument("--variance", choices=VARIANCES, help="of the noise in each step of --solver ancestral")
     group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
+    group.add_argument(
+        "--guidance-channels", type=at_least_one, metavar="N", help="guide the first N channels of a latent only"
+    )
     group.add_argument("--seed", type=int, metavar="N", help="addresses the initial noise")
     group.add_argument("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
 
@@ -123,7 +127,9 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "solver": args.solver,
         "num_steps": args.steps,
+        "variance": args.variance,
         "guidance_scale": args.guidance_scale,
+        "guidance_channels": args.guidance_channels,
         "seed": args.seed,
         "fps": args.fps,
     }

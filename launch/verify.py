@@ -4,6 +4,7 @@ Both train two steps of the recipe's tiny form on gloo ranks of this machine, wi
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ EXAMPLES = """\
 examples
   python -m launch.verify --factory pretrain_7b parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=True
   python -m launch.verify --factory tiny_wan parallel.data_parallel=fsdp --world-size 2
+  torchrun --standalone --nproc-per-node 8 -m launch.verify --full --factory dit_xl2_imagenet
   python -m launch.verify --explain --factory flux_12b parallel.pipeline_model_parallel_size=4
 
 The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
@@ -57,6 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--explain", action="store_true", help="print over what the real model's parameters are split and reduced"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="under torchrun: the full-size model, on the ranks and GPUs it started"
+    )
+    parser.add_argument(
+        "--scratch", metavar="DIR", help="of --full: where the reference is written, seen by all ranks (default: /tmp)"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="settings of the run, such as parallel.*"
@@ -113,14 +121,25 @@ def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
     Raises:
         ConfigError: the layout cannot run, for the reasons for which training would refuse it.
     """
+    from dit.verify.tiny import tiny_layout, tiny_model
+
+    parallel = tiny_layout(config.parallel)
+    return pair_of(replace(config, parallel=parallel, model=tiny_model(config.model, parallel)), world_size)
+
+
+def pair_of(config: "RunConfig", world_size: int) -> Pair:
+    """Return a few steps of a model on synthetic packs of few tokens in fp32, under its layout and on one rank.
+
+    Raises:
+        ConfigError: the layout cannot run, for the reasons for which training would refuse it.
+    """
     from dit.parallel.dims import ParallelConfig
     from dit.verify.report import axis_sizes
-    from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids, tiny_layout, tiny_model
+    from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids
     from dit.verify.trial import SEED, Trial
     from energon_data.mock import MockData
 
-    parallel = tiny_layout(config.parallel)
-    model = tiny_model(config.model, parallel)
+    parallel, model = config.parallel, config.model
     multiple, total = pack_tokens(parallel)
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
@@ -144,8 +163,7 @@ def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
         linears="auto",
         recompute_layers=None,
     )
-    tiny = replace(config, model=model, data=data, parallel=parallel, training=training)
-    dims, spec = tiny.check(world_size)
+    dims, spec = replace(config, data=data, training=training).check(world_size)
     stream = MockStream(data, replace(spec, multiple_of=multiple), SEED)
     many = Trial(
         model=model,
@@ -173,7 +191,8 @@ def compare(pair: Pair, one: dict[str, Any], many: dict[str, Any]) -> "Verdict":
     from dit.parallel.build import build_on_meta
     from dit.verify.report import judge
 
-    return judge(one, many, build_on_meta(pair.many.model), pair.sizes)
+    model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.learns_uncertainty)
+    return judge(one, many, model, pair.sizes)
 
 
 def verify(pair: Pair, folder: Path) -> "Verdict":
@@ -191,6 +210,43 @@ def verify(pair: Pair, folder: Path) -> "Verdict":
     return compare(pair, one, many)
 
 
+def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional["Verdict"]:
+    """Compare the full-size model on the ranks that torchrun started; every rank calls this, rank 0 gets the verdict.
+
+    Args:
+        scratch: a folder that all ranks see, for the reference; None for the temporary one of this machine.
+
+    Raises:
+        ConfigError: torchrun did not start several ranks, the layout cannot run, or the disk is too small.
+        RuntimeError: the reference failed.
+    """
+    from dit.backends.process_groups import world_size_from_environment
+    from dit.parallel.build import build_on_meta, count_parameters
+    from dit.verify.full import differences, reference_bytes, reference_folder
+    from dit.verify.report import judge_differences
+
+    world_size = world_size_from_environment()
+    if world_size < 2:
+        raise ConfigError(
+            "--full compares on the ranks that torchrun starts, and there is one; start it as "
+            "torchrun --standalone --nproc-per-node N -m launch.verify --full ..."
+        )
+    pair = pair_of(config, world_size)
+    memory, disk = reference_bytes(count_parameters(config.model))
+    with reference_folder(scratch, disk) as folder:
+        if os.environ["RANK"] == "0":
+            print(
+                f"{world_size} ranks against one, {changed(config.parallel)}; the one trains all of the model in fp32, "
+                f"{memory / 2**30:.2f} GiB besides activations, and leaves {disk / 2**30:.2f} GiB in {folder}",
+                flush=True,
+            )
+        found = differences(pair.one, pair.many, folder)
+    if found is None:
+        return None
+    model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.learns_uncertainty)
+    return judge_differences(found, model, pair.sizes)
+
+
 def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
     """Return the table of every parameter of the run's real model under its layout.
 
@@ -202,7 +258,8 @@ def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
     from dit.verify.report import axis_sizes
 
     dims, _ = config.check(world_size)
-    return explain(build_on_meta(config.model), axis_sizes(config.parallel, dims))
+    model = build_on_meta(config.model, uncertainty=config.objective.learns_uncertainty)
+    return explain(model, axis_sizes(config.parallel, dims))
 
 
 @one_line_errors
@@ -222,8 +279,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.explain:
         print(explain_layout(config, args.world_size))
         return EXIT_OK
-    pair = tiny_pair(config, world_size_of(config.parallel, args.world_size))
     began = time.perf_counter()
+    if args.full:
+        found = verify_full(config, args.scratch)
+        if found is not None:
+            print(found.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
+        return EXIT_OK if found is None or found.is_equal else EXIT_UNEXPECTED
+    pair = tiny_pair(config, world_size_of(config.parallel, args.world_size))
     print(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         verdict = verify(pair, Path(folder))

@@ -202,6 +202,12 @@ def edm() -> run.Config[EDM]:
 
 
 @run.cli.factory(target=Objective)
+def edm_uncertainty() -> run.Config[EDM]:
+    """EDM with noise levels weighed by a learned uncertainty, with p_mean and p_std of EDM2 (Karras et al. 2024)."""
+    return run.Config(EDM, p_mean=-0.4, p_std=1.0, uncertainty=True)
+
+
+@run.cli.factory(target=Objective)
 def flow_matching() -> run.Config[FlowMatching]:
     """Flow matching on the straight path; the network outputs the velocity."""
     return run.Config(FlowMatching)

@@ -110,6 +110,7 @@ MAY_IMPORT = {
     },
     "energon_data": {
         "dit.errors",
+        "dit.durable_files",
         "dit.ranges",
         "dit.layout",
         "dit.batch",

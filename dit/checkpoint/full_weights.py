@@ -19,11 +19,12 @@ from dit.checkpoint.store import CheckpointStore, model_fingerprint
 from dit.config_record import to_record
 from dit.convert.diffusers_format import TrainedModel
 from dit.errors import ConfigError
+from dit.models.base import UNCERTAINTY
 from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 
 
 def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
-    """Read every parameter of a verified checkpoint in full, float32, on this one process.
+    """Read every parameter of a verified checkpoint in full, float32, on this one process; without an uncertainty.
 
     Args:
         slot: `ema` or `weight`.
@@ -32,7 +33,8 @@ def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
         CheckpointError: they cannot be read.
     """
     reader, prefix = StateReader(folder), f"{slot}."
-    return {name.removeprefix(prefix): reader.read_full(name) for name in reader.shapes if name.startswith(prefix)}
+    names = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]
+    return {name: reader.read_full(prefix + name) for name in names if not name.startswith(UNCERTAINTY)}
 
 
 def write_imported(

@@ -51,7 +51,8 @@ class TrainState:
 def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> TrainState:
     """Build the state of this rank at step 0."""
     training = config.training
-    chunks = build_model(config.model, config.parallel, training, groups)
+    learned = config.objective.learns_uncertainty
+    chunks = build_model(config.model, config.parallel, training, groups, uncertainty=learned)
     wrapped = wrap(chunks, config.parallel, groups)
     optimizer = build_optimizer(wrapped, config.optimizer, config.parallel, training.precision, groups)
     shards = master_shards(optimizer, chunks)

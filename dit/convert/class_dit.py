@@ -3,7 +3,9 @@
 from torch import Tensor
 
 from dit.convert.rules import TRAIN_THAT_WAY, require
+from dit.convert.variance import predicts_variance
 from dit.layers.positions import sincos
+from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.objectives.ddpm import DDPM
 from dit.patchify import grid_positions
@@ -21,16 +23,26 @@ ONLY_THESE = {
 """Settings of ours that the paper's model has no others of."""
 
 
-SAMPLING = {"solver": "ancestral", "num_steps": 250, "guidance_scale": 4.0}
-"""As in facebookresearch/DiT, `sample.py`; there guidance leaves the last channel alone, here it takes all."""
+GUIDED_CHANNELS = 3
+"""How many of a latent's 4 channels facebookresearch/DiT guides; diffusers' pipeline guides all."""
 
 
-def trained_objective() -> DDPM:
+def trained_objective(model: ModelConfig) -> DDPM:
     """Return the objective of the published weights.
 
-    Source: facebookresearch/DiT, `diffusion/__init__.py`: 1000 steps, linear betas, the network predicts the noise.
+    Source: facebookresearch/DiT, `diffusion/__init__.py`: 1000 steps, linear betas, the network predicts the noise,
+    and in a second half of its channels the variance.
     """
-    return DDPM(schedule="linear", discrete_steps=1000, prediction="noise")
+    return DDPM(schedule="linear", discrete_steps=1000, prediction="noise", learned_variance=predicts_variance(model))
+
+
+def published_sampling(model: DiTConfig) -> dict[str, object]:
+    """Return how the authors sample.
+
+    Source: facebookresearch/DiT, `sample.py`.
+    """
+    sampling: dict[str, object] = {"solver": "ancestral", "num_steps": 250, "guidance_scale": 4.0}
+    return {**sampling, "variance": "learned"} if predicts_variance(model) else sampling
 
 
 def check_expressible(model: DiTConfig, side: str, **also: int) -> None:

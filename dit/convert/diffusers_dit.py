@@ -16,7 +16,7 @@ Source: diffusers 0.38, `models/transformers/dit_transformer_2d.py`, names and s
 from collections.abc import Mapping
 from typing import Any
 
-from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
+from dit.convert.class_dit import check_expressible, position_table, published_sampling, trained_objective
 from dit.convert.diffusers_format import VERSION, DiffusersFormat, LatentSize, TrainedModel
 from dit.convert.rules import Axes, ByHead, Copies, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
@@ -79,7 +79,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
                 f"{model.layernorm_epsilon:g} everywhere, as the paper's code"
             )
         size = (1, published["sample_size"], published["sample_size"])
-        return TrainedModel(model, trained_objective(), size, SAMPLING, notes=notes)
+        return TrainedModel(model, trained_objective(model), size, published_sampling(model), notes=notes)
 
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         check_expressible(model, self.class_name, ffn_size=4 * model.hidden_size)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
 from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
+from dit.convert.variance import predicts_variance
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.stdit.config import STDiTConfig
@@ -106,7 +107,9 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
             fps_conditioning=False,
             position_span=size // published["patch_size"] / scale,
         )
-        objective = DDPM(schedule="linear", discrete_steps=1000, prediction="noise")
+        objective = DDPM(
+            schedule="linear", discrete_steps=1000, prediction="noise", learned_variance=predicts_variance(model)
+        )
         sampling = {"solver": "dpmpp_2m", "num_steps": 20, "guidance_scale": 4.5}
         return TrainedModel(model, objective, (1, size, size), sampling)
 

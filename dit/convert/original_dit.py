@@ -15,7 +15,13 @@ from typing import Optional
 
 from torch import Tensor
 
-from dit.convert.class_dit import SAMPLING, check_expressible, position_table, trained_objective
+from dit.convert.class_dit import (
+    GUIDED_CHANNELS,
+    check_expressible,
+    position_table,
+    published_sampling,
+    trained_objective,
+)
 from dit.convert.diffusers_format import LatentSize, TrainedModel
 from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
@@ -64,7 +70,10 @@ def read_sizes(theirs: Mapping[str, Tensor], num_attention_heads: Optional[int] 
         patch_spatial=patch,
         num_classes=theirs["y_embedder.embedding_table.weight"].shape[0] - 1,
     )
-    return TrainedModel(model, trained_objective(), (1, grid * patch, grid * patch), SAMPLING)
+    sampling = published_sampling(model)
+    if in_channels > GUIDED_CHANNELS:
+        sampling["guidance_channels"] = GUIDED_CHANNELS
+    return TrainedModel(model, trained_objective(model), (1, grid * patch, grid * patch), sampling)
 
 
 def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:

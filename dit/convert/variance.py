@@ -2,26 +2,37 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeGuard
 
 from torch import Tensor
 
+from dit.convert.diffusers_format import TrainedModel
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.models.transformer_config import TransformerModelConfig
+from dit.objectives.ddpm import DDPM
 
 
-def drop_variance(model: ModelConfig, weights: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+def predicts_variance(model: ModelConfig) -> TypeGuard[TransformerModelConfig]:
+    """Return whether a network predicts a second number for every channel: the variance of a reverse step."""
+    return isinstance(model, TransformerModelConfig) and model.output_features == 2 * model.token_channels
+
+
+def drop_variance(trained: TrainedModel, weights: Mapping[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
     """Cut the variance's rows off the head: the second half of the channels at every position of a patch.
 
     Args:
-        model: its configuration.
-        weights: its parameters by global name.
+        weights: the model's parameters by global name.
+
+    Returns:
+        The model, which is trained on and sampled from without a learned variance, and its weights.
 
     Raises:
         ConfigError: the model predicts no variance.
     """
+    model = trained.model
     positions = model.token_channels // model.in_channels
-    if not isinstance(model, TransformerModelConfig) or model.output_features != 2 * model.token_channels:
+    if not predicts_variance(model):
         raise ConfigError(
             f"--drop-variance: the model predicts {model.output_features // positions} channels for latents of "
             f"{model.in_channels}, so there is no variance to drop; leave the flag out"
@@ -30,4 +41,11 @@ def drop_variance(model: ModelConfig, weights: Mapping[str, Tensor]) -> tuple[Mo
         name: weights[name].unflatten(0, (positions, -1))[:, : model.in_channels].flatten(0, 1)
         for name in ("head.linear.weight", "head.linear.bias")
     }
-    return replace(model, out_channels=None), {**weights, **cut}
+    objective = trained.objective
+    mean = replace(
+        trained,
+        model=replace(model, out_channels=None),
+        objective=replace(objective, learned_variance=False) if isinstance(objective, DDPM) else objective,
+        sampling={name: value for name, value in trained.sampling.items() if name != "variance"},
+    )
+    return mean, {**weights, **cut}

@@ -53,7 +53,9 @@ class Generator:
         frames: Optional[int] = None,
         solver: Optional[str] = None,
         num_steps: Optional[int] = None,
+        variance: Optional[str] = None,
         guidance_scale: Optional[float] = None,
+        guidance_channels: Optional[int] = None,
         seed: Optional[int] = None,
     ) -> Tensor:
         """Generate one sample per label (or condition, or `count` samples); settings left out are the run's own.
@@ -64,12 +66,14 @@ class Generator:
             negative: conditions that guidance leads away from, by name; None for the null of all.
             fps: of all samples.
             frames: of each sample, 1 for a still; those of the longest clip that was trained on if None.
+            variance: of the solver `ancestral`, see `SamplingConfig`.
 
         Returns:
             Latents `[N, C, T, H, W]`, float32.
 
         Raises:
-            ConfigError: a condition does not fit the model, the solver is unknown, or so many frames cannot be drawn.
+            ConfigError: a condition does not fit the model, the solver is unknown or has no such variance, or so many
+                frames cannot be drawn.
         """
         own = self.config.sampling
         device = local_device()
@@ -86,14 +90,21 @@ class Generator:
         size = len(next(iter(given.values()))) if given else count or 1
         rate = {FPS.name: [self.fps if fps is None else fps] * size}
         batch = empty_pack(self.spec, (drawn, height, width), size, device, {**rate, **given})
+        solver = own.solver if solver is None else solver
+        if variance is not None and solver != "ancestral":
+            raise ConfigError(
+                f"variance={variance!r} is of noise that solver={solver!r} does not draw; use solver='ancestral'"
+            )
         latents = generate(
             self.network,
             self.config.objective,
             batch,
             self.spec,
-            solver=own.solver if solver is None else solver,
+            solver=solver,
             num_steps=own.num_steps if num_steps is None else num_steps,
+            variance=own.variance if variance is None else variance,
             guidance_scale=own.guidance_scale if guidance_scale is None else guidance_scale,
+            guidance_channels=own.guidance_channels if guidance_channels is None else guidance_channels,
             seed=own.seed if seed is None else seed,
             negative=negative,
         )

@@ -106,7 +106,9 @@ class PictureWriter:
             self.spec,
             solver=self.sampling.solver,
             num_steps=self.sampling.num_steps,
+            variance=self.sampling.variance,
             guidance_scale=self.sampling.guidance_scale,
+            guidance_channels=self.sampling.guidance_channels,
             seed=self.sampling.seed,
         )
         return clip_grid(latents, captions, columns)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Optional, Self
 
+import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
@@ -18,6 +19,10 @@ from dit.models.activations import BatchForm, SavedActivations
 
 if TYPE_CHECKING:
     from dit.backends.megatron_types import MegatronConfig, MegatronModelType
+    from dit.backends.provider import LayerProvider
+
+UNCERTAINTY = "uncertainty."
+"""How the parameters begin that an objective adds to a model, and that no one needs to sample from it."""
 
 
 @dataclass(frozen=True)
@@ -284,6 +289,17 @@ class Backbone(nn.Module, ABC):
         self.pre_process, self.post_process = stage.first, stage.last
         self.input_tensor: Optional[Tensor] = None
 
+    def learn_uncertainty(self, provider: "LayerProvider") -> None:
+        """Add the head u(sigma) to the stage that has the model's head; its predictions get u as a last column.
+
+        In the forward pass, because there the data-parallel wrappers have its weights at hand.
+        """
+        from dit.layers.uncertainty import Uncertainty  # configs import this file, and layers Megatron-Core
+
+        if self.stage.last:
+            self.uncertainty = Uncertainty(provider)
+            self.register_forward_hook(_append_uncertainty)
+
     def set_input_tensor(self, input_tensor: Tensor | list[Optional[Tensor]] | None) -> None:
         """Set the activations of the previous pipeline stage."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
@@ -304,3 +320,9 @@ class Backbone(nn.Module, ABC):
         Returns:
             `[T, out_channels]` on the last stage, else the activations for the next one.
         """
+
+
+def _append_uncertainty(backbone: Backbone, given: tuple[Tensor, Tensor, PackedBatch], prediction_TC: Tensor) -> Tensor:
+    """Append u of each token's sample to a prediction, as a column; float32."""
+    _, time_S, batch = given
+    return torch.cat([prediction_TC.float(), batch.layout.per_token(backbone.uncertainty(time_S))], 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
+from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 
@@ -91,6 +92,21 @@ class Objective(ABC):
         """Names of the summands of the loss, in the order of `loss_terms`."""
         return ("error",)
 
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of what `loss_terms` returns to be logged beside the summands."""
+        return ()
+
+    @property
+    def logged(self) -> tuple[str, ...]:
+        """Names of the summands, then of the measures."""
+        return self.terms + self.measures
+
+    @property
+    def learns_uncertainty(self) -> bool:
+        """Whether a head u(sigma) is trained with the network, whose predictions then have u as a last column."""
+        return False
+
     @abstractmethod
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Corrupt a packed micro-batch; every sample's noise level grows with its `noise.level_S()`."""
@@ -102,10 +118,11 @@ class Objective(ABC):
         all their tokens.
 
         Args:
-            prediction_TC: of the local tokens, `[T, num_outputs * token_channels]`, one output behind another.
+            prediction_TC: of the local tokens, `[T, num_outputs * token_channels]`, one output behind another, and the
+                uncertainty behind them where it is learned.
 
         Returns:
-            The summands of the loss by name.
+            The summands of the loss and the measures by name.
         """
         error_T = token_error(prediction_TC, prepared.target_TC, layout, self.loss_kind)
         return {"error": Term(error_T, prepared.weight_S)}
@@ -119,11 +136,11 @@ class Objective(ABC):
             prediction_TC: as for `loss_terms`.
 
         Returns:
-            Loss sum and number of real tokens (float32 scalars), and what each summand adds to the sum, by name,
-            detached.
+            Loss sum and number of real tokens (float32 scalars), and the sum of everything `logged`, by name, detached.
         """
-        sums = {name: term.sum(layout) for name, term in self.loss_terms(prediction_TC, prepared, layout).items()}
-        total = torch.stack(list(sums.values())).sum()
+        found = self.loss_terms(prediction_TC, prepared, layout)
+        sums = {name: found[name].sum(layout) for name in self.logged}
+        total = torch.stack([sums[name] for name in self.terms]).sum()
         return total, layout.valid_T.sum().float(), {name: value.detach() for name, value in sums.items()}
 
     @abstractmethod
@@ -137,6 +154,26 @@ class Objective(ABC):
         Returns:
             x0_TC in the dtype of `x_TC`.
         """
+
+    def denoise_with_variance(
+        self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Estimate the clean latents, and the variance of the reverse step that the network learned.
+
+        Args:
+            network: returns all outputs, one behind another; else as for `denoise`.
+
+        Returns:
+            x0_TC, and where the log variance is between that of the posterior (0) and log beta (1); both in the dtype
+            of `x_TC`.
+
+        Raises:
+            ConfigError: the objective learns no variance.
+        """
+        raise ConfigError(
+            f"variance='learned' needs a network that learned one, and this one was trained by {self}; use "
+            "variance='small' or 'large', or train with objective=ddpm_learned_variance"
+        )
 
     @abstractmethod
     def sampling_grid(self, num_steps: int) -> Tensor:

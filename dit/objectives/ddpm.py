@@ -60,7 +60,8 @@ class DDPM(Objective):
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), 5 in the paper; None for the simple loss.
         learned_variance: the network predicts a second output for every channel, v: the reverse steps have the variance
             exp(w log beta + (1 - w) log beta~) with w = (v + 1) / 2. It learns from the variational bound, which leaves
-            the mean alone: loss = simple + vlb_weight * bound. Solvers take the mean.
+            the mean alone: loss = simple + vlb_weight * bound. `ancestral` samples with it where sampling.variance is
+            `learned`; other solvers take the mean.
         vlb_weight: of the bound, the sum over all steps in bits per dimension.
 
     Raises:
@@ -184,6 +185,16 @@ class DDPM(Objective):
         alpha, sigma = self.path.alpha_sigma(u)
         output_TC = network(x_TC.float(), shared_time(self.noise_schedule.time(u), layout)).to(x_TC.dtype)
         return self._clean(x_TC, output_TC, alpha, sigma)
+
+    def denoise_with_variance(
+        self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Return x0 as `denoise` does, and (v + 1) / 2 of the network's second output."""
+        if not self.learned_variance:
+            return super().denoise_with_variance(network, x_TC, u, layout)
+        both_TC = network(x_TC.float(), shared_time(self.noise_schedule.time(u), layout)).to(x_TC.dtype)
+        output_TC, v_TC = both_TC.chunk(2, dim=-1)
+        return self._clean(x_TC, output_TC, *self.path.alpha_sigma(u)), (v_TC + 1) / 2
 
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return angles evenly spaced in time, then 0; on a table, only angles the network was trained at.

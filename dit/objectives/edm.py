@@ -16,8 +16,10 @@ from dit.objectives.base import (
     Objective,
     Path,
     Prepared,
+    Term,
     sample_weights,
     shared_time,
+    token_error,
 )
 from dit.objectives.noise_levels import log_normal
 from dit.ranges import FINITE, check_choice, check_ranges
@@ -53,11 +55,14 @@ class EDM(Objective):
         sigma_max: first noise level of the sampling grid.
         rho: how strongly the grid crowds at low noise.
         loss_kind: pointwise error.
+        uncertainty: weigh noise levels by a learned u(sigma): loss = error / e**u + u. At its minimum e**u is the mean
+            error at a noise level, so that all levels weigh the same in the gradient. `loss_raw` logs the plain error.
 
     Raises:
         ConfigError: a constant lies outside its range.
 
-    Source: Karras et al. 2022, arXiv:2206.00364, Table 1 and Eq. 5, 7 and 8.
+    Source: Karras et al. 2022, arXiv:2206.00364, Table 1 and Eq. 5, 7 and 8; uncertainty, Karras et al. 2024 (EDM2),
+    arXiv:2312.02696.
     """
 
     sigma_data: float = 0.5
@@ -67,6 +72,7 @@ class EDM(Objective):
     sigma_max: float = 80.0
     rho: float = 7.0
     loss_kind: LossKind = "l2"
+    uncertainty: bool = False
 
     def __post_init__(self) -> None:
         self.path = VarianceExplodingPath()
@@ -80,6 +86,18 @@ class EDM(Objective):
                 f"EDM needs 0 < sigma_min < sigma_max, got sigma_min={self.sigma_min} and sigma_max={self.sigma_max}; "
                 "the paper's are 0.002 and 80"
             )
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return ("scaled", "uncertainty") if self.uncertainty else super().terms
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        return ("raw",) if self.uncertainty else super().measures
+
+    @property
+    def learns_uncertainty(self) -> bool:
+        return self.uncertainty
 
     def level(self, quantile_S: Tensor) -> Tensor:
         """Return sigma drawn by each quantile."""
@@ -108,6 +126,23 @@ class EDM(Objective):
             target_TC=(x0_TC - c_skip * x_TC) / c_out,
             weight_S=sample_weights(batch),
         )
+
+    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        """Compare a prediction with its target; with a learned uncertainty u, scale the error by e**-u and add u.
+
+        u is added for every real token, as the error is: a pack, and the ranks that share a sample's tokens, then count
+        it as often as the errors that it scales.
+        """
+        if not self.uncertainty:
+            return super().loss_terms(prediction_TC, prepared, layout)
+        output_TC, u_T = prediction_TC[:, :-1], torch.where(layout.valid_T, prediction_TC[:, -1].float(), 0.0)
+        error_T = token_error(output_TC, prepared.target_TC, layout, self.loss_kind)
+        weight_S = prepared.weight_S
+        return {
+            "scaled": Term(error_T * torch.exp(-u_T), weight_S),
+            "uncertainty": Term(u_T, weight_S),
+            "raw": Term(error_T.detach(), weight_S),
+        }
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return D(x; sigma) = c_skip x + c_out F(c_in x, log(sigma) / 4) with sigma = `u`."""

@@ -95,13 +95,21 @@ def _megatron_layout(layers: Sequence[int]) -> list[list[str]]:
     return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
 
 
-def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None) -> Backbone:
-    """Build the full model, or one stage of it, on the meta device (no memory), for counting and planning."""
+def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None, *, uncertainty: bool = False) -> Backbone:
+    """Build the full model, or one stage of it, on the meta device (no memory), for counting and planning.
+
+    Args:
+        uncertainty: the objective learns one, see `Backbone.learn_uncertainty`.
+    """
     model.validate()
     with torch.device("meta"):
         config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
         _, attention = resolve_attention(torch.device("cpu"), torch.float32)
-        return build_backbone(model, LayerProvider(config), attention, stage or Stage(range(config.num_layers)))
+        provider = LayerProvider(config)
+        backbone = build_backbone(model, provider, attention, stage or Stage(range(config.num_layers)))
+        if uncertainty:
+            backbone.learn_uncertainty(provider)
+        return backbone
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -151,12 +159,14 @@ def build_model(
     training: TrainingConfig,
     groups: ProcessGroups,
     *,
+    uncertainty: bool = False,
     traced: Optional[TracedBuild] = None,
 ) -> list[Backbone]:
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with counter-based initial weights.
 
     Args:
         training: has precision, seed, recompute, attention and linears.
+        uncertainty: the objective learns one, see `Backbone.learn_uncertainty`.
         traced: builds for tracing; None for training.
 
     Raises:
@@ -180,6 +190,8 @@ def build_model(
     )
     chunks = [build_backbone(model, provider, path, stage) for stage in (traced and traced.stages) or own]
     for chunk in chunks:
+        if uncertainty:
+            chunk.learn_uncertainty(provider)
         chunk.model_type = ModelType.encoder_or_decoder
         if traced is None:
             initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)

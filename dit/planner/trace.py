@@ -283,7 +283,9 @@ class _Program:
 
         def build(stages: Optional[Sequence[Stage]]) -> list[Backbone]:
             asked = replace(training, attention="varlen" if half_on_cuda else "sdpa", linears="auto")
-            return build_model(job.model, job.parallel, asked, self.groups, traced=TracedBuild(stages, job.kernels))
+            traced = TracedBuild(stages, job.kernels)
+            learned = job.objective.learns_uncertainty
+            return build_model(job.model, job.parallel, asked, self.groups, uncertainty=learned, traced=traced)
 
         chunks = build(job.stages)
         if self.groups.pp.size() > 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
 from dit.patchify import grid_positions, split_outputs, unpatchify
-from dit.sampling.guidance import guided_pair, needs_unconditional
+from dit.sampling.guidance import guided_columns, guided_pair, needs_unconditional
 from dit.sampling.solvers import solve
 
 ConditionalNetwork = Callable[[Tensor, Tensor, PackedBatch], Tensor]
@@ -109,6 +109,8 @@ def generate(
     num_steps: int,
     guidance_scale: float,
     seed: int,
+    variance: str = "small",
+    guidance_channels: Optional[int] = None,
     negative: Optional[Mapping[str, Sequence[Value]]] = None,
 ) -> Tensor:
     """Generate every sample of a pack of `empty_pack`.
@@ -116,22 +118,29 @@ def generate(
     The noise is counter-based on (seed, sample, solver step): a sample does not depend on the other samples.
 
     Args:
+        variance: see `SamplingConfig`, as for `guidance_channels`.
         negative: conditions of the unconditional branch, by name, a value for each sample; for the others it is their
             null.
 
     Returns:
         Latents `[N, C, T, H, W]`, float32.
+
+    Raises:
+        ConfigError: the solver or the variance is unknown, the objective learned no variance, or there are not so many
+            channels.
     """
     layout, channels = batch.layout, batch.latents_TC.shape[1]
+    learned = solver == "ancestral" and variance == "learned"
+    num_outputs = 2 if learned else 1  # else of a learned variance the mean alone
 
     def predict(inputs_TC: Tensor, time_S: Tensor, of: PackedBatch) -> Tensor:
-        # The mean; solvers have their own variance.
         prediction_TC = split_outputs(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
-        return prediction_TC[:, :channels]
+        return prediction_TC[:, : num_outputs * channels]
 
     if needs_unconditional(guidance_scale):
         pair = join(batch, without_conditions(batch, spec, negative))
-        bound = guided_pair(lambda inputs_TC, time_S: predict(inputs_TC, time_S, pair), guidance_scale)
+        columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, guidance_channels)
+        bound = guided_pair(lambda inputs_TC, time_S: predict(inputs_TC, time_S, pair), guidance_scale, columns)
     else:
 
         def bound(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
@@ -142,14 +151,16 @@ def generate(
 
     grid = objective.sampling_grid(num_steps)
     _, sigma = objective.path.alpha_sigma(grid[0])
+    denoise: Callable[..., Any] = objective.denoise_with_variance if learned else objective.denoise
     start_TC = float(sigma) * AddressedNoise(seed, 0, batch.sample_ids_S, layout).normal_TC("start", channels)
     x0_TC = solve(
         solver,
-        lambda x_TC, u: objective.denoise(bound, x_TC, u, layout),
+        lambda x_TC, u: denoise(bound, x_TC, u, layout),
         objective.path,
         start_TC,
         grid,
         noise_at=noise_at,
+        variance=variance,
     )
     latents = [
         unpatchify(x0_TC[start : start + length], sample_grid, spec.patch_temporal, spec.patch_spatial)

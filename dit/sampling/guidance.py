@@ -12,6 +12,7 @@ Source: Ho and Salimans 2022, arXiv:2207.12598, Eq. 6 (their w is this scale min
 
 import math
 from collections.abc import Callable
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -48,7 +49,32 @@ def guided(cond: Branch, uncond: Branch, scale: float) -> Branch:
     return lambda x_TC, level: combine(cond(x_TC, level), uncond(x_TC, level), scale)
 
 
-def guided_pair(network: Network, scale: float) -> Network:
+def guided_columns(num_channels: int, num_positions: int, num_outputs: int, first: Optional[int]) -> Optional[Tensor]:
+    """Return which columns of a prediction guidance takes, bool `[C]`; None for all.
+
+        (mean mean mean mean)(mean mean mean mean)(var ...)     4 channels, 2 positions in a patch
+          1    1    1    0     1    1    1    0     0 ...       first=3
+
+    Args:
+        num_channels: of a latent.
+        num_positions: of a patch.
+        num_outputs: of each channel; all behind the mean, such as a variance, are left to the conditional branch.
+        first: channels of the mean that are guided, None for all.
+
+    Raises:
+        ConfigError: there are not so many channels.
+
+    Source: facebookresearch/DiT, `forward_with_cfg`, which guides 3 channels of 4.
+    """
+    if first is not None and not 1 <= first <= num_channels:
+        raise ConfigError(f"guidance_channels={first} of latents with {num_channels} channels; use 1 to {num_channels}")
+    if num_outputs == 1 and first in (None, num_channels):
+        return None
+    mean = (torch.arange(num_channels) < (num_channels if first is None else first)).repeat(num_positions)
+    return torch.cat([mean, torch.zeros((num_outputs - 1) * len(mean), dtype=torch.bool)])
+
+
+def guided_pair(network: Network, scale: float, columns: Optional[Tensor] = None) -> Network:
     """Guide with one call per evaluation over the doubled pack [cond; uncond].
 
     Both halves have the same noised input. At scale 1 do not double: call the network over the conditional pack.
@@ -56,6 +82,7 @@ def guided_pair(network: Network, scale: float) -> Network:
     Args:
         network: bound to a layout followed by itself, conditional samples first.
         scale: anything but 1.
+        columns: which of them guidance takes, bool `[C]`; the others are the conditional half's. None for all.
 
     Raises:
         ConfigError: the scale is 1, so that half of every call would be thrown away.
@@ -65,7 +92,8 @@ def guided_pair(network: Network, scale: float) -> Network:
 
     def call(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
         cond_TC, uncond_TC = network(torch.cat([inputs_TC, inputs_TC]), torch.cat([time_S, time_S])).chunk(2)
-        return combine(cond_TC, uncond_TC, scale)
+        guided_TC = combine(cond_TC, uncond_TC, scale)
+        return guided_TC if columns is None else torch.where(columns.to(cond_TC.device), guided_TC, cond_TC)
 
     return call
 

@@ -14,6 +14,7 @@ as in Karras et al.). Coefficients are float64; the state keeps its own precisio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Optional
 
@@ -25,6 +26,9 @@ from dit.objectives.base import Path
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 """Maps x_TC and the path position u (float64 scalar on the host) to the clean estimate x0_TC."""
+
+Reverse = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
+"""Maps the same to x0_TC and to the fraction of the way, in log variance, from the posterior's (0) to beta (1)."""
 
 NoiseAt = Callable[[int], Tensor]
 """Returns the standard normal noise_TC of a step, counted from 0; counter-based."""
@@ -81,25 +85,31 @@ def ddim(
         x0_TC = denoiser(x_TC, u)
         if u_next == 0:
             return x0_TC
-        alpha, sigma = _alpha_sigma(path, u)
-        alpha_next, sigma_next = _alpha_sigma(path, u_next)
-        # Posterior variance of x_s given x_t and x0: sigma_s**2 (1 - SNR_t / SNR_s).
-        fresh = eta * sigma_next * math.sqrt(1 - (alpha * sigma_next / (alpha_next * sigma)) ** 2)
-        kept = math.sqrt(sigma_next**2 - fresh**2)
-        x_TC = alpha_next * x0_TC + kept / sigma * (x_TC - alpha * x0_TC)
+        small, _ = _reverse_stds(path, u, u_next)
+        fresh = eta * small
+        x_TC = _renoised(path, x_TC, x0_TC, u, u_next, fresh)
         if fresh and noise_at is not None:
             x_TC = x_TC + fresh * noise_at(step).to(x_TC)
     return x_TC
 
 
-def ancestral(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor, *, noise_at: NoiseAt) -> Tensor:
-    """Draw each level from the Gaussian posterior given the clean estimate: stochastic, one network call per step.
+def ancestral(reverse: Reverse, path: Path, x_TC: Tensor, grid: Tensor, *, noise_at: NoiseAt) -> Tensor:
+    """Draw each level from a Gaussian around the posterior's mean: stochastic, one network call per step.
 
-    On the table of steps a DDPM was trained with, this is its own reverse chain with the smaller of the two variances.
+    On the table of steps a DDPM was trained with, this is its own reverse chain; on a part of the table, that of the
+    respaced one, whose beta and posterior follow from the levels that are left.
 
-    Source: Ho et al. 2020, arXiv:2006.11239, Eq. 7.
+    Source: Ho et al. 2020, arXiv:2006.11239, Eq. 7 and section 3.2, for the mean and the two fixed variances; Nichol
+    and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and section 4, for the variance between them and for respacing.
     """
-    return ddim(denoiser, path, x_TC, grid, eta=1.0, noise_at=noise_at)
+    for step, (u, u_next) in enumerate(_steps(grid)):
+        x0_TC, fraction = reverse(x_TC, u)
+        if u_next == 0:
+            return x0_TC
+        small, large = _reverse_stds(path, u, u_next)
+        x_TC = _renoised(path, x_TC, x0_TC, u, u_next, small)
+        x_TC = x_TC + small ** (1 - fraction) * large**fraction * noise_at(step).to(x_TC)
+    return x_TC
 
 
 def dpmpp_2m(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
@@ -152,34 +162,41 @@ SOLVERS = {
 }
 
 
+FRACTIONS: dict[str, Optional[float]] = {"small": 0.0, "large": 1.0, "learned": None}
+"""Variances of `ancestral`, and where between the posterior's and beta they are; None where the network says it."""
+
+
 def solve(
     name: str,
-    denoiser: Denoiser,
+    denoiser: Denoiser | Reverse,
     path: Path,
     x_TC: Tensor,
     grid: Tensor,
     *,
     noise_at: Optional[NoiseAt] = None,
     eta: float = 0.0,
+    variance: str = "small",
     dtype: Optional[torch.dtype] = None,
 ) -> Tensor:
     """Integrate from `x_TC` at `grid[0]` to clean latents at 0.
 
     Args:
         name: key of `SOLVERS`.
-        denoiser: clean estimate at a position.
+        denoiser: clean estimate at a position; for `ancestral` with a learned variance, a `Reverse`.
         path: where the coefficients come from (`objective.path`).
         x_TC: start, sigma(grid[0]) times standard normal noise.
         grid: falling positions that end with 0 (`objective.sampling_grid`).
         noise_at: fresh noise per step, for the stochastic ones.
         eta: only for `ddim`.
+        variance: key of `FRACTIONS`, for `ancestral`; the others have none.
         dtype: precision of the state, float32 or float64; that of `x_TC` if None.
 
     Returns:
         x0_TC in the precision of the state.
 
     Raises:
-        ConfigError: the solver is unknown, its noise is missing, `eta` does not fit, or the grid does not fall to 0.
+        ConfigError: the solver or the variance is unknown, its noise is missing, `eta` does not fit, or the grid does
+            not fall to 0.
     """
     if name not in SOLVERS:
         raise ConfigError(f"solver={name!r} is unknown; use one of {', '.join(map(repr, SOLVERS))}")
@@ -192,9 +209,13 @@ def solve(
         raise ConfigError(f"eta={eta} does not fit solver={name!r}; only 'ddim' takes one, between 0 and 1")
     if noise_at is None and (SOLVERS[name].stochastic or eta):
         raise ConfigError(f"solver={name!r} with eta={eta} draws fresh noise at every step; pass noise_at")
+    if variance not in FRACTIONS:
+        raise ConfigError(f"variance={variance!r} is unknown; use one of {', '.join(map(repr, FRACTIONS))}")
     options: dict[str, Any] = {}
     if name == "ddim":
         options["eta"] = eta
+    if name == "ancestral" and (fraction := FRACTIONS[variance]) is not None:
+        denoiser = partial(_with_fixed_variance, denoiser, fraction)
     if name in ("ddim", "ancestral"):
         options["noise_at"] = noise_at
     x_TC = x_TC if dtype is None else x_TC.to(dtype)
@@ -208,6 +229,29 @@ def _steps(grid: Tensor) -> list[tuple[Tensor, Tensor]]:
 def _alpha_sigma(path: Path, u: Tensor) -> tuple[float, float]:
     alpha, sigma = path.alpha_sigma(u)
     return float(alpha), float(sigma)
+
+
+def _reverse_stds(path: Path, u: Tensor, u_next: Tensor) -> tuple[float, float]:
+    """Return two deviations of x_s given x_t: the posterior's, which knows x0, and sqrt(beta) of the forward step.
+
+    sigma_s**2 (1 - SNR_t / SNR_s) and sigma_t**2 (1 - SNR_t / SNR_s), for any alpha and sigma.
+    """
+    alpha, sigma = _alpha_sigma(path, u)
+    alpha_next, sigma_next = _alpha_sigma(path, u_next)
+    scale = math.sqrt(1 - (alpha * sigma_next / (alpha_next * sigma)) ** 2)
+    return sigma_next * scale, sigma * scale
+
+
+def _renoised(path: Path, x_TC: Tensor, x0_TC: Tensor, u: Tensor, u_next: Tensor, fresh: float) -> Tensor:
+    """Return the mean of x_s given x_t and x0, if noise of deviation `fresh` comes on top of it."""
+    alpha, sigma = _alpha_sigma(path, u)
+    alpha_next, sigma_next = _alpha_sigma(path, u_next)
+    return alpha_next * x0_TC + math.sqrt(sigma_next**2 - fresh**2) / sigma * (x_TC - alpha * x0_TC)
+
+
+def _with_fixed_variance(denoiser: Any, fraction: float, x_TC: Tensor, u: Tensor) -> tuple[Tensor, float]:
+    """Be a `Reverse` whose fraction is the same everywhere."""
+    return denoiser(x_TC, u), fraction
 
 
 def _derivative(path: Path, x_TC: Tensor, x0_TC: Tensor, u: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
     with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
         started = time.perf_counter()
-        loss_sums = torch.zeros(len(config.objective.terms) + 1, device=run.device)
+        loss_sums = torch.zeros(len(config.objective.logged) + 1, device=run.device)
         while state.step < training.num_steps:
             trace.before(state.step + 1)
             grad_norm = run.step(loss_sums)
@@ -233,7 +233,7 @@ class Run:
         """Run one optimizer step; only the gradient norm is copied to the host.
 
         Args:
-            loss_sums: `[terms + 1]`; this rank's sum of each loss term and of the tokens is added to it.
+            loss_sums: `[logged + 1]`; this rank's sums of what the objective logs, and of the tokens, are added to it.
 
         Returns:
             The global gradient norm before clipping.
@@ -275,10 +275,10 @@ class Run:
 
     def mean_loss(self, loss_sums: torch.Tensor) -> float:
         """Return the mean loss over all ranks from the sums of `step`; every rank calls this."""
-        return sum(self.mean_terms(loss_sums))
+        return named_losses(self.config.objective, self.mean_terms(loss_sums))["loss"]
 
     def mean_terms(self, loss_sums: torch.Tensor) -> list[float]:
-        """Return the mean of each loss term over all ranks; every rank calls this."""
+        """Return the mean of each term and measure of the loss over all ranks; every rank calls this."""
         sums = loss_sums.clone()
         dist.all_reduce(sums, group=self.groups.dp_cp)
         dist.all_reduce(sums, group=self.groups.pp)  # only the last stage has losses

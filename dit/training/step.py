@@ -37,7 +37,7 @@ class LevelsOnly(AddressedNoise):
 def training_forward_step(objective: Objective, model: ModelConfig, seed: int, step: int) -> ForwardStep:
     """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
 
-    Its loss function returns (loss sum, real tokens, logs: the sum of each term, then the tokens). Megatron-Core's
+    Its loss function returns (loss sum, real tokens, logs: the sums of `logged`, then the tokens). Megatron-Core's
     `finalize_model_grads` divides the gradients by the real tokens of the global batch.
     """
 

@@ -41,10 +41,10 @@ def held_out_loss(
 
     Returns:
         `loss`, and `loss_level_i` for the i-th quarter of the noise levels, low to high, if it has samples; if
-        the loss has several terms, also `loss_NAME` of each.
+        more than one term is logged, also `loss_NAME` of each.
     """
-    terms = objective.terms
-    sums = torch.zeros(NUM_BUCKETS, len(terms) + 1, device=device)
+    names = objective.logged
+    sums = torch.zeros(NUM_BUCKETS, len(names) + 1, device=device)
     for batch in batches:
         batch = shard(batch).to(device)
         noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
@@ -52,15 +52,16 @@ def held_out_loss(
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
         outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
         found = objective.loss_terms(outputs_TC, prepared, batch.layout)
-        columns_S = [found[name].sum_per_sample(batch.layout) for name in terms]
+        columns_S = [found[name].sum_per_sample(batch.layout) for name in names]
         columns_S.append(batch.layout.sum_per_sample(batch.layout.valid_T.float()))
         bucket_S = (noise.level_S() * NUM_BUCKETS).long()
         sums.index_add_(0, bucket_S, torch.stack(columns_S, -1))
     dist.all_reduce(sums, group=groups.dp_cp)
     totals: list[list[float]] = sums.tolist()
     count = max(1.0, sum(row[-1] for row in totals))
-    means = [sum(row[i] for row in totals) / count for i in range(len(terms))]
-    levels = {f"loss_level_{i}": sum(row[:-1]) / row[-1] for i, row in enumerate(totals) if row[-1]}
+    means = [sum(row[i] for row in totals) / count for i in range(len(names))]
+    summands = len(objective.terms)
+    levels = {f"loss_level_{i}": sum(row[:summands]) / row[-1] for i, row in enumerate(totals) if row[-1]}
     return {**named_losses(objective, means), **levels}
 
 
@@ -68,7 +69,7 @@ def named_losses(objective: Objective, means: Sequence[float]) -> dict[str, floa
     """Return the logged names of the loss: `loss` and, if it has several terms, `loss_NAME` of each.
 
     Args:
-        means: of each term, in the order of `objective.terms`.
+        means: of each term and measure, in the order of `objective.logged`.
     """
-    named = {f"loss_{name}": mean for name, mean in zip(objective.terms, means, strict=True)}
-    return {"loss": sum(means), **(named if len(named) > 1 else {})}
+    named = {f"loss_{name}": mean for name, mean in zip(objective.logged, means, strict=True)}
+    return {"loss": sum(means[: len(objective.terms)]), **(named if len(named) > 1 else {})}

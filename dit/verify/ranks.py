@@ -33,7 +33,7 @@ def free_port() -> int:
                 return port
 
 
-def _rank(main: Callable[[Path, int], None], folder: Path, rank: int) -> None:
+def _rank(main: Callable[[Path, int], None], folder: Path, rank: int, device: str) -> None:
     """Be one rank, in a process of its own, with a log of its own."""
     import torch
 
@@ -43,7 +43,7 @@ def _rank(main: Callable[[Path, int], None], folder: Path, rank: int) -> None:
     os.chdir(ROOT)
     for name in [name for name in os.environ if name.startswith(("WANDB", "TORCHELASTIC"))]:
         del os.environ[name]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu", "WANDB_MODE": "offline"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DIT_DEVICE": device, "WANDB_MODE": "offline"}
     torch.set_num_threads(1)
     try:
         main(folder, rank)
@@ -55,13 +55,18 @@ def _rank(main: Callable[[Path, int], None], folder: Path, rank: int) -> None:
         sys.stderr.flush()
 
 
-def run_ranks(main: Callable[[Path, int], None], count: int, folder: Path, *, timeout_s: float) -> None:
+def run_ranks(
+    main: Callable[[Path, int], None], count: int, folder: Path, *, timeout_s: float, device: str = "cpu"
+) -> None:
     """Run `main(folder, rank)` in as many processes, each of which writes `rank_N.log` there.
+
+    Args:
+        device: of the ranks, as `DIT_DEVICE` says it; empty for GPUs where there are any.
 
     Raises:
         RuntimeError: a rank failed, or they took too long; the message holds the end of their output.
     """
-    ranks = [FORKS.Process(target=_rank, args=(main, folder, rank)) for rank in range(count)]
+    ranks = [FORKS.Process(target=_rank, args=(main, folder, rank, device)) for rank in range(count)]
     for process in ranks:
         process.start()
     deadline, left = time.monotonic() + timeout_s, {process.sentinel for process in ranks}
@@ -80,19 +85,27 @@ def run_ranks(main: Callable[[Path, int], None], count: int, folder: Path, *, ti
         raise RuntimeError(f"ranks ended with {codes} (None: still at work then):\n{logs}")
 
 
-def run_world(world_size: int, cases: Sequence[dict[str, Any]], folder: Path, *, timeout_s: float = 900.0) -> list[Any]:
+def run_world(
+    world_size: int,
+    cases: Sequence[dict[str, Any]],
+    folder: Path,
+    *,
+    timeout_s: float = 900.0,
+    device: str = "cpu",
+) -> list[Any]:
     """Run every case on `world_size` ranks, in one start, and return rank 0's result of each.
 
     Args:
         cases: each names its function as `task`, "module:function", which gets the case.
         folder: of the ranks' logs; made where it does not exist.
+        device: see `run_ranks`.
 
     Raises:
         RuntimeError: a rank failed, or they took too long; the message holds the end of their output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.pkl").write_bytes(pickle.dumps(list(cases)))
-    run_ranks(partial(_rank_of_world, world_size, free_port()), world_size, folder, timeout_s=timeout_s)
+    run_ranks(partial(_rank_of_world, world_size, free_port()), world_size, folder, timeout_s=timeout_s, device=device)
     return pickle.loads((folder / "results.pkl").read_bytes())
 
 

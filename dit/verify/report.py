@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dit.backends.sharding import HEADS, Axis, AxisSizes, ParameterSharding, Row, describe, in_columns, sharding_of
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.verify.compare import BOUNDS, Comparison, compare_training
+from dit.verify.compare import BOUNDS, Comparison, compare_training, relative_errors
 
 MOST_ROWS, MOST_NAMES = 20, 4
 
@@ -49,6 +49,16 @@ class WrongGradient:
     def num_stages(self) -> int:
         """How many pipeline stages have the parameter."""
         return len({stage for place in self.by_rank for stage in re.findall(r"pp \d+", place)})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one gradient, or one weight, differs; see `WrongGradient`."""
+
+    norm: float
+    ratio: float
+    error: float
+    by_rank: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -160,21 +170,48 @@ def judge(one: Mapping[str, Any], many: Mapping[str, Any], model: nn.Module, siz
     given: Mapping[str, Tensor] = many["gradients"]
     idle = [n for n, g in expected.items() if not g.any() and n in given and not given[n].any()]
     comparison = compare_training(*({**side, "gradients": _without(side["gradients"], idle)} for side in (one, many)))
-    stated = {n: sharding_of(p, n) for n, p in model.named_parameters()}
-    rows = {n: describe(n, p.shape, stated[n], sizes) for n, p in model.named_parameters()}
-    wrong = [
-        WrongGradient(
-            stated[name],
-            rows[name],
-            float(expected[name].norm()),
-            float(given[name].norm() / expected[name].norm()) if name in given else math.nan,
-            error,
-            _by_rank(name, expected[name], many.get("by_rank", {})),
+    wrong = {
+        name: Difference(
+            norm=float(expected[name].norm()),
+            ratio=float(given[name].norm() / expected[name].norm()) if name in given else math.nan,
+            error=error,
+            by_rank=_by_rank(name, expected[name], many.get("by_rank", {})),
         )
         for name, error in comparison.errors["gradients"].items()
         if not error <= BOUNDS["gradients"] and name in expected
+    }
+    return _verdict(comparison, wrong, idle, model, sizes)
+
+
+def judge_differences(found: Mapping[str, Any], model: nn.Module, sizes: AxisSizes) -> Verdict:
+    """Compare what `dit.verify.full.differences` reports; see `judge`."""
+    gradients: Mapping[str, Difference] = found["gradients"]
+    idle = [name for name, one in gradients.items() if one.norm == 0 and one.error == 0]
+    errors = {kind: relative_errors(*found[kind]) for kind in ("losses", "grad_norms")}
+    errors["gradients"] = {name: one.error for name, one in gradients.items() if name not in idle}
+    errors["parameters"] = {name: one.error for name, one in found["parameters"].items()}
+    wrong = {name: gradients[name] for name, e in errors["gradients"].items() if not e <= BOUNDS["gradients"]}
+    comparison = Comparison({kind: errors[kind] for kind in BOUNDS}, tuple(found["drifted"]))
+    return _verdict(comparison, wrong, idle, model, sizes)
+
+
+def _verdict(
+    comparison: Comparison, wrong: Mapping[str, Difference], idle: Sequence[str], model: nn.Module, sizes: AxisSizes
+) -> Verdict:
+    """Say what was stated of the wrong gradients, which come in the order of the forward pass."""
+    parameters = dict(model.named_parameters())
+    stated = [
+        WrongGradient(
+            sharding_of(parameters[name], name),
+            describe(name, parameters[name].shape, sharding_of(parameters[name], name), sizes),
+            one.norm,
+            one.ratio,
+            one.error,
+            one.by_rank,
+        )
+        for name, one in wrong.items()
     ]
-    return Verdict(comparison, tuple(reversed(wrong)), len(comparison.errors["gradients"]), tuple(idle), sizes)
+    return Verdict(comparison, tuple(reversed(stated)), len(comparison.errors["gradients"]), tuple(idle), sizes)
 
 
 def _listed(errors: Mapping[str, Optional[float]]) -> str:

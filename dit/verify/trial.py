@@ -152,7 +152,7 @@ def build(trial: Trial) -> Built:
     )
     dims = check_parallel(model, parallel, training, world_size)
     groups = process_groups.initialize(parallel)
-    chunks = build_model(model, parallel, training, groups)
+    chunks = build_model(model, parallel, training, groups, uncertainty=trial.objective.learns_uncertainty)
     disturb_constants(chunks, groups)
     if trial.alter is not None:
         trial.alter(chunks)
@@ -169,18 +169,44 @@ def build(trial: Trial) -> Built:
     )
 
 
-def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[str, Any]:
+class Report:
+    """What a rank reports of its gradients and weights: the global tensors, which every rank gathers."""
+
+    def gradients(self, it: Built) -> dict[str, Any]:
+        """Return `gradients` of the first step by name, and, where asked for, `by_rank`."""
+        local = [gathered(s, s.grad) for s in it.shards]
+        named = [(s.name, whole(grad, s.parameter, it.groups)) for s, grad in zip(it.shards, local)]
+        found, _ = of_all_stages(named, it.groups)
+        by_rank = {"by_rank": _of_all_ranks(it.shards, local, it.groups)} if it.trial.by_rank else {}
+        return {"gradients": found, **by_rank}
+
+    def weights(self, it: Built) -> dict[str, Any]:
+        """Return `parameters` after the last step by name, and `drifted`, those whose copies differ."""
+        named = [(s.name, whole(s.parameter.data, s.parameter, it.groups)) for s in it.shards]
+        found, drifted = of_all_stages(named, it.groups)
+        return {"parameters": found, "drifted": drifted + drifted_copies(it)}
+
+
+def drifted_copies(it: Built) -> list[str]:
+    """Return the names of this rank's parameters of which other ranks have other values."""
+    return [s.name for s in it.shards if copies_differ(s.parameter, it.groups)]
+
+
+def train(
+    trial: Trial, then: Optional[Callable[[Built], None]] = None, report: Optional[Report] = None
+) -> dict[str, Any]:
     """Train a trial's steps.
 
     Args:
         then: called with what was trained before it is torn down.
+        report: of the gradients and the weights; `Report` if None.
 
     Returns:
-        `losses` and `grad_norms` of every step, `gradients` of the first step and `parameters` after the last one
-        (global tensors by name), `drifted`, the parameters whose copies differ, and, where asked for, `by_rank`.
+        `losses` and `grad_norms` of every step, and what is reported.
     """
+    report = report or Report()
     it = build(trial)
-    groups, optimizer, shards = it.groups, it.optimizer, it.shards
+    groups, optimizer = it.groups, it.optimizer
     packs = trial.stream(groups.dp_rank, groups.dp_size, it.dims.token_multiple)
     batches = (shard(pack, groups.cp.rank(), groups.cp.size(), trial.parallel.context_split) for pack in packs)
     result: dict[str, Any] = {"losses": [], "grad_norms": []}
@@ -190,26 +216,20 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
         optimizer.zero_grad()
         forward_step = training_forward_step(trial.objective, trial.model, SEED, step)
         out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
-        nothing = torch.zeros(len(trial.objective.terms) + 1, dtype=torch.float64)
+        nothing = torch.zeros(len(trial.objective.logged) + 1, dtype=torch.float64)
         sums = sum((o["sums"].double() for o in out), nothing).float()
         dist.all_reduce(sums, group=groups.dp_cp)
         dist.all_reduce(sums, group=groups.pp)
-        result["losses"].append((sums[:-1].sum() / sums[-1]).item())
+        result["losses"].append((sums[: len(trial.objective.terms)].sum() / sums[-1]).item())
         result["grad_norms"].append(optim.gradient_norm(optimizer))
         if step == 0:
-            local = [gathered(s, s.grad) for s in shards]
-            named = [(s.name, whole(grad, s.parameter, groups)) for s, grad in zip(shards, local)]
-            result["gradients"], _ = of_all_stages(named, groups)
-            if trial.by_rank:
-                result["by_rank"] = _of_all_ranks(shards, local, groups)
+            result |= report.gradients(it)
         optim.apply_update(optimizer, result["grad_norms"][-1], OPTIMIZER.clip_grad)
     # With an overlapped gather the last update waits for the next forward pass.
     optim.copy_masters_to_model(optimizer, it.wrapped)
     if trial.parallel.data_parallel == "fsdp":
         it.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
-    parameters = [(s.name, s.parameter) for s in shards]
-    result["parameters"], drifted = of_all_stages([(n, whole(p.data, p, groups)) for n, p in parameters], groups)
-    result["drifted"] = drifted + [n for n, p in parameters if copies_differ(p, groups)]
+    result |= report.weights(it)
     if then is not None:
         then(it)
     result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
@@ -220,18 +240,22 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
 
 def _of_all_ranks(shards: Sequence[MasterShard], local: Sequence[Tensor], groups: ProcessGroups) -> dict[str, Any]:
     """Return the gradients of every rank, by the rank's place: the origin of its part by name, and the values."""
-    place = " ".join(
-        f"{name} {group.rank()}"
-        for name, group in (("tp", groups.tp), ("pp", groups.pp), ("cp", groups.cp), ("dp", groups.dp))
-        if group.size() > 1
-    )
     mine = {
         s.name: (sharding_of(s.parameter, s.name).origin(s.parameter.shape, groups.tp.rank()), grad)
         for s, grad in zip(shards, local)
     }
     found: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(found, (place, mine))
+    dist.all_gather_object(found, (place_of(groups), mine))
     return dict(found)
+
+
+def place_of(groups: ProcessGroups) -> str:
+    """Return this rank's place in the layout, such as "tp 0 pp 1"."""
+    return " ".join(
+        f"{name} {group.rank()}"
+        for name, group in (("tp", groups.tp), ("pp", groups.pp), ("cp", groups.cp), ("dp", groups.dp))
+        if group.size() > 1
+    )
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ RUNS = [
     ("edm", CLASS_DIT, EDM(sigma_data=0.7, sigma_max=20.0)),
     ("ddpm", CLASS_DIT, DDPM(schedule="cosine", prediction="v", discrete_steps=50)),
 ]
+SHORT = {"labels": [1], "num_steps": 3}
+SMALL, LEARNED = {**SHORT, "variance": "small"}, {**SHORT, "variance": "learned"}
 NAMES = ["alpha", "beta", "gamma", "delta", "epsilon"]
 TINY_STEP = 1e-7  # one step of Adam moves a weight by at most the learning rate, 1e-9
 
@@ -75,6 +77,15 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
         parallel__tensor_model_parallel_size=2,
         parallel__sequence_parallel=True,
     )
+    trained_on = mock(
+        folder / "learned",
+        **TINY,
+        objective="ddpm_learned_variance",
+        model__out_channels=8,
+        checkpoint__start_from=folder / "imported",
+        training__num_steps=1,
+        optimizer__lr=1e-9,
+    )
     jobs = {
         "import": take_in("theirs.safetensors", "imported"),
         "import mean": take_in("theirs.pt", "mean", "--drop-variance"),
@@ -89,13 +100,13 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
             "--out",
             folder / "x.png",
         ),
-        "latents": Job(actions.sample, {"run_dir": folder / "imported", "requests": [{"labels": [1], "num_steps": 3}]}),
-        "mean latents": Job(
-            actions.sample, {"run_dir": folder / "mean", "requests": [{"labels": [1], "num_steps": 3}]}
-        ),
+        "latents": Job(actions.sample, {"run_dir": folder / "imported", "requests": [SMALL, LEARNED, SHORT]}),
+        "mean latents": Job(actions.sample, {"run_dir": folder / "mean", "requests": [SMALL]}),
         "again": take_in("theirs.safetensors", "imported"),
         "resume": command(actions.train, *mock(folder / "mean", **TINY, training__num_steps=1)),
         "start": command(actions.train, *started, ranks=2),
+        "go on": command(actions.train, *trained_on),
+        "learned": put_out("learned", "dit", "learned.safetensors", "--raw-weights"),
         "back": put_out("imported", "dit", "back.pt"),
         "raw": put_out("run", "dit", "raw.safetensors", "--raw-weights"),
         "diffusers": put_out("run", "diffusers", "diffusers"),
@@ -135,12 +146,21 @@ def test_what_comes_in_goes_out_as_it_was(done: dict, folder: Path, theirs: dict
 
 
 def test_imported_weights_are_sampled_with_or_without_their_variance(done: dict, folder: Path):
-    """Solvers read the mean alone, so leaving the variance behind changes no latent."""
+    """The mean is the same with the variance left behind; the run's own sampling draws with the learned one."""
     assert done["draw"].code == 0, done["draw"].err
     assert (folder / "x.png").is_file()
-    (_, [with_variance]), (_, [without]) = done["latents"], done["mean latents"]
-    assert with_variance.shape == (1, 4, 1, 8, 8)
-    assert torch.equal(with_variance, without)
+    (_, [small, learned, own]), (_, [without]) = done["latents"], done["mean latents"]
+    assert small.shape == (1, 4, 1, 8, 8)
+    assert torch.equal(small, without)
+    assert torch.equal(learned, own)
+    assert (learned - small).abs().max() > 1e-3
+
+
+def test_a_run_trains_on_with_their_variance(done: dict, folder: Path, theirs: dict):
+    """After a step of next to nothing the head has its variance's rows, too."""
+    assert done["go on"].code == 0, done["go on"].err
+    found = load_file(folder / "learned.safetensors")["final_layer.linear.weight"]
+    torch.testing.assert_close(found, theirs["final_layer.linear.weight"], rtol=0, atol=TINY_STEP)
 
 
 def test_a_tensor_parallel_run_starts_from_them(done: dict, folder: Path, theirs: dict):

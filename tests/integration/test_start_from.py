@@ -35,17 +35,29 @@ def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.
 
 
 def test_a_stage_starts_from_the_average_of_the_one_before(tmp_path, one_rank_world):
-    """Step, optimizer and data start afresh; the weights are the other run's average, to the last step's tiny lr."""
+    """Step, optimizer and data start afresh; the weights are the other run's average, to the last step's tiny lr.
+
+    What an objective learns beside the network starts afresh, too, and is left out where the next one does not.
+    """
     first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other"
     jobs = {
         "first": training(first, training__num_steps=3),
-        "second": training(second, 2, training__num_steps=1, optimizer__lr=1e-9, checkpoint__start_from=first),
+        "second": training(
+            second,
+            2,
+            training__num_steps=1,
+            optimizer__lr=1e-9,
+            checkpoint__start_from=first,
+            objective="edm_uncertainty",
+        ),
+        "third": training(tmp_path / "third", training__num_steps=1, checkpoint__start_from=second),
         "other": training(other, training__num_steps=1, model__hidden_size=32, checkpoint__start_from=first),
     }
     ended = run_jobs(tmp_path / "world", jobs)
     assert ended["first"].code == 0, ended["first"].err
     assert [rank.code for rank in ended["second"]] == [0, 0], ended["second"][0].err
     assert (second / "checkpoints" / "iter_0000001").is_dir()
+    assert ended["third"].code == 0, ended["third"].err
     average, raw = (weights(first, slot, one_rank_world) for slot in ("ema", "weight"))
     for name, value in weights(second, "weight", one_rank_world).items():
         torch.testing.assert_close(value, average[name], rtol=0, atol=1e-7)

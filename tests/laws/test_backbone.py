@@ -214,7 +214,7 @@ def padded_texts(batch: PackedBatch, fill: float) -> PackedBatch:
     for name, entry in batch.conditions.items():
         if entry.layout is not None:
             layout = SequenceLayout.from_lengths(entry.layout.lengths, multiple_of=4)
-            values = layout.spread(entry.values).masked_fill(~layout.valid_T[:, None], fill)
+            values = layout.insert_padding(entry.values).masked_fill(~layout.valid_T[:, None], fill)
             texts[name] = per_text_token(values, layout, entry.dropped_S)
     return replace(batch, conditions=batch.conditions | texts)
 

@@ -148,7 +148,7 @@ class UNet(Backbone):
         x_NCHW = self.enlarge(interpolate(x_NCHW, skip.shape[-2:]))
         x_NCHW = self.up(torch.cat([x_NCHW, skip], 1), cond_ND)
         out_NCHW = self.last(silu(self.norm(x_NCHW)))
-        return batch.layout.spread(out_NCHW.permute(0, 2, 3, 1).flatten(0, 2))
+        return batch.layout.insert_padding(out_NCHW.permute(0, 2, 3, 1).flatten(0, 2))
 
 
 @run.cli.factory(target=pretrain)

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from benchmarks.parallel_training import build, micro_batch, tiny_model, train
-from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.verify.trial import Built, gathered, of_all_stages, whole
@@ -165,9 +165,9 @@ def run_legs(case: dict) -> dict:
 
     for parallel, num_steps in case["legs"]:
         config = RunConfig(
-            model=tiny_model(out_channels=8),
+            model=tiny_model(),
             data=MockData(shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, num_streams=1),
-            objective=DDPM(schedule="cosine", discrete_steps=50, learned_variance=True, min_snr_gamma=5.0),
+            objective=EDM(uncertainty=True),
             optimizer=OptimizerConfig(lr=1e-3),
             parallel=ParallelConfig(**parallel),
             training=TrainingConfig(

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.parallel_world import run_world
+from dit.objectives.edm import EDM
 from tests.support.reference import assert_equal_training
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -26,6 +27,14 @@ TRAFFIC = {
     "pp2_tp2_sp": {"pipeline_model_parallel_size": 2, **TP2SP},
 }
 TOKENS, HIDDEN, LAYERS, MICRO_BATCHES, OUT_CHANNELS, FP32_BYTES = 40, 32, 4, 4, 16, 4
+# The head u(sigma) is on the last stage; each tensor-parallel rank has it and sees all its tokens.
+UNCERTAINTY = {
+    "distributed_optimizer2": {},
+    "tp2_sp": TP2SP,
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "fsdp2": {"data_parallel": "fsdp"},
+}
 CASES = [(world, name, packed) for world, named in LAYOUTS.items() for name in named for packed in (False, True)]
 
 
@@ -41,15 +50,19 @@ def results(tmp_path_factory):
     """Every case's numbers, and those of one rank; each world size starts once."""
     folder = tmp_path_factory.mktemp("worlds")
     found = {}
-    one = [{"parallel": {"data_parallel": "ddp"}, "packed": packed} for packed in (False, True)]
-    for packed, result in zip((False, True), run_world(1, one, folder / "1")):
-        found["one", packed] = result
+    learns = {"packed": True, "objective": EDM(uncertainty=True)}
+    kinds = {False: {"packed": False}, True: {"packed": True}, "uncertainty": learns}
+    one = [{"parallel": {"data_parallel": "ddp"}, **kind} for kind in kinds.values()]
+    for kind, result in zip(kinds, run_world(1, one, folder / "1")):
+        found["one", kind] = result
     for world, named in LAYOUTS.items():
         keys = [(name, packed) for name in named for packed in (False, True)]
         cases = [{"parallel": named[name], "packed": packed} for name, packed in keys]
         if world == 2:
             keys.append("without marks")
             cases.append({"parallel": TP2SP, "packed": True, "break": forget_sequence_parallel})
+            keys += [(name, "uncertainty") for name in UNCERTAINTY]
+            cases += [{"parallel": parallel, **learns} for parallel in UNCERTAINTY.values()]
         if world == 4:
             keys += [("traffic", name) for name in TRAFFIC]
             cases += [{"task": "tests.parallel.traffic:of_a_step", "parallel": p} for p in TRAFFIC.values()]
@@ -60,6 +73,12 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(("world", "name", "packed"), CASES)
 def test_layout_equals_one_rank(results, world, name, packed):
     assert_equal_training(results["one", packed], results[name, packed])
+
+
+@pytest.mark.parametrize("name", UNCERTAINTY)
+def test_learned_uncertainty_equals_one_rank(results, name):
+    assert_equal_training(results["one", "uncertainty"], results[name, "uncertainty"])
+    assert results["one", "uncertainty"]["gradients"]["uncertainty.weight"].any()
 
 
 @pytest.mark.parametrize("world", LAYOUTS)

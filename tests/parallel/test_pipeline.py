@@ -130,7 +130,7 @@ def test_checkpoints_move_between_layouts_to_the_bit(results, world):
 
 def test_a_run_continues_on_other_layouts_with_the_same_numbers(results):
     one, many = ([line for line in results["legs", world]["metrics"] if line["kind"] == "scalars"] for world in (1, 2))
-    losses = ("loss", "loss_simple", "loss_vlb", "held_out/loss", "held_out/loss_vlb")
+    losses = ("loss", "loss_raw", "loss_uncertainty", "held_out/loss", "held_out/loss_uncertainty")
     for name in ("step", "consumed_samples", "grad_norm", *losses):
         mine, theirs = ([line[name] for line in lines if name in line] for lines in (many, one))
         assert len(theirs) > 1, f"too few lines have {name}"

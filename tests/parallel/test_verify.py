@@ -3,19 +3,23 @@
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Any, Optional
 from unittest import mock
 
 import pytest
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
 from dit.training.step import training_forward_step
+from dit.verify.full import differences, reference_folder
 from dit.verify.ranks import run_world
+from dit.verify.report import Verdict, judge_differences
 from dit.verify.trial import train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import compare, main, tiny_pair
+from launch.verify import compare, main, tiny_pair, verify_full
 from recipes import registry
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -66,6 +70,17 @@ def doubled_loss(case: dict) -> dict:
         return train(case["trial"])
 
 
+def full_size(case: dict) -> Optional[Verdict]:
+    """Compare a run at its full size on the ranks of this world; its reference is a process of its own."""
+    return verify_full(case["config"], None)
+
+
+def full_differences(case: dict) -> Optional[dict[str, Any]]:
+    """Compare a pair without gathering."""
+    with reference_folder(None, 0) as folder:
+        return differences(case["one"], case["many"], folder)
+
+
 FAULTS = {
     "no sum": {"alter": sum_no_sequence_shards},
     "text twice": {"alter": sum_the_text_twice},
@@ -75,15 +90,31 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
-    """The verdict of each fault; each world size starts once. `tests/laws` has those of sound backbones."""
+    """The verdict of each fault, and those at full size; each world size starts once.
+
+    `tests/laws` has those of sound backbones in their tiny form.
+    """
     folder, pair = tmp_path_factory.mktemp("verify"), pair_of(RECIPE, **TP2SP)
     (one,) = run_world(1, [{"task": "dit.verify.trial:run_case", "trial": pair.one}], folder / "1")
     cases = [
         {"task": fault.get("task", "dit.verify.trial:run_case"), "trial": replace(pair.many, alter=fault.get("alter"))}
         for fault in FAULTS.values()
     ]
-    many = run_world(2, cases, folder / "2")
-    return {name: compare(pair, one, found) for name, found in zip(FAULTS, many)}
+    small = replace(config_of("tiny_dit_pack"), parallel=ParallelConfig(**TP2SP))
+    cases += [
+        {"task": "tests.parallel.test_verify:full_size", "config": small},
+        {
+            "task": "tests.parallel.test_verify:full_differences",
+            "one": pair.one,
+            "many": replace(pair.many, alter=sum_no_sequence_shards),
+        },
+    ]
+    *many, full, ungathered = run_world(2, cases, folder / "2")
+    parts = judge_differences(ungathered, build_on_meta(pair.many.model), pair.sizes)
+    return {name: compare(pair, one, found) for name, found in zip(FAULTS, many, strict=True)} | {
+        "full size": full,
+        "not gathered": parts,
+    }
 
 
 def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts):
@@ -100,6 +131,27 @@ def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts)
     assert "head.linear.bias" in verdict.comparison.drifted
     assert "copies that differ between ranks: " in text
     assert not any("linear_qkv" in wrong.row.name for wrong in verdict.wrong)
+
+
+def test_the_full_size_equals_one_rank(verdicts):
+    """The recipe's own sizes, on ranks that are there already; as many gradients as the model has parameters."""
+    verdict = verdicts["full size"]
+    assert verdict.comparison.differences == ()
+    names = [name for name, _ in build_on_meta(config_of("tiny_dit_pack").model).named_parameters()]
+    assert verdict.compared + len(verdict.idle) == len(names)
+    assert "equal: " in verdict.text()
+
+
+def test_without_gathering_the_same_gradients_are_found_wrong(verdicts):
+    """Squared errors of the parts, added up over the ranks, against the tensors that every rank gathers."""
+    parts, gathered = verdicts["not gathered"], verdicts["no sum"]
+    assert [wrong.row for wrong in parts.wrong] == [wrong.row for wrong in gathered.wrong]
+    assert set(parts.comparison.drifted) == set(gathered.comparison.drifted)
+    assert [wrong.norm for wrong in parts.wrong if wrong.row.split != "-"] == pytest.approx(
+        [wrong.norm for wrong in gathered.wrong if wrong.row.split != "-"], rel=1e-5
+    )
+    for one, other in zip(parts.wrong, gathered.wrong):
+        assert dict(one.by_rank) == pytest.approx(dict(other.by_rank), rel=1e-5)
 
 
 def test_a_needless_sum_is_counted(verdicts):
@@ -165,6 +217,7 @@ def test_the_command_explains_the_real_model(capsys):
     ("words", "says"),
     [
         ([], "give --factory RECIPE"),
+        (["--full", "--factory", "tiny_dit"], "torchrun --standalone --nproc-per-node N -m launch.verify --full"),
         (["--factory", "tiny_dti"], "did you mean tiny_dit"),
         (["--factory", "tiny_dit", "--world-size", "1"], "--world-size 1 leaves nothing to compare"),
         (["--factory", "tiny_dit_tp2sp", "--world-size", "3"], "world size 3 is not a multiple"),

@@ -144,18 +144,18 @@ def test_dense_is_a_view_of_equal_samples():
     assert pictures.shape == (2, 2, 2, 3, 8)
     assert pictures.data_ptr() == batch.latents_TC.data_ptr()
     assert pictures[1, 1, 0, 2].tolist() == batch.latents_TC[12 + 6 + 2].tolist()
-    assert torch.equal(batch.layout.spread(pictures.flatten(0, 3)), batch.latents_TC)
+    assert torch.equal(batch.layout.insert_padding(pictures.flatten(0, 3)), batch.latents_TC)
 
 
 @pytest.mark.parametrize(("multiple_of", "total"), [(1, 8), (4, 8), (4, 12)])
 def test_dense_leaves_padding_out(multiple_of: int, total: int):
     batch = make_batch([(1, 1, 3), (1, 1, 3)])
     padded = replace(batch, layout=SequenceLayout.from_lengths([3, 3], multiple_of=multiple_of, total_tokens=total))
-    padded.latents_TC = padded.layout.spread(batch.latents_TC)
+    padded.latents_TC = padded.layout.insert_padding(batch.latents_TC)
     assert torch.equal(padded.grid(1, 2), batch.grid(1, 2))
     padding = ~padded.layout.valid_T[:, None]
     filled = padded.latents_TC.masked_fill(padding, float("nan"))
-    assert torch.equal(padded.layout.spread(padded.dense(filled).flatten(0, 3)), padded.latents_TC)
+    assert torch.equal(padded.layout.insert_padding(padded.dense(filled).flatten(0, 3)), padded.latents_TC)
 
 
 def test_dense_refuses_mixed_shapes_and_parts_of_samples():

@@ -71,6 +71,9 @@ def test_a_record_of_foreign_classes_is_refused():
     [
         ("model", {"num_attention_heads": 3}, "num_attention_heads=3"),
         ("sampling", {"num_steps": 2000}, "2000"),
+        ("sampling", {"variance": "large"}, "sampling.solver='euler' does not draw"),
+        ("sampling", {"variance": "learned", "solver": "ancestral"}, "needs an objective that learns one"),
+        ("sampling", {"guidance_channels": 5}, "use at most 4"),
         ("training", {"recompute_layers": 2}, "recompute_layers=2"),
         ("schedule", {"min_lr": 1.0}, "min_lr=1.0"),
         ("logging", {"profile_steps": [3]}, r"profile_steps=\[3\]"),

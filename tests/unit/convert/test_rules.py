@@ -5,10 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dit.convert.diffusers_format import TrainedModel
 from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Chunks, Copies, Form, Rule, RuleBook, Same
 from dit.convert.variance import drop_variance
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
+from dit.objectives.ddpm import DDPM
+from dit.run_config import check_outputs
 
 
 @st.composite
@@ -127,8 +130,13 @@ def test_exported_tensors_share_no_storage():
 def test_dropping_the_variance_keeps_the_mean_of_every_position():
     model = DiTConfig(in_channels=2, out_channels=4, patch_spatial=2)
     rows = numbered(16)  # four positions of (2 means, 2 variances)
-    mean, others = drop_variance(model, {"head.linear.weight": rows[:, None], "head.linear.bias": rows, "other": rows})
-    assert mean.out_channels is None
+    learned = DDPM(discrete_steps=1000, learned_variance=True)
+    trained = TrainedModel(model, learned, (1, 4, 4), {"solver": "ancestral", "variance": "learned"})
+    weights = {"head.linear.weight": rows[:, None], "head.linear.bias": rows, "other": rows}
+    mean, others = drop_variance(trained, weights)
+    assert (mean.model.out_channels, mean.objective) == (None, DDPM(discrete_steps=1000))
+    assert mean.sampling == {"solver": "ancestral"}
+    check_outputs(mean.objective, mean.model)
     expected = [0, 1, 4, 5, 8, 9, 12, 13]
     assert others["head.linear.bias"].tolist() == expected == others["head.linear.weight"][:, 0].tolist()
     assert others["other"] is rows

@@ -3,8 +3,10 @@
 import io
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from energon_data.prepare.letters import LettersReport
 from energon_data.prepare.moving_letters import DIRECTIONS, prepare_moving_letters
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import StreamGroup, check_streams
+from launch.evaluate import data_folder
 
 PACKED: dict[str, Any] = {"max_tokens_per_pack": 40, "packing_buffer_size": 24, "pad_packs": True}
 
@@ -242,6 +245,25 @@ def test_blend_of_two_folders(mixed_folder: Path, letters: LettersReport, tmp_pa
     resumed.load_state_dict(through_disk(stream.state_dict()))
     same(take(stream, 8), take(resumed, 8))
     assert list(data.build_validation(spec(), dp_rank=0, dp_size=1))
+
+
+def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
+    mixed_folder: Path, letters: LettersReport, tmp_path: Path
+) -> None:
+    """Of one data set of letters among others; where there is none, the members are named, and the flag."""
+
+    def found(*members: Path, data: str | None = None) -> str:
+        listed = "".join(f"      - {{path: {member}}}\n" for member in members)
+        blend = tmp_path / "blend.yaml"
+        text = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n" + listed
+        blend.write_text(text)
+        generator: Any = SimpleNamespace(config=SimpleNamespace(data=EnergonData(path=str(blend))))
+        return data_folder(Namespace(data=data), generator)
+
+    assert found(mixed_folder, letters.folder) == str(letters.folder)
+    assert found(mixed_folder, data="elsewhere") == "elsewhere"
+    with pytest.raises(ConfigError, match=f"a blend with 0 data sets of letters.*--data {mixed_folder}"):
+        found(mixed_folder, mixed_folder)
 
 
 def test_a_blend_need_agree_only_on_what_the_model_takes(

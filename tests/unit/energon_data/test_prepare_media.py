@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -81,6 +81,7 @@ def samples(folder: Path):
 # Sizes.
 
 
+@settings(deadline=None)
 @given(
     SIDES,
     SIDES,

@@ -21,7 +21,7 @@ from dit.objectives import OBJECTIVES
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.run_config import RunConfig
+from dit.run_config import RunConfig, check_outputs, check_sampling
 from dit.settings import SamplingConfig
 from launch import export, import_weights
 from recipes import registry
@@ -281,7 +281,7 @@ def test_what_counts_is_the_flag_then_the_record_then_the_publication(tmp_path):
     published = DDPM(schedule="linear", discrete_steps=1000)
     assert found["plain", False, True][:2] == (
         published,
-        {"solver": "ancestral", "num_steps": 250, "guidance_scale": 4.0},
+        {"solver": "ancestral", "num_steps": 250, "guidance_scale": 4.0, "guidance_channels": 3},
     )
     assert found["plain", False, True][2].startswith(f"assumed objective: {published}")
     assert "--objective" in found["plain", False, True][2]
@@ -293,6 +293,21 @@ def test_what_counts_is_the_flag_then_the_record_then_the_publication(tmp_path):
     args.num_attention_heads = 6
     with pytest.raises(ConfigError, match="says 4; leave the flag out"):
         import_weights.read_original(recorded, args)
+
+
+def test_weights_with_a_variance_are_imported_as_trained_with_one(tmp_path):
+    """Objective and model fit each other, so that they can be trained on; sampling follows the authors' `sample.py`."""
+    save_file(random_state(**{**SIZES, "out_channels": 8}), tmp_path / "sigma.safetensors")
+    args = argparse.Namespace(num_attention_heads=4)
+    trained, _ = import_weights.settle(import_weights.read_original(tmp_path / "sigma.safetensors", args), None)
+    assert trained.objective == DDPM(schedule="linear", discrete_steps=1000, learned_variance=True)
+    check_outputs(trained.objective, trained.model)
+    sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
+    check_sampling(sampling, trained.objective, trained.model)
+    expected = SamplingConfig(
+        solver="ancestral", num_steps=250, variance="learned", guidance_scale=4.0, guidance_channels=3
+    )
+    assert sampling == expected
 
 
 def test_the_names_of_objectives_are_those_of_recipes():

@@ -4,11 +4,14 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
+from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
+from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.generate import empty_pack, generate
@@ -66,3 +69,45 @@ def test_every_step_of_a_stochastic_solver_draws_noise_of_its_own():
         drawn_by_step.append(after - alpha * s**2 / (alpha_s * sigma**2) * before)
     correlation = torch.corrcoef(torch.stack([x_TC.flatten() for x_TC in drawn_by_step]))
     assert (correlation - torch.eye(4)).abs().max() < 4 / math.sqrt(states[0].numel())
+
+
+def test_guidance_takes_the_first_channels_of_the_mean_and_leaves_the_variance_to_the_conditional_network():
+    """As facebookresearch/DiT does: of 4 channels 3 are guided by default, and nothing of the variance's half.
+
+    Of two steps the first draws noise: x = mean + small**(1 - w) large**w z, with w of the conditional network.
+    """
+    spec = DiTConfig(patch_spatial=2, num_classes=3).batch_spec()
+    objective = DDPM(prediction="x0", schedule="cosine", discrete_steps=100, learned_variance=True)
+    batch = empty_pack(spec, (1, 4, 4), 2, torch.device("cpu"), {"label": LABELS})
+    states: list[Tensor] = []
+
+    def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        """Predict the class for every mean, and -1 for the variance of class 0, 1 for that of 2, 5 for that of none."""
+        labels_T1 = batch.layout.per_token(batch.conditions["label"].values.float())
+        v_T1 = torch.where(labels_T1 == 3, 5.0, labels_T1 - 1)
+        states.append(inputs_TC[: batch.layout.num_local_tokens // 2])
+        return torch.cat([labels_T1.expand(-1, 4), v_T1.expand(-1, 4)], 1).repeat(1, 4)
+
+    settings = {"solver": "ancestral", "num_steps": 2, "guidance_scale": 4.0, "seed": 0, "variance": "learned"}
+    samples = generate(network, objective, batch, spec, guidance_channels=3, **settings)
+    for sample, label in zip(samples, LABELS):
+        assert torch.equal(sample[:3], torch.full_like(sample[:3], 3 + 4.0 * (label - 3)))
+        assert torch.equal(sample[3], torch.full_like(sample[3], label))
+    u, u_next, _ = objective.sampling_grid(2)
+    (alpha, sigma), (alpha_s, sigma_s) = (objective.path.alpha_sigma(p) for p in (u, u_next))
+    beta = sigma**2 - (alpha / alpha_s * sigma_s) ** 2
+    start_TC, second_TC = states
+    noise = AddressedNoise(0, 1, batch.sample_ids_S, batch.layout).normal_TC("solver", 16)
+    labels_T1 = batch.layout.per_token(torch.tensor(LABELS).float())
+    guided_TC = (3 + 4.0 * (labels_T1 - 3)).expand(-1, 16).unflatten(1, (4, 4)).clone()
+    guided_TC[..., 3] = labels_T1
+    x0_weight, kept = alpha_s * beta / sigma**2, alpha / alpha_s * sigma_s**2 / sigma**2
+    deviation_T1 = torch.where(labels_T1 == 0, sigma_s / sigma * beta.sqrt(), beta.sqrt())
+    expected = x0_weight * guided_TC.flatten(1) + kept * start_TC + deviation_T1 * noise
+    torch.testing.assert_close(second_TC.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_variance_that_was_not_learned_is_refused():
+    settings = {"solver": "ancestral", "num_steps": 2, "guidance_scale": 1.0, "seed": 0, "variance": "learned"}
+    with pytest.raises(ConfigError, match="variance='learned' needs a network that learned one"):
+        generate(by_condition, FlowMatching(prediction="x0"), pack(), SPEC, **settings)

@@ -1,6 +1,7 @@
 """Solvers on Gaussian data, where denoiser, probability flow and every marginal are known in closed form."""
 
 import math
+import operator
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from dit.objectives.base import Objective, Path
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.sampling.solvers import SOLVERS, Solver, ddim, dpmpp_2m, euler, heun, solve
+from dit.sampling.solvers import FRACTIONS, SOLVERS, Solver, ddim, dpmpp_2m, euler, heun, solve
 from dit.settings import SamplingConfig
 
 STD = 0.5
@@ -173,30 +174,100 @@ def test_stochastic_solver_reproduces_the_variance(objective, name, eta):
         assert correlation == pytest.approx(0 if stochastic else 1, abs=4 / math.sqrt(n))
 
 
-def test_ancestral_is_the_reverse_chain_of_the_table():
-    """x_{k-1} = (x_k - (1 - a) / sqrt(1 - abar) eps) / sqrt(a) + sqrt((1 - abar') / (1 - abar) beta) z."""
-    ddpm = DDPM(discrete_steps=1000)
-    grid = ddpm.sampling_grid(1000)
-    beta = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
-    alpha_bar = (1 - beta).cumprod(0)
+@pytest.mark.parametrize("variance", ["small", "large", "learned"])
+def test_ancestral_is_the_reverse_chain_of_the_table(variance: str) -> None:
+    """x_{k-1} = (x_k - (1 - a) / sqrt(1 - abar) eps) / sqrt(a) + sqrt(variance) z.
+
+    The variance is (1 - abar') / (1 - abar) beta, beta, or exp(w log of the second + (1 - w) log of the first). On a
+    part of the table beta = 1 - abar / abar' of the steps that are left.
+    """
+    ddpm = DDPM(discrete_steps=1000, learned_variance=True)
     layout = SequenceLayout.from_lengths([3])
     generator = torch.Generator().manual_seed(0)
-    x, eps, z = torch.randn(3, 3, 2, dtype=torch.float64, generator=generator)
-    eps = eps.float().double()
-    for k in (999, 500, 1):
-        u = grid[999 - k : 999 - k + 2]
+    x, eps, v, z = torch.randn(4, 3, 2, dtype=torch.float64, generator=generator)
+    eps, v = eps.float().double(), v.float().double()
+    every = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
+    for num_steps, left in ((1000, 0), (1000, 499), (1000, 998), (10, 4)):
+        grid, alpha_bar = ddpm.sampling_grid(num_steps), every[1000 // num_steps - 1 :: 1000 // num_steps].flip(0)
+        bar, bar_next = alpha_bar[left : left + 2]
+        beta = 1 - bar / bar_next
         states: list[Tensor] = []
 
         def denoiser(x_TC, u, states=states):
             states.append(x_TC)
-            return ddpm.denoise(lambda *_: eps.float(), x_TC, u, layout)
+            found = ddpm.denoise_with_variance(lambda *_: torch.cat([eps, v], 1).float(), x_TC, u, layout)
+            return found if variance == "learned" else found[0]
 
         # With a third point the step is not the last.
-        three = torch.cat([u, torch.zeros(1, dtype=torch.float64)])
-        solve("ancestral", denoiser, ddpm.path, x, three, noise_at=lambda step: z)
-        mean = (x - beta[k] / (1 - alpha_bar[k]).sqrt() * eps) / (1 - beta[k]).sqrt()
-        spread = ((1 - alpha_bar[k - 1]) / (1 - alpha_bar[k]) * beta[k]).sqrt()
-        torch.testing.assert_close(states[1], mean + spread * z)
+        three = torch.cat([grid[left : left + 2], torch.zeros(1, dtype=torch.float64)])
+        solve("ancestral", denoiser, ddpm.path, x, three, noise_at=lambda step: z, variance=variance)
+        mean = (x - beta / (1 - bar).sqrt() * eps) / (1 - beta).sqrt()
+        posterior, w = (1 - bar_next) / (1 - bar) * beta, (v + 1) / 2
+        between = torch.exp(w * beta.log() + (1 - w) * posterior.log())
+        expected = {"small": posterior, "large": beta, "learned": between}[variance]
+        torch.testing.assert_close(states[1], mean + expected.sqrt() * z)
+
+
+@pytest.mark.parametrize(("fraction", "variance"), [(0.0, "small"), (1.0, "large")])
+@every_path
+def test_the_ends_of_the_learned_variance_are_the_two_fixed_ones(objective, fraction, variance):
+    """To the bit, for a fraction that a network predicts in every element."""
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    denoiser = partial(gaussian_denoiser, objective.path)
+    run = partial(solve, "ancestral", path=objective.path, x_TC=x, grid=objective.sampling_grid(9))
+    noise = partial(torch.full, (2, 3), 0.7)
+    fixed = run(denoiser, noise_at=lambda step: noise(), variance=variance)
+    learned = run(
+        lambda x, u: (denoiser(x, u), torch.full_like(x, fraction)), noise_at=lambda step: noise(), variance="learned"
+    )
+    assert torch.equal(learned, fixed)
+
+
+def chain_moments(std: float, num_steps: int, variance: str) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of samples of N(0.3, std**2), drawn by `ancestral` with the exact denoiser.
+
+    Every state is a sum of a constant, the start and the noises, and columns hold its coefficients: nothing is drawn.
+    The exact variance of a reverse step is that of the posterior and of what x0 itself varies given x_t.
+    """
+    ddpm, shift = DDPM(schedule="cosine", prediction="v"), 0.3
+    grid = ddpm.sampling_grid(num_steps)
+    column = torch.eye(num_steps + 1, dtype=torch.float64)[:, None]
+
+    def reverse(x_TC: Tensor, u: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        alpha, sigma = ddpm.path.alpha_sigma(u)
+        total = alpha**2 * std**2 + sigma**2
+        x0_TC = shift * column[0] + alpha * std**2 / total * (x_TC - alpha * shift * column[0])
+        i = int((grid == u).nonzero())
+        if variance != "learned" or i == num_steps - 1:
+            return (x0_TC, torch.zeros(1)) if variance == "learned" else x0_TC
+        (bar, bar_next) = (ddpm.path.alpha_sigma(grid[j])[0] ** 2 for j in (i, i + 1))
+        beta = 1 - bar / bar_next
+        posterior = (1 - bar_next) / (1 - bar) * beta
+        of_x0 = (bar_next.sqrt() * beta / (1 - bar)) ** 2 * std**2 * sigma**2 / total
+        return x0_TC, ((posterior + of_x0) / posterior).log() / (beta / posterior).log()
+
+    alpha, sigma = ddpm.path.alpha_sigma(grid[0])
+    start = alpha * shift * column[0] + (alpha**2 * std**2 + sigma**2).sqrt() * column[1]
+    noise_at = partial(operator.getitem, column[2:])
+    x_TC = solve("ancestral", reverse, ddpm.path, start, grid, noise_at=noise_at, variance=variance)
+    return x_TC[0, 0], x_TC[0, 1:].norm()
+
+
+@pytest.mark.parametrize(("std", "variance"), [(1.0, "large"), (1e-9, "small"), (0.5, "learned"), (1.7, "learned")])
+@pytest.mark.parametrize("num_steps", [2, 7, 50])
+def test_ancestral_samples_have_mean_and_variance_of_the_data(std: float, variance: str, num_steps: int) -> None:
+    """Exactly, for any number of steps: beta for white data, the posterior's for a point, the right one between.
+
+    The last step returns E[x0 | x], whose deviation is std**2 alpha / sqrt(alpha**2 std**2 + sigma**2).
+
+    Source: Ho et al. 2020, arXiv:2006.11239, section 3.2.
+    """
+    ddpm = DDPM(schedule="cosine", prediction="v")
+    alpha, sigma = ddpm.path.alpha_sigma(ddpm.sampling_grid(num_steps)[-2])
+    mean, deviation = chain_moments(std, num_steps, variance)
+    expected = std**2 * alpha / (alpha**2 * std**2 + sigma**2).sqrt()
+    assert mean.item() == pytest.approx(0.3, rel=1e-12)
+    assert deviation.item() == pytest.approx(expected.item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("steps", [None, 1000])
@@ -257,8 +328,9 @@ def test_state_keeps_the_precision_asked_for(name, objective):
 
 def test_registry_knows_every_solver_of_the_settings():
     """SamplingConfig.solver and SOLVERS list the same words."""
-    words = SamplingConfig.__dataclass_fields__["solver"].type.__args__
-    assert sorted(words) == sorted(SOLVERS)
+    fields = SamplingConfig.__dataclass_fields__
+    assert sorted(fields["solver"].type.__args__) == sorted(SOLVERS)
+    assert sorted(fields["variance"].type.__args__) == sorted(FRACTIONS)
     assert isinstance(SOLVERS["heun"], Solver)
     assert SOLVERS["heun"].integrate is heun
 
@@ -268,6 +340,7 @@ def test_registry_knows_every_solver_of_the_settings():
     [
         ({"name": "rk4"}, "solver='rk4' is unknown; use one of 'euler', 'heun'"),
         ({"name": "ancestral"}, "pass noise_at"),
+        ({"variance": "huge"}, "variance='huge' is unknown; use one of 'small', 'large', 'learned'"),
         ({"name": "ddim", "eta": 0.5}, "pass noise_at"),
         ({"name": "ddim", "eta": 1.5}, "eta=1.5 does not fit"),
         ({"name": "heun", "eta": 0.5}, "eta=0.5 does not fit solver='heun'"),

@@ -1,0 +1,154 @@
+"""EDM2's learned weighting of noise levels: loss = lambda(sigma) / e**u |D - x0|**2 + u, in float64 by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.layers.uncertainty import fourier_features
+from dit.layout import SequenceLayout
+from dit.models.base import Backbone
+from dit.models.dit.config import DiTConfig
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import Prepared
+from dit.objectives.edm import EDM
+from dit.patchify import grid_positions
+from dit.sampling.generate import empty_pack, generate
+from dit.training.step import training_forward_step
+from dit.training.validate import held_out_loss
+from tests.conftest import BuildModel
+
+MODEL = DiTConfig(hidden_size=16, num_layers=1, num_attention_heads=2, in_channels=2, patch_spatial=1, num_classes=None)
+OBJECTIVE = EDM(uncertainty=True, p_mean=-0.4, p_std=1.0)
+SEED, STEP = 3, 11
+
+
+def pack() -> PackedBatch:
+    """Two images that differ in size and weight, with padding behind each."""
+    layout = SequenceLayout.from_lengths([9, 25], multiple_of=4, total_tokens=44)
+    positions = torch.zeros(44, 3, dtype=torch.int64)
+    for start, side in zip(layout.starts, (3, 5)):
+        positions[start : start + side**2] = grid_positions((1, side, side))
+    return PackedBatch(
+        latents_TC=torch.randn(44, 2, generator=torch.Generator().manual_seed(0)),
+        positions_T3=positions,
+        layout=layout,
+        sample_ids_S=torch.tensor([7, 8]),
+        grids=((1, 3, 3), (1, 5, 5)),
+        keys=("7", "8"),
+        loss_weight_S=torch.tensor([0.5, 2.0]),
+    )
+
+
+def networks(build_model: BuildModel) -> tuple[Backbone, Backbone]:
+    """Return a network without a head for u, and the same with one whose weights are not 0."""
+    plain, learning = (build_model(MODEL, perturb=0.1) for _ in range(2))
+    learning.learn_uncertainty(learning.provider)  # type: ignore[arg-type]
+    with torch.no_grad():
+        learning.uncertainty.weight.copy_(torch.randn(128, generator=torch.Generator().manual_seed(1)) / 10)
+    return plain, learning
+
+
+def features(time_S: Tensor, count: int = 128) -> Tensor:
+    """Return EDM2's sqrt(2) cos(2 pi (f t + phase)), at the quantiles of the normal distribution, float64."""
+    i = torch.arange(count, dtype=torch.float64)
+    frequency = math.sqrt(2) * torch.erfinv(2 * (i + 0.5) / count - 1)
+    phase = i * (math.sqrt(5) - 1) / 2
+    return math.sqrt(2) * torch.cos(2 * math.pi * (time_S.double()[:, None] * frequency + phase))
+
+
+def by_hand(plain: Backbone, learning: Backbone, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return lambda |D - x0|**2 and u of every real token, their sample, and the prepared times; float64."""
+    prepared = OBJECTIVE.prepare(batch, AddressedNoise(SEED, STEP, batch.sample_ids_S, batch.layout))
+    output_TC = plain(prepared.inputs_TC, prepared.time_S, batch).detach().double()
+    valid_T, sample_T = batch.layout.valid_T, batch.layout.segment_ids_T
+    sigma_T1 = (4 * prepared.time_S.double()).exp()[sample_T][:, None]
+    data = OBJECTIVE.sigma_data
+    x_TC = prepared.inputs_TC.double() * (sigma_T1**2 + data**2).sqrt()
+    clean_TC = data**2 / (sigma_T1**2 + data**2) * x_TC + sigma_T1 * data / (sigma_T1**2 + data**2).sqrt() * output_TC
+    weight_T1 = (sigma_T1**2 + data**2) / (sigma_T1 * data) ** 2
+    error_T = (weight_T1 * (clean_TC - batch.latents_TC.double()).square()).mean(-1)
+    u_S = features(prepared.time_S) @ learning.uncertainty.weight.detach().double()  # type: ignore[operator]
+    return error_T[valid_T], u_S[sample_T][valid_T], sample_T[valid_T], prepared.time_S
+
+
+def test_loss_and_gradient_of_u_are_those_of_the_paper(build_model: BuildModel) -> None:
+    """The sum over real tokens of w (lambda / e**u |D - x0|**2 + u), whose derivative by u is w (1 - error / e**u)."""
+    (plain, learning), batch = networks(build_model), pack()
+    error, u, sample, time_S = by_hand(plain, learning, batch)
+    weight = batch.loss_weight_S.double()[sample]  # type: ignore[index]
+    prediction_TC, loss_function = training_forward_step(OBJECTIVE, MODEL, SEED, STEP)(iter([batch]), learning)
+    total, count, logs = loss_function(prediction_TC)
+    scaled, raw = (weight * error * (-u).exp()).sum(), (weight * error).sum()
+    assert total.item() == pytest.approx((scaled + (weight * u).sum()).item(), rel=1e-4)
+    expected = [scaled, (weight * u).sum(), raw, torch.tensor(9 + 25)]
+    torch.testing.assert_close(logs["sums"].double(), torch.stack(expected).double(), rtol=1e-4, atol=1e-5)
+    assert int(count) == 9 + 25
+    total.backward()
+    gradient = (weight * (1 - error * (-u).exp()))[:, None] * features(time_S)[sample]
+    found = learning.uncertainty.weight.grad.double()  # type: ignore[union-attr]
+    torch.testing.assert_close(found, gradient.sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_at_the_optimum_e_to_the_u_is_the_mean_loss_of_the_sample() -> None:
+    """There the gradient of u is 0, the loss is 1 + u for every token, and any other u is worse."""
+    layout = SequenceLayout.from_lengths([3, 5], multiple_of=4)
+    generator = torch.Generator().manual_seed(0)
+    output_TC, target_TC = torch.randn(2, layout.total_tokens, 4, generator=generator)
+    ones_S = torch.ones(2)
+    prepared = Prepared(inputs_TC=output_TC, time_S=ones_S, target_TC=target_TC, weight_S=ones_S)
+    mean_S = layout.sum_per_sample((output_TC - target_TC).square().mean(-1)) / torch.tensor([3, 5])
+
+    def loss(u_S: Tensor) -> Tensor:
+        return OBJECTIVE.loss(torch.cat([output_TC, layout.per_token(u_S)], 1), prepared, layout)[0]
+
+    u_S = mean_S.log().requires_grad_()
+    best = loss(u_S)
+    best.backward()
+    torch.testing.assert_close(u_S.grad, torch.zeros(2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(best, (torch.tensor([3, 5]) * (1 + u_S)).sum())
+    for change in ((0.1, 0.0), (-0.1, 0.0), (0.0, 0.1), (0.0, -0.1)):
+        assert loss(u_S.detach() + torch.tensor(change)) > best + 1e-3
+
+
+def test_the_start_is_plain_edm(build_model: BuildModel) -> None:
+    """u starts as 0: loss, raw error and the network's gradients are those without it."""
+    batch, found = pack(), []
+    for objective in (EDM(p_mean=-0.4, p_std=1.0), OBJECTIVE):
+        network = build_model(MODEL, perturb=0.1)
+        if objective.uncertainty:
+            network.learn_uncertainty(network.provider)  # type: ignore[arg-type]
+            torch.nn.init.zeros_(network.uncertainty.weight)
+        prediction_TC, loss_function = training_forward_step(objective, MODEL, SEED, STEP)(iter([batch]), network)
+        total, _, _ = loss_function(prediction_TC)
+        total.backward()
+        found.append((total.detach(), network.head.linear.weight.grad))  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_samples_do_not_depend_on_u_and_validation_logs_the_plain_error(
+    build_model: BuildModel, one_rank_world: ProcessGroups
+) -> None:
+    (plain, learning), batch, spec = networks(build_model), pack(), MODEL.batch_spec()
+    empty = empty_pack(spec, (1, 4, 4), 2, torch.device("cpu"))
+    settings = {"solver": "heun", "num_steps": 3, "guidance_scale": 1.0, "seed": 0}
+    samples = [generate(n, o, empty, spec, **settings) for n, o in ((plain, EDM()), (learning, OBJECTIVE))]
+    assert torch.equal(*samples)
+    losses = [
+        held_out_loss(network, iter([batch]), objective, MODEL, torch.device("cpu"), one_rank_world)
+        for network, objective in ((plain, EDM(p_mean=-0.4, p_std=1.0)), (learning, OBJECTIVE))
+    ]
+    assert losses[1]["loss_raw"] == pytest.approx(losses[0]["loss"], rel=1e-6)
+    assert losses[1]["loss"] == pytest.approx(losses[1]["loss_scaled"] + losses[1]["loss_uncertainty"], rel=1e-6)
+    assert abs(losses[1]["loss"] - losses[0]["loss"]) > 1e-3
+
+
+def test_features_are_of_unit_size_and_tell_times_apart() -> None:
+    """Their mean square is 1 at every time, as EDM2's are on average, and they fall out of step as times part."""
+    time_S = torch.linspace(-2, 1.5, 8)
+    product = fourier_features(time_S, 128) @ fourier_features(time_S, 128).T / 128
+    assert (product.diagonal() - 1).abs().max() < 0.15
+    assert (product - product.diagonal().diag()).abs().max() < 0.2
