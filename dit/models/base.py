@@ -1,9 +1,9 @@
 """What every backbone is to the rest of the house."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Optional, Self
+from typing import Any, ClassVar, Optional
 
 from torch import Tensor, nn
 
@@ -12,8 +12,6 @@ from dit.condition_table import CONTEXT, FPS, LABEL
 from dit.conditions import Condition
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
-from dit.models.activations import BatchForm, SavedActivations
 
 
 @dataclass(frozen=True)
@@ -195,48 +193,6 @@ class ModelConfig(ABC):
     @abstractmethod
     def megatron_sizes(self) -> TransformerSizes:
         """Return what Megatron-Core's `TransformerConfig` must know of this model."""
-
-    @abstractmethod
-    def num_parameters(self) -> int:
-        """Count the trainable parameters of the whole model."""
-
-    def nemo_weights(self) -> int:
-        """Count the weights that NeMo's convention multiplies with every token, whether they meet tokens or not."""
-        return self.num_parameters()
-
-    @abstractmethod
-    def forward_flops(
-        self, layout: SequenceLayout, context_layout: Optional[SequenceLayout] = None, *, padding: bool = False
-    ) -> int:
-        """Count the floating-point operations of the matrix products of one forward pass, two per multiply-add.
-
-        Attention counts every pair of tokens of a sample; what depends on the sample alone counts once per sample.
-
-        Args:
-            layout: the tokens of the whole pack; rows held by one rank only make no difference.
-            context_layout: the texts, for a model that reads them token by token.
-            padding: count the padding rows too, as the device computes them.
-        """
-
-    def unattended_flops(self, grids: Sequence[tuple[int, int, int]]) -> int:
-        """Count the operations of `forward_flops` that attention inside frames and columns leaves out.
-
-        Args:
-            grids: (t, h, w) in patches of each sample.
-        """
-        return 0
-
-    @abstractmethod
-    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
-        """Count what autograd keeps of one layer for each token and each text token, with no recompute.
-
-        Args:
-            layer: global index of the layer.
-        """
-
-    def without_layers(self) -> Self:
-        """Return these sizes with no layer between embedding and head, to count what the ends need."""
-        return replace(self, num_layers=0)  # type: ignore[call-arg]
 
     def layer_kind(self, layer: int) -> Hashable:
         """Return what a layer's cost depends on: layers of one kind cost the same.

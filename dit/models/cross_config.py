@@ -264,18 +264,3 @@ class CrossAttentionModelConfig(ModelConfig, RotarySettings):
             patch_temporal=self.patch_temporal,
             patch_spatial=self.patch_spatial,
         )
-
-    def count_conditioner(self) -> int:
-        """Count the parameters of the conditioning vector's embedders and of the null text."""
-        h = self.hidden_size
-        numbers = [1] + [1] * self.fps_conditioning + [3] * self.size_conditioning
-        embedders = sum((count * CONDITION_FEATURES + 1) * h + (h + 1) * h for count in numbers)
-        labels = 0 if self.num_classes is None else (self.num_classes + 1) * h
-        assert self.context_size is not None
-        return embedders + labels + self.context_size
-
-    def conditioner_multiplications(self) -> int:
-        """Count the multiply-adds of the conditioning vector of one sample."""
-        h = self.hidden_size
-        numbers = [1] + [1] * self.fps_conditioning + [3] * self.size_conditioning
-        return sum((count * CONDITION_FEATURES + h) * h for count in numbers)

@@ -1,6 +1,6 @@
 """From a model configuration to a trainable model on this rank, in one order: build, start weights, wrap, optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -98,9 +98,20 @@ def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None) -> Backbone
     """Build the whole model, or one stage of it, without memory, for counting and planning."""
     model.validate()
     with torch.device("meta"):
-        config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
-        _, attention = resolve_attention(torch.device("cpu"), torch.float32)
-        return build_backbone(model, LayerProvider(config), attention, stage or Stage(range(config.num_layers)))
+        return build_alone(model, stage or Stage(range(model.megatron_sizes().num_layers)))
+
+
+def build_alone(
+    model: ModelConfig, stage: Stage, provider: Callable[[TransformerConfig], LayerProvider] = LayerProvider
+) -> Backbone:
+    """Build a stage of the model for one rank, in fp32 and without initial weights, on torch's default device.
+
+    Args:
+        provider: makes its linears; those of `LayerProvider` without groups can be looked at, not run.
+    """
+    config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
+    _, attention = resolve_attention(torch.device("cpu"), torch.float32)
+    return build_backbone(model, provider(config), attention, stage)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -71,15 +71,19 @@ class StepTrace:
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts every operation, and every storage while it lives."""
+    """Counts every operation, and every storage while it lives.
 
-    def __init__(self, groups: ProcessGroups) -> None:
+    Args:
+        groups: names what is sent; None where nothing is.
+    """
+
+    def __init__(self, groups: Optional[ProcessGroups] = None) -> None:
         super().__init__()
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
         self._fake, self._without_fakes = FakeTensor, unset_fake_temporarily
         self._formulas = flop_formulas()
-        self._names = _names(groups)
+        self._names = {} if groups is None else _names(groups)
         self._sizes: dict[int, tuple[weakref.ref, int]] = {}
         self.received_shape: list[int] = []
         self.live = self.peak = 0
