@@ -22,6 +22,8 @@ from energon_data.mock import MockData
 if TYPE_CHECKING:
     import nemo_run as run
 
+    from dit.run_config import RunConfig
+
 DEFAULT_TOKENS = 256
 DEFAULT_TEXT_TOKENS = 512
 GIB = 2**30
@@ -104,6 +106,69 @@ def _described(sample: Sample) -> str:
     return f"{sample.tokens} to a sample of {t}x{h}x{w} patches{text}{cure[sample.assumed]}"
 
 
+def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, given: bool) -> list[str]:
+    """Say how a run is laid out, and which settings were adapted to its size.
+
+    Args:
+        config: checked settings.
+        dims: what checking them gave.
+        packed: micro-batches are packs.
+        given: the number of ranks was asked for.
+    """
+    parallel, training = config.parallel, config.training
+    pp = parallel.pipeline_model_parallel_size
+    pipeline = f"pipeline {pp} x " if pp > 1 else ""
+    cp = parallel.context_parallel_size
+    context = f"context {cp} x " if cp > 1 else ""
+    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
+    if parallel.expert_model_parallel_size > 1:
+        sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
+    batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
+    changes = config.adaptations(dims)
+    return [
+        f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}"
+        f"{'' if given else '; the fewest for this layout: give --world-size N'}",
+        f"batch       {training.global_batch_size} {'packs' if packed else 'samples'} = {batch}",
+        *(f"{'adapted' if line == changes[0] else '':<12}{line}" for line in changes),
+    ]
+
+
+def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample) -> list[str]:
+    """Say what a run costs: parameters, operations, memory of a rank, a checkpoint.
+
+    Args:
+        config: checked settings.
+        dims: what checking them gave.
+        sample: the sample that it is planned for.
+    """
+    from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
+    from dit.monitoring.flops import PackFlops
+    from dit.parallel.build import count_parameters
+    from dit.planner.plan import plan
+
+    model, training, parallel = config.model, config.training, config.parallel
+    texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
+    flops = PackFlops(model).training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
+    step = flops * sample.count(1) * training.global_batch_size
+    shape = sample.shape(dims)
+    need = plan(model, config.objective, config.optimizer, parallel, training, shape, dims).fullest
+    count = count_parameters(model)
+    state = checkpoint_bytes(count, averaged=training.ema_decay is not None)
+    rows = {**need.state_bytes, "activations and temporaries": need.peak - need.live, "total": need.peak}
+    width = max(map(len, rows))
+    fullest = " (the fullest of the pipeline)" if parallel.pipeline_model_parallel_size > 1 else ""
+    return [
+        f"parameters  {count:,}",
+        f"work        {flops / sample.tokens / 1e9:,.4g} GFLOP per token ({_described(sample)}), "
+        f"{step / 1e12:,.4g} TFLOP per step",
+        f"checkpoint  {state / GIB:,.3f} GiB on disk, {state / GIB / dims.world_size:,.3f} GiB from each rank through "
+        f"{STAGING_BYTES >> 20} MiB of host memory; no device memory",
+        "",
+        f"memory per rank{fullest}, {training.precision}",
+        *(f"  {name:<{width}}{value / GIB:10.3f} GiB" for name, value in rows.items()),
+    ]
+
+
 def report(
     task: "run.Partial",
     world_size: Optional[int],
@@ -120,47 +185,10 @@ def report(
     Raises:
         ConfigError: the settings do not fit together.
     """
-    from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
-    from dit.monitoring.flops import PackFlops
-    from dit.parallel.build import count_parameters
-    from dit.planner.plan import plan
     from launch.config_file import built, summary
 
     config = built(task)
     dims, _ = config.check(world_size)
-    model, training, parallel = config.model, config.training, config.parallel
-    sample = planned_sample(task, model, tokens, text_tokens)
-    texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
-    flops = PackFlops(model).training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
-    step = flops * sample.count(1) * training.global_batch_size
-    need = plan(model, config.objective, config.optimizer, parallel, training, sample.shape(dims), dims).fullest
-    pp = parallel.pipeline_model_parallel_size
-    pipeline = f"pipeline {pp} x " if pp > 1 else ""
-    cp = parallel.context_parallel_size
-    context = f"context {cp} x " if cp > 1 else ""
-    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
-    if parallel.expert_model_parallel_size > 1:
-        sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
-    batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
-    changes = config.adaptations(dims)
-    count = count_parameters(model)
-    state = checkpoint_bytes(count, averaged=training.ema_decay is not None)
-    rows = {**need.state_bytes, "activations and temporaries": need.peak - need.live, "total": need.peak}
-    width = max(map(len, rows))
-    lines = [
-        summary(task),
-        "",
-        f"parameters  {count:,}",
-        f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}"
-        f"{'' if world_size else '; the fewest for this layout: give --world-size N'}",
-        f"batch       {training.global_batch_size} {'samples' if sample.pack is None else 'packs'} = {batch}",
-        f"work        {flops / sample.tokens / 1e9:,.4g} GFLOP per token ({_described(sample)}), "
-        f"{step / 1e12:,.4g} TFLOP per step",
-        f"checkpoint  {state / GIB:,.3f} GiB on disk, {state / GIB / dims.world_size:,.3f} GiB from each rank through "
-        f"{STAGING_BYTES >> 20} MiB of host memory; no device memory",
-        *(f"{'adapted' if line == changes[0] else '':<12}{line}" for line in changes),
-        "",
-        f"memory per rank{' (the fullest of the pipeline)' if pp > 1 else ''}, {training.precision}",
-        *(f"  {name:<{width}}{value / GIB:10.3f} GiB" for name, value in rows.items()),
-    ]
-    return "\n".join(lines)
+    sample = planned_sample(task, config.model, tokens, text_tokens)
+    layout = layout_lines(config, dims, packed=sample.pack is not None, given=world_size is not None)
+    return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample)])
