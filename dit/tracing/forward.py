@@ -230,6 +230,8 @@ class _Shortened:
         """Run a forward pass, and count each kind of layer as often as the model has it."""
         self._counter.flops, self._flops[:] = 0, [0] * len(self._flops)
         batch = batch_of(self.model, pack)
+        # What is worked out of positions is as wide as the network, and nothing is cut by its values.
+        batch = replace(batch, positions_T3=batch.positions_T3.to("meta"))
         with self._counter:
             self._network(batch.latents_TC.to("meta"), torch.zeros(batch.layout.num_samples), batch)
         layers = sum(times * flops for times, flops in zip(self._times, self._flops, strict=True))
