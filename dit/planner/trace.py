@@ -30,13 +30,12 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dit.backends.device import ACCELERATOR, is_started
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
-from dit.errors import ConfigError
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig
@@ -118,16 +117,9 @@ def trace_here(job: Job) -> list[StepTrace]:
     Returns:
         One trace for each of `job.micro_batches`.
 
-    Raises:
-        ConfigError: the layout cannot be traced.
     """
     from dit.backends import process_groups
 
-    if job.parallel.data_parallel == "fsdp":
-        raise ConfigError(
-            "a step under parallel.data_parallel='fsdp' cannot be traced yet: Megatron-FSDP's buffers are counted "
-            "wrongly on fake tensors; trace it with 'distributed_optimizer', whose operations are the same"
-        )
     with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values():
         groups = process_groups.initialize(job.parallel)
         try:
@@ -148,10 +140,13 @@ def _fake_tensors() -> Any:
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Replace a place of Megatron-Core that needs values inside tensors.
+    """Replace three places of Megatron-Core that need values inside tensors.
 
     Its gradient norm without CUDA libraries makes one tensor of a list of others; here it reads their numbers first.
+    Its FSDP moves the model to the device, which torch does to a fake parameter by swapping it; all are there already.
+    And it asks the other ranks whether their shards add up to a parameter.
     """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
     from megatron.core.optimizer import clip_grads
 
     original = clip_grads.l2_norm_impl
@@ -161,10 +156,13 @@ def _without_values() -> Iterator[None]:
         return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
 
     clip_grads.l2_norm_impl = l2_norm
+    move, nn.Module.to = nn.Module.to, lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+    validate, fsdp.validate_uneven_dtensor = fsdp.validate_uneven_dtensor, lambda _: None
     try:
         yield
     finally:
-        clip_grads.l2_norm_impl = original
+        clip_grads.l2_norm_impl, nn.Module.to = original, move  # type: ignore[method-assign]
+        fsdp.validate_uneven_dtensor = validate
 
 
 @contextlib.contextmanager

@@ -11,12 +11,12 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from dit.backends.process_groups import ProcessGroups
 
-REAL_ELEMENTS = 1 << 20
+REAL_ELEMENTS = 1 << 23
 """Tables up to this size are computed for real."""
 ANSWER = 1000
 """What the host reads from a tensor without values; as a gradient norm, one that is clipped."""
@@ -124,6 +124,8 @@ class StepCounter(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # every second call
             return getattr(args[0], "fake_device", torch.device("cpu"))
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        if any(map(is_traceable_wrapper_subclass, tensors)):
+            return NotImplemented  # a DTensor has no memory of its own; what is done to its shard comes here
         fake = any(isinstance(x, self._fake) for x in tensors)
         if func is torch.ops.aten._local_scalar_dense.default:
             self.trace.host_syncs += 1

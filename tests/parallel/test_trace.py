@@ -5,7 +5,6 @@ from functools import cache
 import pytest
 
 from benchmarks.parallel_world import run_world
-from dit.errors import ConfigError
 from dit.planner.trace import trace
 from tests.parallel.trace_worker import job
 
@@ -19,6 +18,7 @@ LAYOUTS = {
     "cp2_ring": {"context_parallel_size": 2},
     "cp2_a2a": {"context_parallel_size": 2, "context_comm": "a2a"},
     "ep2": {"expert_model_parallel_size": 2},
+    "fsdp": {"data_parallel": "fsdp"},
 }
 MODELS = {"ep2": "experts", "pp2_vpp2": "deep"}
 CASES = {
@@ -35,7 +35,7 @@ SENT = {  # as the traffic tests name what they count
 }
 
 
-FEW = ("ddp", "distributed_optimizer", "tp2_sp", "pp2", "cp2_ring")
+FEW = ("ddp", "distributed_optimizer", "tp2_sp", "pp2", "cp2_ring", "fsdp")
 MORE = tuple(name for name in CASES if name not in FEW)
 
 
@@ -56,7 +56,7 @@ def results(tmp_path_factory):
 
 
 def cases():
-    """Return the cases; those beyond the first five layouts only run with the matrix."""
+    """Return the cases; those beyond the first six layouts only run with the matrix."""
     return [*FEW, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE)]
 
 
@@ -81,8 +81,3 @@ def test_bytes_sent_are_those_of_a_real_rank(results, name):
         counted = {kind: n for kind, n in counted.items() if n}  # not DDP's collectives, nor unbatched sends
         assert counted
         assert {kind: sent[kind] for kind in counted} == counted
-
-
-def test_what_cannot_be_traced_is_refused():
-    with pytest.raises(ConfigError, match=r"fsdp.*cannot be traced"):
-        trace([job({"model": "dit", "parallel": {"data_parallel": "fsdp"}}, world_size=2)])
