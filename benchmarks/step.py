@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class Recording(Iterator["PackedBatch"]):
-    """Yields micro-batches and records their layouts.
+    """Yields micro-batches and records their shapes.
 
     Args:
         batches: the `DeviceBatches` of a run.
@@ -55,11 +55,11 @@ class Recording(Iterator["PackedBatch"]):
 
     def __init__(self, batches: "DeviceBatches") -> None:
         self.batches = batches
-        self.layouts: list[tuple[Any, Any, Any]] = []
+        self.shapes: list[tuple[Any, Any, Any]] = []
 
     def __next__(self) -> "PackedBatch":
         batch = next(self.batches)
-        self.layouts.append((batch.layout, batch.conditions.layout("context"), batch.grids))
+        self.shapes.append((batch.layout, batch.grids, batch.conditions.layout("context")))
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -94,8 +94,8 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     from dit.backends import process_groups
     from dit.backends.device import describe, peak_memory_bytes, synchronize
     from dit.kernels.resolve import resolve_attention
-    from dit.monitoring.flops import Convention, recomputed_share, training_flops
-    from dit.parallel.build import DTYPES
+    from dit.monitoring.flops import Convention, PackFlops, recomputed_share
+    from dit.parallel.build import DTYPES, count_parameters
     from dit.training.pretrain import Run
 
     dims, spec = config.check_here()
@@ -108,7 +108,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     for i in range(warmup + steps):
         if i == warmup:
             batches.reset()
-            batches.layouts.clear()
+            batches.shapes.clear()
             losses.zero_()
         synchronize()
         started = time.perf_counter()
@@ -118,12 +118,9 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     counted = batches.reset()
     conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
     again = recomputed_share(training, parallel, model.megatron_sizes().num_layers)
+    counts = PackFlops(model)
     flops = [
-        sum(
-            training_flops(model, *layouts, grids=grids, convention=c, recomputed=again)
-            for *layouts, grids in batches.layouts
-        )
-        for c in conventions
+        sum(counts.training(*shape, convention=c, recomputed=again) for shape in batches.shapes) for c in conventions
     ]
     totals = torch.tensor([counted.samples, counted.valid_tokens, counted.padded_tokens, *flops], dtype=torch.float64)
     totals = totals.to(run.device)
@@ -148,7 +145,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
         "precision": training.precision,
         "recompute": training.recompute,
         "attention": resolve_attention(run.device, DTYPES[training.precision], training.attention)[0],
-        "parameters": model.num_parameters(),
+        "parameters": count_parameters(model),
         "micro_batch_size": dims.micro_batch_size,
         "global_batch_size": training.global_batch_size,
         "tokens_per_step": valid,

@@ -63,6 +63,10 @@ MAY_IMPORT = {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.layout", "dit.batch"),
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
     },
+    "dit.tracing": {
+        *("dit.layout", "dit.batch", "dit.conditions", "dit.data_api", "dit.patchify"),
+        *("dit.backends", "dit.layers", "dit.models", "dit.parallel"),
+    },
     "dit.optimizer": {"dit.errors", "dit.ranges", "dit.settings", "dit.backends", "dit.parallel"},
     "dit.run_config": {
         *("dit.errors", "dit.settings", "dit.config_record", "dit.condition_table", "dit.data_api", "dit.objectives"),
@@ -84,7 +88,8 @@ MAY_IMPORT = {
     },
     "dit.monitoring": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.layout", "dit.kernels", "dit.backends"),
-        *("dit.layers", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint"),
+        *("dit.layers", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.patchify"),
+        "dit.tracing",
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -104,9 +109,8 @@ MAY_IMPORT = {
     },
     # Above training: it traces the step that training makes.
     "dit.planner": {
-        *("dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api", "dit.patchify"),
-        *("dit.objectives", "dit.context_parallel", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
-        "dit.training",
+        *("dit.errors", "dit.settings", "dit.batch", "dit.objectives", "dit.context_parallel", "dit.backends"),
+        *("dit.models", "dit.parallel", "dit.tracing", "dit.optimizer", "dit.training"),
     },
     "energon_data": {
         "dit.errors",
@@ -137,7 +141,7 @@ HEAVY_HOMES = {
     "triton": ("dit/kernels/",),
     "megatron.core": (
         *("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/optimizer/", "dit/checkpoint/"),
-        *("dit/training/", "dit/planner/"),
+        *("dit/training/", "dit/planner/", "dit/tracing/"),
     ),
     "megatron.energon": ("energon_data/",),
     "nemo_run": ("recipes/", "launch/"),

@@ -1,10 +1,10 @@
 """The interface of backbones: their settings, what they support, and the network."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Optional, Self
+from typing import TYPE_CHECKING, ClassVar, Optional
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,6 @@ from dit.condition_table import CONTEXT, FPS, LABEL
 from dit.conditions import Condition
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
-from dit.models.activations import BatchForm, SavedActivations
 
 if TYPE_CHECKING:
     from dit.backends.megatron_types import MegatronConfig, MegatronModelType
@@ -216,48 +214,6 @@ class ModelConfig(ABC):
     @abstractmethod
     def megatron_sizes(self) -> TransformerSizes:
         """Return the sizes of this model for Megatron-Core's `TransformerConfig`."""
-
-    @abstractmethod
-    def num_parameters(self) -> int:
-        """Count the trainable parameters of the full model."""
-
-    def nemo_weights(self) -> int:
-        """Count the weights that NeMo's convention multiplies with every token, even if they are not applied to it."""
-        return self.num_parameters()
-
-    @abstractmethod
-    def forward_flops(
-        self, layout: SequenceLayout, context_layout: Optional[SequenceLayout] = None, *, padding: bool = False
-    ) -> int:
-        """Count the floating-point operations of the matrix products of one forward pass, two per multiply-add.
-
-        Attention counts every pair of tokens of a sample; operations per sample count once per sample.
-
-        Args:
-            layout: of the global pack; which tokens are local does not matter.
-            context_layout: the texts, for a model that reads them token by token.
-            padding: count padding too, as the device computes it.
-        """
-
-    def unattended_flops(self, grids: Sequence[tuple[int, int, int]]) -> int:
-        """Count the operations of `forward_flops` that attention inside frames and columns leaves out.
-
-        Args:
-            grids: (t, h, w) in patches of each sample.
-        """
-        return 0
-
-    @abstractmethod
-    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
-        """Count the values that autograd saves for one layer, per token and per text token, without recompute.
-
-        Args:
-            layer: global index of the layer.
-        """
-
-    def without_layers(self) -> Self:
-        """Return these sizes with no layer between embedding and head, to count embedding and head."""
-        return replace(self, num_layers=0)  # type: ignore[call-arg]
 
     def layer_kind(self, layer: int) -> Hashable:
         """Return a key of a layer's cost: layers with the same key cost the same.

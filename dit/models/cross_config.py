@@ -5,7 +5,7 @@ from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
-from dit.models.transformer_config import CONDITION_FEATURES, TransformerModelConfig
+from dit.models.transformer_config import TransformerModelConfig
 
 
 @dataclass(kw_only=True)
@@ -51,18 +51,3 @@ class CrossAttentionModelConfig(TransformerModelConfig):
 
     def megatron_sizes(self) -> TransformerSizes:
         return replace(super().megatron_sizes(), num_query_groups=self.num_query_groups, qk_layernorm=self.qk_layernorm)
-
-    def count_conditioner(self) -> int:
-        """Count the parameters of the conditioning vector's embedders and of the null text."""
-        h = self.hidden_size
-        numbers = [1] + [1] * self.fps_conditioning + [3] * self.size_conditioning
-        embedders = sum((count * CONDITION_FEATURES + 1) * h + (h + 1) * h for count in numbers)
-        labels = 0 if self.num_classes is None else (self.num_classes + 1) * h
-        assert self.context_size is not None
-        return embedders + labels + self.context_size
-
-    def conditioner_multiplications(self) -> int:
-        """Count the multiply-adds of the conditioning vector of one sample."""
-        h = self.hidden_size
-        numbers = [1] + [1] * self.fps_conditioning + [3] * self.size_conditioning
-        return sum((count * CONDITION_FEATURES + h) * h for count in numbers)

@@ -1,12 +1,11 @@
 """Sizes of a mixture of experts, for any backbone whose layers may have one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Optional, get_args
 
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
-from dit.layout import SequenceLayout
-from dit.models.activations import BatchForm, Kept, experts, mlp, swiglu
 from dit.models.base import TransformerSizes
 from dit.models.transformer_config import check_unused
 
@@ -99,41 +98,13 @@ class ExpertOptions:
             "aux_loss_coeff": self.moe_aux_loss_coeff,
         }
 
-    def mlp_parameters(self, hidden_size: int, dense_size: int, *, bias: bool, gated: bool = False) -> int:
-        """Count the parameters of one layer's MLP or experts with their router.
+    def routed_pairs(self, lengths: Sequence[int]) -> int:
+        """Count the (token, expert) pairs that one layer computes.
 
         Args:
-            gated: SwiGLU, which has three matrices instead of two.
+            lengths: tokens of each sample.
         """
-        size = dense_size if self.num_experts is None else self.expert_size(dense_size)
-        mlp = (3 if gated else 2) * hidden_size * size + (size + hidden_size if bias else 0)
-        return mlp if self.num_experts is None else self.num_experts * (mlp + hidden_size)
-
-    def mlp_multiply_adds(
-        self, hidden_size: int, dense_size: int, layout: SequenceLayout, *, padding: bool = False, gated: bool = False
-    ) -> int:
-        """Count the multiply-adds of one layer's MLP or experts with their router.
-
-        Padding rows are routed to no expert, so `padding` adds the router's work alone.
-        """
-        rows = layout.total_tokens if padding else layout.valid_tokens
-        if self.num_experts is None:
-            return rows * (3 if gated else 2) * hidden_size * dense_size
-        expert = (3 if gated else 2) * hidden_size * self.expert_size(dense_size)
-        return rows * hidden_size * self.num_experts + self.routed_pairs(layout) * expert
-
-    def mlp_saved(self, hidden_size: int, dense_size: int, form: BatchForm, *, gated: bool = False) -> Kept:
-        """Count what one layer's MLP or experts keep of a token."""
-        if self.num_experts is None:
-            return swiglu(dense_size) if gated else mlp(dense_size)
-        met = self.moe_capacity_factor if self.moe_router == "expert_choice" else self.moe_top_k
-        return experts(hidden_size, self.expert_size(dense_size), met, form, gated=gated)
-
-    def routed_pairs(self, layout: SequenceLayout) -> int:
-        """Count the (token, expert) pairs that one layer computes."""
         assert self.num_experts is not None
         if self.moe_router == "top_k":
-            return layout.valid_tokens * self.moe_top_k
-        return self.num_experts * sum(
-            expert_capacity(n, self.num_experts, self.moe_capacity_factor) for n in layout.lengths
-        )
+            return sum(lengths) * self.moe_top_k
+        return self.num_experts * sum(expert_capacity(n, self.num_experts, self.moe_capacity_factor) for n in lengths)

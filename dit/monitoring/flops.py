@@ -1,75 +1,112 @@
 """Floating-point operations of a training step, in three conventions that must never be mixed.
 
-| convention | rows | adaLN | for |
+| convention | tokens | adaLN | for |
 |---|---|---|---|
 | `model` | real tokens | once per sample | the default: work the maths asks for |
-| `hardware` | all rows, padding included | once per sample | what the device does, recomputed activations included |
+| `hardware` | all tokens, padding included | once per sample | what the device does, recomputed activations included |
 | `nemo` | real tokens | once per token | the published tables of NeMo's diffusion framework, and nothing else |
 
-All count two operations per multiply-add, and attention over every pair of tokens of a sample; the first two leave out
-the pairs that attention inside frames and columns does not visit, where the samples' grids are given. A step's backward
-pass costs twice its forward pass. Counts are for the whole pack: divide by the ranks that share it.
+All count two operations per multiply-add. The first two are read from the forward pass of the program, so that
+attention counts the pairs of tokens that it visits; `nemo` counts every pair of a sample. A step's backward pass costs
+twice its forward pass. Counts are for the full pack: divide by the ranks that share it.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Literal, Optional
 
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
+from dit.parallel.build import parameter_shapes
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.pipeline import split_layers
+from dit.patchify import Grid
 from dit.settings import TrainingConfig
+from dit.tracing.forward import ForwardCost
 
 Convention = Literal["model", "hardware", "nemo"]
-Grid = tuple[int, int, int]
 
 
-def forward_flops(
-    config: ModelConfig,
-    layout: SequenceLayout,
-    context_layout: Optional[SequenceLayout] = None,
-    *,
-    grids: Sequence[Grid] = (),
-    convention: Convention = "model",
-) -> int:
-    """Count the operations of one forward pass over a pack.
+class PackFlops:
+    """Counts the operations of a model's packs.
 
     Args:
-        layout: the tokens of the pack.
-        context_layout: its texts, if the model takes text.
-        grids: (t, h, w) in patches of its samples, for models that attend inside frames and columns.
+        model: its sizes.
     """
-    if convention == "nemo":
-        h, layers = config.megatron_sizes().hidden_size, config.megatron_sizes().num_layers
-        pairs = sum(n * n for n in layout.lengths)
-        return 2 * config.nemo_weights() * layout.valid_tokens + 4 * layers * h * pairs
-    dense = config.forward_flops(layout, context_layout, padding=convention == "hardware")
-    return dense - config.unattended_flops(grids)
 
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self._cost = ForwardCost(model)
+        self._nemo_weights: Optional[int] = None
 
-def training_flops(
-    config: ModelConfig,
-    layout: SequenceLayout,
-    context_layout: Optional[SequenceLayout] = None,
-    *,
-    grids: Sequence[Grid] = (),
-    convention: Convention = "model",
-    recomputed: float = 0.0,
-) -> int:
-    """Count the operations of a forward and a backward pass over a pack.
+    def forward(
+        self,
+        layout: SequenceLayout,
+        grids: Sequence[Grid],
+        context_layout: Optional[SequenceLayout] = None,
+        *,
+        convention: Convention = "model",
+    ) -> int:
+        """Count one forward pass over a pack.
 
-    Args:
-        layout: the tokens of the pack.
-        context_layout: its texts, if the model takes text.
-        grids: as in `forward_flops`.
-        recomputed: share of the layers that run once more in the backward pass (`recomputed_share`); counted in the
-            `hardware` convention alone, for it adds work and no result.
-    """
-    forward = forward_flops(config, layout, context_layout, grids=grids, convention=convention)
-    if convention != "hardware" or not recomputed:
-        return 3 * forward
-    ends = forward_flops(config.without_layers(), layout, context_layout, convention=convention)
-    return 3 * forward + round(recomputed * (forward - ends))
+        Args:
+            layout: the tokens of the pack.
+            grids: (t, h, w) in patches of its samples.
+            context_layout: its texts; None counts the null text of each sample.
+        """
+        return self._forward(layout, grids, context_layout, convention, 0.0)
+
+    def training(
+        self,
+        layout: SequenceLayout,
+        grids: Sequence[Grid],
+        context_layout: Optional[SequenceLayout] = None,
+        *,
+        convention: Convention = "model",
+        recomputed: float = 0.0,
+    ) -> int:
+        """Count a forward and a backward pass over a pack.
+
+        Args:
+            layout, grids, context_layout: as in `forward`.
+            recomputed: share of the layers that run once more in the backward pass (`recomputed_share`); counted in the
+                `hardware` convention alone, for it adds work and no result.
+        """
+        again = self._forward(layout, grids, context_layout, convention, recomputed)
+        return 2 * self.forward(layout, grids, context_layout, convention=convention) + again
+
+    def _forward(
+        self,
+        layout: SequenceLayout,
+        grids: Sequence[Grid],
+        context_layout: Optional[SequenceLayout],
+        convention: Convention,
+        recomputed: float,
+    ) -> int:
+        if convention == "nemo":
+            sizes = self.model.megatron_sizes()
+            pairs = sum(n * n for n in layout.lengths)
+            return 2 * self._weights() * layout.valid_tokens + 4 * sizes.num_layers * sizes.hidden_size * pairs
+        texts = [1] * len(grids) if context_layout is None else context_layout.lengths
+        total = layers = 0
+        for grid, text in zip(grids, texts, strict=True):
+            sample = self._cost.of_sample(grid, text)
+            total, layers = total + sample.total, layers + sample.layers
+        if convention == "model":
+            return total
+        if padding := layout.total_tokens - layout.valid_tokens:
+            row = self._cost.of_padding(grids[0])
+            total, layers = total + padding * row.total, layers + padding * row.layers
+        return total + round(recomputed * layers)
+
+    def _weights(self) -> int:
+        """Count the weights that NeMo multiplies with every token: all but those of the text's keys and values."""
+        if self._nemo_weights is None:
+            shapes = parameter_shapes(self.model)
+            self._nemo_weights = sum(
+                prod(shape) for name, shape in shapes.items() if not name.endswith("cross_attention.linear_kv.weight")
+            )
+        return self._nemo_weights
 
 
 def recomputed_share(training: TrainingConfig, parallel: ParallelConfig, num_layers: int) -> float:
@@ -85,27 +122,6 @@ def recomputed_share(training: TrainingConfig, parallel: ParallelConfig, num_lay
         parallel.pipeline_layers,
     )
     return sum(min(training.recompute_layers, count) for count in chunks) / num_layers
-
-
-def flops_per_token(
-    config: ModelConfig,
-    sequence_length: int,
-    context_length: Optional[int] = None,
-    *,
-    grid: Optional[Grid] = None,
-    convention: Convention = "model",
-) -> float:
-    """Return the training operations per token of samples of one length.
-
-    Args:
-        sequence_length: tokens of a sample.
-        context_length: tokens of its text, if the model takes text.
-        grid: (t, h, w) in patches of the sample, for models that attend inside frames and columns.
-    """
-    layout = SequenceLayout.from_lengths([sequence_length])
-    context_layout = None if context_length is None else SequenceLayout.from_lengths([context_length])
-    grids = () if grid is None else (grid,)
-    return training_flops(config, layout, context_layout, grids=grids, convention=convention) / sequence_length
 
 
 def nemo_flops_per_token(num_parameters: float, num_layers: int, hidden_size: int, sequence_length: int) -> float:

@@ -1,6 +1,6 @@
 """From a model configuration to a trainable model on this rank: build, initialise weights, wrap, build optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -103,13 +103,30 @@ def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None, *, uncertai
     """
     model.validate()
     with torch.device("meta"):
-        config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
-        _, attention = resolve_attention(torch.device("cpu"), torch.float32)
-        provider = LayerProvider(config)
-        backbone = build_backbone(model, provider, attention, stage or Stage(range(config.num_layers)))
-        if uncertainty:
-            backbone.learn_uncertainty(provider)
-        return backbone
+        backbone = build_alone(model, stage or Stage(range(model.megatron_sizes().num_layers)), uncertainty=uncertainty)
+    return backbone
+
+
+def build_alone(
+    model: ModelConfig,
+    stage: Stage,
+    provider: Callable[[TransformerConfig], LayerProvider] = LayerProvider,
+    *,
+    uncertainty: bool = False,
+) -> Backbone:
+    """Build a stage of the model for one rank, in fp32 and without initial weights, on torch's default device.
+
+    Args:
+        provider: makes its linears; those of `LayerProvider` without groups can be looked at, not run.
+        uncertainty: the objective learns one, see `Backbone.learn_uncertainty`.
+    """
+    config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
+    _, attention = resolve_attention(torch.device("cpu"), torch.float32)
+    linears = provider(config)
+    backbone = build_backbone(model, linears, attention, stage)
+    if uncertainty:
+        backbone.learn_uncertainty(linears)
+    return backbone
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

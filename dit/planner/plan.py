@@ -18,9 +18,10 @@ from dit.models.base import ModelConfig, Stage
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.pipeline import stages
-from dit.planner.counter import StepTrace
-from dit.planner.trace import Job, PackShape, trace
+from dit.planner.trace import Job, trace
 from dit.settings import OptimizerConfig, TrainingConfig
+from dit.tracing.counter import StepTrace
+from dit.tracing.packs import PackShape
 
 Key = TypeVar("Key", bound=Hashable)
 FEWEST_LAYERS = 2

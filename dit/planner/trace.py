@@ -21,7 +21,6 @@ another rank is taken to be what this rank would have sent. Experts are taken to
 
 import contextlib
 import functools
-import math
 import multiprocessing
 import os
 import sys
@@ -31,46 +30,20 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dit.backends.device import ACCELERATOR, is_started
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.conditions import Condition, Value, pack_conditions
 from dit.context_parallel.shard_batch import shard
-from dit.data_api import BatchSpec
-from dit.errors import ConfigError
-from dit.layout import SequenceLayout
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig
-from dit.patchify import grid_positions
-from dit.planner.counter import PHASES, STATE, StepCounter, StepTrace
 from dit.settings import OptimizerConfig, TrainingConfig
-
-Grid = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class PackShape:
-    """The shape of a micro-batch.
-
-    Attributes:
-        grids: (t, h, w) in patches of each sample.
-        text_lengths: tokens of each sample's text; empty for a model without text.
-        multiple_of: samples are padded to a multiple of this many tokens.
-        total_tokens: of the pack, padding included; the sum of the padded samples if None.
-    """
-
-    grids: tuple[Grid, ...]
-    text_lengths: tuple[int, ...] = ()
-    multiple_of: int = 1
-    total_tokens: Optional[int] = None
-
-    def layout(self) -> SequenceLayout:
-        """Return where the samples lie."""
-        lengths = [math.prod(grid) for grid in self.grids]
-        return SequenceLayout.from_lengths(lengths, multiple_of=self.multiple_of, total_tokens=self.total_tokens)
+from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace
+from dit.tracing.packs import PackShape, batch_of
+from dit.tracing.routing import experts_evenly_full
+from dit.tracing.world import fake_world
 
 
 @dataclass(frozen=True)
@@ -144,17 +117,10 @@ def trace_here(job: Job) -> list[StepTrace]:
     Returns:
         One trace for each of `job.micro_batches`.
 
-    Raises:
-        ConfigError: the layout cannot be traced.
     """
     from dit.backends import process_groups
 
-    if job.parallel.data_parallel == "fsdp":
-        raise ConfigError(
-            "a step under parallel.data_parallel='fsdp' cannot be traced yet: Megatron-FSDP's buffers are counted "
-            "wrongly on fake tensors; trace it with 'distributed_optimizer', whose operations are the same"
-        )
-    with _fake_world(job.rank, job.world_size), _even_experts(job.model), _without_values():
+    with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values():
         groups = process_groups.initialize(job.parallel)
         try:
             counter = StepCounter(groups)
@@ -173,46 +139,14 @@ def _fake_tensors() -> Any:
 
 
 @contextlib.contextmanager
-def _fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a world that has no other."""
-    from torch.testing._internal.distributed import fake_pg
-
-    def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
-        object_list[:] = [obj] * len(object_list)  # every rank says what this one says
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
-    gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
-    try:
-        yield
-    finally:
-        dist.all_gather_object = gather
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _even_experts(model: ModelConfig) -> Iterator[None]:
-    """Let every expert take as many tokens as the others: which ones it takes would need values."""
-    from dit.backends.expert_dispatch import ExpertDispatch
-
-    send = ExpertDispatch.send
-    met = tokens_meet(model)
-
-    def send_evenly(self: Any, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> Any:
-        return send(self, x_TD, _evenly_chosen(selected_TE.shape[0], selected_TE.shape[1], met), weights_TE)
-
-    ExpertDispatch.send = send_evenly  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ExpertDispatch.send = send  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Replace a place of Megatron-Core that needs values inside tensors.
+    """Replace three places of Megatron-Core that need values inside tensors.
 
     Its gradient norm without CUDA libraries makes one tensor of a list of others; here it reads their numbers first.
+    Its FSDP moves the model to the device, which torch does to a fake parameter by swapping it; all are there already.
+    And it asks the other ranks whether their shards add up to a parameter.
     """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
     from megatron.core.optimizer import clip_grads
 
     original = clip_grads.l2_norm_impl
@@ -222,27 +156,13 @@ def _without_values() -> Iterator[None]:
         return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
 
     clip_grads.l2_norm_impl = l2_norm
+    move, nn.Module.to = nn.Module.to, lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+    validate, fsdp.validate_uneven_dtensor = fsdp.validate_uneven_dtensor, lambda _: None
     try:
         yield
     finally:
-        clip_grads.l2_norm_impl = original
-
-
-def tokens_meet(model: ModelConfig) -> float:
-    """Return how many experts of a layer a token meets on average; 0 for a model without experts."""
-    if getattr(model, "num_experts", None) is None:
-        return 0.0
-    chosen_by_experts = model.moe_router == "expert_choice"  # type: ignore[attr-defined]
-    return model.moe_capacity_factor if chosen_by_experts else model.moe_top_k  # type: ignore[attr-defined]
-
-
-def _evenly_chosen(tokens: int, experts: int, met: float) -> Tensor:
-    """Return a real table `[T, E]` with the same number of tokens for every expert, up to one."""
-    pair = torch.arange(round(tokens * met))
-    token = pair % tokens
-    selected_TE = torch.zeros(tokens, experts, dtype=torch.bool)
-    selected_TE[token, (token + pair // tokens) % experts] = True
-    return selected_TE
+        clip_grads.l2_norm_impl, nn.Module.to = original, move  # type: ignore[method-assign]
+        fsdp.validate_uneven_dtensor = validate
 
 
 @contextlib.contextmanager
@@ -348,45 +268,3 @@ class _Program:
         batch = batch_of(model, job.pack)
         cp = self.groups.cp
         return shard(batch, cp.rank(), cp.size(), job.parallel.context_split)
-
-
-def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
-    """Return a micro-batch of a shape, with all conditions that a model takes.
-
-    Args:
-        pack: its grids and text lengths.
-    """
-    layout = pack.layout()
-    samples, rows = layout.num_samples, layout.total_tokens
-    positions = torch.zeros(rows, 3, dtype=torch.int64)
-    for start, grid in zip(layout.starts, pack.grids):
-        positions[start : start + math.prod(grid)] = grid_positions(grid)
-    spec = model.batch_spec()
-    given = {
-        condition.name: values
-        for condition in spec.conditions
-        if (values := _values(condition, pack, spec)) is not None
-    }
-    return PackedBatch(
-        latents_TC=torch.zeros(rows, model.token_channels),
-        positions_T3=positions,
-        layout=layout,
-        sample_ids_S=torch.arange(samples),
-        grids=pack.grids,
-        keys=tuple(map(str, range(samples))),
-        conditions=pack_conditions(spec.conditions, given, layout, spec.patch),
-        draws_S=torch.arange(samples),
-    )
-
-
-def _values(condition: Condition, pack: PackShape, spec: BatchSpec) -> Optional[list[Value]]:
-    """Return a value of a condition for each sample; None for a text in a pack without texts."""
-    shape = condition.shape or ()
-    if condition.axis == "text":
-        return [torch.zeros(length, *shape) for length in pack.text_lengths] or None
-    if condition.axis == "latent":
-        sides = (spec.patch_temporal, spec.patch_spatial, spec.patch_spatial)
-        return [torch.zeros(*shape, *(n * side for n, side in zip(grid, sides))) for grid in pack.grids]
-    if condition.is_number:
-        return [0 if condition.num_classes is not None else 1.0] * len(pack.grids)
-    return [torch.zeros(*shape)] * len(pack.grids)

@@ -28,7 +28,7 @@ from dit.inference.preview import PictureWriter
 from dit.models.base import ModelConfig
 from dit.monitoring.exit_record import ExitRecord
 from dit.monitoring.expert_load import expert_load
-from dit.monitoring.flops import training_flops
+from dit.monitoring.flops import PackFlops
 from dit.monitoring.guards import PreemptionFlag, StackWatchdog, check_finite
 from dit.monitoring.profile import StepProfile
 from dit.monitoring.run_lock import RunLock
@@ -207,13 +207,12 @@ class Run:
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
         if not resumed and config.checkpoint.start_from is not None:
             start_from(config.checkpoint.start_from, self.state)
+        flops = PackFlops(config.model)
         self.batches = DeviceBatches(
             self.state.stream,
             self.device,
             spec,
-            lambda batch: training_flops(
-                config.model, batch.layout, batch.conditions.layout(CONTEXT.name), grids=batch.grids
-            ),
+            lambda batch: flops.training(batch.layout, batch.grids, batch.conditions.layout(CONTEXT.name)),
             self.shard,
         )
         if resumed:

@@ -9,10 +9,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
-from dit.monitoring.flops import training_flops
+from dit.monitoring.flops import PackFlops
 from dit.monitoring.sinks import read_records, scalars_by_step
 from tests.integration import actions
 from tests.integration.runs import letters, loss_values
+from tests.parity.costs import num_parameters
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
@@ -104,13 +105,13 @@ def test_a_benchmark_adds_up(done: dict[str, Any], folder: Path, name: str, toke
     micro_batch = SequenceLayout.from_lengths([tokens] * 4)
     seconds = record["step_ms_p50"] / 1e3
     assert record["status"] == "ok"
-    assert record["parameters"] == model.num_parameters()
+    assert record["parameters"] == num_parameters(model)
     assert (record["steps"], record["global_batch_size"], record["tokens_per_step"]) == (4, samples, samples * tokens)
     assert record["valid_tokens_per_s_per_rank"] * seconds == pytest.approx(samples * tokens)
     assert record["padded_tokens_per_s_per_rank"] * seconds == pytest.approx(samples * tokens)
     assert record["samples_per_s"] * seconds == pytest.approx(samples)
     for convention in ("model", "hardware", "nemo"):
-        counted = samples / 4 * training_flops(model, micro_batch, convention=convention)
+        counted = samples / 4 * PackFlops(model).training(micro_batch, [(1, tokens // 8, 8)] * 4, convention=convention)
         assert record[f"tflops_per_rank_{convention}"] * seconds * 1e12 == pytest.approx(counted), convention
     assert record["step_ms_p50"] <= record["step_ms_p90"]
     assert 0 < record["loss"] < 10

@@ -4,7 +4,7 @@ Recipes name it by its settings, these name the network by `model_path`; nothing
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Optional
+from typing import ClassVar, Optional
 
 import nemo_run as run
 import torch
@@ -19,7 +19,6 @@ from dit.errors import ConfigError
 from dit.kernels.attention import Attention
 from dit.layers.embeddings import LabelEmbedder, TimestepEmbedder
 from dit.models.base import Backbone, ModelConfig, Stage, Supports, TransformerSizes
-from dit.parallel.build import count_parameters
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
 from recipes.tiny import tiny_dit
@@ -55,16 +54,6 @@ class UNetConfig(ModelConfig):
 
     def megatron_sizes(self) -> TransformerSizes:
         return TransformerSizes(num_layers=1, hidden_size=self.hidden_size, num_attention_heads=1)
-
-    # Costs are read from the program (`dit.planner`); the formulas that a config must still have say nothing here.
-    def num_parameters(self) -> int:
-        return count_parameters(self)
-
-    def forward_flops(self, *arguments: Any, **options: Any) -> int:
-        return 0
-
-    def saved_activations(self, *arguments: Any) -> Any:
-        raise NotImplementedError
 
 
 class Convolution(nn.Module):

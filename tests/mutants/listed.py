@@ -676,15 +676,15 @@ MUTANTS = (
     Mutant(
         "flops: recompute counts the ends, too",
         "dit/monitoring/flops.py",
-        "round(recomputed * (forward - ends))",
-        "round(recomputed * forward)",
+        "round(recomputed * layers)",
+        "round(recomputed * total)",
         (FLOPS,),
     ),
     Mutant(
         "flops: half of the attention of NeMo's count",
         "dit/monitoring/flops.py",
-        "+ 4 * layers * h * pairs",
-        "+ 2 * layers * h * pairs",
+        "+ 4 * sizes.num_layers",
+        "+ 2 * sizes.num_layers",
         (FLOPS,),
     ),
 )

@@ -9,6 +9,7 @@ from benchmarks.parallel_checkpoints import load, save
 from benchmarks.parallel_training import build
 from dit.backends import process_groups
 from dit.verify.trial import named_parameters
+from tests.parity.costs import num_parameters
 from tests.support.reference import LiveBytes
 
 
@@ -39,7 +40,7 @@ def cost(case: dict) -> dict:
     found: list = [None] * it.groups.world_size
     dist.all_gather_object(found, mine)
     process_groups.release()
-    return {"parameters": it.model.num_parameters(), **{name: [rank[name] for rank in found] for name in mine}}
+    return {"parameters": num_parameters(it.model), **{name: [rank[name] for rank in found] for name in mine}}
 
 
 def norms_in_fp32(chunks: list) -> None:

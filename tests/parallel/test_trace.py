@@ -5,7 +5,6 @@ from functools import cache
 import pytest
 
 from benchmarks.parallel_world import run_world
-from dit.errors import ConfigError
 from dit.planner.trace import trace
 from tests.parallel.trace_worker import job
 
@@ -19,6 +18,7 @@ LAYOUTS = {
     "cp2_ring": {"context_parallel_size": 2},
     "cp2_a2a": {"context_parallel_size": 2, "context_comm": "a2a"},
     "ep2": {"expert_model_parallel_size": 2},
+    "fsdp": {"data_parallel": "fsdp"},
 }
 MODELS = {"ep2": "experts", "pp2_vpp2": "deep"}
 CASES = {
@@ -36,7 +36,7 @@ SENT = {  # as the traffic tests name what they count
 }
 
 
-FEW = ("ddp", "distributed_optimizer", "tp2_sp", "pp2", "cp2_ring", "unet")
+FEW = ("ddp", "distributed_optimizer", "tp2_sp", "pp2", "cp2_ring", "fsdp", "unet")
 MORE = tuple(name for name in CASES if name not in FEW)
 
 
@@ -82,8 +82,3 @@ def test_bytes_sent_are_those_of_a_real_rank(results, name):
         counted = {kind: n for kind, n in counted.items() if n}  # not DDP's collectives, nor unbatched sends
         assert counted
         assert {kind: sent[kind] for kind in counted} == counted
-
-
-def test_what_cannot_be_traced_is_refused():
-    with pytest.raises(ConfigError, match=r"fsdp.*cannot be traced"):
-        trace([job({"model": "dit", "parallel": {"data_parallel": "fsdp"}}, world_size=2)])

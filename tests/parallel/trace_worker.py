@@ -12,10 +12,11 @@ from dit.backends import process_groups
 from dit.models.base import ModelConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
-from dit.planner.counter import flop_formulas
-from dit.planner.trace import Job, PackShape, batch_of
+from dit.planner.trace import Job
 from dit.run_config import RunConfig
 from dit.settings import LoggingConfig, OptimizerConfig, TrainingConfig
+from dit.tracing.counter import flop_formulas
+from dit.tracing.packs import PackShape, batch_of
 from dit.training.pretrain import Run
 from energon_data.mock import MockData
 from tests.laws.trial_unet import UNetConfig

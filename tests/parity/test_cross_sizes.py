@@ -13,9 +13,10 @@ from dit.layout import SequenceLayout
 from dit.models.cross_config import CONDITION_FEATURES
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.moviegen.config import MovieGenConfig
-from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
+from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
+from tests.parity.costs import forward_flops, num_parameters
 from tests.support.batches import DENSE, MIXED, STRETCH, Sample, draw, pack
 
 SMALL: dict[str, Any] = {
@@ -33,7 +34,7 @@ def test_position_tables_have_the_size_of_max_grid(build_model: BuildModel):
     config.validate()
     model = build_model(config)
     assert [len(table) for table in (model.positions.t, model.positions.h, model.positions.w)] == [7, 3, 2]
-    assert config.num_parameters() == sum(p.numel() for p in model.parameters())
+    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
 
 
 def test_fixed_positions_take_no_weights(build_model: BuildModel):
@@ -42,7 +43,7 @@ def test_fixed_positions_take_no_weights(build_model: BuildModel):
     model = build_model(config)
     assert model.positions is None
     assert model.rotary is None
-    assert config.num_parameters() == sum(p.numel() for p in model.parameters())
+    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
 
 
 # The counts of the published sizes, next to what the reference counts (weights of NeMo's configurations). Ours are
@@ -77,16 +78,16 @@ NAMED = {
 def test_named_sizes_have_their_parameters(name: str):
     config, ours, published = NAMED[name]
     assert count_parameters(config) == ours
-    assert config.num_parameters() == ours
+    assert num_parameters(config) == ours
     assert ours == pytest.approx(published, rel=0.01)
 
 
 def test_ec_dit_has_the_operations_of_its_dense_form():
     """64 experts of width 1024 at capacity factor 8 do the work of one feed-forward of 8192, and the router's."""
-    layout = SequenceLayout.from_lengths([256])
+    pack = SequenceLayout.from_lengths([256]), [(1, 16, 16)]
     dense, experts = MovieGenConfig(), MovieGenConfig(**EC_1B)
     router = 2 * 256 * dense.hidden_size * 64 * dense.num_layers
-    assert forward_flops(experts, layout) == forward_flops(dense, layout) + router
+    assert PackFlops(experts).forward(*pack) == PackFlops(dense).forward(*pack) + router
 
 
 @pytest.mark.parametrize("samples", [DENSE, MIXED, [Sample((1, 2, 2))]], ids=["dense", "mixed", "no_text"])
@@ -99,25 +100,26 @@ def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: l
         "grouped": replace(BASES["moviegen"], num_query_groups=2),
         "experts": replace(BASES["moviegen"], num_experts=4, moe_ffn_hidden_size=24, moe_capacity_factor=1.5),
     }[name]
-    model, batch = build_model(config, perturb=0.1), pack(samples, config, multiple_of=8, context_multiple_of=4)
+    model, batch = build_model(config, perturb=0.1), pack(samples, config, multiple_of=8)
     inputs, time = draw(batch)
     # The maths backend is made of matrix products that the counter sees; CPU flash attention is not.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = model(inputs, time, batch)
         forward = counter.get_total_flops()
         out.sum().backward()
-    layouts = (batch.layout, batch.conditions["context"].layout)
-    assert forward == forward_flops(config, *layouts, convention="hardware")
+    shape, flops = (batch.layout, batch.grids, batch.conditions["context"].layout), PackFlops(config)
+    assert forward == flops.forward(*shape, convention="hardware") == forward_flops(config, *shape, padding=True)
     numbers = 1 + config.fps_conditioning + 3 * config.size_conditioning
     unneeded = len(inputs) * config.token_channels + len(samples) * CONDITION_FEATURES * numbers
-    exact = training_flops(config, *layouts, convention="hardware") - 2 * unneeded * config.hidden_size
+    exact = flops.training(*shape, convention="hardware") - 2 * unneeded * config.hidden_size
     assert counter.get_total_flops() == exact
 
 
 def test_no_text_counts_as_one_null_token_per_sample():
     config, batch = BASES["dit_cross"], pack(MIXED, BASES["dit_cross"])
     one_each = replace(batch.conditions["context"].layout, lengths=(1,) * 4, padded_lengths=(1,) * 4, total_tokens=4)
-    assert forward_flops(config, batch.layout) == forward_flops(config, batch.layout, one_each)
+    flops = PackFlops(config)
+    assert flops.forward(batch.layout, batch.grids) == flops.forward(batch.layout, batch.grids, one_each)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +135,11 @@ def test_published_rows_follow_from_the_configs(
     name: str, sequence_length: int, tokens_per_s: float, published_tflops: float, executed_tflops: float
 ):
     """The published figures are met within 1 % by NeMo's convention; what the maths asks for is up to a third less."""
-    config = NAMED[name][0]
-    nemo = flops_per_token(config, sequence_length, 512, convention="nemo") * tokens_per_s / 1e12
-    assert nemo == pytest.approx(published_tflops, rel=0.01)
-    model = flops_per_token(config, sequence_length, 512) * tokens_per_s / 1e12
-    assert model == pytest.approx(executed_tflops, rel=0.01)
+    flops, rate = PackFlops(NAMED[name][0]), tokens_per_s / sequence_length / 1e12
+    layout, texts = SequenceLayout.from_lengths([sequence_length]), SequenceLayout.from_lengths([512])
+    shape = layout, [(sequence_length // 1024, 32, 32)], texts
+    assert flops.training(*shape, convention="nemo") * rate == pytest.approx(published_tflops, rel=0.01)
+    assert flops.training(*shape) * rate == pytest.approx(executed_tflops, rel=0.01)
 
 
 @pytest.mark.parametrize("backbone", BASES)

@@ -12,9 +12,10 @@ from dit.conditions import per_sample
 from dit.errors import BatchError, ConfigError
 from dit.joint_layout import joint_layout
 from dit.models.flux.config import FluxConfig
-from dit.monitoring.flops import forward_flops, training_flops
+from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
+from tests.parity.costs import forward_flops, num_parameters
 from tests.parity.cross_cases import check_against_reference
 from tests.parity.reference_flux import DROPPED_TOKENS, FluxReference
 from tests.support.batches import DENSE, MIXED, Sample, draw, pack
@@ -143,7 +144,7 @@ NAMED = {
 def test_named_sizes_have_their_parameters(name: str):
     made, ours, published = NAMED[name]
     assert count_parameters(made) == ours
-    assert made.num_parameters() == ours
+    assert num_parameters(made) == ours
     assert ours == pytest.approx(published, rel=0.01)
 
 
@@ -152,28 +153,28 @@ def test_named_sizes_have_their_parameters(name: str):
 def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample], guidance: float | None):
     """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
     made = config(guidance=guidance)
-    model, batch = build_model(made, perturb=0.1), pack(samples, made, multiple_of=8, context_multiple_of=4)
+    model, batch = build_model(made, perturb=0.1), pack(samples, made, multiple_of=8)
     inputs, time = draw(batch)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = model(inputs, time, batch)
         forward = counter.get_total_flops()
         out.sum().backward()
-    layouts = (batch.layout, batch.conditions["context"].layout)
-    assert forward == forward_flops(made, *layouts, convention="hardware")
+    shape, flops = (batch.layout, batch.grids, batch.conditions["context"].layout), PackFlops(made)
+    assert forward == flops.forward(*shape, convention="hardware") == forward_flops(made, *shape, padding=True)
     sinusoids = 256 * (1 + (guidance is not None))
     unneeded = len(inputs) * made.token_channels + len(samples) * sinusoids
-    exact = training_flops(made, *layouts, convention="hardware") - 2 * unneeded * made.hidden_size
+    exact = flops.training(*shape, convention="hardware") - 2 * unneeded * made.hidden_size
     assert counter.get_total_flops() == exact
 
 
-def test_the_ends_are_what_is_left_without_blocks():
+def test_recompute_of_every_block_adds_the_blocks():
     """Recomputing every block once adds their work, and that of nothing else."""
     made, batch = config(), pack(MIXED, config())
-    layouts = (batch.layout, batch.conditions["context"].layout)
-    more = replace(made, num_joint_layers=3, num_single_layers=3)
-    blocks = forward_flops(more, *layouts) - forward_flops(made, *layouts)  # one of each kind
-    ends = forward_flops(made.without_layers(), *layouts)
-    assert forward_flops(made, *layouts) == ends + 2 * blocks
+    shape, flops = (batch.layout, batch.grids, batch.conditions["context"].layout), PackFlops(made)
+    more = replace(made, num_joint_layers=2 * made.num_joint_layers, num_single_layers=2 * made.num_single_layers)
+    blocks = forward_flops(more, *shape) - forward_flops(made, *shape)
+    again, once = (flops.training(*shape, convention="hardware", recomputed=share) for share in (1.0, 0.0))
+    assert again == once + blocks
 
 
 @pytest.mark.parametrize(

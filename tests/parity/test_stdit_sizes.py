@@ -1,7 +1,6 @@
 """Sizes of ST-DiT: the config says what the module has, and what it costs."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -10,9 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from dit.layout import SequenceLayout
 from dit.models.cross_config import CONDITION_FEATURES
 from dit.models.stdit.config import STDiTConfig
-from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
+from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
+from tests.parity.costs import forward_flops, num_parameters
 from tests.support.batches import DENSE, MIXED, STRETCH, Sample, draw, pack
 
 BASE = STDiTConfig(
@@ -46,7 +46,7 @@ NAMED = {
 def test_named_sizes_have_their_parameters(name: str):
     config, ours, stated = NAMED[name]
     assert count_parameters(config) == ours
-    assert config.num_parameters() == ours
+    assert num_parameters(config) == ours
     assert ours == pytest.approx(stated, rel=0.05)
 
 
@@ -63,19 +63,19 @@ def test_named_sizes_have_their_parameters(name: str):
 def test_flops_are_those_of_torch(build_model: BuildModel, changes: dict, samples: list[Sample]):
     """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
     config = replace(BASE, **changes)
-    model, batch = build_model(config, perturb=0.1), pack(samples, config, multiple_of=8, context_multiple_of=4)
+    model, batch = build_model(config, perturb=0.1), pack(samples, config, multiple_of=8)
     inputs, time = draw(batch)
     # The maths backend is made of matrix products that the counter sees; CPU flash attention is not.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = model(inputs, time, batch)
         forward = counter.get_total_flops()
         out.sum().backward()
-    layouts = (batch.layout, batch.conditions["context"].layout)
-    options: Any = {"grids": batch.grids, "convention": "hardware"}
-    assert forward == forward_flops(config, *layouts, **options)
+    context = batch.conditions.layout("context")
+    shape, flops = (batch.layout, batch.grids, context), PackFlops(config)
+    assert forward == flops.forward(*shape, convention="hardware") == forward_flops(config, *shape, padding=True)
     numbers = 1 + config.fps_conditioning + 3 * config.size_conditioning
     unneeded = len(inputs) * config.token_channels + len(samples) * CONDITION_FEATURES * numbers
-    exact = training_flops(config, *layouts, **options) - 2 * unneeded * config.hidden_size
+    exact = flops.training(*shape, convention="hardware") - 2 * unneeded * config.hidden_size
     assert counter.get_total_flops() == exact
 
 
@@ -83,21 +83,20 @@ def test_segments_save_what_they_do_not_visit():
     """A clip of t frames of n patches: full attention visits t n pairs per token, spatial n, temporal t."""
     t, h, w = grid = (24, 32, 32)
     tokens = t * h * w
+    layout = SequenceLayout.from_lengths([tokens])
 
-    def work(*pattern: str, convention: Any = "model", **options: Any) -> float:
-        config = replace(BASE, layer_pattern=list(pattern))
-        return flops_per_token(config, tokens, 120, convention=convention, **options) / 3
+    def work(*pattern: str) -> float:
+        return PackFlops(replace(BASE, layer_pattern=list(pattern))).forward(layout, [grid]) / tokens
 
     per_pair = 4 * BASE.hidden_size * BASE.num_layers
-    full = work("full", grid=grid)
-    assert full == work("full") == work("spatial", "temporal")
-    assert full - work("spatial", grid=grid) == pytest.approx(per_pair * (tokens - h * w))
-    assert full - work("temporal", grid=grid) == pytest.approx(per_pair * (tokens - t))
-    mean = (work("spatial", grid=grid) + work("temporal", grid=grid)) / 2
-    assert work("spatial", "temporal", grid=grid) == pytest.approx(mean)
+    full, spatial, temporal = (work(kind) for kind in ("full", "spatial", "temporal"))
+    assert full - spatial == pytest.approx(per_pair * (tokens - h * w))
+    assert full - temporal == pytest.approx(per_pair * (tokens - t))
+    assert work("spatial", "temporal") == pytest.approx((spatial + temporal) / 2)
 
 
 def test_the_convention_of_published_tables_knows_no_grids():
     layout = SequenceLayout.from_lengths([8])
-    with_grids = forward_flops(BASE, layout, grids=((2, 2, 2),), convention="nemo")
-    assert with_grids == forward_flops(BASE, layout, convention="nemo")
+    flops = PackFlops(BASE)
+    clip, line = (flops.forward(layout, [grid], convention="nemo") for grid in ((2, 2, 2), (1, 1, 8)))
+    assert clip == line

@@ -9,11 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit.errors import ConfigError
 from dit.layers.positions import RotaryPositions
+from dit.layout import SequenceLayout
 from dit.models.cross_config import CONDITION_FEATURES
 from dit.models.wan.config import WanConfig
-from dit.monitoring.flops import flops_per_token, forward_flops, training_flops
+from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel
+from tests.parity.costs import forward_flops, num_parameters
 from tests.parity.cross_cases import check_against_reference
 from tests.parity.reference_wan import WanReference
 from tests.support.batches import DENSE, MIXED, Sample, draw, pack
@@ -100,12 +102,13 @@ NAMED = {
 def test_named_sizes_have_their_parameters(name: str):
     made, ours = NAMED[name]
     assert count_parameters(made) == ours
-    assert made.num_parameters() == ours
+    assert num_parameters(made) == ours
 
 
 def test_the_published_row_follows_from_the_config():
     """37,440 tokens with 512 of text: 165.0 GFLOP per token, so 325.8 TFLOP/s are 1974 tokens/s."""
-    work = flops_per_token(WAN_14B, 37_440, 512)
+    layouts = (SequenceLayout.from_lengths([tokens]) for tokens in (37_440, 512))
+    work = 3 * forward_flops(WAN_14B, next(layouts), (), next(layouts)) / 37_440
     assert work == pytest.approx(165.0e9, rel=0.005)
     assert 325.8e12 / work == pytest.approx(1974, rel=0.005)
 
@@ -115,17 +118,17 @@ def test_the_published_row_follows_from_the_config():
 def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample], changes: dict):
     """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
     made = config(**changes)
-    model, batch = build_model(made, perturb=0.1), pack(samples, made, multiple_of=8, context_multiple_of=4)
+    model, batch = build_model(made, perturb=0.1), pack(samples, made, multiple_of=8)
     inputs, time = draw(batch)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = model(inputs, time, batch)
         forward = counter.get_total_flops()
         out.sum().backward()
-    layouts = (batch.layout, batch.conditions["context"].layout)
-    assert forward == forward_flops(made, *layouts, convention="hardware")
+    shape, flops = (batch.layout, batch.grids, batch.conditions["context"].layout), PackFlops(made)
+    assert forward == flops.forward(*shape, convention="hardware") == forward_flops(made, *shape, padding=True)
     numbers = 1 + 3 * made.size_conditioning
     unneeded = len(inputs) * made.token_channels + len(samples) * CONDITION_FEATURES * numbers
-    exact = training_flops(made, *layouts, convention="hardware") - 2 * unneeded * made.hidden_size
+    exact = flops.training(*shape, convention="hardware") - 2 * unneeded * made.hidden_size
     assert counter.get_total_flops() == exact
 
 

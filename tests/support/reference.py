@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from dit.verify.compare import compare_training
@@ -37,9 +37,12 @@ class LiveBytes(TorchDispatchMode):
         self.made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
+            return NotImplemented  # a DTensor has no memory of its own; what is done to its shard comes here
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
-        made = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        # On the meta device a tensor has a size and no memory.
+        made = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor) and not x.is_meta]
         made = [storage for storage in made if storage._cdata not in given]
         for storage in made:
             ref = StorageWeakRef(storage)

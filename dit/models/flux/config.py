@@ -1,15 +1,13 @@
 """Sizes of FLUX."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Optional, Self
+from typing import Literal, Optional
 
 from dit.condition_table import POOLED
 from dit.conditions import Condition
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
-from dit.models.activations import BatchForm, Kept, SavedActivations, gated_sublayer, mlp
 from dit.models.base import TransformerSizes
-from dit.models.transformer_config import CONDITION_FEATURES, TransformerModelConfig, check_unused
+from dit.models.transformer_config import TransformerModelConfig, check_unused
 
 Positions = Literal["rope_3d", "sincos_3d"]
 
@@ -75,58 +73,5 @@ class FluxConfig(TransformerModelConfig):
     def megatron_sizes(self) -> TransformerSizes:
         return replace(super().megatron_sizes(), qk_layernorm=True)
 
-    def _matrices(self) -> tuple[int, int]:
-        """Return the weights that every row meets in one stream of a joint block, and in a single-stream block."""
-        h, f = self.hidden_size, self.ffn_hidden_size
-        return 4 * h * h + 2 * h * f, h * (3 * h + f) + (h + f) * h
-
-    def _conditioner(self) -> int:
-        """Return the weights of the conditioning vector's embedders, which every sample meets once."""
-        h, sinusoids = self.hidden_size, 1 + (self.guidance is not None)
-        return sinusoids * (CONDITION_FEATURES * h + h * h) + self.pooled_size * h + h * h
-
-    def num_parameters(self) -> int:
-        h, f, c, norms = self.hidden_size, self.ffn_hidden_size, self.context_size or 0, 2 * self.head_size
-        stream, single = self._matrices()
-        stream += 3 * h + h + f + h + norms + 6 * h * (h + 1)
-        single += 3 * h + f + h + norms + 3 * h * (h + 1)
-        vectors = 2 * (2 + (self.guidance is not None)) * h
-        conditioner = self._conditioner() + vectors + self.pooled_size
-        embed = (self.token_channels + 1) * h + (c + 1) * h + c
-        head = 2 * h * (h + 1) + (h + 1) * self.output_features
-        return embed + conditioner + 2 * self.num_joint_layers * stream + self.num_single_layers * single + head
-
-    def forward_flops(
-        self, layout: SequenceLayout, context_layout: Optional[SequenceLayout] = None, *, padding: bool = False
-    ) -> int:
-        h, samples = self.hidden_size, layout.num_samples
-        texts = SequenceLayout.from_lengths([1] * samples) if context_layout is None else context_layout
-        rows, text_rows = (x.total_tokens if padding else x.valid_tokens for x in (layout, texts))
-        pairs = sum((n + k) ** 2 for n, k in zip(layout.lengths, texts.lengths))
-        stream, single = self._matrices()
-        joint_layer = (rows + text_rows) * stream + 2 * pairs * h + samples * 12 * h * h
-        single_layer = (rows + text_rows) * single + 2 * pairs * h + samples * 3 * h * h
-        embed = rows * self.token_channels * h + text_rows * (self.context_size or 0) * h
-        # The device gives the text's rows to the head, too; nobody asks for them.
-        head = (rows + text_rows * padding) * h * self.output_features + samples * 2 * h * h
-        layers = self.num_joint_layers * joint_layer + self.num_single_layers * single_layer
-        return 2 * (embed + samples * self._conditioner() + layers + head)
-
-    def saved_activations(self, layer: int, form: BatchForm) -> SavedActivations:
-        h, f = self.hidden_size, self.ffn_hidden_size
-        sublayer = gated_sublayer(h, form)
-        if layer < self.num_joint_layers:
-            # Projection, joined queries, keys and values, output; each sample's output is parted into the streams,
-            # which copies nothing only where there is one sample.
-            attention = Kept(split=(7 + form.several) * h)
-            row = Kept(input=h) + sublayer + attention + sublayer + mlp(f)
-        else:
-            # One projection for attention and MLP, turned queries and keys, attention's output, both outputs joined.
-            row = Kept(input=h, split=(3 * h + f) + 2 * h + h + (h + f)) + sublayer
-        return SavedActivations(row, row)
-
     def layer_kind(self, layer: int) -> bool:
         return layer < self.num_joint_layers
-
-    def without_layers(self) -> Self:
-        return replace(self, num_joint_layers=0, num_single_layers=0)

@@ -12,17 +12,11 @@ from dit.conditions import Conditions, per_sample, per_text_token
 from dit.kernels.recompute import recompute_activations
 from dit.layout import SequenceLayout
 from dit.models.dit.config import TIME_FEATURES, DiTConfig
-from dit.monitoring.flops import (
-    Convention,
-    flops_per_token,
-    forward_flops,
-    nemo_flops_per_token,
-    recomputed_share,
-    training_flops,
-)
+from dit.monitoring.flops import Convention, PackFlops, nemo_flops_per_token, recomputed_share
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from tests.conftest import BuildModel
+from tests.parity.costs import forward_flops, num_parameters
 
 TINY = DiTConfig(hidden_size=64, num_layers=2, num_attention_heads=4, num_classes=10, qk_layernorm=True)
 MID = DiTConfig(hidden_size=192, num_layers=5, num_attention_heads=6, num_classes=4, context_size=40, out_channels=8)
@@ -39,6 +33,11 @@ LAYOUTS = {
     "ragged": SequenceLayout.from_lengths([100, 7, 64, 7, 31]),
     "padded": SequenceLayout.from_lengths([100, 7, 64, 7, 31], multiple_of=16, total_tokens=320),
 }
+
+
+def shape_of(layout: SequenceLayout, *texts: SequenceLayout) -> tuple:
+    """Return a pack of lines of patches."""
+    return layout, [(1, 1, n) for n in layout.lengths], *texts
 
 
 def batch_of(layout: SequenceLayout, config: DiTConfig) -> PackedBatch:
@@ -74,11 +73,10 @@ def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, l
         forward = counter.get_total_flops()
         out.sum().backward()
     total = counter.get_total_flops()
-    context_layout = batch.conditions["context"].layout
-    assert forward == forward_flops(config, layout, context_layout, convention="hardware")
+    flops, shape = PackFlops(config), shape_of(layout, batch.conditions["context"].layout)
+    assert forward == flops.forward(*shape, convention="hardware")
     inputs = layout.total_tokens * config.token_channels + layout.num_samples * TIME_FEATURES
-    exact = training_flops(config, layout, context_layout, convention="hardware") - 2 * inputs * config.hidden_size
-    assert total == exact
+    assert total == flops.training(*shape, convention="hardware") - 2 * inputs * config.hidden_size
 
 
 @pytest.mark.parametrize(("settings", "share"), [({}, 1.0), ({"recompute_layers": 2}, 0.4)], ids=["all", "two_of_five"])
@@ -92,11 +90,10 @@ def test_recomputed_layers_are_counted_as_the_device_runs_them(build_model: Buil
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch.latents_TC, torch.rand(layout.num_samples), batch).sum().backward()
     inputs = layout.total_tokens * MID.token_channels + layout.num_samples * TIME_FEATURES
-    counted = training_flops(MID, layout, batch.conditions["context"].layout, convention="hardware", recomputed=share)
+    flops, shape = PackFlops(MID), shape_of(layout, batch.conditions["context"].layout)
+    counted = flops.training(*shape, convention="hardware", recomputed=share)
     assert counter.get_total_flops() == counted - 2 * inputs * MID.hidden_size
-    assert training_flops(MID, layout, batch.conditions["context"].layout, recomputed=share) == training_flops(
-        MID, layout, batch.conditions["context"].layout
-    )
+    assert flops.training(*shape, recomputed=share) == flops.training(*shape)
 
 
 def test_layers_recomputed_per_chunk_add_up():
@@ -107,24 +104,29 @@ def test_layers_recomputed_per_chunk_add_up():
 
 def test_xl_2_is_the_papers_figure():
     """The paper's "118.6 Gflops" for DiT-XL/2 at 256 px are multiply-adds."""
-    assert forward_flops(XL_2, SequenceLayout.from_lengths([256])) / 2e9 == pytest.approx(118.6, abs=0.05)
+    layout = SequenceLayout.from_lengths([256])
+    counted = PackFlops(XL_2).forward(layout, [(1, 16, 16)])
+    assert counted == forward_flops(XL_2, layout)
+    assert counted / 2e9 == pytest.approx(118.6, abs=0.05)
 
 
 def test_padding_costs_the_device_and_not_the_model():
     """Padding changes the hardware count alone; without padding the two agree."""
-    ragged, padded = LAYOUTS["ragged"], LAYOUTS["padded"]
+    ragged, padded = (shape_of(LAYOUTS[name]) for name in ("ragged", "padded"))
+    flops = PackFlops(MID)
     for convention in ("model", "nemo"):
-        assert training_flops(MID, ragged, convention=convention) == training_flops(MID, padded, convention=convention)
-    assert training_flops(MID, ragged, convention="hardware") == training_flops(MID, ragged)
-    assert training_flops(MID, padded, convention="hardware") > training_flops(MID, padded)
+        assert flops.training(*ragged, convention=convention) == flops.training(*padded, convention=convention)
+    assert flops.training(*ragged, convention="hardware") == flops.training(*ragged)
+    assert flops.training(*padded, convention="hardware") > flops.training(*padded)
 
 
 def test_rows_of_one_rank_do_not_change_the_pack():
     """Sequence parallelism hands a rank a part of the rows; the count stays that of the pack."""
     layout = LAYOUTS["padded"]
-    part = layout.select(torch.arange(80))
+    part, whole = shape_of(layout.select(torch.arange(80))), shape_of(layout)
+    flops = PackFlops(MID)
     for convention in ("model", "hardware", "nemo"):
-        assert training_flops(MID, part, convention=convention) == training_flops(MID, layout, convention=convention)
+        assert flops.training(*part, convention=convention) == flops.training(*whole, convention=convention)
 
 
 def test_expert_choice_costs_a_dense_mlp_of_its_mean_width():
@@ -133,16 +135,16 @@ def test_expert_choice_costs_a_dense_mlp_of_its_mean_width():
     sparse = replace(dense, num_experts=64, moe_ffn_hidden_size=1024, moe_capacity_factor=8.0)
     layout = SequenceLayout.from_lengths([256, 1024])
     router = 2 * 16 * layout.valid_tokens * 2048 * 64
-    assert forward_flops(sparse, layout) == forward_flops(dense, layout) + router
+    shape = layout, [(1, 16, 16), (1, 32, 32)]
+    assert PackFlops(sparse).forward(*shape) == PackFlops(dense).forward(*shape) + router
 
 
 @pytest.mark.parametrize("convention", ["model", "hardware", "nemo"])
 def test_samples_add_up(convention: Convention):
     """A pack costs what its samples cost alone: attention never crosses them, conditioning runs once for each."""
-    lengths = [100, 7, 64]
-    pack = training_flops(MID, SequenceLayout.from_lengths(lengths), convention=convention)
-    assert pack == sum(training_flops(MID, SequenceLayout.from_lengths([n]), convention=convention) for n in lengths)
-    assert pack == pytest.approx(sum(n * flops_per_token(MID, n, convention=convention) for n in lengths))
+    flops, alone = PackFlops(MID), [SequenceLayout.from_lengths([n]) for n in (100, 7, 64)]
+    pack = flops.training(*shape_of(SequenceLayout.from_lengths([100, 7, 64])), convention=convention)
+    assert pack == sum(flops.training(*shape_of(layout), convention=convention) for layout in alone)
 
 
 @pytest.mark.parametrize(
@@ -160,16 +162,18 @@ def test_nemo_convention_meets_the_published_rows(
 
 
 def test_nemo_convention_of_a_config_is_the_plain_formula():
-    s = 4096
-    formula = nemo_flops_per_token(XL_2.num_parameters(), XL_2.num_layers, XL_2.hidden_size, s)
-    assert flops_per_token(XL_2, s, convention="nemo") == pytest.approx(formula)
+    shape = shape_of(SequenceLayout.from_lengths([4096]))
+    formula = nemo_flops_per_token(num_parameters(XL_2), XL_2.num_layers, XL_2.hidden_size, 4096)
+    assert PackFlops(XL_2).training(*shape, convention="nemo") / 4096 == pytest.approx(formula)
 
 
 def test_nemo_convention_overstates_long_samples_by_what_runs_once_per_sample():
     """Per token the conventions differ by the weights that meet no token, nearly all of them adaLN's."""
-    s = 1 << 20
-    excess = flops_per_token(XL_2, s, convention="nemo") - flops_per_token(XL_2, s)
+    s = 1 << 16
+    flops, layout = PackFlops(XL_2), SequenceLayout.from_lengths([s])
+    nemo, model = (flops.training(layout, [(1, 256, 256)], convention=c) / s for c in ("nemo", "model"))
+    excess = nemo - model
     h, layers = XL_2.hidden_size, XL_2.num_layers
     meets_tokens = layers * 12 * h * h + h * (XL_2.token_channels + XL_2.output_features)
-    assert excess == pytest.approx(6 * (XL_2.num_parameters() - meets_tokens), rel=1e-3)
+    assert excess == pytest.approx(6 * (num_parameters(XL_2) - meets_tokens), rel=1e-3)
     assert excess > 6 * layers * 6 * h * h

@@ -6,8 +6,9 @@ from benchmarks.parallel_training import tiny_model
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.plan import plan
-from dit.planner.trace import Job, PackShape, trace
+from dit.planner.trace import Job, trace
 from dit.settings import OptimizerConfig, TrainingConfig
+from dit.tracing.packs import PackShape
 
 PACK = PackShape(((1, 4, 8), (1, 4, 8)), text_lengths=(4, 4))
 OF_PEAK = 0.01

@@ -11,12 +11,12 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from dit.backends.process_groups import ProcessGroups
 
-REAL_ELEMENTS = 1 << 20
+REAL_ELEMENTS = 1 << 23
 """Tables up to this size are computed for real."""
 ANSWER = 1000
 """What the host reads from a tensor without values; as a gradient norm, one that is clipped."""
@@ -71,15 +71,19 @@ class StepTrace:
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts every operation, and every storage while it lives."""
+    """Counts every operation, and every storage while it lives.
 
-    def __init__(self, groups: ProcessGroups) -> None:
+    Args:
+        groups: names what is sent; None where nothing is.
+    """
+
+    def __init__(self, groups: Optional[ProcessGroups] = None) -> None:
         super().__init__()
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
         self._fake, self._without_fakes = FakeTensor, unset_fake_temporarily
         self._formulas = flop_formulas()
-        self._names = _names(groups)
+        self._names = {} if groups is None else _names(groups)
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.received_shape: list[int] = []
         self.live = self.peak = 0
@@ -120,6 +124,8 @@ class StepCounter(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # every second call
             return getattr(args[0], "fake_device", torch.device("cpu"))
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        if any(map(is_traceable_wrapper_subclass, tensors)):
+            return NotImplemented  # a DTensor has no memory of its own; what is done to its shard comes here
         fake = any(isinstance(x, self._fake) for x in tensors)
         if func is torch.ops.aten._local_scalar_dense.default:
             self.trace.host_syncs += 1

@@ -1,0 +1,238 @@
+"""The operations of a backbone's forward pass, counted on fake tensors while other work goes on in the process.
+
+A pack costs what its samples cost alone, so samples are traced, one for each shape. Most shapes need no trace: the cost
+of token mixers is a linear form of a few products of the shape (`features`), such as the pairs of tokens that attend
+inside a frame. The form is solved in fractions, from the shapes that were traced. It answers for a shape only where
+
+* the shape's features are a combination of those traced, and
+* since the last shape that was none, two were traced that the form had to meet exactly, and did.
+
+A backbone whose costs are no such form is found out by this, and each of its shapes is traced.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from dit.models.base import ModelConfig, Stage
+from dit.models.expert_options import ExpertOptions
+from dit.parallel.build import build_alone
+from dit.patchify import Grid
+from dit.tracing.counter import flop_formulas
+from dit.tracing.packs import PackShape, batch_of
+from dit.tracing.routing import experts_evenly_full
+from dit.tracing.world import LocalProvider, fake_world
+
+CONFIRMATIONS = 2
+"""Shapes that a form must meet, beyond those it is made of, before it answers."""
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Operations of a forward pass, two per multiply-add.
+
+    Attributes:
+        total: all of them.
+        layers: those of the layers, which recompute may make again.
+    """
+
+    total: int
+    layers: int
+
+    def __sub__(self, other: "ForwardFlops") -> "ForwardFlops":
+        return ForwardFlops(self.total - other.total, self.layers - other.layers)
+
+
+class LinearForm:
+    """A linear function of whole numbers, learned from examples and exact: a matrix in echelon form, of fractions."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[Fraction]] = {}  # by the column of their leading one
+        self._confirmed = 0
+        self.holds = True
+
+    def learn(self, features: Sequence[int], values: Sequence[int]) -> None:
+        """Take an example; one that contradicts the others ends the form."""
+        rest = self._reduced(features, values)
+        lead = next((i for i in range(len(features)) if rest[i]), None)
+        if lead is not None:
+            self._rows[lead] = [number / rest[lead] for number in rest]
+            self._confirmed = 0
+        elif any(rest):
+            self.holds = False
+        else:
+            self._confirmed += 1
+
+    def answer(self, features: Sequence[int], count: int) -> Optional[list[int]]:
+        """Return the `count` values at some features; None where the examples do not say."""
+        if not self.holds or self._confirmed < CONFIRMATIONS:
+            return None
+        rest = self._reduced(features, [0] * count)
+        values = [-number for number in rest[len(features) :]]
+        if any(rest[: len(features)]) or any(value.denominator > 1 for value in values):
+            return None
+        return [int(value) for value in values]
+
+    def _reduced(self, features: Sequence[int], values: Sequence[int]) -> list[Fraction]:
+        """Return what is left of an example without its combination of the known ones."""
+        rest = [Fraction(number) for number in (*features, *values)]
+        for lead, row in sorted(self._rows.items()):
+            factor = rest[lead]
+            if factor:
+                rest = [number - factor * known for number, known in zip(rest, row, strict=True)]
+        return rest
+
+
+def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
+    """Return the numbers that the cost of a sample's matrix products and attention is a linear form of.
+
+    Args:
+        grid: (t, h, w) of the sample in patches.
+        text: tokens of its text.
+    """
+    t, h, w = grid
+    n = t * h * w
+    numbers = [1, n, text, n * n, n * h * w, n * t, n * text, text * text]
+    if isinstance(model, ExpertOptions) and model.num_experts is not None:
+        numbers.append(model.routed_pairs((n,)))  # rounded up sample by sample
+    return numbers
+
+
+class ForwardCost:
+    """Counts the operations of a model's forward passes, whatever the layout that trains it.
+
+    Args:
+        model: its sizes.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self._known: dict[tuple[Grid, int], ForwardFlops] = {}
+        self._forms: dict[Optional[Grid], LinearForm] = {}
+        self._padding: Optional[ForwardFlops] = None
+        self._network: Optional[_Shortened] = None
+
+    def of_sample(self, grid: Grid, text: int = 1) -> ForwardFlops:
+        """Count a sample.
+
+        Args:
+            grid: its (t, h, w) in patches.
+            text: tokens of its text; the null text has one.
+        """
+        found = self._known.get((grid, text))
+        if found is None:
+            # A network on grids may round their sides, so that each is a form of its own in the length of the text.
+            form = self._forms.setdefault(grid if not self.model.supports.mixed_shapes else None, LinearForm())
+            numbers = features(self.model, grid, text)
+            answer = form.answer(numbers, 2)
+            found = self.traced(PackShape((grid,), (text,))) if answer is None else ForwardFlops(*answer)
+            if answer is None:
+                form.learn(numbers, (found.total, found.layers))
+            self._known[grid, text] = found
+        return found
+
+    def of_padding(self, grid: Grid) -> ForwardFlops:
+        """Count one row of padding.
+
+        Args:
+            grid: of any sample.
+        """
+        if self._padding is None:
+            pack = PackShape((grid,), (1,))
+            self._padding = self.traced(replace(pack, total_tokens=math.prod(grid) + 1)) - self.traced(pack)
+        return self._padding
+
+    def traced(self, pack: PackShape) -> ForwardFlops:
+        """Count a pack from the program itself."""
+        world = contextlib.nullcontext() if dist.is_initialized() else fake_world(0, 1)
+        with world, experts_evenly_full(), torch.no_grad():
+            if self._network is None:
+                self._network = _Shortened(self.model)
+            return self._network.count(pack)
+
+
+class _MetaFlops(TorchDispatchMode):
+    """Counts operations on the meta device, where tensors have a shape and no values.
+
+    Tables stay real on the CPU, for segments and routes are cut by their values; they get none beside a meta tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self._formulas = flop_formulas()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard doubles the cost of a call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(x, Tensor) and x.is_meta for x in tree_iter((args, kwargs))):
+            args, kwargs = tree_map(_without_values, (args, kwargs))
+        out = func(*args, **kwargs)
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        return out
+
+
+def _without_values(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+class _Shortened:
+    """A backbone on the meta device with the fewest layers in a row that have all kinds.
+
+    Where its units are not its layers, it is the whole backbone.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self._counter = _MetaFlops()
+        every = [model.layer_kind(i) for i in range(model.megatron_sizes().num_layers)]
+        lengths = range(len(set(every)), len(every))
+        runs = (range(i, i + length) for length in lengths for i in range(len(every) - length + 1))
+        part = next((run for run in runs if set(every[run.start : run.stop]) == set(every)), range(len(every)))
+        with torch.device("meta"):
+            self._network = build_alone(model, Stage(part), LocalProvider)
+            if len(list(self._network.units())) != len(part):
+                part = range(len(every))
+                self._network = build_alone(model, Stage(part), LocalProvider)
+        layers = list(self._network.units())
+        # How often the model has a layer like this one; the first of a kind stands for all.
+        kinds = every[part.start : part.stop] if len(layers) == len(part) else list(range(len(layers)))
+        self._times = [
+            0 if kind in kinds[:i] else every.count(kind) if len(layers) == len(part) else 1
+            for i, kind in enumerate(kinds)
+        ]
+        self._flops = [0] * len(layers)
+        for i, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._note(i, -1))
+            layer.register_forward_hook(self._note(i, 1))
+
+    def _note(self, i: int, sign: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._flops[i] += sign * self._counter.flops
+
+        return hook
+
+    def count(self, pack: PackShape) -> ForwardFlops:
+        """Run a forward pass, and count each kind of layer as often as the model has it."""
+        self._counter.flops, self._flops[:] = 0, [0] * len(self._flops)
+        batch = batch_of(self.model, pack)
+        # What is worked out of positions is as wide as the network, and nothing is cut by its values.
+        batch = replace(batch, positions_T3=batch.positions_T3.to("meta"))
+        with self._counter:
+            self._network(batch.latents_TC.to("meta"), torch.zeros(batch.layout.num_samples), batch)
+        layers = sum(times * flops for times, flops in zip(self._times, self._flops, strict=True))
+        return ForwardFlops(self._counter.flops - sum(self._flops) + layers, layers)

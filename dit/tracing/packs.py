@@ -1,0 +1,78 @@
+"""Micro-batches that have a shape and no values."""
+
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from dit.batch import PackedBatch
+from dit.conditions import Condition, Value, pack_conditions
+from dit.data_api import BatchSpec
+from dit.layout import SequenceLayout
+from dit.models.base import ModelConfig
+from dit.patchify import Grid, grid_positions
+
+
+@dataclass(frozen=True)
+class PackShape:
+    """The shape of a micro-batch.
+
+    Attributes:
+        grids: (t, h, w) in patches of each sample.
+        text_lengths: tokens of each sample's text; empty for a model without text.
+        multiple_of: samples are padded to a multiple of this many tokens.
+        total_tokens: of the pack, padding included; the sum of the padded samples if None.
+    """
+
+    grids: tuple[Grid, ...]
+    text_lengths: tuple[int, ...] = ()
+    multiple_of: int = 1
+    total_tokens: Optional[int] = None
+
+    def layout(self) -> SequenceLayout:
+        """Return where the samples lie."""
+        lengths = [math.prod(grid) for grid in self.grids]
+        return SequenceLayout.from_lengths(lengths, multiple_of=self.multiple_of, total_tokens=self.total_tokens)
+
+
+def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
+    """Return a micro-batch of a shape, with all conditions that a model takes.
+
+    Args:
+        pack: its grids and text lengths.
+    """
+    layout = pack.layout()
+    samples, rows = layout.num_samples, layout.total_tokens
+    positions = torch.zeros(rows, 3, dtype=torch.int64)
+    for start, grid in zip(layout.starts, pack.grids):
+        positions[start : start + math.prod(grid)] = grid_positions(grid)
+    spec = model.batch_spec()
+    given = {
+        condition.name: values
+        for condition in spec.conditions
+        if (values := _values(condition, pack, spec)) is not None
+    }
+    return PackedBatch(
+        latents_TC=torch.zeros(rows, model.token_channels),
+        positions_T3=positions,
+        layout=layout,
+        sample_ids_S=torch.arange(samples),
+        grids=pack.grids,
+        keys=tuple(map(str, range(samples))),
+        conditions=pack_conditions(spec.conditions, given, layout, spec.patch),
+        draws_S=torch.arange(samples),
+    )
+
+
+def _values(condition: Condition, pack: PackShape, spec: BatchSpec) -> Optional[list[Value]]:
+    """Return a value of a condition for each sample; None for a text in a pack without texts."""
+    shape = condition.shape or ()
+    if condition.axis == "text":
+        return [torch.zeros(length, *shape) for length in pack.text_lengths] or None
+    if condition.axis == "latent":
+        sides = (spec.patch_temporal, spec.patch_spatial, spec.patch_spatial)
+        return [torch.zeros(*shape, *(n * side for n, side in zip(grid, sides))) for grid in pack.grids]
+    if condition.is_number:
+        return [0 if condition.num_classes is not None else 1.0] * len(pack.grids)
+    return [torch.zeros(*shape)] * len(pack.grids)

@@ -1,0 +1,67 @@
+"""Ranks of a world that has no others."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from dit.backends.provider import LayerProvider
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world that has no other."""
+    from torch.testing._internal.distributed import fake_pg
+
+    def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)  # every rank says what this one says
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
+    gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
+    try:
+        yield
+    finally:
+        dist.all_gather_object = gather
+        dist.destroy_process_group()
+
+
+class LocalGroups:
+    """Stands for every process group of a rank that shares nothing."""
+
+    def __getattr__(self, name: str) -> "LocalGroups":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+class LocalDispatch:
+    """Gives experts, all of one rank, as many tokens as they take; without values, it does not matter which."""
+
+    def send(self, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        self._home = x_TD
+        counts = selected_TE.sum(0).tolist()
+        tokens = [x_TD.new_empty(count, x_TD.shape[1]) for count in counts]
+        return tokens, [weights_TE.new_empty(count) for count in counts]
+
+    def collect(self, y_PD: Tensor) -> Tensor:
+        return torch.empty_like(self._home)
+
+
+class LocalProvider(LayerProvider):
+    """Builds a full model that one rank can run without values."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config, LocalGroups())
+
+    def expert_dispatch(self, experts: range) -> Any:
+        return LocalDispatch()

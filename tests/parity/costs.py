@@ -1,0 +1,255 @@
+"""What the backbones cost by formula, as papers count: parameters, and the operations of a forward pass.
+
+The project reads costs from the program; this is what they are compared with.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from dit.layout import SequenceLayout
+from dit.models.base import ModelConfig
+from dit.models.cross_config import CONDITION_FEATURES
+from dit.models.dit.config import TIME_FEATURES, DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.flux.config import FluxConfig
+from dit.models.moviegen.config import MovieGenConfig
+from dit.models.stdit.config import STDiTConfig
+from dit.models.wan.config import WanConfig
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Count the parameters of a whole model."""
+    return PARAMETERS[type(config)](config)
+
+
+def forward_flops(
+    config: ModelConfig,
+    layout: SequenceLayout,
+    grids: Sequence[tuple[int, int, int]] = (),
+    context_layout: Optional[SequenceLayout] = None,
+    *,
+    padding: bool = False,
+) -> int:
+    """Count the operations of one forward pass over a pack, two per multiply-add.
+
+    Args:
+        layout: of its tokens.
+        grids: (t, h, w) of its samples; attention in frames and columns leaves pairs out only where they are known.
+        context_layout: of its texts; None for one null token to each sample.
+        padding: padded tokens count, too.
+    """
+    texts = context_layout or SequenceLayout.from_lengths([1] * layout.num_samples)
+    multiply_adds = MULTIPLY_ADDS[type(config)](config, layout, texts, padding)
+    return 2 * multiply_adds - _unattended(config, grids)
+
+
+def _rows(layout: SequenceLayout, padding: bool) -> int:
+    return layout.total_tokens if padding else layout.valid_tokens
+
+
+def _mlp_weights(c: Any, *, bias: bool, gated: bool = False) -> int:
+    """Count the weights of one layer's MLP, or of its experts with their router."""
+    h, size = c.hidden_size, c.ffn_size if c.num_experts is None else c.expert_size(c.ffn_size)
+    mlp = (3 if gated else 2) * h * size + (size + h if bias else 0)
+    return mlp if c.num_experts is None else c.num_experts * (mlp + h)
+
+
+def _mlp(c: Any, layout: SequenceLayout, padding: bool, *, gated: bool = False) -> int:
+    """Count the multiply-adds of one layer's MLP or experts; padding goes to the router alone."""
+    rows, matrices, h = _rows(layout, padding), 3 if gated else 2, c.hidden_size
+    if c.num_experts is None:
+        return rows * matrices * h * c.ffn_size
+    return rows * h * c.num_experts + c.routed_pairs(layout.lengths) * matrices * h * c.expert_size(c.ffn_size)
+
+
+def _numbers(c: Any) -> list[int]:
+    """Return the numbers of each sinusoid that a sample is conditioned on."""
+    return [1] + [1] * c.fps_conditioning + [3] * c.size_conditioning
+
+
+def _conditioner_weights(c: Any) -> int:
+    h = c.hidden_size
+    labels = 0 if c.num_classes is None else (c.num_classes + 1) * h
+    return sum((count * CONDITION_FEATURES + 1) * h + (h + 1) * h for count in _numbers(c)) + labels + c.context_size
+
+
+def _conditioner(c: Any) -> int:
+    """Count the multiply-adds of one sample's conditioning vector."""
+    return sum((count * CONDITION_FEATURES + c.hidden_size) * c.hidden_size for count in _numbers(c))
+
+
+def _dit_weights(c: DiTConfig) -> int:
+    h, bias = c.hidden_size, int(c.add_bias)
+    attention = 4 * h * h + 4 * h * bias + (2 * c.head_size if c.qk_layernorm else 0)
+    embed = (c.token_channels + 1) * h + (TIME_FEATURES + 1) * h + (h + 1) * h
+    if c.num_classes is not None:
+        embed += (c.num_classes + 1) * h
+    if c.context_size is not None:
+        embed += c.context_size + (c.context_size + 1) * h + (h + 1) * h
+    head = 2 * h * (h + 1) + (h + 1) * c.output_features
+    return embed + c.num_layers * (attention + _mlp_weights(c, bias=c.add_bias) + 6 * h * (h + bias)) + head
+
+
+def _dit(c: DiTConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, samples, rows = c.hidden_size, layout.num_samples, _rows(layout, padding)
+    pairs = sum(n * n for n in layout.lengths)
+    layer = rows * 4 * h * h + _mlp(c, layout, padding) + 2 * pairs * h + samples * 6 * h * h
+    embed = rows * c.token_channels * h + samples * (TIME_FEATURES + h) * h
+    if c.context_size is not None:
+        # The text is pooled before its first matrix product, so its length does not count.
+        embed += samples * (c.context_size + h) * h
+    return embed + c.num_layers * layer + rows * h * c.output_features + samples * 2 * h * h
+
+
+def _modulation(c: DiTCrossConfig) -> int:
+    h, rank = c.hidden_size, c.adaln_lora_rank
+    return 9 * h * h if rank is None else h * rank + rank * 9 * h
+
+
+def _dit_cross_weights(c: DiTCrossConfig) -> int:
+    h, f, text, kv, bias = c.hidden_size, c.ffn_size, c.context_size or 0, c.kv_size, int(c.add_bias)
+    norms = 2 * c.head_size * c.qk_layernorm
+    attention = h * (h + 2 * kv) + h * h + bias * (2 * h + 2 * kv) + norms
+    cross = 2 * h * h + text * 2 * kv + bias * (2 * h + 2 * kv) + norms
+    layer = attention + cross + 2 * h * f + bias * (f + h) + _modulation(c) + 9 * h * bias
+    head = 2 * h * (h + 1) + (h + 1) * c.output_features
+    return (c.token_channels + 1) * h + _conditioner_weights(c) + c.num_layers * layer + head
+
+
+def _dit_cross(c: DiTCrossConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, kv, samples = c.hidden_size, c.kv_size, layout.num_samples
+    rows, text_rows = _rows(layout, padding), _rows(texts, padding)
+    pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    per_row = h * (h + 2 * kv) + 3 * h * h + 2 * h * c.ffn_size
+    layer = rows * per_row + text_rows * 2 * kv * (c.context_size or 0) + 2 * pairs * h + samples * _modulation(c)
+    embed = rows * c.token_channels * h + samples * _conditioner(c)
+    return embed + c.num_layers * layer + rows * h * c.output_features + samples * 2 * h * h
+
+
+def _moviegen_weights(c: MovieGenConfig) -> int:
+    h, text, kv = c.hidden_size, c.context_size or 0, c.kv_size
+    norms = 2 * c.head_size * c.qk_layernorm
+    attention = h * (h + 2 * kv) + h * h + norms
+    cross = 2 * h * h + text * 2 * kv + norms
+    layer = attention + cross + _mlp_weights(c, bias=False, gated=True) + 6 * h * h + 3 * h
+    positions = sum(c.max_grid) * h if c.position_embedding == "learned_3d" else 0
+    embed = (c.token_channels + 1) * h + _conditioner_weights(c) + positions
+    return embed + c.num_layers * layer + h + 2 * h * (h + 1) + (h + 1) * c.output_features
+
+
+def _moviegen(c: MovieGenConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, kv, samples = c.hidden_size, c.kv_size, layout.num_samples
+    rows, text_rows = _rows(layout, padding), _rows(texts, padding)
+    pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    own = rows * (h * (h + 2 * kv) + 3 * h * h) + _mlp(c, layout, padding, gated=True)
+    layer = own + text_rows * 2 * kv * (c.context_size or 0) + 2 * pairs * h + samples * 6 * h * h
+    embed = rows * c.token_channels * h + samples * _conditioner(c)
+    return embed + c.num_layers * layer + rows * h * c.output_features + samples * 2 * h * h
+
+
+def _stdit_weights(c: STDiTConfig) -> int:
+    h, f, text, kv, bias = c.hidden_size, c.ffn_size, c.context_size or 0, c.kv_size, int(c.add_bias)
+    attention = 2 * h * h + 2 * h * kv + bias * (2 * h + 2 * kv) + 2 * c.head_size * c.qk_layernorm
+    chunks = 3 * (c.attentions_per_layer + 1) * h
+    layer = (c.attentions_per_layer + 1) * attention + 2 * h * f + bias * (f + h) + chunks
+    projection = (text + 1) * h + (h + 1) * h
+    embed = (c.token_channels + 1) * h + _conditioner_weights(c) + projection + (h + 1) * chunks
+    return embed + c.num_layers * layer + 2 * h + (h + 1) * c.output_features
+
+
+def _stdit(c: STDiTConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, kv, samples, count = c.hidden_size, c.kv_size, layout.num_samples, c.attentions_per_layer
+    rows, text_rows = _rows(layout, padding), _rows(texts, padding)
+    pairs = sum(n * (count * n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    per_row = count * (2 * h * h + 2 * h * kv) + 2 * h * h + 2 * h * c.ffn_size
+    layer = rows * per_row + text_rows * 2 * h * kv + 2 * pairs * h
+    text = text_rows * ((c.context_size or 0) * h + h * h)
+    per_sample = _conditioner(c) + 3 * (count + 1) * h * h
+    ends = rows * h * (c.token_channels + c.output_features)
+    return ends + samples * per_sample + text + c.num_layers * layer
+
+
+def _unattended(c: ModelConfig, grids: Sequence[tuple[int, int, int]]) -> int:
+    """Count the operations that attention inside frames and columns leaves out."""
+    if not isinstance(c, STDiTConfig):
+        return 0
+    left_out = 0
+    for t, h, w in grids:
+        n = t * h * w
+        pairs = {"full": n * n, "spatial": n * h * w, "temporal": n * t}
+        left_out += sum(n * n - pairs[kind] for layer in range(c.num_layers) for kind in c.kinds(layer))
+    return 4 * left_out * c.hidden_size
+
+
+def _wan_weights(c: WanConfig) -> int:
+    h, f, text, kv = c.hidden_size, c.ffn_size, c.context_size or 0, c.kv_size
+    norms = (h + kv) * c.qk_layernorm
+    attention = (h + 1) * (h + 2 * kv) + (h + 1) * h + norms
+    cross = 2 * (h + 1) * h + (h + 1) * 2 * kv + norms
+    embed = (c.token_channels + 1) * h + _conditioner_weights(c) + (text + 1) * h + (h + 1) * h
+    layers = c.num_layers * (6 * h + attention + 2 * h + cross + 2 * h * f + f + h)
+    return embed + 6 * h * (h + 1) + layers + 2 * h + (h + 1) * c.output_features
+
+
+def _wan(c: WanConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, kv, samples = c.hidden_size, c.kv_size, layout.num_samples
+    rows, text_rows = _rows(layout, padding), _rows(texts, padding)
+    pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    per_row = h * (h + 2 * kv) + 3 * h * h + 2 * h * c.ffn_size
+    layer = rows * per_row + text_rows * 2 * kv * h + 2 * pairs * h
+    once = samples * (_conditioner(c) + 6 * h * h) + text_rows * ((c.context_size or 0) + h) * h
+    return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
+
+
+def _flux_matrices(c: FluxConfig) -> tuple[int, int]:
+    """Return the weights that every row meets in one stream of a joint block, and in a single-stream block."""
+    h, f = c.hidden_size, c.ffn_hidden_size
+    return 4 * h * h + 2 * h * f, h * (3 * h + f) + (h + f) * h
+
+
+def _flux_conditioner(c: FluxConfig) -> int:
+    h, sinusoids = c.hidden_size, 1 + (c.guidance is not None)
+    return sinusoids * (CONDITION_FEATURES * h + h * h) + c.pooled_size * h + h * h
+
+
+def _flux_weights(c: FluxConfig) -> int:
+    h, f, text, norms = c.hidden_size, c.ffn_hidden_size, c.context_size or 0, 2 * c.head_size
+    stream, single = _flux_matrices(c)
+    stream += 3 * h + h + f + h + norms + 6 * h * (h + 1)
+    single += 3 * h + f + h + norms + 3 * h * (h + 1)
+    conditioner = _flux_conditioner(c) + 2 * (2 + (c.guidance is not None)) * h + c.pooled_size
+    embed = (c.token_channels + 1) * h + (text + 1) * h + text
+    head = 2 * h * (h + 1) + (h + 1) * c.output_features
+    return embed + conditioner + 2 * c.num_joint_layers * stream + c.num_single_layers * single + head
+
+
+def _flux(c: FluxConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, samples = c.hidden_size, layout.num_samples
+    rows, text_rows = _rows(layout, padding), _rows(texts, padding)
+    pairs = sum((n + k) ** 2 for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    stream, single = _flux_matrices(c)
+    joint_layer = (rows + text_rows) * stream + 2 * pairs * h + samples * 12 * h * h
+    single_layer = (rows + text_rows) * single + 2 * pairs * h + samples * 3 * h * h
+    embed = rows * c.token_channels * h + text_rows * (c.context_size or 0) * h
+    # The text goes through the head, too.
+    head = (rows + text_rows) * h * c.output_features + samples * 2 * h * h
+    layers = c.num_joint_layers * joint_layer + c.num_single_layers * single_layer
+    return embed + samples * _flux_conditioner(c) + layers + head
+
+
+PARAMETERS: dict[type, Any] = {
+    DiTConfig: _dit_weights,
+    DiTCrossConfig: _dit_cross_weights,
+    FluxConfig: _flux_weights,
+    MovieGenConfig: _moviegen_weights,
+    STDiTConfig: _stdit_weights,
+    WanConfig: _wan_weights,
+}
+MULTIPLY_ADDS: dict[type, Any] = {
+    DiTConfig: _dit,
+    DiTCrossConfig: _dit_cross,
+    FluxConfig: _flux,
+    MovieGenConfig: _moviegen,
+    STDiTConfig: _stdit,
+    WanConfig: _wan,
+}

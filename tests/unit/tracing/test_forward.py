@@ -1,0 +1,63 @@
+"""The operations of a forward pass: few shapes are traced, and all are exact."""
+
+import random
+
+import pytest
+
+from benchmarks.parallel_training import tiny_model
+from dit.layout import SequenceLayout
+from dit.tracing.forward import ForwardCost, LinearForm
+from dit.tracing.packs import PackShape
+from tests.parity.costs import forward_flops
+
+GRIDS = [(1, 4, 4), (1, 6, 3), (4, 4, 4), (2, 8, 8), (3, 4, 8), (1, 1, 1), (5, 3, 7)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"backbone": "stdit", "num_layers": 4}, {"num_layers": 3, "num_experts": 4, "moe_capacity_factor": 1.3}],
+    ids=["stdit", "expert_choice"],
+)
+def test_a_few_traces_count_every_shape(sizes, monkeypatch):
+    """Also of attention in frames and columns, and of a capacity that is rounded up sample by sample."""
+    model, draw, traced = tiny_model(hidden_size=64, **sizes), random.Random(3), []
+    cost = ForwardCost(model)
+    monkeypatch.setattr(cost, "traced", lambda pack, count=cost.traced: traced.append(pack) or count(pack))
+    for _ in range(80):
+        grid, text = draw.choice(GRIDS), draw.randint(1, 30)
+        layout, texts = (SequenceLayout.from_lengths([n]) for n in (grid[0] * grid[1] * grid[2], text))
+        assert cost.of_sample(grid, text).total == forward_flops(model, layout, [grid], texts)
+    assert len(traced) <= 20
+
+
+def test_layers_are_what_a_second_run_of_them_adds():
+    few, more = (tiny_model(hidden_size=64, num_layers=n) for n in (2, 4))
+    assert ForwardCost(few).of_sample((1, 4, 4)).layers * 2 == ForwardCost(more).of_sample((1, 4, 4)).layers
+    ends = [cost.total - cost.layers for cost in (ForwardCost(m).of_sample((1, 4, 4)) for m in (few, more))]
+    assert ends[0] == ends[1] > 0
+
+
+def test_samples_of_a_pack_add_up():
+    cost = ForwardCost(tiny_model(backbone="dit_cross", hidden_size=64, num_layers=2))
+    pack = cost.traced(PackShape(((1, 4, 4), (2, 3, 5)), (3, 7)))
+    assert pack.total == cost.of_sample((1, 4, 4), 3).total + cost.of_sample((2, 3, 5), 7).total
+
+
+def test_a_form_answers_only_what_its_examples_say():
+    """Three times x plus two: it is sure after two examples more than it needs, and never outside of their span."""
+    form = LinearForm()
+    for x in (1, 2, 5):
+        form.learn([1, x, 0], [3 * x + 2])
+        assert form.answer([1, 7, 0], 1) is None
+    form.learn([1, 6, 0], [20])
+    assert form.answer([1, 7, 0], 1) == [23]
+    assert form.answer([1, 7, 1], 1) is None
+
+
+def test_a_contradiction_ends_a_form():
+    """A cost that is none of its features' is found out, and every shape is traced from then on."""
+    form = LinearForm()
+    for x in range(1, 6):
+        form.learn([1, x], [x**3])
+    assert not form.holds
+    assert form.answer([1, 2], 1) is None
