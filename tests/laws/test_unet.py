@@ -3,12 +3,15 @@
 Its row in the laws of backbones compares every gradient.
 """
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from dit.config_record import TRUST_VARIABLE
 from dit.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_OK, EXIT_PREEMPTED, ConfigError
@@ -16,8 +19,10 @@ from dit.training.pretrain import pretrain
 from launch import config_file
 from launch.train import call_recipe, load_component
 from launch.train import main as launch_train
+from tests.conftest import BuildModel
 from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors
+from tests.laws.test_backbone import pack
 from tests.laws.trial_unet import UNet
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
@@ -119,3 +124,23 @@ def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
     config.norm_groups = 5  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"hidden_size=16 is not a multiple of model.norm_groups=5; use 15"):
         config.validate()
+
+
+def test_its_dry_run_counts_its_operations_and_its_memory(
+    build_model: BuildModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No formula of a UNet is anywhere: what the dry run says is what torch counts in one forward pass, three times."""
+    config = config_file.built(call_recipe(FACTORY)).model
+    network = build_model(config)
+    one = pack(config, [0])
+    with FlopCounterMode(display=False) as counter:
+        network(one.latents_TC, torch.ones(1), one)
+    shape = "x".join(map(str, one.grids[0]))
+    assert launch_train(["--factory", FACTORY, "--dryrun", f"data.shapes=['{shape}']"]) == EXIT_OK
+    said = capsys.readouterr().out
+    (per_token,) = re.findall(r"work +([0-9.e-]+) GFLOP per token", said)
+    assert float(per_token) * 1e9 * one.layout.total_tokens == pytest.approx(3 * counter.get_total_flops(), rel=1e-3)
+    (parameters,) = re.findall(r"parameters +([0-9,]+)", said)
+    assert int(parameters.replace(",", "")) == sum(p.numel() for p in network.parameters())
+    (total,) = re.findall(r"total +([0-9.]+) GiB", said)
+    assert float(total) > 0
