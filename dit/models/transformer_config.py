@@ -53,6 +53,7 @@ RANGES: dict[str, Range] = {
 Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
 """Positions of the backbones that take any that are computed from the indices."""
 KnownPositions = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
+"""Those of any backbone; a subclass names its own."""
 
 
 @dataclass(kw_only=True)
