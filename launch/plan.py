@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 256
 DEFAULT_TEXT_TOKENS = 512
+LARGEST_PICTURE = 64 * 64
+"""Tokens that are taken to be one picture where nothing says how they lie; more of them are a clip."""
 GIB = 2**30
 
 
@@ -64,10 +66,12 @@ class Sample:
         return replace(shape, total_tokens=max(total, shape.layout().total_tokens))
 
 
-def picture(tokens: int) -> Grid:
-    """Return the patches of a picture that is as square as its number of tokens allows."""
-    height = max(side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0)
-    return 1, height, tokens // height
+def assumed_grid(tokens: int) -> Grid:
+    """Return the patches of a picture, or of as few as make a clip, as square as the number of tokens allows."""
+    frames = next(t for t in range(1, tokens + 1) if tokens % t == 0 and tokens // t <= LARGEST_PICTURE)
+    area = tokens // frames
+    height = max(side for side in range(1, math.isqrt(area) + 1) if area % side == 0)
+    return frames, height, area // height
 
 
 def planned_sample(
@@ -95,7 +99,7 @@ def planned_sample(
         tokens, assumed = (limit or DEFAULT_TOKENS,), "shape" if limit else "size"
     if len(tokens) == 3:
         return Sample((tokens[0], tokens[1], tokens[2]), text_tokens, pack)
-    return Sample(picture(tokens[0]), text_tokens, pack, assumed or "shape")
+    return Sample(assumed_grid(tokens[0]), text_tokens, pack, assumed or "shape")
 
 
 def _described(sample: Sample) -> str:

@@ -119,6 +119,7 @@ def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
     [
         ("pretrain_7b", plan.Sample((1, 13, 20), 512, assumed="shape")),
         ("pretrain_7b_pack", plan.Sample((1, 48, 48), 512, pack=2304, assumed="shape")),
+        ("pretrain_ditllama5b_stage2", plan.Sample((2, 64, 64), 512, pack=8192, assumed="shape")),
         ("dit_xl2_imagenet", plan.Sample((1, 16, 16), assumed="size")),
     ],
 )
