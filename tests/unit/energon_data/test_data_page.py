@@ -8,6 +8,7 @@ import runpy
 import shlex
 import shutil
 import tarfile
+from itertools import islice
 from pathlib import Path
 
 import fiddle
@@ -17,11 +18,13 @@ import small_data
 import torch
 from click.testing import CliRunner
 from megatron.energon.cli.main import main as energon
+from PIL import Image
 from small_data import npy
 
 from dit.data_api import BatchSpec
 from dit.errors import DataError
 from energon_data.dataset import EnergonData
+from energon_data.prepare.__main__ import main as prepare_main
 from energon_data.skip_log import GIVE_UP_AFTER
 from launch import cli
 from launch.train import call_recipe, resolve
@@ -84,7 +87,7 @@ def test_the_example_is_read_as_it_was_written(written):
 
 
 def test_the_training_command_takes_the_example(written):
-    words = command("python -m launch.train")
+    words = command("python -m launch.train --yes --factory tiny_dit_cross training.run_dir=runs/mine")
     task = resolve(cli.parse(words[words.index("launch.train") + 1 :]))
     model, data = fiddle.build(task.model), fiddle.build(task.data)
     asked = spec(latent_channels=model.in_channels, num_classes=model.num_classes, context_size=model.context_size)
@@ -94,6 +97,30 @@ def test_the_training_command_takes_the_example(written):
     stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=0, log_dir=None)
     assert next(stream).layout.num_samples >= 1
     stream.close()
+
+
+def test_pictures_of_ones_own_are_prepared_and_trained_on_as_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    for i in range(6):
+        Image.new("RGB", (40 + 30 * i, 50), (40 * i, 0, 0)).save(tmp_path / "pictures" / f"{i}.png")
+        (tmp_path / "pictures" / f"{i}.txt").write_text(f"red of strength {i}")
+    prepare = command("python -m energon_data.prepare images")
+    assert prepare_main(prepare[prepare.index("images") :]) == 0
+    words = command("python -m launch.train --yes --factory tiny_dit_cross training.run_dir=runs/pictures")
+    task = resolve(cli.parse(words[words.index("launch.train") + 1 :]))
+    model, data = fiddle.build(task.model), fiddle.build(task.data)
+    asked = model.batch_spec(micro_batch_size=task.training.micro_batch_size)
+    data.validate(asked, 1, 4)
+    stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    seen: set[str] = set()
+    for pack in islice(stream, 12):
+        for latent, key in zip(pack.latents_TC.split(pack.layout.padded_lengths), pack.keys):
+            red = 40 * int(key.partition("-")[0]) / 127.5 - 1
+            assert torch.allclose(latent.view(len(latent), 4, 3), torch.tensor([red, -1.0, -1.0]))
+            seen.add(key)
+    stream.close()
+    assert len(seen) == 6
 
 
 def test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure(tmp_path, monkeypatch):
