@@ -22,10 +22,11 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
     gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
+    broadcast, dist.broadcast_object_list = dist.broadcast_object_list, lambda *_, **__: None
     try:
         yield
     finally:
-        dist.all_gather_object = gather
+        dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
         dist.destroy_process_group()
 
 
