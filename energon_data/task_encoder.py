@@ -1,5 +1,6 @@
 """The task encoder of all backbones: cook, filter, encode, pack."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ from megatron.energon.errors import reraise_exception
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.data_api import BatchSpec
+from dit.data_api import BatchSpec, sample_id
 from dit.patchify import frames_to_patch
 from energon_data.cookers import COOKERS, read_condition
 from energon_data.decoder import decode_sample
@@ -199,8 +200,16 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         assert self.options.max_tokens_per_pack is not None
         lengths = [padded_length(c.num_tokens, self.spec.multiple_of) for c in samples]
         packs = [[samples[i] for i in items] for items in greedy_knapsack(lengths, self.options.max_tokens_per_pack)]
-        # The fullest packs come first; ordering them by sample id removes this trend from the stream.
-        return sorted(packs, key=lambda pack: (sum(c.id for c in pack) & (2**63 - 1), pack[0].__key__))
+        # The fullest packs come first; ordering them by sample id removes this trend from the stream. A large buffer of
+        # few samples gives the same pack many times: each time has an id of its own, so that its copies are apart.
+        seen: Counter[tuple[str, ...]] = Counter()
+        order = []
+        for i, pack in enumerate(packs):
+            members = tuple(c.__key__ for c in pack)
+            pack_id = sum(c.id for c in pack) & (2**63 - 1)
+            order.append((sample_id(f"{pack_id}/{seen[members]}") if seen[members] else pack_id, members[0], i))
+            seen[members] += 1
+        return [packs[i] for _, _, i in sorted(order)]
 
     @stateless
     def pack_selected_samples(self, samples: list[Clip]) -> PackedBatch:

@@ -8,12 +8,12 @@ from typing import Any, Optional
 
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
-from dit.models.cross_config import CONDITION_FEATURES
-from dit.models.dit.config import TIME_FEATURES, DiTConfig
+from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.stdit.config import STDiTConfig
+from dit.models.transformer_config import CONDITION_FEATURES
 from dit.models.wan.config import WanConfig
 
 
@@ -81,7 +81,7 @@ def _conditioner(c: Any) -> int:
 def _dit_weights(c: DiTConfig) -> int:
     h, bias = c.hidden_size, int(c.add_bias)
     attention = 4 * h * h + 4 * h * bias + (2 * c.head_size if c.qk_layernorm else 0)
-    embed = (c.token_channels + 1) * h + (TIME_FEATURES + 1) * h + (h + 1) * h
+    embed = (c.token_channels + 1) * h + (CONDITION_FEATURES + 1) * h + (h + 1) * h
     if c.num_classes is not None:
         embed += (c.num_classes + 1) * h
     if c.context_size is not None:
@@ -94,7 +94,7 @@ def _dit(c: DiTConfig, layout: SequenceLayout, texts: SequenceLayout, padding: b
     h, samples, rows = c.hidden_size, layout.num_samples, _rows(layout, padding)
     pairs = sum(n * n for n in layout.lengths)
     layer = rows * 4 * h * h + _mlp(c, layout, padding) + 2 * pairs * h + samples * 6 * h * h
-    embed = rows * c.token_channels * h + samples * (TIME_FEATURES + h) * h
+    embed = rows * c.token_channels * h + samples * (CONDITION_FEATURES + h) * h
     if c.context_size is not None:
         # The text is pooled before its first matrix product, so its length does not count.
         embed += samples * (c.context_size + h) * h

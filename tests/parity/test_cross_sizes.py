@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.models.cross_config import CONDITION_FEATURES
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.transformer_config import CONDITION_FEATURES
 from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel

@@ -7,8 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dit.layout import SequenceLayout
-from dit.models.cross_config import CONDITION_FEATURES
 from dit.models.stdit.config import STDiTConfig
+from dit.models.transformer_config import CONDITION_FEATURES
 from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters
 from tests.conftest import BuildModel

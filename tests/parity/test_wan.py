@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dit.errors import ConfigError
 from dit.layers.positions import RotaryPositions
 from dit.layout import SequenceLayout
-from dit.models.cross_config import CONDITION_FEATURES
+from dit.models.transformer_config import CONDITION_FEATURES
 from dit.models.wan.config import WanConfig
 from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters

@@ -21,7 +21,8 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
 
 def assert_equal_training(one: dict, many: dict) -> None:
     """Compare what `dit.verify.trial.train` reports of one rank and of a layout."""
-    assert compare_training(one, many).differences == ()
+    differences = compare_training(one, many).differences
+    assert not differences, "\n".join(differences)  # pytest explains the asserts of test files alone
 
 
 class LiveBytes(TorchDispatchMode):

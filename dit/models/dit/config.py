@@ -6,9 +6,6 @@ from dit.models.base import TransformerSizes
 from dit.models.expert_options import ExpertOptions
 from dit.models.transformer_config import Positions, TransformerModelConfig
 
-TIME_FEATURES = 256
-"""Width of the time's sinusoid."""
-
 
 @dataclass(kw_only=True)
 class DiTConfig(ExpertOptions, TransformerModelConfig):

@@ -1,6 +1,6 @@
 """Laws of packing: every sample once, no pack over the limit, little padding; packs have the values of the samples."""
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Optional
 
 import numpy as np
@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data import spec
 
+from dit.data_api import sample_id
 from dit.errors import BatchError
 from dit.patchify import grid_positions, patchify
 from energon_data.packing import collate, greedy_knapsack, padded_length
 from energon_data.samples import Clip
+from energon_data.skip_log import Ledger
+from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
 
 @given(st.lists(st.integers(1, 100), max_size=200), st.integers(100, 300))
@@ -103,3 +106,15 @@ def test_conditions_the_model_does_not_take_are_left_out() -> None:
     assert batch.conditions["fps"].values.tolist() == [30.0, 12.0]
     with pytest.raises(BatchError, match="need 3 tokens"):
         collate([_clip(0, (1, 2, 2), 3), _clip(1, (2, 2, 2), 3)], asked, total_tokens=2)
+
+
+def test_copies_of_a_pack_are_apart_when_a_buffer_holds_few_samples_many_times() -> None:
+    """Six samples, each forty times in the buffer, each a pack of its own: no run of one of them is long."""
+    clips = [_clip(i % 6, (1, 4, 4), 1) for i in range(240)]
+    for clip in clips:
+        clip.grid, clip.id = (1, 4, 4), sample_id(clip.__key__)
+    encoder = DiffusionTaskEncoder(spec(), EncoderOptions(max_tokens_per_pack=16), Ledger(budget=0))
+    packs = encoder.select_samples_to_pack(clips)
+    assert sorted(pack[0].__key__ for pack in packs) == sorted(clip.__key__ for clip in clips)
+    runs = [len(list(group)) for _, group in groupby(pack[0].__key__ for pack in packs)]
+    assert max(runs) <= 5  # at random: 240 / 6**5 = 0.03 runs of six are to be expected

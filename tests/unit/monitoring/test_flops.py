@@ -11,7 +11,8 @@ from dit.batch import PackedBatch
 from dit.conditions import Conditions, per_sample, per_text_token
 from dit.kernels.recompute import recompute_activations
 from dit.layout import SequenceLayout
-from dit.models.dit.config import TIME_FEATURES, DiTConfig
+from dit.models.dit.config import DiTConfig
+from dit.models.transformer_config import CONDITION_FEATURES
 from dit.monitoring.flops import Convention, PackFlops, nemo_flops_per_token, recomputed_share
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
@@ -75,7 +76,7 @@ def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, l
     total = counter.get_total_flops()
     flops, shape = PackFlops(config), shape_of(layout, batch.conditions["context"].layout)
     assert forward == flops.forward(*shape, convention="hardware")
-    inputs = layout.total_tokens * config.token_channels + layout.num_samples * TIME_FEATURES
+    inputs = layout.total_tokens * config.token_channels + layout.num_samples * CONDITION_FEATURES
     assert total == flops.training(*shape, convention="hardware") - 2 * inputs * config.hidden_size
 
 
@@ -89,7 +90,7 @@ def test_recomputed_layers_are_counted_as_the_device_runs_them(build_model: Buil
         recompute_activations(layer, training.recompute)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch.latents_TC, torch.rand(layout.num_samples), batch).sum().backward()
-    inputs = layout.total_tokens * MID.token_channels + layout.num_samples * TIME_FEATURES
+    inputs = layout.total_tokens * MID.token_channels + layout.num_samples * CONDITION_FEATURES
     flops, shape = PackFlops(MID), shape_of(layout, batch.conditions["context"].layout)
     counted = flops.training(*shape, convention="hardware", recomputed=share)
     assert counter.get_total_flops() == counted - 2 * inputs * MID.hidden_size
