@@ -2,8 +2,7 @@
 
 All of it is read from the program: operations from a forward pass on the meta device, memory from steps on fake tensors
 (`dit.planner`), which have a shape and no values. What is not counted is what no tensor holds: CUDA's context,
-libraries' workspaces, the allocator's gaps. RMS norms are those of torch on CPU, which save more than CUDA's kernel:
-where a backbone has many, activations are overestimated.
+libraries' workspaces, the allocator's gaps.
 """
 
 import math

@@ -120,7 +120,8 @@ def trace_here(job: Job) -> list[StepTrace]:
     """
     from dit.backends import process_groups
 
-    with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values():
+    norms = _fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
+    with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values(), norms:
         groups = process_groups.initialize(job.parallel)
         try:
             counter = StepCounter(groups)
@@ -163,6 +164,46 @@ def _without_values() -> Iterator[None]:
     finally:
         clip_grads.l2_norm_impl, nn.Module.to = original, move  # type: ignore[method-assign]
         fsdp.validate_uneven_dtensor = validate
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Shapes of torch's fused RMS norm: it saves its input, its weight and one number per row, and makes no temporary.
+
+    Source: `_fused_rms_norm` in torch's `derivatives.yaml`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x, dtype=torch.result_type(x, weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextlib.contextmanager
+def _fused_rms_norm() -> Iterator[None]:
+    """Let RMS norms save what CUDA's kernel saves; torch's own on CPU saves three copies of its input in float32."""
+    functional = torch.nn.functional
+    original = functional.rms_norm
+
+    def rms_norm(
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Optional[Tensor] = None,
+        eps: Optional[float] = None,
+    ) -> Tensor:
+        if weight is None:
+            return original(input, list(normalized_shape), weight, eps)
+        return _FusedRMSNorm.apply(input, weight)
+
+    functional.rms_norm = rms_norm
+    try:
+        yield
+    finally:
+        functional.rms_norm = original
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """A plan from traces of a few layers and micro-batches equals the trace of the full step."""
 
 import pytest
+import torch
 
 from benchmarks.parallel_training import tiny_model
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.plan import plan
-from dit.planner.trace import Job, trace
+from dit.planner.trace import Job, _fused_rms_norm, trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 
@@ -33,3 +34,22 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
         assert planned.sent_bytes[kind] == pytest.approx(sent, rel=OF_PEAK)
     assert planned.live == pytest.approx(full.live, rel=OF_PEAK)
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
+
+
+def test_an_accelerators_rms_norm_saves_its_input_its_weight_and_a_number_per_row():
+    """In bfloat16; torch's norm on CPU saves the input three times in float32."""
+    saved = []
+
+    def keep(tensor):
+        saved.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    x = torch.zeros(6, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
+    with _fused_rms_norm(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
+    y.sum().backward()
+    assert saved == [((6, 8), torch.bfloat16), ((8,), torch.bfloat16), ((6, 1), torch.float32)]
+    assert (y.shape, y.dtype) == (x.shape, torch.bfloat16)
+    assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+    assert torch.nn.functional.rms_norm(torch.full((2,), 3.0), (2,)).tolist() == pytest.approx([1.0, 1.0])
