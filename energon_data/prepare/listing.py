@@ -82,11 +82,16 @@ class Entry:
         path = folder / self.name
         row = dict(self.row) if self.row is not None else _beside(path)
         captions = captions_of(row)
-        metadata = {k: v for k, v in row.items() if k not in _RESERVED and isinstance(v, (str, int, float, bool))}
+        metadata = _scalars(row)
         label = row.get("label") if self.label is None else self.label
         return Source(
             name=self.name, read=lambda: _read(path), captions=captions, label=_class(label), metadata=metadata
         )
+
+
+def _scalars(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a row that go along with the sample."""
+    return {k: v for k, v in row.items() if k not in _RESERVED and isinstance(v, (str, int, float, bool))}
 
 
 def _class(value: Any) -> Optional[int]:
@@ -329,5 +334,5 @@ def _from_parts(
     except SampleError as error:
         return where, error
     data = parts[media[0]]
-    metadata = {k: v for k, v in row.items() if k not in _RESERVED and isinstance(v, (str, int, float, bool))}
+    metadata = _scalars(row)
     return Source(name=f"{where}.{media[0]}", read=lambda: data, captions=captions, label=label, metadata=metadata)
