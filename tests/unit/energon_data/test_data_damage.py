@@ -464,8 +464,8 @@ def test_a_missing_folder_is_rendered_only_where_a_command_does(tmp_path: Path, 
         (_edit(".info.json", lambda s: s.replace("train-000001", "other")), "does not say how many"),
         (_write(".nv-meta/split.yaml", "split_parts: {val: []}"), r"no split 'train', only \['val'\]"),
         (_write(".nv-meta/split.yaml", "split_parts: {train: []}"), "is empty"),
-        (_write(".nv-meta/split.yaml", "split_parts: {train: [../evil.tar]}"), "outside the data set"),
-        (_write(".nv-meta/split.yaml", "split_parts: {train: [/tmp/evil.tar]}"), "outside the data set"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: [../evil.tar]}"), "outside of the data set"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: [/tmp/evil.tar]}"), "outside of the data set"),
     ],
 )
 def test_a_damaged_folder_is_refused_before_reading(

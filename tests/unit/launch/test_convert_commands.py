@@ -147,8 +147,8 @@ def test_weights_of_another_size_than_the_settings_are_refused(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"x": "../secret.safetensors"}, "only .safetensors files beside it"),
-        ({"x": "part.bin"}, "only .safetensors files beside it"),
+        ({"x": "../secret.safetensors"}, "only .safetensors files next to it"),
+        ({"x": "part.bin"}, "only .safetensors files next to it"),
         ({"x": "part.safetensors", "y": "part.safetensors"}, "disagree on 1 tensors, such as y"),
         ({"x": "gone.safetensors"}, "gone.safetensors cannot be read"),
         ({}, "no weight_map"),
