@@ -79,9 +79,12 @@ def trace(jobs: Sequence[Job]) -> list[list[StepTrace]]:
         ConfigError: a job's settings do not fit together.
         RuntimeError: the process ended without an answer.
     """
-    # A fork has everything imported already. Neither CUDA nor a process group survives one.
+    # A fork has everything imported already. Neither CUDA nor a process group survives one; a server that has neither
+    # is then forked instead.
     anew = is_started() or dist.is_initialized()
-    context: Any = multiprocessing.get_context("spawn" if anew else "fork")
+    context: Any = multiprocessing.get_context("forkserver" if anew else "fork")
+    if anew:
+        context.set_forkserver_preload([__name__, "dit.parallel.build", "dit.parallel.schedule", "dit.training.step"])
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(theirs, list(jobs)), daemon=True)
     child.start()
