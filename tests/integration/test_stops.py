@@ -81,7 +81,7 @@ def ended(folder: Path) -> dict[str, Any]:
         add(f"{name}, again", at=name)
     # Both are due at the last step, but the run was asked to stop.
     last = {"checkpoint__interval": 0, "training__num_steps": 6, "training__sample_interval": 6}
-    stuck = partial(faults.stuck_inside, f"{store}.newest_first", 0.8)
+    stuck = partial(faults.stuck_inside, f"{store}.newest_first", 9.0)
     add("last save", fault=partial(faults.together, inside(f"{store}.publish"), stuck), **last)
     add("looks fail", fault=partial(faults.out_of_memory, f"{loop}.Run.validate"))
     add("pictures fail", fault=partial(faults.out_of_memory, f"{loop}.Run.sample"), training__sample_interval=3)

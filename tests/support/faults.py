@@ -91,14 +91,17 @@ def together(*faults: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stuck_inside(method: str, seconds: float) -> Iterator[None]:
-    """Let every call of a method, named `package.module.Class.method`, take several times what the watchdog allows."""
+    """Let every call of a method, named `package.module.Class.method`, take longer than the watchdog allows.
+
+    It allows more than a start needs: writing the stacks of a thread that runs, not waits, can crash Python.
+    """
     original = pkgutil.resolve_name(method)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
         return original(*args, **kwargs)
 
-    with mock.patch(method, slow), mock.patch("dit.training.pretrain.STACK_DUMP_AFTER_S", seconds / 4):
+    with mock.patch(method, slow), mock.patch("dit.training.pretrain.STACK_DUMP_AFTER_S", 0.75 * seconds):
         yield
 
 
