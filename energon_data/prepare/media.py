@@ -230,6 +230,8 @@ class Preparation:
             raise ConfigError(f"--validation {validation:g} is the share held out: 0 for none, below 1")
         if samples_per_shard < 1 or options.batch < 1:
             raise ConfigError("--samples-per-shard and --batch must be at least 1")
+        if not 1 <= options.quality <= 100:
+            raise ConfigError(f"--quality {options.quality} must lie between 1 and 100")
         _check_encoders(options)
         extensions = EXTENSIONS[command]
         classes: list[str] = []

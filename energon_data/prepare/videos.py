@@ -33,6 +33,10 @@ class Cut:
     def __post_init__(self) -> None:
         if self.fps is not None and not 0.001 <= self.fps <= 1000:
             raise ConfigError(f"--fps {self.fps:g} must lie between 0.001 and 1000 frames per second")
+        if self.multiple_of < 1:
+            raise ConfigError(f"--frames-multiple-of {self.multiple_of} must be at least 1")
+        if self.clips is not None and self.clips < 1:
+            raise ConfigError(f"--clips {self.clips} must be at least 1; leave it out for all clips")
         if self.frames is not None and (self.frames < 1 or self.whole(self.frames) != self.frames):
             raise ConfigError(f"--frames {self.frames} must be {self.first} plus a multiple of {self.multiple_of}")
 

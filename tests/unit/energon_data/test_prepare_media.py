@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dit.errors import ConfigError, DataError
+from dit.errors import EXIT_CONFIG, ConfigError, DataError
 from energon_data.cookers import cook_clip
 from energon_data.decoder import decode_sample
 from energon_data.folder import check_folder
@@ -136,6 +136,15 @@ def test_the_middle_is_cut_out():
 def test_impossible_sizes_are_refused(wrong):
     with pytest.raises(ConfigError):
         Fit(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("frames-multiple-of", 0), ("clips", 0), ("frames", 0), ("fps", 0), ("quality", 101)]
+)
+def test_impossible_numbers_of_a_command_are_refused_by_name(tmp_path, capsys, setting, value):
+    command = ["videos", "--in", str(tmp_path), "--out", str(tmp_path / "out"), f"--{setting}", str(value)]
+    assert main(command) == EXIT_CONFIG
+    assert f"--{setting} {value} must" in capsys.readouterr().err
 
 
 # Files.
