@@ -67,7 +67,7 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/mypy
 
 test-parallel: $(VENV)/.installed ## the other rows of the parallel suite, up to eight ranks
-	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws -m matrix
+	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws -m matrix -n 2 --dist loadfile --no-loadscope-reorder
 
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit

@@ -1,8 +1,10 @@
 """Every tiny recipe through the full loop: synthetic images and clips, a loss that falls, and is the same anywhere."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,8 @@ RUNS = {
     # Full attention on the ring, the others made local: the hybrid.
     "tiny_stdit_full": {"parallel__context_parallel_size": 2},
 }
+QUICK = ("tiny_dit", "tiny_moviegen", "tiny_stdit")
+"""The recipes that `make test` trains; the others run with `make test-parallel`."""
 FALLS = 0.95
 SPREAD = {"tiny_dit_tp2sp": 2, "tiny_dit_cp2": 2, "tiny_dit_pp2": 2, "tiny_dit_tp2pp2cp2": 8}
 """Recipes that are `tiny_dit` on another layout, with their ranks."""
@@ -33,15 +37,34 @@ CURVES = json.loads(Path(__file__).with_name("loss_curves.json").read_text())
 CURVE_RTOL = 1e-3  # another machine's rounding, through 20 steps of Adam
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, jobs = tmp_path_factory.mktemp("recipes"), {}
-    for name, settings in RUNS.items():
-        words = overrides(folder / name, logging__tensorboard=False, training__log_interval=1, **settings)
+def train(names: Iterable[str], folder: Path) -> Path:
+    jobs = {}
+    for name in names:
+        words = overrides(folder / name, logging__tensorboard=False, training__log_interval=1, **RUNS[name])
         jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", name, *words]}, ranks=2)
     for name, ended in run_jobs(folder / "world", jobs).items():
         assert [e.code for e in ended] == [0, 0], (name, ended)
     return folder
+
+
+@pytest.fixture(scope="module")
+def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(QUICK, tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module")
+def other_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train((name for name in RUNS if name not in QUICK), tmp_path_factory.mktemp("others"))
+
+
+@pytest.fixture
+def run_dir(name: str, request: pytest.FixtureRequest) -> Path:
+    """The folder in which a recipe was trained."""
+    return request.getfixturevalue("quick_runs" if name in QUICK else "other_runs") / name
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.matrix]) for name in names]
 
 
 def test_every_tiny_recipe_is_here() -> None:
@@ -50,25 +73,25 @@ def test_every_tiny_recipe_is_here() -> None:
     assert {entry.name for entry in recipes() if entry.name.startswith("tiny_")} == {*RUNS, *SPREAD}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_tiny_recipe_trains_on_two_ranks(runs: Path, name: str) -> None:
+@pytest.mark.parametrize("name", each(RUNS))
+def test_tiny_recipe_trains_on_two_ranks(run_dir: Path) -> None:
     """The last steps fit the data better than the first ones did."""
-    losses = loss_values(runs / name)
+    losses = loss_values(run_dir)
     assert len(losses) == 20
     assert mean(losses[-5:]) < FALLS * mean(losses[:5])
 
 
-@pytest.mark.parametrize("name", CURVES)
-def test_losses_follow_the_recorded_curve(runs: Path, name: str) -> None:
+@pytest.mark.parametrize("name", each(CURVES))
+def test_losses_follow_the_recorded_curve(run_dir: Path, name: str) -> None:
     """A change of numbers that all layouts share would pass every comparison of layouts; this one it does not pass.
 
     The recorded curve is one rank's; the run is that of `RUNS`, on two. Who changes numbers on purpose records anew.
     """
-    assert loss_values(runs / name) == pytest.approx(CURVES[name]["one rank"], rel=CURVE_RTOL)
+    assert loss_values(run_dir) == pytest.approx(CURVES[name]["one rank"], rel=CURVE_RTOL)
 
 
-def test_a_run_traces_the_steps_it_was_asked_for(runs: Path) -> None:
-    assert [path.name for path in (runs / "tiny_dit" / "profile").iterdir()] == ["rank_0.json.gz"]
+def test_a_run_traces_the_steps_it_was_asked_for(quick_runs: Path) -> None:
+    assert [path.name for path in (quick_runs / "tiny_dit" / "profile").iterdir()] == ["rank_0.json.gz"]
 
 
 @pytest.mark.matrix
