@@ -84,9 +84,20 @@ class DataConfig(ABC):
 
     @abstractmethod
     def build_train(
-        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+        self,
+        spec: BatchSpec,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        log_dir: Optional[str],
+        micro_batches_per_step: int = 1,
     ) -> DataStream:
-        """Build this rank's endless stream; lost samples are logged to `log_dir` if it is given."""
+        """Build this rank's endless stream; lost samples are logged to `log_dir` if it is given.
+
+        Args:
+            micro_batches_per_step: as in `validate`; needed by data that change at a step.
+        """
 
     @abstractmethod
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
@@ -123,7 +134,14 @@ class NoData(DataConfig):
     validate = check_settings
 
     def build_train(
-        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+        self,
+        spec: BatchSpec,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        log_dir: Optional[str],
+        micro_batches_per_step: int = 1,
     ) -> DataStream:
         """Never called: `check_settings` refuses to train."""
         raise AssertionError("no data to train on")
