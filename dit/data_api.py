@@ -21,6 +21,7 @@ class BatchSpec:
         conditions: those of the model.
         micro_batch_size: samples per micro-batch when not packing.
         multiple_of: every sample is padded to a multiple of this many tokens (context and sequence parallel).
+        attention_tokens: tokens of a sample whose attention costs about as much as the rest of the model.
     """
 
     patch_temporal: int
@@ -29,6 +30,7 @@ class BatchSpec:
     conditions: tuple[Condition, ...] = ()
     micro_batch_size: int
     multiple_of: int = 1
+    attention_tokens: int = 1
 
     @property
     def patch(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, COUNT_OR_NONE, FINITE, NOT_NEGATIVE, POSITIVE, RANKS, SHARE, Range, check_ranges
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
 from energon_data.folder import SplitInfo, check_dataset, stored_names
-from energon_data.packing import padded_length
+from energon_data.packing import CostLimit, padded_length
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Delivery, Source, StreamGroup, check_streams
 
@@ -43,6 +43,8 @@ class EnergonData(DataConfig):
             complete shards.
         max_tokens_per_pack: pack samples of any length up to this many tokens (micro_batch_size must then be 1); None
             for dense batches.
+        pack_cost_tokens: fill a pack only until its work is that of one sample of this many tokens, so that ranks wait
+            less for each other; attention is quadratic. `max_tokens_per_pack` may then be longer, 1.25 times this.
         packing_buffer_size: samples from which packs are filled.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together, as convolutional backbones need.
@@ -73,6 +75,7 @@ class EnergonData(DataConfig):
     shuffle_buffer: int = 1000
     max_samples_per_sequence: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
+    pack_cost_tokens: Optional[int] = None
     packing_buffer_size: int = 256
     pad_packs: bool = False
     bucket_by_shape: bool = False
@@ -145,13 +148,15 @@ class EnergonData(DataConfig):
         Raises:
             ConfigError: settings are outside their ranges, or do not fit each other or the layout.
         """
-        counts = ("max_samples_per_sequence", "max_tokens_per_pack", "packing_buffer_size", "max_text_tokens")
+        counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_cost_tokens", "packing_buffer_size")
         check_ranges(
             "data",
             self,
             {
                 **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_NONE),
-                **dict.fromkeys((*counts, "max_tokens_per_sample", "validation_micro_batches"), COUNT),
+                **dict.fromkeys(
+                    (*counts, "max_text_tokens", "max_tokens_per_sample", "validation_micro_batches"), COUNT
+                ),
                 "num_streams": RANKS,
                 "max_abs_latent": POSITIVE,
                 "min_aesthetic_score": FINITE,
@@ -176,8 +181,9 @@ class EnergonData(DataConfig):
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
         self._members()
         if self.max_tokens_per_pack is None:
-            if self.pad_packs:
-                raise ConfigError("data.pad_packs needs data.max_tokens_per_pack")
+            for name in ("pad_packs", "pack_cost_tokens"):
+                if getattr(self, name):
+                    raise ConfigError(f"data.{name} needs data.max_tokens_per_pack")
             return
         if spec.micro_batch_size != 1:
             raise ConfigError(
@@ -248,7 +254,8 @@ class EnergonData(DataConfig):
         from energon_data.filters import Filters, Limits
         from energon_data.task_encoder import EncoderOptions
 
-        lengths = [n for n in (self.max_tokens_per_sample, self.max_tokens_per_pack) if n is not None]
+        given = (self.max_tokens_per_sample, self.max_tokens_per_pack, self.pack_cost_tokens)
+        lengths = [n for n in given if n is not None]
         limits = {
             "aesthetic_score": Limits(low=self.min_aesthetic_score),
             "smallest_side": Limits(low=self.min_side),
@@ -276,6 +283,9 @@ class EnergonData(DataConfig):
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,
             max_tokens_per_pack=self.max_tokens_per_pack,
+            cost_limit=None
+            if self.pack_cost_tokens is None
+            else CostLimit(self.pack_cost_tokens, spec.attention_tokens),
             pad_packs=self.pad_packs,
             bucket_by_shape=self.bucket_by_shape,
         )

@@ -27,7 +27,7 @@ from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import COOKERS, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
-from energon_data.packing import collate, greedy_knapsack, padded_length
+from energon_data.packing import CostLimit, collate, greedy_knapsack, padded_length
 from energon_data.samples import Clip, SampleError
 from energon_data.skip_log import Ledger, Skip
 from energon_data.tar_index import READ_ERROR, SampleReader
@@ -43,6 +43,7 @@ class EncoderOptions:
         require_checksums: refuse samples whose metadata does not name the CRC32 of every part.
         max_text_tokens: longer texts are truncated; None for no limit.
         max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
+        cost_limit: of the work of a pack; None for any.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together (convolutional backbones need it).
     """
@@ -52,6 +53,7 @@ class EncoderOptions:
     require_checksums: bool = True
     max_text_tokens: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
+    cost_limit: Optional[CostLimit] = None
     pad_packs: bool = False
     bucket_by_shape: bool = False
 
@@ -209,7 +211,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Fill packs from a full buffer; no pack exceeds the limit, every sample is in exactly one."""
         assert self.options.max_tokens_per_pack is not None
         lengths = [padded_length(c.num_tokens, self.spec.multiple_of) for c in samples]
-        packs = [[samples[i] for i in items] for items in greedy_knapsack(lengths, self.options.max_tokens_per_pack)]
+        bins = greedy_knapsack(lengths, self.options.max_tokens_per_pack, self.options.cost_limit)
+        packs = [[samples[i] for i in items] for items in bins]
         # The fullest packs come first; ordering them by sample id removes this trend from the stream. A large buffer of
         # few samples gives the same pack many times: each time has an id of its own, so that its copies are apart.
         seen: Counter[tuple[str, ...]] = Counter()

@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "objective": (EVERY, ""),
     "data": (
         "path blend blend_steps train_split shuffle_buffer max_samples_per_sequence max_tokens_per_pack "
-        "packing_buffer_size pad_packs bucket_by_shape max_text_tokens max_tokens_per_sample min_aesthetic_score "
+        "pack_cost_tokens packing_buffer_size pad_packs bucket_by_shape max_text_tokens max_tokens_per_sample min_aesthetic_score "
         "min_side max_side max_aspect_ratio "
         "min_seconds max_seconds min_caption_length max_caption_length resize_side crop_size random_crop flip "
         "frames height width shapes text_tokens fps dataset_size",
