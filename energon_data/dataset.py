@@ -149,14 +149,13 @@ class EnergonData(DataConfig):
             ConfigError: settings are outside their ranges, or do not fit each other or the layout.
         """
         counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_cost_tokens", "packing_buffer_size")
+        more = ("max_text_tokens", "max_tokens_per_sample", "validation_micro_batches")
         check_ranges(
             "data",
             self,
             {
                 **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_NONE),
-                **dict.fromkeys(
-                    (*counts, "max_text_tokens", "max_tokens_per_sample", "validation_micro_batches"), COUNT
-                ),
+                **dict.fromkeys((*counts, *more), COUNT),
                 "num_streams": RANKS,
                 "max_abs_latent": POSITIVE,
                 "min_aesthetic_score": FINITE,
