@@ -51,10 +51,11 @@ class EnergonData(DataConfig):
         max_text_tokens: longer texts are truncated; None for no limit.
         max_tokens_per_sample: longer samples are dropped and counted; None for the length of a pack.
         max_abs_latent: a latent with a larger absolute value counts as damaged.
-        min_aesthetic_score, min_side, max_side, max_aspect_ratio, min_seconds, max_seconds, min_caption_length,
-            max_caption_length: samples beyond a limit, or without the number, are dropped and counted; None for no
-            limit. Sides are in pixels before any resize (both must be within), ratios are longer by shorter side,
-            captions are counted in characters.
+        min_aesthetic_score: samples with a lower score, or none, are dropped and counted; None for no limit.
+        min_side, max_side: limits of both sides of a picture or frame in pixels before any resize, alike.
+        max_aspect_ratio: limit of the longer by the shorter side, alike.
+        min_seconds, max_seconds: limits of the duration of a clip, alike; an image lasts 0 seconds.
+        min_caption_length, max_caption_length: limits of the caption in characters, alike.
         resize_side: pixels of the smaller side to which pictures and clips are resized while they are read; None for
             the stored size.
         crop_size: height and width in pixels to cut out while reading; None for the full picture.

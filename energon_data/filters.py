@@ -35,10 +35,8 @@ class Limits:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
-        ends = [f"at least {self.low:g}"] * (self.low is not None) + [f"at most {self.high:g}"] * (
-            self.high is not None
-        )
-        return " and ".join(ends)
+        ends = (("at least", self.low), ("at most", self.high))
+        return " and ".join(f"{words} {end:g}" for words, end in ends if end is not None)
 
 
 def _aesthetic_score(clip: Clip) -> Optional[float]:

@@ -141,7 +141,7 @@ def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
         "training__micro_batch_size": 1,
         "training__global_batch_size": 2,
         "training__sample_interval": 0,
-        "data__max_tokens_per_pack": 64,
+        "data__max_tokens_per_pack": 62,
         "data__packing_buffer_size": 32,
         "data__pad_packs": True,
         "sampling__prompts": "none",
@@ -191,8 +191,9 @@ def test_padding_and_the_work_of_the_slowest_rank_are_logged(mixed: tuple[Path, 
         assert one["work_imbalance"] == 1
         padding = 1 - sum(valid for valid, _ in tokens) / sum(total for _, total in tokens)
         assert two["padding_share"] == pytest.approx(padding, abs=1e-9)
-        assert padding > 0 != work[0] - work[1]
+        assert padding > 0
     assert len(logged[1]) == STEPS
+    assert max(step["work_imbalance"] for step in logged[1].values()) > 1
 
 
 def test_a_mixed_run_draws_a_still_or_a_clip(mixed: tuple[Path, dict[str, Any]]) -> None:

@@ -41,7 +41,7 @@ def test_a_resized_photograph_is_what_pillow_makes_of_it() -> None:
     size = (96, round(height * 96 / width))
     theirs = pixel_values(pixels_of([photograph.resize(size, Image.Resampling.BICUBIC)]))
     assert ours.shape == theirs.shape == (3, 1, size[1], 96)
-    assert (ours - theirs).abs().max() < 2.5 / 127.5  # Pillow rounds to 8 bits after each of its two passes
+    assert (ours - theirs).abs().max() < 4 / 127.5  # Pillow rounds to 8 bits, and clips, after each of its two passes
     assert (ours - theirs).abs().mean() < 0.5 / 127.5
 
 
