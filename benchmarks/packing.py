@@ -136,7 +136,7 @@ def measure(mix: str, buffer: int, buffers: int, ranks: int, attention: int) -> 
             bins = pack(lengths, capacity)
             seconds[name].append(time.process_time() - started)
             packed[name] += [[lengths[i] for i in items] for items in bins]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, packs in packed.items():
         order = np.random.default_rng(1).permutation(len(packs))
         costs = [sum(n + n * n / attention for n in packs[i]) for i in order]
