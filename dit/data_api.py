@@ -21,6 +21,7 @@ class BatchSpec:
         conditions: those of the model.
         micro_batch_size: samples per micro-batch when not packing.
         multiple_of: every sample is padded to a multiple of this many tokens (context and sequence parallel).
+        attention_tokens: tokens of a sample whose attention costs about as much as the rest of the model.
     """
 
     patch_temporal: int
@@ -29,6 +30,7 @@ class BatchSpec:
     conditions: tuple[Condition, ...] = ()
     micro_batch_size: int
     multiple_of: int = 1
+    attention_tokens: int = 1
 
     @property
     def patch(self) -> tuple[int, int]:
@@ -84,9 +86,20 @@ class DataConfig(ABC):
 
     @abstractmethod
     def build_train(
-        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+        self,
+        spec: BatchSpec,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        log_dir: Optional[str],
+        micro_batches_per_step: int = 1,
     ) -> DataStream:
-        """Build this rank's endless stream; lost samples are logged to `log_dir` if it is given."""
+        """Build this rank's endless stream; lost samples are logged to `log_dir` if it is given.
+
+        Args:
+            micro_batches_per_step: as in `validate`; needed by data that change at a step.
+        """
 
     @abstractmethod
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
@@ -123,7 +136,14 @@ class NoData(DataConfig):
     validate = check_settings
 
     def build_train(
-        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+        self,
+        spec: BatchSpec,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        log_dir: Optional[str],
+        micro_batches_per_step: int = 1,
     ) -> DataStream:
         """Never called: `check_settings` refuses to train."""
         raise AssertionError("no data to train on")

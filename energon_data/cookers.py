@@ -3,7 +3,7 @@
 A sample has a part `latent.npy` or `latent.safetensors` (`[C, T, H, W]`, or `[C, H, W]` for an image), or else a
 picture or video called `pixels`, whose values in [-1, 1] are the latent of a model with three channels. Its conditions
 are arrays in parts of their own, or numbers in the metadata, named as in `dit.conditions.Condition.stored_as`; those
-that the model does not take are not read. Other metadata that is used: `loss_weight`, `aesthetic_score`.
+that the model does not take are not read. Other metadata that is used: `loss_weight`, and what settings limit.
 """
 
 from typing import Any, Optional
@@ -137,6 +137,7 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
     """
     metadata = sample[META_PART]
     latent = _tensor(sample, LATENT)
+    is_pixels = latent is None
     latent = _pixels(sample) if latent is None else latent
     if latent is None:
         raise SampleError(
@@ -155,6 +156,7 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         __restore_key__=sample["__restore_key__"],
         __sources__=sample["__sources__"],
         latent=latent.float(),
+        is_pixels=is_pixels,
         metadata=metadata,
         parts={name: part for name, part in sample.items() if name.endswith((".npy", ".safetensors"))},
         shard=sample["__shard__"],

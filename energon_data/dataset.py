@@ -1,7 +1,10 @@
 """Energon data sets as a `DataConfig`, checked before anything is built."""
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -10,16 +13,18 @@ from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import ConfigError, DataError
-from dit.ranges import COUNT, COUNT_OR_NONE, FINITE, POSITIVE, RANKS, check_ranges
-from energon_data.folder import check_dataset, stored_names
-from energon_data.packing import padded_length
+from dit.ranges import COUNT, COUNT_OR_NONE, FINITE, NOT_NEGATIVE, POSITIVE, RANKS, SHARE, Range, check_ranges
+from energon_data.blend import Member, StagedSource, metadataset, read_blend
+from energon_data.folder import SplitInfo, check_dataset, stored_names
+from energon_data.packing import CostLimit, padded_length
 from energon_data.skip_log import SkipLog
-from energon_data.streams import Delivery, StreamGroup, check_streams
+from energon_data.streams import Delivery, Source, StreamGroup, check_streams
 
 if TYPE_CHECKING:
     from energon_data.task_encoder import EncoderOptions
 
 SKIP_FILE = "data_skipped.jsonl"
+_SEEDS_APART = 1_000_003  # between the stages of a blend
 
 
 @dataclass(kw_only=True)
@@ -28,6 +33,8 @@ class EnergonData(DataConfig):
 
     Attributes:
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml` that blends several.
+        blend: in place of `path`, several of them with their weights: `[{path: DIR, weight: 3}, ...]`.
+        blend_steps: steps at which the weights change; a weight is then a list of one number for each stage.
         num_streams: global streams of the run; None for one per data-parallel rank. With a fixed number, the order of
             the data does not depend on the number of ranks.
         background: read every stream in a worker process of its own.
@@ -36,6 +43,8 @@ class EnergonData(DataConfig):
             complete shards.
         max_tokens_per_pack: pack samples of any length up to this many tokens (micro_batch_size must then be 1); None
             for dense batches.
+        pack_cost_tokens: fill a pack only until its work is that of one sample of this many tokens, so that ranks wait
+            less for each other; attention is quadratic. `max_tokens_per_pack` may then be longer, 1.25 times this.
         packing_buffer_size: samples from which packs are filled.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together, as convolutional backbones need.
@@ -43,6 +52,15 @@ class EnergonData(DataConfig):
         max_tokens_per_sample: longer samples are dropped and counted; None for the length of a pack.
         max_abs_latent: a latent with a larger absolute value counts as damaged.
         min_aesthetic_score: samples with a lower score, or none, are dropped and counted; None for no limit.
+        min_side, max_side: limits of both sides of a picture or frame in pixels before any resize, alike.
+        max_aspect_ratio: limit of the longer by the shorter side, alike.
+        min_seconds, max_seconds: limits of the duration of a clip, alike; an image lasts 0 seconds.
+        min_caption_length, max_caption_length: limits of the caption in characters, alike.
+        resize_side: pixels of the smaller side to which pictures and clips are resized while they are read; None for
+            the stored size.
+        crop_size: height and width in pixels to cut out while reading; None for the full picture.
+        random_crop: whether the place of the crop is random; else, and in held-out data, the centre.
+        flip: probability that a picture or clip is mirrored; never in held-out data.
         max_lost_samples: damaged samples the streams of one data-parallel rank may lose before the run ends.
         require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Existing
             checksums are always verified.
@@ -51,11 +69,14 @@ class EnergonData(DataConfig):
     """
 
     path: str = ""
+    blend: Optional[list[dict[str, Any]]] = None
+    blend_steps: Optional[list[int]] = None
     num_streams: Optional[int] = None
     background: bool = False
     shuffle_buffer: int = 1000
     max_samples_per_sequence: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
+    pack_cost_tokens: Optional[int] = None
     packing_buffer_size: int = 256
     pad_packs: bool = False
     bucket_by_shape: bool = False
@@ -63,6 +84,17 @@ class EnergonData(DataConfig):
     max_tokens_per_sample: Optional[int] = None
     max_abs_latent: float = 1e3
     min_aesthetic_score: Optional[float] = None
+    min_side: Optional[int] = None
+    max_side: Optional[int] = None
+    max_aspect_ratio: Optional[float] = None
+    min_seconds: Optional[float] = None
+    max_seconds: Optional[float] = None
+    min_caption_length: Optional[int] = None
+    max_caption_length: Optional[int] = None
+    resize_side: Optional[int] = None
+    crop_size: Optional[list[int]] = None
+    random_crop: bool = True
+    flip: float = 0.0
     max_lost_samples: int = 0
     require_checksums: bool = True
     train_split: str = "train"
@@ -82,7 +114,7 @@ class EnergonData(DataConfig):
         """
         self.check_settings(spec, dp_size, micro_batches_per_step)
         num_streams = self.num_streams or dp_size
-        infos = check_dataset(self.path, self.train_split)
+        infos = self._folders(self.train_split)
         text, label = spec.condition(CONTEXT.name), spec.condition(LABEL.name)
         for info in infos:
             if info.samples < num_streams:
@@ -108,7 +140,7 @@ class EnergonData(DataConfig):
         names = None if known is None else self.class_names()
         if names is not None and known is not None and len(names) > known:
             raise ConfigError(
-                f"{self.path} has {len(names)} classes, model.num_classes is {known}; raise it to {len(names)}"
+                f"{self.origin} has {len(names)} classes, model.num_classes is {known}; raise it to {len(names)}"
             )
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
@@ -117,22 +149,41 @@ class EnergonData(DataConfig):
         Raises:
             ConfigError: settings are outside their ranges, or do not fit each other or the layout.
         """
-        counts = ("max_samples_per_sequence", "max_tokens_per_pack", "packing_buffer_size", "max_text_tokens")
+        counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_cost_tokens", "packing_buffer_size")
+        more = ("max_text_tokens", "max_tokens_per_sample", "validation_micro_batches")
         check_ranges(
             "data",
             self,
             {
                 **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_NONE),
-                **dict.fromkeys((*counts, "max_tokens_per_sample", "validation_micro_batches"), COUNT),
+                **dict.fromkeys((*counts, *more), COUNT),
                 "num_streams": RANKS,
                 "max_abs_latent": POSITIVE,
                 "min_aesthetic_score": FINITE,
+                **dict.fromkeys(("blend_steps", "min_side", "max_side", "resize_side", "crop_size"), COUNT),
+                **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_NONE),
+                **dict.fromkeys(("min_seconds", "max_seconds"), NOT_NEGATIVE),
+                "max_aspect_ratio": Range(1, math.inf, open_high=True),
+                "flip": SHARE,
             },
         )
+        for what in ("side", "seconds", "caption_length"):
+            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            if low is not None and high is not None and low > high:
+                raise ConfigError(f"data.min_{what}={low} is above data.max_{what}={high}, so no sample is left")
+        self._check_augmentation(spec)
         check_streams(self.num_streams, dp_size, micro_batches_per_step)
+        if self.blend is not None and self.path:
+            raise ConfigError(
+                f"data.path={self.path} and data.blend exclude each other; set data.path='' or blend=null"
+            )
+        if self.blend is None and self.blend_steps:
+            raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
+        self._members()
         if self.max_tokens_per_pack is None:
-            if self.pad_packs:
-                raise ConfigError("data.pad_packs needs data.max_tokens_per_pack")
+            for name in ("pad_packs", "pack_cost_tokens"):
+                if getattr(self, name):
+                    raise ConfigError(f"data.{name} needs data.max_tokens_per_pack")
             return
         if spec.micro_batch_size != 1:
             raise ConfigError(
@@ -147,26 +198,107 @@ class EnergonData(DataConfig):
                 f"(context and sequence parallel); use {padded_length(self.max_tokens_per_pack, spec.multiple_of)}"
             )
 
-    def _options(self) -> "EncoderOptions":
-        from energon_data.filters import Filters
+    @property
+    def origin(self) -> str:
+        """Name of the data, for messages."""
+        return self.path or ", ".join(member.path for member in self._members())
+
+    def _members(self) -> list[Member]:
+        return [] if self.blend is None else read_blend(self.blend, self.blend_steps or [])
+
+    def _folders(self, split: str) -> list[SplitInfo]:
+        """Check all folders; arguments and errors as of `check_dataset`."""
+        paths = [self.path] if self.blend is None else [member.path for member in self._members()]
+        return [info for path in paths for info in check_dataset(path, split)]
+
+    def _read_as(self, split: str, stage: Optional[int]) -> AbstractContextManager[str]:
+        """Return what Energon reads: the path, or the blend of a stage; all members alike if `stage` is None."""
+        if self.blend is None:
+            return nullcontext(self.path)
+        return metadataset({m.path: 1 if stage is None else m.weights[stage] for m in self._members()}, split)
+
+    @property
+    def _augments(self) -> bool:
+        return self.resize_side is not None or self.crop_size is not None or self.flip > 0
+
+    def _check_augmentation(self, spec: BatchSpec) -> None:
+        """Check sizes of crops, and that pictures are all that is changed.
+
+        Raises:
+            ConfigError: they do not fit each other or the model.
+        """
+        if not self._augments:
+            return
+        beside = [condition.what for condition in spec.conditions if condition.axis == "latent"]
+        if beside:
+            raise ConfigError(
+                f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(beside)} that the "
+                "model takes beside it; unset them and prepare the data in the size wanted"
+            )
+        if self.crop_size is None:
+            return
+        if len(self.crop_size) != 2:
+            raise ConfigError(f"data.crop_size={self.crop_size} must be height and width, such as [64,64]")
+        if self.resize_side is not None and min(self.crop_size) > self.resize_side:
+            raise ConfigError(
+                f"data.crop_size={self.crop_size} is larger than data.resize_side={self.resize_side}, so no square "
+                f"picture has room for it; use resize_side={max(self.crop_size)} or a smaller crop"
+            )
+        if any(side % spec.patch_spatial for side in self.crop_size):
+            raise ConfigError(
+                f"data.crop_size={self.crop_size} must be multiples of model.patch_spatial={spec.patch_spatial}"
+            )
+
+    def _options(self, spec: BatchSpec, *, held_out: bool = False) -> "EncoderOptions":
+        from energon_data.augment import Augmentation
+        from energon_data.filters import Filters, Limits
         from energon_data.task_encoder import EncoderOptions
 
-        limits = [n for n in (self.max_tokens_per_sample, self.max_tokens_per_pack) if n is not None]
+        given = (self.max_tokens_per_sample, self.max_tokens_per_pack, self.pack_cost_tokens)
+        lengths = [n for n in given if n is not None]
+        limits = {
+            "aesthetic_score": Limits(low=self.min_aesthetic_score),
+            "smallest_side": Limits(low=self.min_side),
+            "largest_side": Limits(high=self.max_side),
+            "aspect_ratio": Limits(high=self.max_aspect_ratio),
+            "seconds": Limits(self.min_seconds, self.max_seconds),
+            "caption_length": Limits(self.min_caption_length, self.max_caption_length),
+        }
+        augmentation = None
+        if self._augments:
+            augmentation = Augmentation(
+                smallest_side=self.resize_side,
+                crop=None if self.crop_size is None else (self.crop_size[0], self.crop_size[1]),
+                random_crop=self.random_crop and not held_out,
+                flip=0.0 if held_out else self.flip,
+                multiple_of=spec.patch_spatial,
+            )
         return EncoderOptions(
             filters=Filters(
                 max_abs=self.max_abs_latent,
-                min_aesthetic_score=self.min_aesthetic_score,
-                max_tokens=min(limits) if limits else None,
+                limits={name: limit for name, limit in limits.items() if limit != Limits()},
+                max_tokens=min(lengths) if lengths else None,
             ),
+            augmentation=augmentation,
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,
             max_tokens_per_pack=self.max_tokens_per_pack,
+            cost_limit=None
+            if self.pack_cost_tokens is None
+            else CostLimit(self.pack_cost_tokens, spec.attention_tokens),
             pad_packs=self.pad_packs,
             bucket_by_shape=self.bucket_by_shape,
         )
 
     def build_train(
-        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+        self,
+        spec: BatchSpec,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        log_dir: Optional[str],
+        micro_batches_per_step: int = 1,
     ) -> StreamGroup:
         """Build this rank's streams; skipped samples are appended to `log_dir/data_skipped.jsonl`.
 
@@ -174,29 +306,43 @@ class EnergonData(DataConfig):
             ConfigError: the stream count does not fit the data-parallel size.
             DataError: the data set is missing, incomplete, or could execute code.
         """
-        from energon_data.energon_source import EnergonSource
-
-        check_dataset(self.path, self.train_split)
+        self._folders(self.train_split)
         num_streams = check_streams(self.num_streams, dp_size, self.num_streams or dp_size)
         sources = {
-            stream: EnergonSource(
-                self.path,
-                spec,
-                self._options(),
-                split=self.train_split,
-                stream=stream,
-                num_streams=num_streams,
-                background=self.background,
-                seed=seed,
-                budget=self.max_lost_samples,
-                shuffle_buffer=self.shuffle_buffer,
-                max_samples_per_sequence=self.max_samples_per_sequence,
-                packing_buffer_size=self.packing_buffer_size,
-            )
+            stream: self._source(spec, stream, num_streams, seed, micro_batches_per_step)
             for stream in range(dp_rank, num_streams, dp_size)
         }
         log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
-        return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=log, origin=self.path)
+        return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=log, origin=self.origin)
+
+    def _source(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:
+        """Build one global stream, with a stage for each set of weights."""
+        steps = self.blend_steps or []
+
+        def open_stage(stage: int) -> Source:
+            from energon_data.energon_source import EnergonSource
+
+            with self._read_as(self.train_split, stage) as path:
+                return EnergonSource(
+                    path,
+                    spec,
+                    self._options(spec),
+                    split=self.train_split,
+                    stream=stream,
+                    num_streams=num_streams,
+                    background=self.background,
+                    seed=seed + stage * _SEEDS_APART,
+                    budget=self.max_lost_samples,
+                    shuffle_buffer=self.shuffle_buffer,
+                    max_samples_per_sequence=self.max_samples_per_sequence,
+                    packing_buffer_size=self.packing_buffer_size,
+                )
+
+        if not steps:
+            return open_stage(0)
+        # A step takes as many micro-batches from each stream.
+        ends = [step * micro_batches_per_step // num_streams for step in steps]
+        return StagedSource([partial(open_stage, stage) for stage in range(len(steps) + 1)], ends)
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Build a pass over the held-out split.
@@ -210,25 +356,26 @@ class EnergonData(DataConfig):
         """
         from energon_data.energon_source import validation_pass
 
-        check_dataset(self.path, self.validation_split)
+        self._folders(self.validation_split)
 
         def read() -> Iterator[Delivery]:
-            return validation_pass(
-                self.path,
-                spec,
-                self._options(),
-                split=self.validation_split,
-                budget=self.max_lost_samples,
-                packing_buffer_size=self.packing_buffer_size,
-            )
+            with self._read_as(self.validation_split, None) as path:
+                return validation_pass(
+                    path,
+                    spec,
+                    self._options(spec, held_out=True),
+                    split=self.validation_split,
+                    budget=self.max_lost_samples,
+                    packing_buffer_size=self.packing_buffer_size,
+                )
 
         return share_validation(
-            read, self.validation_micro_batches, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.path
+            read, self.validation_micro_batches, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin
         )
 
     def stored_conditions(self) -> Optional[set[str]]:
         """Return the names of parts and metadata in the first samples; None if none of them can be read."""
-        return stored_names(check_dataset(self.path, self.train_split))
+        return stored_names(self._folders(self.train_split))
 
     def class_names(self) -> Optional[list[str]]:
         """Return the class names that `dataset.json` lists, or None.
@@ -248,11 +395,11 @@ class EnergonData(DataConfig):
 
     def _agreed(self, name: str, why: str) -> Any:
         """Return an entry of `dataset.json` on which all members that have it must agree."""
-        infos = check_dataset(self.path, self.train_split)
+        infos = self._folders(self.train_split)
         stated = {str(i.path): i.description[name] for i in infos if i.description.get(name)}
         values = list(stated.values())
         if any(value != values[0] for value in values):
-            raise DataError(f"the members of {self.path} differ in {name}: {stated}; {why}")
+            raise DataError(f"the members of {self.origin} differ in {name}: {stated}; {why}")
         return values[0] if values else None
 
 

@@ -124,6 +124,7 @@ class EnergonSource:
         self._settings = {
             "micro_batch_size": self._batch_size,
             "max_tokens_per_pack": options.max_tokens_per_pack,
+            "pack_cost_tokens": None if options.cost_limit is None else options.cost_limit.tokens,
             "packing_buffer_size": packing_buffer_size if packed else None,
             "shuffle_buffer": shuffle_buffer,
             "max_samples_per_sequence": max_samples_per_sequence,

@@ -1,7 +1,8 @@
 """Which decoded samples are used. Pure functions: the result depends on the sample alone."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Optional
 
 import torch
@@ -23,19 +24,89 @@ class FilteredOutError(Exception):
         self.reason, self.detail = reason, detail
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The smallest and largest value that samples may have, each None for no limit."""
+
+    low: Optional[float] = None
+    high: Optional[float] = None
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        ends = (("at least", self.low), ("at most", self.high))
+        return " and ".join(f"{words} {end:g}" for words, end in ends if end is not None)
+
+
+def _aesthetic_score(clip: Clip) -> Optional[float]:
+    name = "aesthetic_score"
+    return None if clip.metadata.get(name) is None else finite_number(clip.metadata, name)
+
+
+def _sides(clip: Clip) -> Optional[tuple[float, float]]:
+    """Return height and width of the picture in pixels; of a latent, what its metadata say."""
+    if clip.is_pixels:
+        return float(clip.latent.shape[-2]), float(clip.latent.shape[-1])
+    if clip.metadata.get("height") is None or clip.metadata.get("width") is None:
+        return None
+    return finite_number(clip.metadata, "height"), finite_number(clip.metadata, "width")
+
+
+def _smallest_side(clip: Clip) -> Optional[float]:
+    sides = _sides(clip)
+    return sides and min(sides)
+
+
+def _largest_side(clip: Clip) -> Optional[float]:
+    sides = _sides(clip)
+    return sides and max(sides)
+
+
+def _aspect_ratio(clip: Clip) -> Optional[float]:
+    sides = _sides(clip)
+    return max(sides) / min(sides) if sides and min(sides) > 0 else None
+
+
+def _seconds(clip: Clip) -> Optional[float]:
+    """Return the duration of a clip; a picture lasts 0 seconds."""
+    frames = clip.latent.shape[1] if clip.is_pixels else clip.metadata.get("num_frames", 1)
+    if frames == 1:
+        return 0.0
+    if not clip.is_pixels:
+        frames = finite_number(clip.metadata, "num_frames")
+    rate = finite_number(clip.metadata, "fps") if clip.metadata.get("fps") is not None else 0.0
+    return frames / rate if rate > 0 else None
+
+
+def _caption_length(clip: Clip) -> Optional[float]:
+    caption = clip.metadata.get("caption")
+    return float(len(caption)) if isinstance(caption, str) else None
+
+
+MEASURES: dict[str, Callable[[Clip], Optional[float]]] = {
+    "aesthetic_score": _aesthetic_score,
+    "smallest_side": _smallest_side,
+    "largest_side": _largest_side,
+    "aspect_ratio": _aspect_ratio,
+    "seconds": _seconds,
+    "caption_length": _caption_length,
+}
+"""What can be limited: each a number of a sample before it is augmented, or None where it has none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Filters:
     """Limits of samples.
 
     Attributes:
         max_abs: largest valid absolute value of a latent.
-        min_aesthetic_score: lowest `aesthetic_score` in the metadata; a sample without one is dropped. None for no
-            limit.
+        limits: by name of a measure; a sample without the number is dropped.
         max_tokens: longest sample in tokens, its own padding included; None for any.
     """
 
     max_abs: float = 1e3
-    min_aesthetic_score: Optional[float] = None
+    limits: Mapping[str, Limits] = field(default_factory=dict)
     max_tokens: Optional[int] = None
 
     def check_values(self, x: Tensor, what: str) -> None:
@@ -50,18 +121,26 @@ class Filters:
         if not largest <= self.max_abs or math.isnan(low.item()):
             raise SampleError("not_finite", f"{what} reach {largest:g}, sound are at most {self.max_abs:g}")
 
-    def check(self, clip: Clip, padded_tokens: int) -> None:
-        """Apply the score and the length limit.
+    def check(self, clip: Clip) -> None:
+        """Compare a sample, as it is stored, with the limits.
 
         Raises:
-            FilteredOutError: the sample is outside the limits.
-            SampleError: it has a score that is no number.
+            FilteredOutError: a number is missing or outside its limits.
+            SampleError: the metadata hold something else than a number.
         """
-        if self.min_aesthetic_score is not None:
-            if clip.metadata.get("aesthetic_score") is None:
-                raise FilteredOutError("aesthetic_score", f"no score, asked for {self.min_aesthetic_score:g}")
-            score = finite_number(clip.metadata, "aesthetic_score")
-            if score < self.min_aesthetic_score:
-                raise FilteredOutError("aesthetic_score", f"score {score:g}, asked for {self.min_aesthetic_score:g}")
+        for name, limits in self.limits.items():
+            value = MEASURES[name](clip)
+            what = name.replace("_", " ")
+            if value is None:
+                raise FilteredOutError(name, f"no {what}, asked for {limits}")
+            if value not in limits:
+                raise FilteredOutError(name, f"{what} {value:g}, asked for {limits}")
+
+    def check_length(self, padded_tokens: int) -> None:
+        """Compare the number of tokens, with padding, with the limit.
+
+        Raises:
+            FilteredOutError: the sample is too long.
+        """
         if self.max_tokens is not None and padded_tokens > self.max_tokens:
             raise FilteredOutError("too_long", f"{padded_tokens} tokens with padding, at most {self.max_tokens} fit")

@@ -121,7 +121,14 @@ class MockData(DataConfig):
         return padded_length(prod(_grid(size, spec)), spec.multiple_of)
 
     def build_train(
-        self, spec: BatchSpec, *, dp_rank: int, dp_size: int, seed: int, log_dir: Optional[str]
+        self,
+        spec: BatchSpec,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        log_dir: Optional[str],
+        micro_batches_per_step: int = 1,
     ) -> StreamGroup:
         """Build this rank's endless streams."""
         num_streams = check_streams(self.num_streams, dp_size, self.num_streams or dp_size)

@@ -7,7 +7,9 @@ Three clips of 5, 2 and 3 tokens, with `multiple_of` 2 and a pack length of 14 (
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from math import isqrt
 from typing import Optional
 
 import torch
@@ -26,14 +28,36 @@ def padded_length(length: int, multiple_of: int) -> int:
     return -(-length // multiple_of) * multiple_of
 
 
-def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+@dataclass(frozen=True)
+class CostLimit:
+    """A limit of the work of a pack, whose attention is quadratic in the length of a sample: n + n^2 / `attention`.
+
+    Attributes:
+        tokens: a pack costs at most what one sample of this many tokens costs.
+        attention: tokens of a sample whose attention costs as much as everything else.
+    """
+
+    tokens: int
+    attention: int
+
+    def cost(self, length: int) -> int:
+        """Return the cost of a sample, in units of a token's other work divided by `attention`."""
+        return length * (self.attention + length)
+
+    def longest(self, room: int) -> int:
+        """Return the longest sample whose cost is at most `room`."""
+        return (isqrt(self.attention**2 + 4 * room) - self.attention) // 2
+
+
+def greedy_knapsack(lengths: Sequence[int], capacity: int, limit: Optional[CostLimit] = None) -> list[list[int]]:
     """Pack items into bins: add the longest item that fits into the open bin, or open a new one.
 
-    Every item is in exactly one bin, and no bin exceeds the capacity. O(n log n) searches.
+    Every item is in exactly one bin, and no bin exceeds the capacity or the limit. O(n log n) searches.
 
     Args:
-        lengths: length of each item, each at most `capacity`.
+        lengths: length of each item, each at most `capacity`, and at most the limit's.
         capacity: maximal sum of lengths per bin.
+        limit: of the cost of a bin; None for any.
 
     Returns:
         Item indices of each bin.
@@ -41,16 +65,22 @@ def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     # Longest last; of equal lengths the first item last, so that it is used first.
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
     sizes = [lengths[i] for i in order]
-    if sizes and sizes[-1] > capacity:
-        raise ValueError(
-            f"an item of {sizes[-1]} tokens does not fit into a pack of {capacity}; drop it before packing"
-        )
+    longest = capacity if limit is None else min(capacity, limit.tokens)
+    if sizes and sizes[-1] > longest:
+        raise ValueError(f"an item of {sizes[-1]} tokens does not fit into a pack of {longest}; drop it before packing")
     bins = []
     while sizes:
         room, items = capacity, []
-        while (at := bisect_right(sizes, room) - 1) >= 0:
-            room -= sizes.pop(at)
+        cost = 0 if limit is None else limit.cost(limit.tokens)
+        fits = longest
+        while (at := bisect_right(sizes, fits) - 1) >= 0:
+            size = sizes.pop(at)
             items.append(order.pop(at))
+            room -= size
+            fits = room
+            if limit is not None:
+                cost -= limit.cost(size)
+                fits = min(room, limit.longest(cost))
         bins.append(items)
     return bins
 

@@ -29,6 +29,7 @@ class Clip:
 
     Attributes:
         latent: `[C, T, H, W]` float32, dimensionless after VAE scale and shift.
+        is_pixels: whether `latent` is a picture or video as it was stored, in [-1, 1].
         parts: decoded array parts besides the latent, by part name; empty once encoded.
         conditions: those of the model, by name, without missing optional ones.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
@@ -39,6 +40,7 @@ class Clip:
     __restore_key__: tuple[str | int, ...]
     __sources__: Optional[tuple[object, ...]] = None
     latent: Tensor
+    is_pixels: bool = False
     metadata: dict[str, Any]
     parts: dict[str, Any] = field(default_factory=dict)
     conditions: dict[str, Value] = field(default_factory=dict)
@@ -51,6 +53,21 @@ class Clip:
     def num_tokens(self) -> int:
         t, h, w = self.grid
         return t * h * w
+
+    def pixels(self) -> Tensor:
+        """Return the stored picture or clip, `[3, T, H, W]` in [-1, 1].
+
+        Raises:
+            SampleError: the sample holds a latent.
+        """
+        if not self.is_pixels:
+            raise SampleError(
+                "not_pixels",
+                "the sample holds a latent, which cannot be resized, cropped or flipped: the latent of a mirrored "
+                "picture is not the mirrored latent; unset data.resize_side, crop_size and flip, or prepare the data "
+                "without --vae",
+            )
+        return self.latent
 
     def value(self, condition: Condition) -> Value:
         """Return a condition of the model, its default if the sample has none."""

@@ -23,10 +23,11 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, sample_id
 from dit.patchify import frames_to_patch
+from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import COOKERS, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
-from energon_data.packing import collate, greedy_knapsack, padded_length
+from energon_data.packing import CostLimit, collate, greedy_knapsack, padded_length
 from energon_data.samples import Clip, SampleError
 from energon_data.skip_log import Ledger, Skip
 from energon_data.tar_index import READ_ERROR, SampleReader
@@ -38,17 +39,21 @@ class EncoderOptions:
 
     Attributes:
         filters: which samples are used.
+        augmentation: how pictures and clips are changed; None for not at all.
         require_checksums: refuse samples whose metadata does not name the CRC32 of every part.
         max_text_tokens: longer texts are truncated; None for no limit.
         max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
+        cost_limit: of the work of a pack; None for any.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together (convolutional backbones need it).
     """
 
     filters: Filters = field(default_factory=Filters)
+    augmentation: Optional[Augmentation] = None
     require_checksums: bool = True
     max_text_tokens: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
+    cost_limit: Optional[CostLimit] = None
     pad_packs: bool = False
     bucket_by_shape: bool = False
 
@@ -71,7 +76,7 @@ class _Packing(PackingDataset):
 
 
 class DiffusionTaskEncoder(DefaultTaskEncoder):
-    """Turns raw samples into `PackedBatch`es; draws no random numbers and has no state but the ledger.
+    """Turns raw samples into `PackedBatch`es; has no state but the ledger.
 
     Args:
         spec: the properties of micro-batches that the model and the layout require.
@@ -96,14 +101,14 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         cooker = next(c for c in self.cookers if c.is_match(subflavors))
         return MapDataset(
             raw,
-            partial(self.load_clip, cook=cooker.cook),
+            partial(self.load_clip, cook=cooker.cook, worker_config=kwargs["worker_config"]),
             stateless_map_fn=True,
             failure_tolerance=0,
             worker_config=kwargs["worker_config"],
         )
 
-    def load_clip(self, raw: RawSample, *, cook: Callable[[dict[str, Any]], Clip]) -> Clip:
-        """Decode, cook, filter and encode one sample.
+    def load_clip(self, raw: RawSample, *, cook: Callable[[dict[str, Any]], Clip], worker_config: WorkerConfig) -> Clip:
+        """Decode, cook, filter, augment and encode one sample.
 
         Raises:
             SkipSample: the sample is not used; the ledger has the reason.
@@ -117,7 +122,14 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded = decode_sample(key, parts, require_checksums=self.options.require_checksums)
             for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
                 decoded[name] = sample[name]
-            clip = self.encode_sample(cook(decoded))
+            clip = cook(decoded)
+            self.options.filters.check(clip)
+            if self.options.augmentation is not None:
+                # Energon restores the number of a sample with the sample, so a resumed run augments alike.
+                number = worker_config.active_worker_sample_index
+                visit = Visit(worker_config.seed_offset, worker_config.rank, number, clip.id)
+                clip.latent = self.options.augmentation(clip.pixels(), visit)
+            clip = self.encode_sample(clip)
         except SampleError as error:
             self.ledger.skip(Skip(error.reason, key, shard, error.detail, lost=True))
         except FilteredOutError as error:
@@ -131,7 +143,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     @stateless
     def encode_sample(self, clip: Clip) -> Clip:
-        """Check a clip against the model, filter it, read its conditions, truncate its texts, and count its tokens.
+        """Check a clip against the model, read its conditions, truncate its texts, and count its tokens.
 
         An image is repeated to fill one patch in time (`frames_to_patch`).
 
@@ -152,7 +164,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             )
         clip.grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
         filters = self.options.filters
-        filters.check(clip, padded_length(clip.num_tokens, spec.multiple_of))
+        filters.check_length(padded_length(clip.num_tokens, spec.multiple_of))
         filters.check_values(clip.latent, "latent values")
         for condition in spec.conditions:
             value = read_condition(condition, clip)
@@ -199,7 +211,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Fill packs from a full buffer; no pack exceeds the limit, every sample is in exactly one."""
         assert self.options.max_tokens_per_pack is not None
         lengths = [padded_length(c.num_tokens, self.spec.multiple_of) for c in samples]
-        packs = [[samples[i] for i in items] for items in greedy_knapsack(lengths, self.options.max_tokens_per_pack)]
+        bins = greedy_knapsack(lengths, self.options.max_tokens_per_pack, self.options.cost_limit)
+        packs = [[samples[i] for i in items] for items in bins]
         # The fullest packs come first; ordering them by sample id removes this trend from the stream. A large buffer of
         # few samples gives the same pack many times: each time has an id of its own, so that its copies are apart.
         seen: Counter[tuple[str, ...]] = Counter()

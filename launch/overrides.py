@@ -13,9 +13,10 @@ import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Any, Literal, Optional, TypeAlias, Union, get_args, get_origin
 
 import catalogue
+import yaml
 from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser
 from nemo_run.config import Config, Partial, get_type_namespace
 
@@ -167,12 +168,32 @@ def parse_value(text: str, annotation: object, key: str, load_component: Callabl
         return _unquote(text)
     if annotation is Any:
         return TypeParser().parse_any(text, Any)
+    if _is_list_of_mappings(annotation):
+        return _list_of_mappings(text, key)
     try:
         value = TypeParser().get_parser(annotation)(text, annotation)
     except Exception as error:
         raise ConfigError(f"{key}={text} is not {describe(annotation)}") from error
     if isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{key}={text} is not {describe(annotation)}")
+    return value
+
+
+def _is_list_of_mappings(annotation: object) -> bool:
+    inner = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+    return any(get_origin(t) is list and get_origin(get_args(t)[0]) is dict for t in inner)
+
+
+def _list_of_mappings(text: str, key: str) -> Optional[list[dict[str, Any]]]:
+    """Read `[{name: value}, ...]`, a YAML list, or none."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if str(value).lower() == "none":
+        return None
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ConfigError(f"{key}={text} is not a list such as [{{path: a, weight: 1}}], with a space after each colon")
     return value
 
 

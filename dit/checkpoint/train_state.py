@@ -63,5 +63,6 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         dp_size=groups.dp_size,
         seed=training.seed,
         log_dir=training.run_dir if groups.is_data_reader else None,
+        micro_batches_per_step=training.global_batch_size // spec.micro_batch_size,
     )
     return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups)

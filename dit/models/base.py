@@ -205,7 +205,18 @@ class ModelConfig(ABC):
             conditions=self.conditions(),
             micro_batch_size=micro_batch_size,
             multiple_of=multiple_of,
+            attention_tokens=self.attention_tokens,
         )
+
+    @property
+    def attention_tokens(self) -> int:
+        """Tokens of a sample whose attention costs about as much as the other work on them, for balanced packs.
+
+        Per layer and token, the projections of attention cost 8 H^2 and the MLP 4 H F operations, and attention to n
+        tokens 4 H n. Gates, text and experts are left out: a factor of two changes no balance by much.
+        """
+        sizes = self.megatron_sizes()
+        return 2 * sizes.hidden_size + (sizes.ffn_hidden_size or 4 * sizes.hidden_size)
 
     @abstractmethod
     def validate(self) -> None:

@@ -15,12 +15,17 @@ from dit.patchify import Grid
 
 @dataclass
 class Consumed:
-    """Counters of one rank since the last reset."""
+    """Counters of one rank since the last reset.
+
+    Attributes:
+        valid_tokens, padded_tokens: real tokens, and all with padding.
+        flops: of each micro-batch.
+    """
 
     samples: int = 0
     valid_tokens: int = 0
     padded_tokens: int = 0
-    flops: int = 0
+    flops: list[int] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
 
 
@@ -60,7 +65,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         self.consumed.samples += batch.layout.num_samples
         self.consumed.valid_tokens += batch.layout.valid_tokens
         self.consumed.padded_tokens += batch.layout.total_tokens
-        self.consumed.flops += self._flops(batch)
+        self.consumed.flops.append(self._flops(batch))
         self.consumed.keys.extend(batch.keys)
         named = batch.conditions.get(FPS.name)
         rates = [DEFAULT_FPS] * len(batch.grids) if named is None else named.values.tolist()

@@ -10,10 +10,14 @@ from typing import Any, Optional
 import matplotlib
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from dit.data_api import sample_id
 from dit.encoders.text import ENCODERS
+from dit.monitoring.flops import PackFlops
+from dit.monitoring.sinks import scalars_by_step
+from dit.run_config import RunConfig
 from energon_data.prepare.letters import prepare_letters
 from energon_data.prepare.moving_letters import CLASS_NAMES, FPS, prepare_moving_letters
 from energon_data.prepare.shards import npy_bytes
@@ -137,8 +141,9 @@ def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
         "training__micro_batch_size": 1,
         "training__global_batch_size": 2,
         "training__sample_interval": 0,
-        "data__max_tokens_per_pack": 64,
+        "data__max_tokens_per_pack": 62,
         "data__packing_buffer_size": 32,
+        "data__pad_packs": True,
         "sampling__prompts": "none",
     }
     jobs = {
@@ -168,6 +173,27 @@ def test_images_and_clips_of_one_pack_train_alike_on_one_rank_and_two(mixed: tup
         metadata = json.loads(next((folder / name).rglob("facts.json")).read_text())
         assert metadata["class_names"] is None
         assert metadata["latent_size"] == [4, 8, 8]
+
+
+def test_padding_and_the_work_of_the_slowest_rank_are_logged(mixed: tuple[Path, dict[str, Any]]) -> None:
+    """Counted anew from the packs: on two ranks one of which waits, and on one rank that takes both packs of a step."""
+    folder, _ = mixed
+    config = RunConfig.from_record(yaml.safe_load((folder / "moving_2" / "config.yaml").read_text()))
+    _, spec = config.check(2)
+    flops, seed = PackFlops(config.model), config.training.seed
+    streams = [config.data.build_train(spec, dp_rank=r, dp_size=2, seed=seed, log_dir=None) for r in range(2)]
+    logged = [scalars_by_step(read_records(folder / f"moving_{ranks}" / "metrics.jsonl")) for ranks in (1, 2)]
+    for one, two in zip(*(steps.values() for steps in logged)):
+        packs = [next(stream) for stream in streams]
+        work = [flops.training(p.layout, p.grids, p.conditions["context"].layout) for p in packs]
+        tokens = [(p.layout.valid_tokens, p.layout.total_tokens) for p in packs]
+        assert two["work_imbalance"] == pytest.approx(2 * max(work) / sum(work))
+        assert one["work_imbalance"] == 1
+        padding = 1 - sum(valid for valid, _ in tokens) / sum(total for _, total in tokens)
+        assert two["padding_share"] == pytest.approx(padding, abs=1e-9)
+        assert padding > 0
+    assert len(logged[1]) == STEPS
+    assert max(step["work_imbalance"] for step in logged[1].values()) > 1
 
 
 def test_a_mixed_run_draws_a_still_or_a_clip(mixed: tuple[Path, dict[str, Any]]) -> None:

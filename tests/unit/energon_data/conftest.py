@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from small_data import clips, write_dataset
+from small_data import clips, pictures, write_dataset
 
 from energon_data.prepare.letters import LettersReport, prepare_letters
 
@@ -29,6 +29,14 @@ def mixed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = [(1, 4, 4), (2, 4, 4), (1, 6, 8)]
     splits = {"train": clips(75, sizes=sizes), "val": clips(21, sizes=sizes, seed=1)}
     return write_dataset(tmp_path_factory.mktemp("mixed") / "data", splits)
+
+
+@pytest.fixture(scope="session")
+def picture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 pictures of three sizes in four shards, and 9 held-out ones."""
+    sizes = [(12, 12), (10, 16), (20, 12)]
+    splits = {"train": pictures(60, sizes=sizes), "val": pictures(9, sizes=sizes, seed=1)}
+    return write_dataset(tmp_path_factory.mktemp("pictures") / "data", splits)
 
 
 @pytest.fixture

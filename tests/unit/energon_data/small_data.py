@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from dit.condition_table import CONTEXT, FPS, LABEL, POOLED
 from dit.data_api import BatchSpec
+from energon_data.media_files import picture_bytes
 from energon_data.prepare.shards import ShardWriter, write_dataset_file, write_energon_metadata
 
 Samples = Iterable[tuple[str, dict[str, Any], dict[str, bytes]]]
@@ -32,6 +34,16 @@ def clips(
         text = rng.standard_normal((1 + i % 8, context), np.float32)
         meta = {"label": i % 10, "fps": 12.0, "aesthetic_score": i / count}
         yield f"clip{i:05d}", meta, {"latent.npy": npy(latent), "text.npy": npy(text)}
+
+
+def pictures(count: int, *, sizes: list[tuple[int, int]], context: int = 3, seed: int = 0) -> Samples:
+    """Yield pictures of random pixels of the given sizes (height, width) in turn, with texts of 1..4 tokens."""
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        picture = Image.fromarray(rng.integers(0, 256, (*sizes[i % len(sizes)], 3), np.uint8))
+        text = rng.standard_normal((1 + i % 4, context), np.float32)
+        parts = {"pixels.png": picture_bytes(picture, "png"), "text.npy": npy(text)}
+        yield f"picture{i:05d}", {"label": i % 10, "caption": "x" * (i % 7)}, parts
 
 
 def write_dataset(folder: Path, splits: dict[str, Samples], *, per_shard: int = 16) -> Path:

@@ -25,10 +25,13 @@ from energon_data.streams import StreamGroup, check_streams
 from launch.evaluate import data_folder
 
 PACKED: dict[str, Any] = {"max_tokens_per_pack": 40, "packing_buffer_size": 24, "pad_packs": True}
+AUGMENTED: dict[str, Any] = {"resize_side": 10, "crop_size": [8, 6], "flip": 0.5, "shuffle_buffer": 10}
 
 
 def build(data: DataConfig, rank: int = 0, dp: int = 1, mbs: int = 4) -> StreamGroup:
-    stream = data.build_train(spec(micro_batch_size=mbs), dp_rank=rank, dp_size=dp, seed=5, log_dir=None)
+    channels = 3 if isinstance(data, EnergonData) and data.crop_size else 2
+    asked = spec(micro_batch_size=mbs, latent_channels=channels)
+    stream = data.build_train(asked, dp_rank=rank, dp_size=dp, seed=5, log_dir=None)
     assert isinstance(stream, StreamGroup)
     return stream
 
@@ -57,18 +60,20 @@ def through_disk(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-CASES: dict[str, Callable[[Path], tuple[DataConfig, int]]] = {
-    "dense": lambda f: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10), 4),
-    "packed": lambda f: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10, **PACKED), 1),
-    "buckets": lambda f: (EnergonData(path=str(f), num_streams=4, bucket_by_shape=True, shuffle_buffer=5), 4),
-    "mock": lambda f: (MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, text_tokens=5), 4),
-    "mock packed": lambda f: (MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, max_tokens_per_pack=50), 1),
+CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {
+    "dense": lambda f, _: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10), 4),
+    "packed": lambda f, _: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10, **PACKED), 1),
+    "buckets": lambda f, _: (EnergonData(path=str(f), num_streams=4, bucket_by_shape=True, shuffle_buffer=5), 4),
+    "augmented": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED), 4),
+    "augmented packed": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED, **PACKED), 1),
+    "mock": lambda *_: (MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, text_tokens=5), 4),
+    "mock packed": lambda *_: (MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, max_tokens_per_pack=50), 1),
 }
 
 
 @pytest.fixture(params=list(CASES))
-def case(request: pytest.FixtureRequest, mixed_folder: Path) -> tuple[DataConfig, int]:
-    return CASES[request.param](mixed_folder)
+def case(request: pytest.FixtureRequest, mixed_folder: Path, picture_folder: Path) -> tuple[DataConfig, int]:
+    return CASES[request.param](mixed_folder, picture_folder)
 
 
 def test_order_does_not_depend_on_data_parallel_size(case: tuple[DataConfig, int]) -> None:

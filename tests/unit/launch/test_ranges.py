@@ -55,7 +55,8 @@ MAY_BE_ZERO = {
     *("training.validation_interval", "training.sample_interval"),
     *("checkpoint.interval", "checkpoint.keep_every", "checkpoint.keep_best"),
     *("sampling.guidance_scale", "sampling.seed"),
-    *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score"),
+    *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
+    *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
     *("objective.logit_mean", "objective.p_mean", "objective.vlb_weight"),
     *("model.class_dropout", "model.context_dropout", "model.time_frequency_shift", "model.guidance"),
 }
@@ -66,7 +67,8 @@ MAY_BE_HUGE = {
     *("objective.logit_mean", "objective.logit_std", "objective.time_shift"),
     *("objective.min_snr_gamma", "objective.vlb_weight"),
     *("objective.p_mean", "objective.p_std", "objective.sigma_data", "objective.sigma_max", "objective.rho"),
-    *("data.fps", "data.max_abs_latent", "data.min_aesthetic_score"),
+    *("data.fps", "data.max_abs_latent", "data.min_aesthetic_score", "data.max_aspect_ratio"),
+    *("data.min_seconds", "data.max_seconds"),
     *("model.layernorm_epsilon", "model.time_scale", "model.guidance", "model.position_span"),
 }
 

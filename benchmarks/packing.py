@@ -1,0 +1,195 @@
+"""Compare ways to pack samples of many lengths: `python -m benchmarks.packing`.
+
+For each mix of lengths: the share of padding when packs are filled up to their capacity, process time per buffer, the
+imbalance of work over data-parallel ranks that take one pack each and wait for the slowest, and the tokens that they
+train per unit of that time, beside first-fit-decreasing. The work of a sample of n tokens is n + n^2 / `--attention`.
+Packs come in random order, as they do in training.
+"""
+
+import argparse
+import json
+import sys
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from dit.errors import EXIT_OK
+from energon_data.packing import CostLimit, greedy_knapsack
+
+Bins = list[list[int]]
+Packer = Callable[[Sequence[int], int], Bins]
+ATTENTION = 24_576
+"""Tokens whose attention costs as much as the rest: 6 x hidden size of a layer with an MLP of 4 x hidden (7B: 4096)."""
+BASELINE = "first-fit-decreasing, re-summing"
+
+
+def images_and_clips(rng: np.random.Generator, count: int) -> list[int]:
+    """Return tokens of 256 px images (half of the samples) and of clips of 2 to 32 latent frames; at most 8,192."""
+    frames = np.where(rng.random(count) < 0.5, 1, rng.integers(2, 33, count))
+    return [256 * int(f) for f in frames]
+
+
+def many_resolutions(rng: np.random.Generator, count: int) -> list[int]:
+    """Return tokens of images of 256 to 2,048 px a side, in patches of 16 px; at most 16,384."""
+    height, width = (np.exp2(rng.uniform(4, 7, count)).astype(int) for _ in range(2))
+    return [int(n) for n in height * width]
+
+
+def lognormal(rng: np.random.Generator, count: int) -> list[int]:
+    """Return lengths exp(N(6.5, 1)) between 16 and 8,192."""
+    return [int(n) for n in np.clip(np.exp(rng.normal(6.5, 1.0, count)), 16, 8192)]
+
+
+MIXES: dict[str, tuple[Callable[[np.random.Generator, int], list[int]], int]] = {
+    "256 px images and clips": (images_and_clips, 8192),
+    "many resolutions": (many_resolutions, 16_384),
+    "lognormal": (lognormal, 8192),
+}
+
+
+def alone(lengths: Sequence[int], capacity: int) -> Bins:
+    """Give each sample a pack of its own."""
+    return [[i] for i in range(len(lengths))]
+
+
+def next_fit(lengths: Sequence[int], capacity: int) -> Bins:
+    """Close the open pack when a sample does not fit."""
+    bins, room = [[0]], capacity - lengths[0]
+    for i in range(1, len(lengths)):
+        if lengths[i] > room:
+            bins.append([])
+            room = capacity
+        bins[-1].append(i)
+        room -= lengths[i]
+    return bins
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
+    """Put each sample, the longest first, into the first pack with room; the room is summed anew at each look."""
+    bins: Bins = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for items in bins:
+            if sum(lengths[k] for k in items) + lengths[i] <= capacity:
+                items.append(i)
+                break
+        else:
+            bins.append([i])
+    return bins
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
+    """Put each sample, the longest first, into the fullest pack with room; packs are sorted by room."""
+    bins: Bins = []
+    rooms: list[tuple[int, int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, (lengths[i], -1))
+        if at == len(rooms):
+            bins.append([i])
+            insort(rooms, (capacity - lengths[i], len(bins) - 1))
+        else:
+            room, number = rooms.pop(at)
+            bins[number].append(i)
+            insort(rooms, (room - lengths[i], number))
+    return bins
+
+
+def two_budgets(lengths: Sequence[int], capacity: int, *, longer: float, attention: int) -> Bins:
+    """Fill packs of up to `longer` x capacity, none with more work than a sample as long as the capacity."""
+    return greedy_knapsack(lengths, int(longer * capacity), CostLimit(capacity, attention))
+
+
+def packers(attention: int) -> dict[str, Packer]:
+    """Return the ways to pack, by name."""
+    return {
+        "each alone": alone,
+        "next-fit": next_fit,
+        BASELINE: first_fit_decreasing,
+        "best-fit-decreasing": best_fit_decreasing,
+        "greedy (data.max_tokens_per_pack)": greedy_knapsack,
+        "two budgets (data.pack_cost_tokens)": partial(two_budgets, longer=1.25, attention=attention),
+    }
+
+
+def synchronous(costs: Sequence[float], ranks: int) -> tuple[float, float]:
+    """Return the mean of (largest / mean) over steps, and the time of all steps, of `ranks` packs each."""
+    steps = [costs[i : i + ranks] for i in range(0, len(costs) - ranks + 1, ranks)]
+    return mean(max(step) / mean(step) for step in steps), sum(max(step) for step in steps)
+
+
+def measure(mix: str, buffer: int, buffers: int, ranks: int, attention: int) -> list[dict[str, Any]]:
+    """Pack the buffers of one mix in each way, interleaved, and return a row for each."""
+    lengths_of, capacity = MIXES[mix]
+    rng = np.random.default_rng(0)
+    data = [lengths_of(rng, buffer) for _ in range(buffers)]
+    ways = packers(attention)
+    packed: dict[str, list[list[int]]] = {name: [] for name in ways}  # lengths in each pack
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for lengths in data:
+        for name, pack in ways.items():
+            started = time.process_time()
+            bins = pack(lengths, capacity)
+            seconds[name].append(time.process_time() - started)
+            packed[name] += [[lengths[i] for i in items] for items in bins]
+    rows: list[dict[str, Any]] = []
+    for name, packs in packed.items():
+        order = np.random.default_rng(1).permutation(len(packs))
+        costs = [sum(n + n * n / attention for n in packs[i]) for i in order]
+        imbalance, duration = synchronous(costs, ranks)
+        whole = len(packs) // ranks * ranks
+        tokens = sum(sum(packs[i]) for i in order[:whole])
+        rows.append(
+            {
+                "mix": mix,
+                "way": name,
+                "padding": 1 - sum(map(sum, packs)) / (len(packs) * capacity),
+                "milliseconds": 1000 * median(seconds[name]),
+                "imbalance": imbalance,
+                "tokens_per_time": tokens / duration,
+            }
+        )
+    base = next(row for row in rows if row["way"] == BASELINE)
+    for row in rows:
+        row["throughput"] = row["tokens_per_time"] / base["tokens_per_time"]
+        row["speed"] = base["milliseconds"] / max(row["milliseconds"], 1e-6)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        f"| mix | way | padding | ms per buffer | work, largest / mean of {ranks} ranks | tokens per time |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        padding = f"{row['padding']:.2%}" if row["padding"] >= 0 else "none"
+        lines.append(
+            f"| {row['mix']} | {row['way']} | {padding} | {row['milliseconds']:.2f} | {row['imbalance']:.2f} | "
+            f"{row['throughput']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=__doc__.split("\n")[0])
+    parser.add_argument("--buffer", type=int, default=1000, help="samples from which packs are filled (1000)")
+    parser.add_argument("--buffers", type=int, default=20, help="buffers of each mix (20)")
+    parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks (64)")
+    parser.add_argument("--attention", type=int, default=ATTENTION, help=f"tokens of equal work ({ATTENTION})")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args(argv)
+    rows = [row for mix in MIXES for row in measure(mix, args.buffer, args.buffers, args.ranks, args.attention)]
+    print(table(rows, args.ranks))
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

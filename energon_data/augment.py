@@ -1,0 +1,98 @@
+"""Random changes of pictures and clips while they are read.
+
+Every draw is a function of (seed, stream, number of the sample in its stream, sample id), so a resumed run makes the
+same crops and flips, in whatever process it reads.
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from energon_data.filters import FilteredOutError
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One reading of one sample: the address of its random numbers.
+
+    Attributes:
+        seed: of the run.
+        stream: global stream that reads.
+        number: how many samples the stream read before from the same member of a blend.
+        sample: id of the sample.
+    """
+
+    seed: int
+    stream: int
+    number: int
+    sample: int
+
+    def generator(self) -> np.random.Generator:
+        """Return random numbers that belong to this visit alone: Philox (Salmon et al. 2011), keyed by the address."""
+        address = f"{self.seed}/{self.stream}/{self.number}/{self.sample}".encode()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(blake2b(address, digest_size=16).digest())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """Resize, crop and flip, in this order; all frames of a clip alike.
+
+    Attributes:
+        smallest_side: resize so that the smaller side has this many pixels, the ratio of the sides kept (bicubic,
+            antialiased); None for the stored size.
+        crop: height and width to cut out; None cuts only borders, to multiples of `multiple_of`.
+        random_crop: whether the place of the crop is drawn uniformly; else the centre.
+        flip: probability of a mirrored picture.
+        multiple_of: sides are multiples of this.
+    """
+
+    smallest_side: Optional[int] = None
+    crop: Optional[tuple[int, int]] = None
+    random_crop: bool = True
+    flip: float = 0.0
+    multiple_of: int = 1
+
+    def __call__(self, pixels: Tensor, visit: Visit) -> Tensor:
+        """Change a picture or clip.
+
+        Args:
+            pixels: `[3, T, H, W]` in [-1, 1].
+
+        Returns:
+            `[3, T, h, w]` in [-1, 1].
+
+        Raises:
+            FilteredOutError: it is smaller than the crop.
+        """
+        random = visit.generator()
+        if self.smallest_side is not None:
+            pixels = resize(pixels, self.smallest_side)
+        height, width = pixels.shape[-2:]
+        of = self.multiple_of
+        h, w = self.crop or (height // of * of, width // of * of)
+        if h > height or w > width or not h or not w:
+            wanted = f"{h} x {w}" if self.crop else f"multiples of {of}"
+            raise FilteredOutError("too_small", f"{height} x {width} pixels, cut to {wanted}")
+        # Always three numbers, so that another size does not change the flip.
+        y, x, mirror = random.random(3)
+        if not (self.random_crop and self.crop):
+            y = x = 0.5
+        top, left = int(y * (height - h + 1)), int(x * (width - w + 1))
+        pixels = pixels[..., top : top + h, left : left + w]
+        return pixels.flip(-1) if mirror < self.flip else pixels
+
+
+def resize(pixels: Tensor, smallest_side: int) -> Tensor:
+    """Resize `[C, T, H, W]` in [-1, 1] so that the smaller side has `smallest_side` pixels; bicubic, antialiased."""
+    height, width = pixels.shape[-2:]
+    scale = smallest_side / min(height, width)
+    size = (round(height * scale), round(width * scale))
+    if size == (height, width):
+        return pixels
+    frames = interpolate(pixels.transpose(0, 1), size=size, mode="bicubic", antialias=True, align_corners=False)
+    return torch.clamp(frames, -1, 1).transpose(0, 1)

@@ -1,0 +1,143 @@
+"""Blends of data set folders by weight, stated as a setting; the weights may change at given steps of a run.
+
+    data.blend=[{path: data/images, weight: [1, 1]}, {path: data/clips, weight: [0, 3]}]  data.blend_steps=[10000]
+
+    step      0 ............ 9999 | 10000 .........
+    weights   images 1            | images 1, clips 3          stage 0 | stage 1
+
+A stage is a pass of its own: its data are shuffled anew, from their beginning.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import yaml
+
+from dit.errors import ConfigError
+from dit.ranges import NOT_NEGATIVE
+from energon_data.streams import Delivery, Source
+
+_KEYS = {"path", "weight"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A data set of a blend.
+
+    Attributes:
+        path: its folder, or a metadataset file.
+        weights: its part in each stage, relative to the other members.
+    """
+
+    path: str
+    weights: tuple[float, ...]
+
+
+def read_blend(blend: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list[Member]:
+    """Read the settings `data.blend` and `data.blend_steps`.
+
+    Args:
+        blend: `path`, and `weight`: a number, or a list of one for each stage.
+        steps: first steps of the second stage and later ones.
+
+    Raises:
+        ConfigError: an entry has other keys, weights do not fit the stages, or a stage has no data.
+    """
+    stages = len(steps) + 1
+    if list(steps) != sorted(set(steps)):
+        raise ConfigError(f"data.blend_steps={list(steps)} must rise")
+    if not blend:
+        raise ConfigError("data.blend names no data; write data.blend=[{path: DIR, weight: 1}, ...]")
+    members = []
+    for entry in blend:
+        if not isinstance(entry, Mapping) or set(entry) - _KEYS or not isinstance(entry.get("path"), str):
+            raise ConfigError(f"data.blend has the entry {entry!r}; each is {{path: DIR, weight: NUMBER}}")
+        weight = entry.get("weight", 1)
+        weights = tuple(weight) if isinstance(weight, (list, tuple)) else (weight,) * stages
+        if any(isinstance(w, bool) or w not in NOT_NEGATIVE for w in weights):
+            raise ConfigError(f"data.blend gives {entry['path']} the weight {weight}; each must be {NOT_NEGATIVE}")
+        if len(weights) != stages:
+            raise ConfigError(
+                f"data.blend gives {entry['path']} {len(weights)} weights; data.blend_steps={list(steps)} makes "
+                f"{stages} stages, so give one number or {stages}"
+            )
+        members.append(Member(entry["path"], weights))
+    paths = [member.path for member in members]
+    if len(set(paths)) != len(paths):
+        raise ConfigError(f"data.blend names a folder twice: {paths}; add up their weights")
+    for stage in range(stages):
+        if not any(member.weights[stage] for member in members):
+            raise ConfigError(f"all weights of data.blend are 0 in stage {stage}; give one of them a weight")
+    return members
+
+
+@contextmanager
+def metadataset(parts: Mapping[str, float], split: str) -> Iterator[str]:
+    """Write an Energon metadataset, to be read while the context lasts.
+
+    Args:
+        parts: weight of each folder; those of weight 0 are left out.
+        split: name of the split, the same in all folders.
+    """
+    blend = [{"path": str(Path(path).absolute()), "weight": weight} for path, weight in parts.items() if weight]
+    with tempfile.TemporaryDirectory(prefix="dit-blend-") as folder:
+        file = Path(folder) / "blend.yaml"
+        content = {
+            "__module__": "megatron.energon",
+            "__class__": "MetadatasetV2",
+            "splits": {split: {"blend": blend}},
+        }
+        file.write_text(yaml.safe_dump(content), encoding="utf-8")
+        yield str(file)
+
+
+class StagedSource:
+    """A stream that reads one source after another.
+
+    Args:
+        stages: open the source of each stage.
+        ends: micro-batches delivered when a stage ends, for all stages but the last; rising.
+    """
+
+    def __init__(self, stages: Sequence[Callable[[], Source]], ends: Sequence[int]) -> None:
+        self._stages, self._ends = stages, ends
+        self._delivered = 0
+        self._source: Optional[Source] = None
+
+    @property
+    def _stage(self) -> int:
+        return sum(self._delivered >= end for end in self._ends)
+
+    def _open(self) -> Source:
+        if self._source is None:
+            self._source = self._stages[self._stage]()
+        return self._source
+
+    def next(self) -> Delivery:
+        """Return the next delivery; do not call after a failure."""
+        delivery = self._open().next()
+        before = self._stage
+        self._delivered += 1
+        if self._stage != before:
+            self.close()
+        return delivery
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in plain containers: the deliveries, and the position in the stage."""
+        return {"delivered": self._delivered, "stage": self._open().state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; called before the first `next`."""
+        self._delivered = state["delivered"]
+        self.close()
+        self._open().load(state["stage"])
+
+    def close(self) -> None:
+        """Stop the worker process of the open stage."""
+        if self._source is not None:
+            self._source.close()
+        self._source = None

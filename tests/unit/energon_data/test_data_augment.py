@@ -1,0 +1,197 @@
+"""Laws of augmentation: windows of the resized picture, drawn evenly and by address; and of limits: exact counts."""
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_data import pictures, spec, write_dataset
+
+from dit.batch import PackedBatch
+from dit.condition_table import MASK
+from dit.errors import ConfigError, DataError
+from dit.patchify import unpatchify
+from energon_data.augment import Augmentation, Visit, resize
+from energon_data.dataset import EnergonData
+from energon_data.filters import FilteredOutError
+from energon_data.media_files import open_picture, pixel_values, pixels_of
+
+SAMPLE_DATA = Path(matplotlib.get_data_path()) / "sample_data"
+
+
+def visits(count: int) -> list[Visit]:
+    return [Visit(3, 0, number, 17) for number in range(count)]
+
+
+def ramp(height: int, width: int) -> torch.Tensor:
+    """Return pixels whose channels are their row, their column and 0."""
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.stack([rows, columns, rows * 0]).float()[:, None] / 100
+
+
+def test_a_resized_photograph_is_what_pillow_makes_of_it() -> None:
+    photograph = open_picture((SAMPLE_DATA / "grace_hopper.jpg").read_bytes())
+    width, height = photograph.size
+    ours = resize(pixel_values(pixels_of([photograph])), 96)
+    size = (96, round(height * 96 / width))
+    theirs = pixel_values(pixels_of([photograph.resize(size, Image.Resampling.BICUBIC)]))
+    assert ours.shape == theirs.shape == (3, 1, size[1], 96)
+    assert (ours - theirs).abs().max() < 4 / 127.5  # Pillow rounds to 8 bits, and clips, after each of its two passes
+    assert (ours - theirs).abs().mean() < 0.5 / 127.5
+
+
+def test_a_crop_is_a_window_and_every_window_is_as_likely() -> None:
+    augment = Augmentation(crop=(4, 6))
+    corners = Counter()
+    for visit in visits(3000):
+        cut = augment(ramp(6, 9), visit)
+        top, left = (round(100 * cut[c, 0, 0, 0].item()) for c in (0, 1))
+        assert torch.equal(cut, ramp(6, 9)[:, :, top : top + 4, left : left + 6])
+        corners[top, left] += 1
+    assert set(corners) == {(top, left) for top in range(3) for left in range(4)}
+    # 250 are expected at each of 12 places: chi-square with 11 degrees of freedom, beyond 31.3 once in a thousand.
+    assert sum((count - 250) ** 2 / 250 for count in corners.values()) < 31.3
+
+
+def test_flips_have_their_share_and_are_independent_of_the_crop() -> None:
+    mirrored = {size: [] for size in (6, 9)}
+    for size, found in mirrored.items():
+        augment = Augmentation(crop=(4, 4), flip=0.3)
+        for visit in visits(3000):
+            cut = augment(ramp(size, size), visit)
+            found.append(bool(cut[1, 0, 0, 0] > cut[1, 0, 0, -1]))
+    assert mirrored[6] == mirrored[9]
+    assert abs(sum(mirrored[6]) / 3000 - 0.3) < 0.033  # four standard deviations
+    assert not Augmentation(flip=0.0)(ramp(4, 4), Visit(0, 0, 0, 0))[1].diff(dim=-1).lt(0).any()
+    assert Augmentation(flip=1.0)(ramp(4, 4), Visit(0, 0, 0, 0))[1].diff(dim=-1).lt(0).all()
+
+
+def test_each_part_of_the_address_counts() -> None:
+    base = {"seed": 1, "stream": 2, "number": 3, "sample": 4}
+    first = Visit(**base).generator().random(3).tolist()
+    assert Visit(**base).generator().random(3).tolist() == first
+    for name in base:
+        assert Visit(**{**base, name: 5}).generator().random(3).tolist() != first
+
+
+def test_all_frames_of_a_clip_are_cut_alike() -> None:
+    clip = ramp(9, 9).expand(-1, 5, -1, -1)
+    for visit in visits(20):
+        cut = Augmentation(smallest_side=8, crop=(4, 6), flip=0.5)(clip, visit)
+        assert cut.shape == (3, 5, 4, 6)
+        assert all(torch.equal(cut[:, 0], cut[:, t]) for t in range(5))
+
+
+def test_borders_are_cut_to_the_patch_and_what_is_too_small_is_left_out() -> None:
+    cut = Augmentation(multiple_of=4)(ramp(7, 13), Visit(0, 0, 0, 0))
+    assert torch.equal(cut, ramp(7, 13)[:, :, 2:6, 1:13])  # (7 - 4 + 1) / 2 and (13 - 12 + 1) / 2
+    with pytest.raises(FilteredOutError, match="3 x 13 pixels, cut to multiples of 4"):
+        Augmentation(multiple_of=4)(ramp(3, 13), Visit(0, 0, 0, 0))
+    with pytest.raises(FilteredOutError, match="7 x 13 pixels, cut to 8 x 8"):
+        Augmentation(crop=(8, 8))(ramp(7, 13), Visit(0, 0, 0, 0))
+
+
+def read(folder: Path, batches: int, *, held_out: bool = False, **settings: Any) -> tuple[list[PackedBatch], Counter]:
+    data = EnergonData(path=str(folder), shuffle_buffer=0, **settings)
+    asked = spec(latent_channels=3, micro_batch_size=1)
+    data.validate(asked, 1, 1)
+    if held_out:
+        return list(data.build_validation(asked, dp_rank=0, dp_size=1)), Counter()
+    stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=5, log_dir=None)
+    try:
+        return [next(stream) for _ in range(batches)], Counter(stream.skipped())
+    finally:
+        stream.close()
+
+
+def picture_of(batch: PackedBatch) -> np.ndarray:
+    pixels = unpatchify(batch.latents_TC, batch.grids[0], 1, 2)
+    return np.uint8(((pixels[:, 0].permute(1, 2, 0) + 1) * 127.5).round())
+
+
+def test_a_picture_is_cut_anew_in_every_epoch_and_in_the_middle_when_held_out(tmp_path: Path) -> None:
+    stored = {key: parts["pixels.png"] for key, _, parts in pictures(6, sizes=[(12, 12)])}
+    folder = write_dataset(
+        tmp_path / "data", {"train": pictures(6, sizes=[(12, 12)]), "val": pictures(6, sizes=[(12, 12)])}
+    )
+    batches, _ = read(folder, 6 * 20, crop_size=[8, 8], flip=0.5)
+    places: dict[str, set] = {}
+    for batch in batches:
+        key = batch.keys[0].removeprefix("train_")
+        original = np.asarray(open_picture(stored[key]))
+        windows = {}
+        for top, left in product(range(5), range(5)):
+            window = original[top : top + 8, left : left + 8]
+            windows |= {(top, left, False): window, (top, left, True): window[:, ::-1]}
+        (place,) = [at for at, window in windows.items() if np.array_equal(window, picture_of(batch))]
+        places.setdefault(key, set()).add(place)
+    assert len(places) == 6
+    assert all(len(found) > 10 for found in places.values())  # 20 draws of 50
+    held_out, _ = read(folder, 0, held_out=True, crop_size=[8, 8], flip=0.5)
+    assert len(held_out) == 6
+    for batch in held_out:
+        original = np.asarray(open_picture(stored[batch.keys[0].removeprefix("val_")]))
+        assert np.array_equal(picture_of(batch), original[2:10, 2:10])
+
+
+LIMITS: list[tuple[dict[str, Any], str, set[tuple[int, int]]]] = [
+    ({"min_side": 11}, "smallest_side", {(12, 12), (20, 12)}),
+    ({"max_side": 16}, "largest_side", {(12, 12), (10, 16)}),
+    ({"max_aspect_ratio": 1.6}, "aspect_ratio", {(12, 12), (10, 16)}),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason", "left"), LIMITS, ids=lambda x: str(x))
+def test_limits_of_sizes_leave_out_exactly_what_is_beyond(
+    picture_folder: Path, settings: dict[str, Any], reason: str, left: set[tuple[int, int]]
+) -> None:
+    batches, skipped = read(picture_folder, 40, **settings)
+    assert {(2 * h, 2 * w) for batch in batches for _, h, w in batch.grids} == left
+    assert set(skipped) == {reason}
+    assert 18 <= skipped[reason] <= 22  # 20 of the 60 of an epoch
+
+
+def test_limits_of_captions_and_durations(picture_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, skipped = read(picture_folder, 17, min_caption_length=2, max_caption_length=3)
+    assert {int(key[-5:]) % 7 for batch in batches for key in batch.keys} == {2, 3}
+    assert set(skipped) == {"caption_length"}
+    batches, skipped = read(picture_folder, 60, max_seconds=0.5)  # a picture lasts no time
+    assert not skipped
+    monkeypatch.setattr("energon_data.skip_log.GIVE_UP_AFTER", 70)
+    with pytest.raises(DataError, match="too many samples were skipped"):
+        read(picture_folder, 1, min_seconds=0.5)
+
+
+def test_a_latent_is_not_augmented(mixed_folder: Path) -> None:
+    data = EnergonData(path=str(mixed_folder), flip=0.5)
+    stream = data.build_train(spec(), dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    with pytest.raises(DataError, match=r"not_pixels.*the latent of a mirrored picture is not the mirrored latent"):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"crop_size": [8]}, r"\[8\] must be height and width"),
+        ({"crop_size": [8, 16], "resize_side": 6}, "larger than data.resize_side=6"),
+        ({"crop_size": [7, 8]}, "must be multiples of model.patch_spatial=2"),
+        ({"crop_size": [0, 8]}, "must be of numbers, each a whole number of at least 1"),
+        ({"min_side": 9, "max_side": 8}, "data.min_side=9 is above data.max_side=8"),
+        ({"flip": 1.5}, "data.flip=1.5 must be a finite number of at least 0 and at most 1"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EnergonData(path="x", **settings).check_settings(spec(), 1, 1)
+
+
+def test_a_picture_beside_the_picture_is_not_left_unchanged_in_silence() -> None:
+    asked = spec(latent_channels=3)
+    with_mask = type(asked)(**{**vars(asked), "conditions": (*asked.conditions, MASK)})
+    with pytest.raises(ConfigError, match="and not the mask that the model takes beside it"):
+        EnergonData(path="x", flip=0.5).check_settings(with_mask, 1, 1)

@@ -1,0 +1,158 @@
+"""Laws of blends given as a setting: shares by weight, stages by step, held-out data once; resumed to the bit."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_data import clips, spec, write_dataset
+from test_data_streams import same, take, through_disk
+
+from dit.errors import ConfigError
+from energon_data.blend import read_blend
+from energon_data.dataset import EnergonData
+from energon_data.streams import StreamGroup
+from launch.overrides import parse_value
+
+STEP = 4
+"""Micro-batches of a step, of four samples each."""
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three folders; each value of a sample is 100 times the folder's number plus the sample's own."""
+    root = tmp_path_factory.mktemp("members")
+    return {
+        name: write_dataset(
+            root / name,
+            {split: ((f"{name}{key}", *rest) for key, *rest in clips(n, sizes=[(1, 4, 4)])) for split, n in counts},
+        )
+        for name, counts in {
+            "a": (("train", 40), ("val", 5)),
+            "b": (("train", 24), ("val", 3)),
+            "c": (("train", 16), ("val", 7)),
+        }.items()
+    }
+
+
+def build(
+    members: dict[str, Path], weights: dict[str, Any], *, rank: int = 0, dp: int = 1, **settings: Any
+) -> tuple[EnergonData, StreamGroup]:
+    data = EnergonData(
+        blend=[{"path": str(members[name]), "weight": weight} for name, weight in weights.items()],
+        num_streams=2,
+        shuffle_buffer=8,
+        **settings,
+    )
+    data.validate(spec(), dp, STEP)
+    stream = data.build_train(spec(), dp_rank=rank, dp_size=dp, seed=5, log_dir=None, micro_batches_per_step=STEP)
+    assert isinstance(stream, StreamGroup)
+    return data, stream
+
+
+def sources(keys: tuple[str, ...]) -> Counter:
+    return Counter(key.removeprefix("train_")[0] for key in keys)
+
+
+def test_members_come_in_the_shares_of_their_weights(members: dict[str, Path]) -> None:
+    _, stream = build(members, {"a": 1, "b": 3, "c": 0})
+    found = sum((sources(batch.keys) for batch in take(stream, 300)), Counter())
+    assert set(found) == {"a", "b"}
+    assert abs(found["a"] / 1200 - 0.25) < 0.05  # four standard deviations
+
+
+STAGES: dict[str, Any] = {"a": [1, 0, 1], "b": [0, 1, 1], "c": [0, 0, 2]}
+
+
+def test_weights_change_at_their_steps(members: dict[str, Path]) -> None:
+    _, stream = build(members, STAGES, blend_steps=[3, 5])
+    steps = [sum((sources(b.keys) for b in take(stream, STEP)), Counter()) for _ in range(20)]
+    assert all(set(step) == {"a"} for step in steps[:3])
+    assert all(set(step) == {"b"} for step in steps[3:5])
+    assert set(sum(steps[5:], Counter())) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("before", [0, 5, 11, 12, 13, 19, 27])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_resumed_curriculum_continues_bit_for_bit(members: dict[str, Path], before: int, background: bool) -> None:
+    """At the start, inside a stage, at its last micro-batch, at and behind its end."""
+    if background and before not in (11, 13):
+        pytest.skip("a worker process is started for two of the places")
+    _, stream = build(members, STAGES, blend_steps=[3, 5], background=background)
+    take(stream, before)
+    state = through_disk(stream.state_dict())
+    _, resumed = build(members, STAGES, blend_steps=[3, 5])
+    resumed.load_state_dict(state)
+    try:
+        same(take(stream, 14), take(resumed, 14))
+    finally:
+        stream.close()
+
+
+def test_a_curriculum_does_not_depend_on_the_ranks(members: dict[str, Path]) -> None:
+    _, alone = build(members, STAGES, blend_steps=[3, 5])
+    ranks = [build(members, STAGES, blend_steps=[3, 5], rank=rank, dp=2)[1] for rank in range(2)]
+    same(take(alone, 30), [next(ranks[j % 2]) for j in range(30)])
+
+
+def test_one_stage_is_the_metadataset_that_energon_reads(members: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "blend.yaml"
+    rows = "\n".join(f"      - {{weight: {w}, path: {members[n]}}}" for n, w in {"a": 1, "b": 3}.items())
+    file.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{rows}\n")
+    read = EnergonData(path=str(file), num_streams=2, shuffle_buffer=8)
+    _, stream = build(members, {"a": 1, "b": 3})
+    same(take(stream, 12), take(read.build_train(spec(), dp_rank=0, dp_size=1, seed=5, log_dir=None), 12))
+
+
+def test_held_out_data_are_those_of_every_member_once(members: dict[str, Path]) -> None:
+    data, _ = build(members, STAGES, blend_steps=[3, 5])
+    keys = [key for batch in data.build_validation(spec(), dp_rank=0, dp_size=1) for key in batch.keys]
+    assert len(keys) == len(set(keys)) == 15
+    assert Counter(key.removeprefix("val_")[0] for key in keys) == {"a": 5, "b": 3, "c": 7}
+    halves = [list(data.build_validation(spec(), dp_rank=rank, dp_size=2)) for rank in range(2)]
+    assert {key for half in halves for batch in half for key in batch.keys} == set(keys)
+    assert all(torch.isfinite(batch.latents_TC).all() for half in halves for batch in half)
+
+
+@pytest.mark.parametrize(
+    ("blend", "steps", "message"),
+    [
+        ([], [], "names no data"),
+        ([{"path": "a", "share": 1}], [], r"entry \{'path': 'a', 'share': 1\}"),
+        ([{"weight": 1}], [], "each is {path: DIR, weight: NUMBER}"),
+        ([{"path": "a", "weight": -1}], [], "the weight -1"),
+        ([{"path": "a", "weight": True}], [], "the weight True"),
+        ([{"path": "a", "weight": "2"}], [], "the weight 2"),
+        ([{"path": "a", "weight": [1, 2]}], [], "2 weights"),
+        ([{"path": "a"}, {"path": "a"}], [], "names a folder twice"),
+        ([{"path": "a", "weight": [1, 0]}], [9], "all weights of data.blend are 0 in stage 1"),
+        ([{"path": "a"}], [9, 9], "must rise"),
+    ],
+)
+def test_a_blend_that_says_nothing_is_refused(blend: list, steps: list, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_blend(blend, steps)
+
+
+def test_path_and_blend_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"data\.path=x and data.blend exclude each other"):
+        EnergonData(path="x", blend=[{"path": "a"}]).check_settings(spec(), 1, 1)
+    with pytest.raises(ConfigError, match=r"data\.blend_steps changes the weights"):
+        EnergonData(path="x", blend_steps=[3]).check_settings(spec(), 1, 1)
+
+
+def test_a_blend_is_written_on_the_command_line() -> None:
+    annotation = EnergonData.__annotations__["blend"]
+
+    def parse(text: str) -> object:
+        return parse_value(text, annotation, "data.blend", lambda _: None)
+
+    assert parse("[{path: data/a, weight: 3}, {path: data/b, weight: [0, 1.5]}]") == [
+        {"path": "data/a", "weight": 3},
+        {"path": "data/b", "weight": [0, 1.5]},
+    ]
+    assert parse("none") is None
+    for wrong in ("data/a", "[data/a]", "{path: a}", "[{"):
+        with pytest.raises(ConfigError, match="with a space after each colon"):
+            parse(wrong)
