@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from dit.sampling import grid
-from launch import evaluate, sample
+from launch import evaluate, letter_score, sample
 from launch.letter_reader import LetterReader
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -62,7 +62,7 @@ def generator(monkeypatch):
     fake = FakeGenerator()
     monkeypatch.setattr(sample, "open_generator", lambda args: fake)
     monkeypatch.setattr(evaluate, "open_generator", lambda args: fake)
-    monkeypatch.setattr(evaluate, "load_reader", lambda folder: READER)
+    monkeypatch.setattr(letter_score, "load_reader", lambda folder: READER)
     return fake
 
 
