@@ -120,6 +120,10 @@ class DataConfig(ABC):
         """Return the encoder of `dit.encoders.text` that embedded the texts, or None if it is not known."""
         return None
 
+    def autoencoder(self) -> Optional[str]:
+        """Return the autoencoder of `dit.encoders.vae` whose latents are trained on, or None if it is not known."""
+        return None
+
 
 @dataclass(kw_only=True)
 class NoData(DataConfig):

@@ -14,12 +14,12 @@ _WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def philox(counter: Words, key: tuple[int, int]) -> Words:
+def philox(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
     """Return four random 32-bit words per counter (int64 tensors of unsigned 32-bit values).
 
     Args:
         counter: four int64 tensors of one shape with values in `[0, 2**32)`.
-        key: two 32-bit integers.
+        key: two 32-bit integers, or tensors of them that broadcast to the counter.
 
     Returns:
         Four int64 tensors of the same shape, with values in `[0, 2**32)`.

@@ -197,6 +197,8 @@ class SamplingConfig:
             network; None for all. 3 in facebookresearch/DiT, whose latents have 4.
         samples_per_class: rows of the grid.
         prompts: texts to sample instead of classes, for a model of texts; None for none.
+        vae: autoencoder that decodes the samples of a latent model: a folder in diffusers' layout, or a name on the
+            Hugging Face hub; None for the one that the data name.
         seed: of the initial noise.
     """
 
@@ -207,6 +209,7 @@ class SamplingConfig:
     guidance_channels: Optional[int] = None
     samples_per_class: int = 1
     prompts: Optional[list[str]] = None
+    vae: Optional[str] = None
     seed: int = 7
 
     def validate(self) -> None:

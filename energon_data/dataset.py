@@ -393,6 +393,16 @@ class EnergonData(DataConfig):
         """
         return self._agreed("text_encoder", "the model reads the numbers of one encoder")
 
+    def autoencoder(self) -> Optional[str]:
+        """Return the autoencoder that `dataset.json` names as `vae`, or None.
+
+        Raises:
+            DataError: the members of a blend were encoded by different autoencoders.
+        """
+        return self._agreed(
+            "vae", "latents of two autoencoders are different numbers; if they are one, name it with sampling.vae"
+        )
+
     def _agreed(self, name: str, why: str) -> Any:
         """Return an entry of `dataset.json` on which all members that have it must agree."""
         infos = self._folders(self.train_split)

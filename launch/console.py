@@ -36,7 +36,7 @@ COMMANDS = {
     ),
     "verify": Command("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
     "sample": Command("launch.sample", "generate samples from a run's checkpoint"),
-    "evaluate": Command("launch.evaluate", "share of generated letters that are read correctly"),
+    "evaluate": Command("launch.evaluate", "letters read correctly and other measurements of a checkpoint"),
     "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
     "import": Command("launch.import_weights", "write a run folder of such weights"),
     "convert": Command("launch.convert_checkpoints", "rewrite the checkpoints of an earlier version's run"),

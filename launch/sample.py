@@ -1,13 +1,15 @@
 """Draw samples from a checkpoint: `python -m launch.sample --checkpoint runs/letters_dit --out samples.png`.
 
 The ending of `--out` chooses what is written: `.png` shows clips frame beside frame, `.gif` and `.mp4` play them.
+Started by torchrun, the ranks share the samples; these do not depend on the number of ranks.
 """
 
 import argparse
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, get_args, get_type_hints
 
@@ -17,15 +19,18 @@ from torch import Tensor
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.sampling.grid import spread
+from dit.sampling.prompt_file import Prompt, read_prompts
 from dit.settings import SamplingConfig
 from launch import environment
 
 if TYPE_CHECKING:
+    from dit.encoders.vae import Geometry
+    from dit.inference.drawing import Request
     from dit.inference.generator import Generator
 
 SOLVERS, VARIANCES = (get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance"))
 MAX_DEFAULT_CLASSES = 36
-DESCRIPTION = "Draw samples from a checkpoint as one labelled picture, or as a film."
+DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or film, and as files of their own."
 EXAMPLES = """\
 examples
   python -m launch.sample --checkpoint runs/letters_dit                       every class once, samples.png
@@ -33,6 +38,8 @@ examples
   python -m launch.sample --checkpoint runs/letters_dit --label 3 --count 16 --guidance-scale 3
   python -m launch.sample --checkpoint runs/letters_text --prompt "the letter Q in a bold serif font" --out q.png
   python -m launch.sample --checkpoint runs/moving_letters_dit --prompt "the letter Q moving left fast" --out q.gif
+  python -m launch.sample --checkpoint RUN --prompts prompts.txt --size 512x768 --vae VAE --files pictures
+  torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
 """
 
 
@@ -67,6 +74,12 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text (default: the run's own)"
     )
+    what.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a text per line; of a .jsonl an object with prompt and, if wanted, negative and seed",
+    )
     what.add_argument("--text-embedding", nargs="+", metavar="FILE", help="the same as .npy files, already embedded")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="text that guidance leads away from")
     parser.add_argument(
@@ -80,11 +93,41 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
     parser.add_argument(
-        "--frames", type=at_least_one, metavar="N", help="of each sample, 1 for a still (default: the longest clip's)"
+        "--size",
+        type=height_and_width,
+        metavar="HxW",
+        help="height and width of each sample: pixels, but positions of a latent where nothing decodes it "
+        "(default: those of the largest sample trained on)",
     )
+    parser.add_argument(
+        "--frames",
+        type=at_least_one,
+        metavar="N",
+        help="of each sample, 1 for a still; counted as --size (default: the longest clip's)",
+    )
+    parser.add_argument(
+        "--vae",
+        metavar="PATH",
+        help="autoencoder that decodes latents, a diffusers folder or hub name (default: the one the data set names)",
+    )
+    parser.add_argument("--batch", type=at_least_one, metavar="N", help="samples at a time (default: by their tokens)")
     parser.add_argument("--columns", type=at_least_one, metavar="N", help="pictures per row")
-    parser.add_argument("--out", default="samples.png", metavar="FILE", help=".png, .gif or .mp4 (%(default)s)")
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--out", default="samples.png", metavar="FILE", help="the grid: .png, .gif or .mp4 (%(default)s)"
+    )
+    files.add_argument("--files", type=Path, metavar="DIR", help="also a file for each sample, and samples.jsonl")
+    files.add_argument("--clips", choices=("mp4", "gif"), help="files of clips (mp4 where PyAV is installed)")
+    files.add_argument("--save-latents", type=Path, metavar="FILE", help="also the latents, as one .safetensors")
     return parser
+
+
+def height_and_width(text: str) -> tuple[int, int]:
+    """Read a command-line argument such as 512x768; a single number is both."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise argparse.ArgumentTypeError(f"must be a height and a width such as 512x768, got {text!r}")
+    return int(sides[0]), int(sides[-1])
 
 
 def at_least_one(text: str) -> int:
@@ -245,7 +288,7 @@ def telling_words(prompts: Sequence[str]) -> list[str]:
 
 
 def read_texts(
-    args: argparse.Namespace, prompts: Optional[Sequence[str]], generator: "Generator"
+    args: argparse.Namespace, prompts: Sequence[str], generator: "Generator"
 ) -> tuple[list[Tensor], list[str]]:
     """Return the embedding and the caption of each text, or of each embedding asked for."""
     if prompts:
@@ -257,80 +300,149 @@ def read_texts(
     return contexts, [Path(path).stem for path in args.text_embedding]
 
 
-def draw(args: argparse.Namespace, generator: "Generator") -> tuple[Tensor, list[str]]:
-    """Generate what the arguments ask for.
+def what_to_draw(args: argparse.Namespace, generator: "Generator") -> list["Request"]:
+    """Return the samples that the arguments ask for: `--count` of each prompt, embedding or class."""
+    from dit.inference.drawing import Request, numbered
 
-    Returns:
-        Samples `[N, C, T, H, W]` and a caption for each.
-    """
-    settings, model = sampling_settings(args), generator.config.model
-    if args.frames is not None:
-        settings["frames"] = args.frames
+    prompts = [Prompt(text) for text in args.prompt or ()]
+    if args.prompts is not None:
+        prompts = read_prompts(args.prompts)
     chosen = args.labels if args.label is None else args.label
-    prompts = args.prompt
     if chosen is None and not (prompts or args.text_embedding) and generator.text_encoder:
-        prompts = generator.config.sampling.prompts
+        prompts = [Prompt(text) for text in generator.config.sampling.prompts or ()]
     if args.negative_prompt is not None and not (prompts or args.text_embedding):
         raise ConfigError("--negative-prompt leads away from a text, so it needs --prompt or --text-embedding")
     given: dict[str, list[Any]] = {}
+    records: list[dict[str, Any]]
     if prompts or args.text_embedding:
-        given["context"], captions = read_texts(args, prompts, generator)
-    elif model.num_classes or chosen is not None:
+        given["context"], captions = read_texts(args, [prompt.prompt for prompt in prompts], generator)
+        records = [{"prompt": p.prompt} for p in prompts] or [{"text_embedding": path} for path in args.text_embedding]
+    elif generator.config.model.num_classes or chosen is not None:
         names = names_of_classes(generator)
         given["label"] = spread(len(names), MAX_DEFAULT_CLASSES) if chosen is None else read_labels(chosen, names)
         captions = [names[label] for label in given["label"]]
+        records = [{"class": name} for name in captions]
     else:
-        captions = [""]
-    if args.negative_prompt is not None:
-        settings["negative"] = {
-            "context": encode_prompts(generator, [args.negative_prompt]) * len(captions) * args.count
-        }
+        captions, records = [""], [{}]
+    negatives: list[Optional[str]] = [p.negative for p in prompts] or [None] * len(captions)
+    negatives = [args.negative_prompt if negative is None else negative for negative in negatives]
+    led_away = encode_negatives(generator, negatives)
     given |= read_conditions(args.condition, len(captions))
-    given = {name: [value for value in values for _ in range(args.count)] for name, values in given.items()}
-    captions = [caption for caption in captions for _ in range(args.count)]
-    captions = [caption or f"sample {i}" for i, caption in enumerate(captions)]
-    return generator.generate(count=len(captions), conditions=given, **settings), captions
+    seeds = [prompt.seed for prompt in prompts] or [None] * len(captions)
+    own = generator.config.sampling.seed if args.seed is None else args.seed
+    requests = []
+    for index, (seed, number) in enumerate(numbered(seeds, args.count)):
+        i = index // args.count
+        record = records[i] | ({} if negatives[i] is None else {"negative": negatives[i]})
+        requests.append(
+            Request(
+                caption=captions[i] or f"sample {index}",
+                conditions={name: values[i] for name, values in given.items()},
+                negative=led_away[i],
+                seed=seed,
+                number=number,
+                record=record | {"seed": own if seed is None else seed, "number": number},
+            )
+        )
+    return requests
 
 
-def write_samples(
-    samples: Tensor, captions: Sequence[str], out: Path, *, fps: float, columns: Optional[int] = None
-) -> None:
-    """Write samples as a film, or as one picture with the frames of a clip beside each other.
+def encode_negatives(generator: "Generator", texts: Sequence[Optional[str]]) -> list[dict[str, Tensor]]:
+    """Embed each different text once; no condition for None."""
+    different = sorted({text for text in texts if text is not None})
+    encoded = dict(zip(different, encode_prompts(generator, different))) if different else {}
+    return [{} if text is None else {"context": encoded[text]} for text in texts]
+
+
+def read_size(args: argparse.Namespace, generator: "Generator", geometry: Optional["Geometry"]) -> dict[str, Any]:
+    """Return the keyword arguments of `generate` that `--size` and `--frames` ask for, in positions of a latent.
 
     Raises:
-        ConfigError: the file cannot be written, or PyAV is missing for an MP4.
+        ConfigError: such samples cannot be drawn.
     """
-    from dit.sampling.clips import CLIP_WRITERS, clip_grid
-    from dit.sampling.grid import image_grid, save_png, to_pictures
+    if args.size is None and args.frames is None:
+        return {}
+    from dit.inference.sizes import check_size
 
-    frames = samples.shape[2]
-    try:
-        if writer := CLIP_WRITERS.get(out.suffix.lower()):
-            writer(clip_grid(samples, captions, columns), out, fps)
-            return
-        images = to_pictures(samples).movedim(2, 1).flatten(0, 1)
-        captions = [caption for caption in captions for _ in range(frames)]
-        save_png(image_grid(images, captions, columns or (frames if frames > 1 else None)), out)
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
+    frames, height, width = generator.latent_size
+    if geometry is not None:
+        frames, height, width = geometry.pixel_shape(frames, height, width)
+    height, width = (height, width) if args.size is None else args.size
+    frames = frames if args.frames is None else args.frames
+    latent = check_size(generator.spec, generator.config.model, (frames, height, width), geometry)
+    return {"frames": latent[0], "size": latent[1:]}
+
+
+@contextlib.contextmanager
+def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of this rank on a terminal; yields what to call with the batch and the solver step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn(f"{num_samples} samples"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=num_batches * num_steps)
+        yield lambda batch, step: bar.update(task, completed=batch * num_steps + step)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Draw the samples and write the picture."""
+    """Draw the samples and write them."""
+    from dit.inference.gallery import Gallery, check_ending, default_clip_ending
     from dit.sampling.clips import CLIP_WRITERS
 
     out = Path(args.out)
-    endings = [".png", *CLIP_WRITERS]
-    if out.suffix.lower() not in endings:
-        raise ConfigError(f"--out {out} must end in {' or '.join(endings)}")
+    check_ending(out, [".png", *CLIP_WRITERS], "--out")
+    if args.save_latents is not None:
+        check_ending(args.save_latents, [".safetensors"], "--save-latents")
     generator = open_generator(args)
+    from dit.backends.device import local_device
+    from dit.inference.decoding import Decoder, find_autoencoder
+    from dit.inference.drawing import batches, draw
+
+    rank, world_size = environment.rank(), environment.world_size()
+    channels = generator.config.model.in_channels
+    name, note = find_autoencoder(channels, args.vae, generator.autoencoder, "--vae PATH")
+    if note and rank == 0:
+        print(note, file=sys.stderr)
+    decode = Decoder(name, local_device())
+    settings = sampling_settings(args) | read_size(args, generator, decode.geometry)
+    requests = what_to_draw(args, generator)
+    gallery = Gallery(
+        [request.caption for request in requests],
+        [request.record for request in requests],
+        folder=args.files,
+        keep_latents=args.save_latents is not None,
+        fps=generator.fps if args.fps is None else args.fps,
+        clip_ending=default_clip_ending() if args.clips is None else f".{args.clips}",
+    )
+    batch_size = args.batch or generator.batch_size(settings.get("frames"), settings.get("size"))
+    mine = len(batches(requests, batch_size)[rank::world_size])
+    num_steps = args.steps or generator.config.sampling.num_steps
     started = time.monotonic()
-    samples, captions = draw(args, generator)
+    with progress_bar(len(requests), mine, num_steps) as on_step:
+        for indices, latents in draw(
+            generator,
+            requests,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            on_step=on_step,
+            **settings,
+        ):
+            gallery.add(indices, latents, decode(latents))
+    if not gallery.gather():
+        return
     seconds = time.monotonic() - started
-    columns = args.columns or (args.count if args.count > 1 and samples.shape[2] == 1 else None)
-    fps = generator.fps if args.fps is None else args.fps
-    write_samples(samples, captions, out, fps=fps, columns=columns)
-    print(f"{out}: {len(samples)} samples in {seconds:.1f} s")
+    gallery.save_record()
+    if args.save_latents is not None:
+        gallery.save_latents(args.save_latents, {} if name is None else {"autoencoder": name})
+    gallery.save_grid(out, args.columns, args.count if args.count > 1 else None)
+    shown = "" if gallery.shown == len(requests) else f", the first {gallery.shown} shown"
+    print(f"{out}: {len(requests)} samples in {seconds:.1f} s{shown}")
+    for path in (args.files, args.save_latents):
+        if path is not None:
+            print(f"{path}: all {len(requests)}")
 
 
 @one_line_errors

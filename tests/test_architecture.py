@@ -73,6 +73,7 @@ MAY_IMPORT = {
         *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
     },
     "dit.encoders": {"dit.errors", "dit.backends"},
+    "dit.evaluation": {"dit.errors", "dit.backends"},
     "dit.convert": {
         "dit.errors",
         "dit.layout",

@@ -1,6 +1,7 @@
 """A trained model for sampling: from a checkpoint folder alone to pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -9,17 +10,22 @@ from torch import Tensor
 
 from dit.backends import process_groups
 from dit.backends.device import local_device
+from dit.batch import PackedBatch
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.sharded_state import load_weights
 from dit.condition_table import DEFAULT_FPS, FPS, LABEL
 from dit.conditions import Value
 from dit.errors import ConfigError
+from dit.inference.sizes import check_size
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch
 from dit.run_config import RunConfig
-from dit.sampling.generate import empty_pack, generate
-from dit.settings import TrainingConfig
+from dit.sampling.generate import empty_pack, generate_each
+from dit.settings import SamplingConfig, TrainingConfig
+
+TOKENS_AT_ONCE = 16384
+"""Tokens of the samples that are drawn in one pack; guidance doubles them."""
 
 
 class Generator:
@@ -29,6 +35,7 @@ class Generator:
         config: the settings it was trained with.
         class_names: name of each class, or None.
         text_encoder: encoder of `dit.encoders.text` whose embeddings it was trained on, or None.
+        autoencoder: of `dit.encoders.vae`, whose latents it was trained on, or None.
         fps: frames per second of its training data; `DEFAULT_FPS` where the run did not record it.
         step: optimizer step of its weights.
     """
@@ -37,6 +44,7 @@ class Generator:
         self.config, self.network, self.step = config, network, step
         self.class_names: Optional[list[str]] = metadata["class_names"]
         self.text_encoder: Optional[str] = metadata.get("text_encoder")
+        self.autoencoder: Optional[str] = metadata.get("autoencoder")
         self.fps: float = metadata.get("fps", DEFAULT_FPS)
         self.spec = config.model.batch_spec()
         frames, height, width = metadata["latent_size"]
@@ -51,14 +59,20 @@ class Generator:
         negative: Optional[Mapping[str, Sequence[Value]]] = None,
         fps: Optional[float] = None,
         frames: Optional[int] = None,
+        size: Optional[tuple[int, int]] = None,
         solver: Optional[str] = None,
         num_steps: Optional[int] = None,
         variance: Optional[str] = None,
         guidance_scale: Optional[float] = None,
         guidance_channels: Optional[int] = None,
         seed: Optional[int] = None,
+        seeds: Optional[Sequence[Optional[int]]] = None,
+        numbers: Optional[Sequence[int]] = None,
+        on_step: Callable[[int], None] = lambda step: None,
     ) -> Tensor:
         """Generate one sample per label (or condition, or `count` samples); settings left out are the run's own.
+
+        The noise of a sample depends on its seed and its number, so that samples can be drawn in batches of any size.
 
         Args:
             labels: class of each sample.
@@ -66,49 +80,98 @@ class Generator:
             negative: conditions that guidance leads away from, by name; None for the null of all.
             fps: of all samples.
             frames: of each sample, 1 for a still; those of the longest clip that was trained on if None.
+            size: height and width of each sample; those of the largest one that was trained on if None.
             variance: of the solver `ancestral`, see `SamplingConfig`.
+            seeds: own seed of each sample; None for `seed`.
+            numbers: of the samples; 0, 1, ... if None.
+            on_step: called with the number of each solver step when it starts.
 
         Returns:
             Latents `[N, C, T, H, W]`, float32.
 
         Raises:
-            ConfigError: a condition does not fit the model, the solver is unknown or has no such variance, or so many
-                frames cannot be drawn.
+            ConfigError: a condition does not fit the model, the solver is unknown or has no such variance, or samples
+                of such a size cannot be drawn.
         """
-        own = self.config.sampling
-        device = local_device()
-        latent_frames, height, width = self.latent_size
-        frames = latent_frames if frames is None else frames
+        sampling = self.sampling(
+            solver=solver,
+            num_steps=num_steps,
+            variance=variance,
+            guidance_scale=guidance_scale,
+            guidance_channels=guidance_channels,
+            seed=seed,
+        )
+        frames, height, width = check_size(self.spec, self.config.model, self.size_of(frames, size))
         # A still was trained on as a clip of one patch in which nothing moves: any frame of it is the picture.
         drawn = frames_to_patch(frames, self.spec.patch_temporal)
-        if frames < 1 or drawn % self.spec.patch_temporal:
-            raise ConfigError(
-                f"frames={frames} cannot be cut into patches of {self.spec.patch_temporal} frames; use a multiple, or "
-                "1 for a still"
-            )
         given = dict(conditions or {}) if labels is None else {LABEL.name: labels, **(conditions or {})}
-        size = len(next(iter(given.values()))) if given else count or 1
-        rate = {FPS.name: [self.fps if fps is None else fps] * size}
-        batch = empty_pack(self.spec, (drawn, height, width), size, device, {**rate, **given})
-        solver = own.solver if solver is None else solver
-        if variance is not None and solver != "ancestral":
+        count = len(next(iter(given.values()))) if given else count or 1
+        rate = {FPS.name: [self.fps if fps is None else fps] * count}
+        batch = empty_pack(self.spec, (drawn, height, width), count, local_device(), {**rate, **given}, numbers)
+        every_seed = [sampling.seed if one is None else one for one in seeds or [None] * count]
+        latents = self.generate_pack(batch, sampling, seeds=every_seed, negative=negative, on_step=on_step)
+        return torch.stack(latents)[:, :, :frames]
+
+    def sampling(self, **given: Any) -> SamplingConfig:
+        """Return the run's own settings of sampling with those that are given and not None.
+
+        Raises:
+            ConfigError: a variance is given to a solver that has none.
+        """
+        sampling = replace(self.config.sampling, **{name: x for name, x in given.items() if x is not None})
+        if given.get("variance") is not None and sampling.solver != "ancestral":
             raise ConfigError(
-                f"variance={variance!r} is of noise that solver={solver!r} does not draw; use solver='ancestral'"
+                f"variance={sampling.variance!r} is of noise that solver={sampling.solver!r} does not draw; "
+                "use solver='ancestral'"
             )
-        latents = generate(
+        return sampling
+
+    def generate_pack(
+        self,
+        batch: PackedBatch,
+        sampling: SamplingConfig,
+        *,
+        seeds: Optional[Sequence[int]] = None,
+        negative: Optional[Mapping[str, Sequence[Value]]] = None,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> list[Tensor]:
+        """Generate a sample for each of a pack, of its size and with its conditions.
+
+        Args:
+            batch: its latents are not read.
+            seeds: of each sample; None for that of `sampling`.
+            negative, on_step: as in `generate`.
+
+        Returns:
+            The latent of each sample `[C, T, H, W]`, float32.
+        """
+        seed = torch.tensor([sampling.seed] * batch.layout.num_samples if seeds is None else seeds)
+        return generate_each(
             self.network,
             self.config.objective,
             batch,
             self.spec,
-            solver=solver,
-            num_steps=own.num_steps if num_steps is None else num_steps,
-            variance=own.variance if variance is None else variance,
-            guidance_scale=own.guidance_scale if guidance_scale is None else guidance_scale,
-            guidance_channels=own.guidance_channels if guidance_channels is None else guidance_channels,
-            seed=own.seed if seed is None else seed,
+            solver=sampling.solver,
+            num_steps=sampling.num_steps,
+            variance=sampling.variance,
+            guidance_scale=sampling.guidance_scale,
+            guidance_channels=sampling.guidance_channels,
+            seed=seed.to(batch.layout.device),
             negative=negative,
+            on_step=on_step,
         )
-        return latents[:, :, :frames]
+
+    def size_of(self, frames: Optional[int], size: Optional[tuple[int, int]]) -> tuple[int, int, int]:
+        """Return (T, H, W) of a latent, what is None from the largest sample that was trained on."""
+        trained_frames, *trained = self.latent_size
+        height, width = trained if size is None else size
+        return trained_frames if frames is None else frames, height, width
+
+    def batch_size(self, frames: Optional[int], size: Optional[tuple[int, int]]) -> int:
+        """Return how many samples of this size are drawn at once: those of `TOKENS_AT_ONCE`, at least one."""
+        drawn, height, width = self.size_of(frames, size)
+        positions = frames_to_patch(drawn, self.spec.patch_temporal) * height * width
+        return max(1, TOKENS_AT_ONCE * self.spec.patch_volume // positions)
 
 
 def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") -> Generator:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Optional
 import torch
 from torch import Tensor
 
+from dit.backends.device import local_device
 from dit.condition_table import CONTEXT, FPS, LABEL
 from dit.conditions import Value
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
+from dit.inference.decoding import Decoder, find_autoencoder
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
 from dit.sampling.clips import MAX_GIF_FPS, clip_grid, save_gif
@@ -31,9 +33,14 @@ class PictureWriter:
     Args:
         class_names: name of each class for the captions; None numbers them.
         text_encoder: what embedded the texts that the run trains on, and embeds `sampling.prompts`.
+        autoencoder: whose latents the run trains on; it decodes the samples, unless `sampling.vae` names another.
+
+    Attributes:
+        note: a line for the user where latents are drawn without their autoencoder; else None.
 
     Raises:
-        ConfigError: there are prompts, but no encoder for all the model reads of them, or no model that reads them.
+        ConfigError: there are prompts, but no encoder for all the model reads of them, or no model that reads them; or
+            `sampling.vae` cannot decode the samples.
     """
 
     def __init__(
@@ -44,10 +51,13 @@ class PictureWriter:
         sampling: SamplingConfig,
         class_names: Optional[list[str]],
         text_encoder: Optional[str] = None,
+        autoencoder: Optional[str] = None,
     ) -> None:
         self.model, self.objective, self.spec, self.sampling = model, objective, spec, sampling
         self.class_names, self.text_encoder = class_names, text_encoder
         self._contexts: Optional[list[Tensor]] = None
+        found, self.note = find_autoencoder(model.in_channels, sampling.vae, autoencoder, "sampling.vae=PATH")
+        self._decoder = Decoder(found, local_device())
         if sampling.prompts:
             self._check_prompts()
 
@@ -72,16 +82,23 @@ class PictureWriter:
             )
 
     def draw(
-        self, network: Callable[..., Tensor], latent_size: tuple[int, int, int], fps: float, device: torch.device
+        self,
+        network: Callable[..., Tensor],
+        latent_size: tuple[int, int, int],
+        fps: float,
+        device: torch.device,
+        *,
+        lay_out: bool = True,
     ) -> list["Image"]:
         """Generate the samples and lay them out; every rank of a tensor-parallel group must take part.
 
         Args:
             latent_size: (T, H, W) of each sample.
             fps: frames per second, for a model that is conditioned on them.
+            lay_out: decode the samples and lay them out; a rank that writes nothing need not.
 
         Returns:
-            One grid per frame.
+            One grid per frame; none without a layout.
         """
         given: dict[str, Sequence[Value]] = {}
         captions: Optional[list[str]] = None
@@ -111,7 +128,7 @@ class PictureWriter:
             guidance_channels=self.sampling.guidance_channels,
             seed=self.sampling.seed,
         )
-        return clip_grid(latents, captions, columns)
+        return clip_grid(self._decoder(latents), captions, columns) if lay_out else []
 
     def _encoded_prompts(self) -> Optional[list[Tensor]]:
         """Return the embedding of each prompt as often as it is drawn; the encoder is loaded once and let go."""

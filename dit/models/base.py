@@ -226,6 +226,11 @@ class ModelConfig(ABC):
     def megatron_sizes(self) -> TransformerSizes:
         """Return the sizes of this model for Megatron-Core's `TransformerConfig`."""
 
+    @property
+    def largest_grid(self) -> Optional[tuple[int, int, int]]:
+        """Most patches of a sample along t, h and w; None where the positions have no end."""
+        return None
+
     def layer_kind(self, layer: int) -> Hashable:
         """Return a key of a layer's cost: layers with the same key cost the same.
 

@@ -23,7 +23,7 @@ class AddressedNoise:
     """The random numbers of one micro-batch.
 
     Args:
-        seed: seed of the run.
+        seed: seed of the run; or of each sample, int64 `[S]`.
         step: optimizer step, counted from 0.
         sample_ids_S: address of each sample, int64.
         layout: of the local tokens.
@@ -33,7 +33,7 @@ class AddressedNoise:
 
     def __init__(
         self,
-        seed: int,
+        seed: int | Tensor,
         step: int,
         sample_ids_S: Tensor,
         layout: SequenceLayout,
@@ -42,10 +42,13 @@ class AddressedNoise:
         self.seed, self.step, self.layout = seed, step, layout
         self.ids_S = sample_ids_S if draws_S is None else sample_ids_S + draws_S * _DRAW_STRIDE  # wraps modulo 2**64
 
-    def _words(self, purpose: str, ids: Tensor, element: Tensor) -> Words:
+    def _words(self, purpose: str, ids: Tensor, seed: int | Tensor, element: Tensor) -> Words:
         ids, element = torch.broadcast_tensors(ids, element)
-        key = ((self.seed ^ zlib.crc32(purpose.encode())) & MASK32, ((self.seed >> 32) ^ 0x5DEECE66) & MASK32)
+        key = ((seed ^ zlib.crc32(purpose.encode())) & MASK32, ((seed >> 32) ^ 0x5DEECE66) & MASK32)
         return philox((element, torch.full_like(element, self.step), ids & MASK32, (ids >> 32) & MASK32), key)
+
+    def _words_S(self, purpose: str) -> Words:
+        return self._words(purpose, self.ids_S, self.seed, torch.zeros_like(self.ids_S))
 
     def level_S(self) -> Tensor:
         """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`."""
@@ -53,15 +56,17 @@ class AddressedNoise:
 
     def uniform_S(self, purpose: str) -> Tensor:
         """Draw one number in (0, 1) per sample, float32 `[S]`."""
-        return to_uniform(self._words(purpose, self.ids_S, torch.zeros_like(self.ids_S))[0])
+        return to_uniform(self._words_S(purpose)[0])
 
     def normal_S(self, purpose: str) -> Tensor:
         """Draw one standard normal number per sample, float32 `[S]`."""
-        return to_normal(self._words(purpose, self.ids_S, torch.zeros_like(self.ids_S)))[0]
+        return to_normal(self._words_S(purpose))[0]
 
     def normal_TC(self, purpose: str, channels: int) -> Tensor:
         """Draw standard normal noise for every local token, float32 `[T, channels]`."""
         blocks = -(-channels // 4)
         element = self.layout.token_index_T[:, None] * blocks + torch.arange(blocks, device=self.layout.device)
-        ids = self.ids_S[self.layout.segment_ids_T][:, None]
-        return torch.stack(to_normal(self._words(purpose, ids, element)), -1).flatten(1)[:, :channels]
+        of_T1 = self.layout.segment_ids_T[:, None]
+        seed = self.seed if isinstance(self.seed, int) else self.seed[of_T1]
+        words = self._words(purpose, self.ids_S[of_T1], seed, element)
+        return torch.stack(to_normal(words), -1).flatten(1)[:, :channels]

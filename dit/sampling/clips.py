@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from dit.errors import ConfigError
-from dit.sampling.grid import image_grid, to_pictures, write_complete
+from dit.sampling.grid import image_grid, to_image, to_pictures, write_complete
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,6 +34,11 @@ def clip_grid(
         T pictures of one size.
     """
     return [image_grid(frame, captions, columns) for frame in to_pictures(samples).unbind(2)]
+
+
+def clip_frames(clip: Tensor) -> list["Image"]:
+    """Return the frames of a clip `[1 or 3, T, H, W]` in [-1, 1], at their own size."""
+    return [to_image(frame) for frame in clip.unbind(1)]
 
 
 def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:

@@ -28,6 +28,7 @@ def empty_pack(
     count: int,
     device: torch.device,
     given: Optional[Mapping[str, Sequence[Value]]] = None,
+    numbers: Optional[Sequence[int]] = None,
 ) -> PackedBatch:
     """Return a dense pack of `count` samples to be generated: positions and conditions, zero latents.
 
@@ -35,11 +36,13 @@ def empty_pack(
         latent_size: (T, H, W) of each latent.
         given: the conditions by name, a value for each sample: a class, text embeddings `[k, width]`, a picture
             `[C, T, H, W]`. One that is not given is the default of the data, or the null.
+        numbers: of the samples, which their noise depends on; 0, 1, ... if None.
 
     Raises:
         ConfigError: a condition does not fit the model, or the companion of one is missing.
     """
     given = {} if given is None else given
+    numbers = range(count) if numbers is None else numbers
     check_given(spec.conditions, given, count, latent_size)
     frames, height, width = latent_size
     grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
@@ -56,9 +59,9 @@ def empty_pack(
         latents_TC=torch.zeros(layout.total_tokens, spec.latent_channels * spec.patch_volume),
         positions_T3=positions,
         layout=layout,
-        sample_ids_S=torch.tensor([sample_id(f"generated {i}") for i in range(count)]),
+        sample_ids_S=torch.tensor([sample_id(f"generated {i}") for i in numbers]),
         grids=(grid,) * count,
-        keys=tuple(f"generated {i}" for i in range(count)),
+        keys=tuple(f"generated {i}" for i in numbers),
         conditions=conditions,
     ).to(device)
 
@@ -98,8 +101,19 @@ def without_conditions(
     return replace(batch, conditions=batch.conditions.unconditional(spec.conditions, batch.layout) | instead)
 
 
-@torch.no_grad()
 def generate(
+    network: ConditionalNetwork, objective: Objective, batch: PackedBatch, spec: BatchSpec, **settings: Any
+) -> Tensor:
+    """Generate samples of one shape, see `generate_each`.
+
+    Returns:
+        Latents `[N, C, T, H, W]`, float32.
+    """
+    return torch.stack(generate_each(network, objective, batch, spec, **settings))
+
+
+@torch.no_grad()
+def generate_each(
     network: ConditionalNetwork,
     objective: Objective,
     batch: PackedBatch,
@@ -108,22 +122,25 @@ def generate(
     solver: str,
     num_steps: int,
     guidance_scale: float,
-    seed: int,
+    seed: int | Tensor,
     variance: str = "small",
     guidance_channels: Optional[int] = None,
     negative: Optional[Mapping[str, Sequence[Value]]] = None,
-) -> Tensor:
-    """Generate every sample of a pack of `empty_pack`.
+    on_step: Callable[[int], None] = lambda step: None,
+) -> list[Tensor]:
+    """Generate every sample of a pack of `empty_pack`, or in place of the latents of any other pack.
 
     The noise is counter-based on (seed, sample, solver step): a sample does not depend on the other samples.
 
     Args:
+        seed: of all samples, or of each, int64 `[S]`.
         variance: see `SamplingConfig`, as for `guidance_channels`.
         negative: conditions of the unconditional branch, by name, a value for each sample; for the others it is their
             null.
+        on_step: called with the number of each solver step, from 0, when it starts.
 
     Returns:
-        Latents `[N, C, T, H, W]`, float32.
+        The latent of each sample `[C, T, H, W]`, float32.
 
     Raises:
         ConfigError: the solver or the variance is unknown, the objective learned no variance, or there are not so many
@@ -152,18 +169,22 @@ def generate(
     grid = objective.sampling_grid(num_steps)
     _, sigma = objective.path.alpha_sigma(grid[0])
     denoise: Callable[..., Any] = objective.denoise_with_variance if learned else objective.denoise
+
+    def denoised(x_TC: Tensor, u: Tensor) -> Any:
+        on_step(int((grid > u).sum()))
+        return denoise(bound, x_TC, u, layout)
+
     start_TC = float(sigma) * AddressedNoise(seed, 0, batch.sample_ids_S, layout).normal_TC("start", channels)
     x0_TC = solve(
         solver,
-        lambda x_TC, u: denoise(bound, x_TC, u, layout),
+        denoised,
         objective.path,
         start_TC,
         grid,
         noise_at=noise_at,
         variance=variance,
     )
-    latents = [
+    return [
         unpatchify(x0_TC[start : start + length], sample_grid, spec.patch_temporal, spec.patch_spatial)
         for start, length, sample_grid in zip(layout.starts, layout.lengths, batch.grids)
     ]
-    return torch.stack(latents)

@@ -20,6 +20,8 @@ INK = (228, 228, 231)
 CAPTION_HEIGHT = 16
 GAP = 4
 MIN_TILE = 64
+PIXEL_CHANNELS = (1, 3)
+"""Of pictures; samples with another number of channels are latents."""
 
 
 def to_bytes(images: Tensor) -> Tensor:
@@ -35,10 +37,17 @@ def to_bytes(images: Tensor) -> Tensor:
         ConfigError: the images have neither 1 nor 3 channels, so they are latents and must be decoded first.
     """
     channels = images.shape[-3]
-    if channels not in (1, 3):
+    if channels not in PIXEL_CHANNELS:
         raise ConfigError(f"a picture has 1 or 3 channels, got {channels}; decode latents, or show 3 of their channels")
     pixels = ((images.detach().float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return pixels.expand(*pixels.shape[:-3], 3, *pixels.shape[-2:]).movedim(-3, -1)
+
+
+def to_image(pixels: Tensor) -> "Image":
+    """Return a picture `[1 or 3, H, W]` in [-1, 1] as an image of Pillow of its own size."""
+    from PIL import Image
+
+    return Image.fromarray(to_bytes(pixels).numpy())
 
 
 def to_pictures(samples: Tensor) -> Tensor:
@@ -54,7 +63,7 @@ def to_pictures(samples: Tensor) -> Tensor:
         `[N, 1 or 3, T, H, W]` in [-1, 1], float32.
     """
     samples = samples.detach().float()
-    if samples.shape[1] in (1, 3):
+    if samples.shape[1] in PIXEL_CHANNELS:
         return samples.clamp(-1, 1)
     shown = samples[:, : 3 if samples.shape[1] > 3 else 1]
     mean, std = shown.mean((1, 2, 3, 4), keepdim=True), shown.std((1, 2, 3, 4), keepdim=True)

@@ -218,10 +218,19 @@ class Run:
         if resumed:
             self.batches.recall_largest(self.checkpointer.resumed_metadata, spec)
         self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
+        self.autoencoder = config.sampling.vae or config.data.autoencoder()
         self.pictures = PictureWriter(
-            config.model, config.objective, spec, config.sampling, self.class_names, self.text_encoder
+            config.model,
+            config.objective,
+            spec,
+            config.sampling,
+            self.class_names,
+            self.text_encoder,
+            self.autoencoder,
         )
         reports = groups.rank == 0 and not quiet
+        if reports and config.training.sample_interval and self.pictures.note:
+            logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
 
     def shard(self, batch: PackedBatch) -> PackedBatch:
@@ -329,6 +338,7 @@ class Run:
             "latent_size": list(self.batches.latent_size(self.spec)),
             "fps": self.batches.fps,
             "text_encoder": self.text_encoder,
+            "autoencoder": self.autoencoder,
         }
         self.log.checkpoint(self.state, self.checkpointer.save(self.state, metadata))
 
@@ -351,8 +361,10 @@ class Run:
         with state.averaged():
             # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
             network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
-            frames = self.pictures.draw(network, self.batches.latent_size(self.spec), fps, self.device)
-        if not self.log.is_silent:
+            frames = self.pictures.draw(
+                network, self.batches.latent_size(self.spec), fps, self.device, lay_out=not self.log.is_silent
+            )
+        if frames:
             folder = Path(self.config.training.run_dir) / "samples" / f"step_{state.step:07d}"
             path = self.pictures.save(frames, folder / ("ema.png" if state.ema else "raw.png"), fps)
             self.log.samples(state, path)

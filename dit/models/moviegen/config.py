@@ -48,6 +48,13 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
             where = f"with model.position_embedding={self.position_embedding!r}"
             check_unused(self, ["max_grid"], where, "use 'learned_3d'")
 
+    @property
+    def largest_grid(self) -> Optional[tuple[int, int, int]]:
+        if self.position_embedding != "learned_3d":
+            return None
+        t, h, w = self.max_grid
+        return t, h, w
+
     def megatron_sizes(self) -> TransformerSizes:
         sizes = replace(super().megatron_sizes(), add_bias_linear=False)
         return self.with_experts(sizes, self.ffn_size)

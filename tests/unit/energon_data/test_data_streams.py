@@ -22,7 +22,7 @@ from energon_data.prepare.letters import LettersReport
 from energon_data.prepare.moving_letters import DIRECTIONS, prepare_moving_letters
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import StreamGroup, check_streams
-from launch.evaluate import data_folder
+from launch.letter_score import data_folder
 
 PACKED: dict[str, Any] = {"max_tokens_per_pack": 40, "packing_buffer_size": 24, "pad_packs": True}
 AUGMENTED: dict[str, Any] = {"resize_side": 10, "crop_size": [8, 6], "flip": 0.5, "shuffle_buffer": 10}

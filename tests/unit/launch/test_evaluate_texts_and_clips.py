@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from energon_data.prepare.moving_letters import CLASS_NAMES, DIRECTIONS
-from launch import evaluate
+from launch import evaluate, letter_score
 from launch.letter_reader import LetterReader
 from tests.unit.launch.test_letters import face, walk
 
@@ -74,8 +74,8 @@ def judge(monkeypatch):
         )
         clips = [(walk(d, 0.5), {"direction": d, "font": "f"}) for d in DIRECTIONS]
         monkeypatch.setattr(evaluate, "open_generator", lambda args: generator)
-        monkeypatch.setattr(evaluate, "load_reader", lambda folder: reader(network))
-        monkeypatch.setattr(evaluate, "encode_prompts", lambda generator, prompts: list(prompts))
+        monkeypatch.setattr(letter_score, "load_reader", lambda folder: reader(network))
+        monkeypatch.setattr(letter_score, "encode_prompts", lambda generator, prompts: list(prompts))
         monkeypatch.setattr("energon_data.letters.load_clips", lambda folder, split: clips)
         pictures = (torch.ones(2, 1, SIZE, SIZE), None, [{"font": "f"}] * 2)
         monkeypatch.setattr("energon_data.letters.load_letters", lambda folder, split: pictures)

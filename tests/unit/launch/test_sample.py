@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
+from dit.data_api import BatchSpec
+from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
-from launch import evaluate, sample
+from launch import evaluate, letter_score, sample
 from launch.letter_reader import LetterReader
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -29,21 +32,32 @@ class FakeGenerator:
     text_encoder: Optional[str] = None
     frames: int = 1
     fps: float = 20.0
+    channels: int = 1
+    autoencoder: Optional[str] = None
+    spec: BatchSpec = field(default_factory=DiTConfig(patch_spatial=2).batch_spec)
+    latent_size: tuple[int, int, int] = (1, 6, 6)
     calls: list[dict] = field(default_factory=list)
 
     @property
     def config(self):
-        model = SimpleNamespace(num_classes=self.num_classes, context_size=self.context_size)
-        return SimpleNamespace(
-            model=model, data=SimpleNamespace(path="somewhere"), sampling=SimpleNamespace(prompts=None)
+        model = SimpleNamespace(
+            num_classes=self.num_classes,
+            context_size=self.context_size,
+            in_channels=self.channels,
+            largest_grid=None,
         )
+        sampling = SimpleNamespace(prompts=None, seed=7, num_steps=3)
+        return SimpleNamespace(model=model, data=SimpleNamespace(path="somewhere"), sampling=sampling)
 
-    def generate(self, labels=None, *, count=None, conditions=None, **settings):
+    def batch_size(self, frames, size):
+        return 1000
+
+    def generate(self, labels=None, *, count=None, conditions=None, on_step=None, **settings):
         given = {} if labels is None else {"label": labels}
         given |= conditions or {}
         self.calls.append({"count": count, **given, **settings})
         shown = given.get("label") or [0] * count
-        out = torch.full((len(shown), 1, self.frames, 6, 6), -1.0)
+        out = torch.full((len(shown), self.channels, self.frames, 6, 6), -1.0)
         for i, label in enumerate(shown):
             out[i].flatten(2)[..., 0 if label in self.confused else label] = 1.0
         return out
@@ -62,7 +76,7 @@ def generator(monkeypatch):
     fake = FakeGenerator()
     monkeypatch.setattr(sample, "open_generator", lambda args: fake)
     monkeypatch.setattr(evaluate, "open_generator", lambda args: fake)
-    monkeypatch.setattr(evaluate, "load_reader", lambda folder: READER)
+    monkeypatch.setattr(letter_score, "load_reader", lambda folder: READER)
     return fake
 
 
@@ -94,6 +108,9 @@ def test_settings_reach_the_generator(generator, tmp_path):
     assert generator.calls[0] == {
         "label": [3, 3],
         "count": 2,
+        "negative": None,
+        "seeds": None,
+        "numbers": [0, 1],
         "solver": "heun",
         "num_steps": 5,
         "variance": "large",
@@ -180,6 +197,51 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
     assert [c[:, 0].tolist() for c in call["negative"]["context"]] == [[4]] * 4
     assert draw(tmp_path, "--negative-prompt", "ugly") == 2
     assert "needs --prompt" in capsys.readouterr().err
+
+
+def test_a_file_of_prompts_has_negatives_and_seeds_of_its_own(generator, tmp_path, monkeypatch):
+    monkeypatch.setattr("dit.encoders.text.load_text_encoder", lambda name: LengthEncoder())
+    generator.context_size, generator.text_encoder = 8, "some encoder"
+    lines = ['{"prompt": "a bold Q", "seed": 5}', '{"prompt": "an R", "negative": "ugly thing"}', '{"prompt": "S"}']
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    given = ["--prompts", str(tmp_path / "x.jsonl"), "--count", "2", "--files", str(tmp_path / "files")]
+    assert draw(tmp_path, *given) == 0
+    first, second, third = generator.calls
+    assert [c[:, 0].tolist() for call in generator.calls for c in call["context"]] == [
+        *[[1.0, 4.0, 1.0]] * 2,
+        *[[2.0, 1.0]] * 2,
+        *[[1.0]] * 2,
+    ]
+    assert [call["negative"] is None for call in generator.calls] == [True, False, True]
+    assert [c[:, 0].tolist() for c in second["negative"]["context"]] == [[4.0, 5.0]] * 2
+    assert (first["seeds"], first["numbers"]) == ([5, 5], [0, 1])
+    assert (third["seeds"], third["numbers"]) == (None, [4, 5])
+    records = [json.loads(line) for line in (tmp_path / "files" / "samples.jsonl").read_text().splitlines()]
+    assert [(r["prompt"], r["seed"], r["number"]) for r in records[1:3]] == [("a bold Q", 5, 1), ("an R", 7, 2)]
+    assert draw(tmp_path, *given, "--negative-prompt", "bad") == 0
+    led_away = [c[:, 0].tolist() for c in generator.calls[-1]["negative"]["context"]]
+    assert led_away == [[3.0]] * 2 + [[4.0, 5.0]] * 2 + [[3.0]] * 2
+
+
+def test_sizes_are_those_of_the_model_or_refused(generator, tmp_path, capsys):
+    assert draw(tmp_path, "--size", "8x12", "--labels", "A") == 0
+    assert (generator.calls[-1]["frames"], generator.calls[-1]["size"]) == (1, (8, 12))
+    assert draw(tmp_path, "--size", "7", "--labels", "A") == 2
+    assert "the height of 7 is no multiple of 2 (a patch of 2); use 6 or 8" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as leave:
+        draw(tmp_path, "--size", "8x")
+    assert leave.value.code == 2
+
+
+def test_latents_without_an_autoencoder_are_false_colours_and_said_to_be(generator, tmp_path, capsys):
+    generator.channels = 4
+    assert draw(tmp_path, "--labels", "A", "--save-latents", str(tmp_path / "x.safetensors")) == 0
+    assert "latents of 4 channels are drawn as false colours" in capsys.readouterr().err
+    assert load_file(tmp_path / "x.safetensors")["latents"].shape == (1, 4, 1, 6, 6)
+    assert draw(tmp_path, "--labels", "A", "--vae", str(tmp_path)) == 2
+    assert "no autoencoder at" in capsys.readouterr().err
+    assert draw(tmp_path, "--labels", "A", "--save-latents", "x.npy") == 2
+    assert "--save-latents x.npy must end in .safetensors" in capsys.readouterr().err
 
 
 def test_captions_keep_the_words_that_tell_prompts_apart():

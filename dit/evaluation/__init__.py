@@ -1,0 +1,1 @@
+"""Measures of generated pictures against real ones, and against their texts."""

@@ -1,0 +1,160 @@
+"""Where drawn samples go: one file each, the latents, and the grid of all, from any number of ranks."""
+
+import contextlib
+import importlib.util
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dit.errors import ConfigError
+from dit.sampling.clips import CLIP_WRITERS, clip_frames, clip_grid
+from dit.sampling.grid import image_grid, save_png, to_image, write_complete
+
+GRID_PIXELS = 2**24
+"""Of all pictures in a grid, with the frames of clips; the first ones that fit are shown."""
+RECORD_FILE = "samples.jsonl"
+
+
+def default_clip_ending() -> str:
+    """Return `.mp4` where PyAV can write it, else `.gif`."""
+    return ".mp4" if importlib.util.find_spec("av") else ".gif"
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}; choose another path") from error
+
+
+class Gallery:
+    """Collects the samples of a command on every rank, and writes them.
+
+    Args:
+        captions: of every sample.
+        records: what was asked for, of every sample, as plain values.
+        folder: gets a file for each sample, and `samples.jsonl` with a line for each; None for no such files.
+        keep_latents: for `save_latents`.
+        fps: frames per second of clips.
+        clip_ending: of a file of one clip, a key of `CLIP_WRITERS`.
+
+    Raises:
+        ConfigError: a file cannot be written, or PyAV is missing for an MP4; by the methods that write.
+    """
+
+    def __init__(
+        self,
+        captions: Sequence[str],
+        records: Sequence[Mapping[str, Any]],
+        *,
+        folder: Optional[Path] = None,
+        keep_latents: bool = False,
+        fps: float = 1.0,
+        clip_ending: str,
+    ) -> None:
+        self.captions, self.records = captions, records
+        self.folder, self.keep_latents = folder, keep_latents
+        self.fps, self.clip_ending = fps, clip_ending
+        self.shown = len(captions)
+        self._pictures: dict[int, Tensor] = {}
+        self._latents: dict[int, Tensor] = {}
+        self._files: dict[int, str] = {}
+
+    def add(self, indices: Sequence[int], latents: Tensor, pictures: Tensor) -> None:
+        """Take a batch of samples, and write their files.
+
+        Args:
+            latents: `[N, C, t, h, w]`.
+            pictures: `[N, 1 or 3, T, H, W]` in [-1, 1].
+        """
+        self.shown = min(len(self.captions), max(1, GRID_PIXELS // math.prod(pictures.shape[2:])))
+        for index, latent, picture in zip(indices, latents, pictures, strict=True):
+            if self.keep_latents:
+                self._latents[index] = latent.cpu()
+            if index < self.shown:
+                self._pictures[index] = picture
+            if self.folder is not None:
+                self._files[index] = self._write(index, picture, self.folder)
+
+    def _write(self, index: int, picture: Tensor, folder: Path) -> str:
+        is_clip = picture.shape[1] > 1
+        name = f"{index:06d}{self.clip_ending if is_clip else '.png'}"
+        with _writing(folder / name):
+            if is_clip:
+                CLIP_WRITERS[self.clip_ending](clip_frames(picture), folder / name, self.fps)
+            else:
+                save_png(to_image(picture[:, 0]), folder / name)
+        return name
+
+    def gather(self) -> bool:
+        """Collect what the ranks have on the first one; every rank calls this.
+
+        Returns:
+            Whether this is the first rank, which writes the rest.
+        """
+        mine = (self._pictures, self._latents, self._files, self.shown)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return True
+        parts: Optional[list[Any]] = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, parts)
+        for pictures, latents, files, shown in parts or []:
+            self._pictures |= pictures
+            self._latents |= latents
+            self._files |= files
+            self.shown = min(self.shown, shown)
+        return dist.get_rank() == 0
+
+    def save_record(self) -> None:
+        """Write what each file shows, one JSON object per line, into the folder of the files."""
+        if self.folder is not None:
+            lines = [json.dumps({"file": self._files[i], **record}) for i, record in enumerate(self.records)]
+            with _writing(self.folder / RECORD_FILE):
+                write_complete(self.folder / RECORD_FILE, "".join(f"{line}\n" for line in lines).encode())
+
+    def save_grid(self, path: Path, columns: Optional[int], still_columns: Optional[int]) -> None:
+        """Write the grid: a film with the ending of one, else a picture with the frames of a clip beside each other.
+
+        Args:
+            columns: pictures per row.
+            still_columns: those of stills if `columns` is None. If both are None, the grid is about twice as wide as
+                high, or has a clip per row.
+        """
+        pictures = torch.stack([self._pictures[i] for i in range(self.shown)])
+        captions, frames = self.captions[: self.shown], pictures.shape[2]
+        columns = columns or (still_columns if frames == 1 else None)
+        with _writing(path):
+            if writer := CLIP_WRITERS.get(path.suffix.lower()):
+                writer(clip_grid(pictures, captions, columns), path, self.fps)
+                return
+            images = pictures.movedim(2, 1).flatten(0, 1)
+            captions = [caption for caption in captions for _ in range(frames)]
+            save_png(image_grid(images, captions, columns or (frames if frames > 1 else None)), path)
+
+    def save_latents(self, path: Path, metadata: Mapping[str, str]) -> None:
+        """Write the samples before decoding as safetensors: `latents` `[N, C, t, h, w]`, float32.
+
+        Args:
+            metadata: of the file.
+        """
+        from safetensors.torch import save
+
+        latents = torch.stack([self._latents[i] for i in range(len(self.captions))])
+        with _writing(path):
+            write_complete(path, save({"latents": latents.contiguous()}, metadata=dict(metadata)))
+
+
+def check_ending(path: Path, endings: Sequence[str], flag: str) -> None:
+    """Check the ending of a file's name.
+
+    Raises:
+        ConfigError: it is none of `endings`.
+    """
+    if path.suffix.lower() not in endings:
+        raise ConfigError(f"{flag} {path} must end in {' or '.join(endings)}")

@@ -1,0 +1,77 @@
+"""Sizes of samples: what a model can draw, in pixels where an autoencoder decodes, else in positions of its latents."""
+
+from collections.abc import Callable
+from typing import Optional
+
+from dit.data_api import BatchSpec
+from dit.encoders.vae import Geometry
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.patchify import frames_to_patch
+
+Size = tuple[int, int, int]
+
+
+def check_size(
+    spec: BatchSpec,
+    model: ModelConfig,
+    size: Size,
+    geometry: Optional[Geometry] = None,
+) -> Size:
+    """Return (T, H, W) of the latents whose samples have a size.
+
+    Args:
+        spec: has the patch.
+        model: has the largest grid.
+        size: (frames, height, width) of a sample: in pixels with `geometry`, else in positions of a latent.
+        geometry: of the autoencoder that decodes.
+
+    Raises:
+        ConfigError: patches or the autoencoder cannot make such a size, or it is larger than the positions of the
+            model; with the nearest sizes that fit.
+    """
+    frames, *sides = size
+    time, space = (1, 1) if geometry is None else (geometry.time, geometry.space)
+    unit = space * spec.patch_spatial
+    made_of = f"a patch of {spec.patch_spatial}" + (f" x {space} pixels of the autoencoder" if geometry else "")
+    for name, side in zip(("height", "width"), sides):
+        if side < 1 or side % unit:
+            near = _near(side, lambda n: n % unit == 0)
+            raise ConfigError(f"the {name} of {side} is no multiple of {unit} ({made_of}); use {near}")
+
+    def fits(count: int) -> bool:
+        return (count - 1) % time == 0 and _latent_frames(count, time, spec) % spec.patch_temporal == 0
+
+    if frames < 1 or not fits(frames):
+        latent = f"; the autoencoder decodes 1 + a multiple of {time} frames" if time > 1 else ""
+        raise ConfigError(
+            f"frames={frames} cannot be cut into patches of {spec.patch_temporal} frames; use a multiple, or 1 for a "
+            f"still{latent}: {_near(frames, fits)}"
+        )
+    latent = (1 + (frames - 1) // time, sides[0] // space, sides[1] // space)
+    if model.largest_grid is not None:
+        grid = (_latent_frames(frames, time, spec) // spec.patch_temporal, sides[0] // unit, sides[1] // unit)
+        if any(n > most for n, most in zip(grid, model.largest_grid)):
+            t, h, w = model.largest_grid
+            most = (1 + (t * spec.patch_temporal - 1) * time, h * unit, w * unit)
+            raise ConfigError(
+                f"samples of {_x(size)} (T x H x W) are {_x(grid)} patches, and the learned positions of the model end "
+                f"at {_x(model.largest_grid)}; draw at most {_x(most)}"
+            )
+    return latent
+
+
+def _latent_frames(frames: int, time: int, spec: BatchSpec) -> int:
+    """Return the frames of a latent that are cut into patches: those of a still are one patch."""
+    return frames_to_patch(1 + (frames - 1) // time, spec.patch_temporal)
+
+
+def _near(wanted: int, fits: Callable[[int], bool]) -> str:
+    """Return the nearest numbers below and above that fit."""
+    below = next((n for n in range(wanted, 0, -1) if fits(n)), None)
+    above = next(n for n in range(max(wanted, 0) + 1, max(wanted, 0) + 10_000) if fits(n))
+    return f"{above}" if below is None else f"{below} or {above}"
+
+
+def _x(sides: Size) -> str:
+    return " x ".join(map(str, sides))

@@ -1,0 +1,69 @@
+"""Files of prompts: one text per line, or one JSON object per line."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from dit.errors import ConfigError
+
+FIELDS = {"prompt": str, "negative": str, "seed": int}
+EXAMPLE = '{"prompt": "a cat", "seed": 7}'
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to draw.
+
+    Attributes:
+        prompt: the text.
+        negative: text that guidance leads away from, or None.
+        seed: of its noise, or None for that of all.
+    """
+
+    prompt: str
+    negative: Optional[str] = None
+    seed: Optional[int] = None
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a file of prompts; empty lines are skipped.
+
+    Args:
+        path: `.jsonl` has an object per line, with `prompt` and, if wanted, `negative` and `seed`; any other file has a
+            prompt per line.
+
+    Raises:
+        ConfigError: the file cannot be read, has no prompt, or a line is not of this form; with its number.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--prompts {path} cannot be read: {error}; give a text file of one prompt per line"
+        ) from error
+    read = _from_json if path.suffix.lower() == ".jsonl" else lambda text, where: Prompt(text)
+    prompts = [read(line.strip(), f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts {path} has no prompt; write one per line")
+    return prompts
+
+
+def _from_json(line: str, where: str) -> Prompt:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is no JSON: {error}; write an object such as {EXAMPLE}") from error
+    if not isinstance(found, dict) or "prompt" not in found:
+        raise ConfigError(f"{where} is no object with a 'prompt'; its fields are {', '.join(FIELDS)}")
+    for name, value in found.items():
+        if name not in FIELDS:
+            raise ConfigError(f"{where} has a field {name!r}; the fields are {', '.join(FIELDS)}")
+        optional = value is None and name != "prompt"
+        if not optional and (not isinstance(value, FIELDS[name]) or isinstance(value, bool)):
+            raise ConfigError(f"{where}: {name} is {value!r}, wanted {FIELDS[name].__name__}")
+    if (seed := found.get("seed")) is not None and not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"{where}: seed {seed} is outside 0 to {MAX_SEED}")
+    return Prompt(**found)

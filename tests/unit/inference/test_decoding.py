@@ -1,0 +1,101 @@
+"""Samples of latent models become the pictures that their autoencoder makes of them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dit.encoders.vae import VAE, Geometry
+from dit.errors import ConfigError
+from dit.inference import decoding
+from dit.inference.decoding import Decoder, find_autoencoder
+from dit.inference.preview import PictureWriter
+from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.sampling.generate import empty_pack, generate
+from dit.sampling.grid import enlargement, tile_origin, to_bytes
+from dit.settings import SamplingConfig
+from tests.conftest import BuildModel
+from tests.unit.encoders.test_vae import MODELS
+
+CPU = torch.device("cpu")
+ROUNDING = 1e-5  # fp32: a convolution over another batch takes its sums in another order
+
+
+@pytest.fixture(scope="module")
+def autoencoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Save autoencoders of pictures and of clips with random weights."""
+    folders = {}
+    for name in ("image", "wan"):
+        kind, config = MODELS[name]
+        torch.manual_seed(0)
+        folders[name] = str(tmp_path_factory.mktemp(name))
+        kind(**config).save_pretrained(folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("name", ["image", "wan"])
+def test_samples_are_decoded_one_like_many(
+    autoencoders: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batches as small as one picture, with the autoencoder's scale, shift and frame count."""
+    geometry = Geometry.read(autoencoders[name])
+    latents = torch.randn(3, geometry.channels, 2, 4, 6, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(decoding, "PIXELS_AT_ONCE", 1)
+    pictures = Decoder(autoencoders[name], CPU)(latents)
+    assert tuple(pictures.shape) == (3, 3, *geometry.pixel_shape(2, 4, 6))
+    torch.testing.assert_close(pictures, VAE(autoencoders[name]).decode(latents), rtol=0, atol=ROUNDING)
+    assert pictures.std() > 0.01
+
+
+def test_pixels_stay_as_they_are() -> None:
+    pixels = torch.rand(2, 3, 1, 4, 4) * 2 - 1
+    assert torch.equal(Decoder(None, CPU)(pixels), pixels)
+
+
+def test_without_an_autoencoder_a_line_says_so_and_how_to_name_one(
+    autoencoders: dict[str, str], tmp_path: Path
+) -> None:
+    image, gone = autoencoders["image"], str(tmp_path / "gone")
+    for recorded, why in ((None, "names no autoencoder"), (gone, repr(gone)), (autoencoders["wan"], "16")):
+        found, note = find_autoencoder(4, None, recorded, "--vae PATH")
+        assert found is None
+        assert note is not None
+        assert "latents of 4 channels are drawn as false colours" in note
+        assert why in note
+        assert note.endswith("--vae PATH")
+    assert find_autoencoder(4, None, image, "--vae PATH") == (image, None)
+    assert find_autoencoder(4, image, gone, "--vae PATH") == (image, None)
+    assert find_autoencoder(3, None, None, "--vae PATH") == (None, None)
+
+
+def test_an_autoencoder_that_was_asked_for_must_fit(autoencoders: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="decodes latents of 16 channels, the model has 4"):
+        find_autoencoder(4, autoencoders["wan"], None, "--vae PATH")
+    with pytest.raises(ConfigError, match="no autoencoder at "):
+        find_autoencoder(4, str(tmp_path / "gone"), autoencoders["image"], "--vae PATH")
+
+
+def test_the_grid_while_training_shows_decoded_samples(autoencoders: dict[str, str], build_model: BuildModel) -> None:
+    """Every tile is the decoded sample; a rank that shows nothing draws no grid."""
+    model = DiTConfig(hidden_size=32, num_layers=1, num_attention_heads=2, num_classes=2)
+    network, spec = build_model(model, perturb=0.1), model.batch_spec()
+    asked, size = SamplingConfig(num_steps=2, guidance_scale=1.0), (1, 4, 4)
+    writer = PictureWriter(model, FlowMatching(), spec, asked, None, None, autoencoders["image"])
+    (grid,) = writer.draw(network, size, 1.0, CPU)
+    plain = PictureWriter(model, FlowMatching(), spec, asked, None)
+    assert (writer.note, plain.note is None) == (None, False)
+    assert plain.draw(network, size, 1.0, CPU, lay_out=False) == []
+
+    batch = empty_pack(spec, size, 2, CPU, {"label": [0, 1], "fps": [1.0] * 2})
+    settings: dict[str, Any] = {"solver": "euler", "num_steps": 2, "guidance_scale": 1.0, "seed": asked.seed}
+    latents = generate(network, FlowMatching(), batch, spec, **settings)
+    expected = to_bytes(VAE(autoencoders["image"]).decode(latents)[:, :, 0])
+    scale = enlargement(*expected.shape[1:3])
+    side = expected.shape[1] * scale
+    for i, pixels in enumerate(expected):
+        left, top = tile_origin(i, 2, side, side, captions=True)
+        tile = np.array(grid)[top : top + side : scale, left : left + side : scale]
+        assert np.abs(tile.astype(int) - pixels.numpy()).max() <= 1
