@@ -220,8 +220,11 @@ def _read_value(name: str, word: str) -> Any:
         ) from error
 
 
-def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> list[Tensor]:
+def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> dict[str, list[Tensor]]:
     """Embed texts as those of the training data were.
+
+    Returns:
+        For each condition that their encoders make and the model takes, its value for each text.
 
     Raises:
         ConfigError: the model takes no text, or its encoder is not known or not installed.
@@ -233,9 +236,12 @@ def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> list[Tenso
             "the checkpoint does not name the encoder of its texts, for its data set named none; "
             "embed the texts yourself and give --text-embedding"
         )
-    from dit.encoders.text import load_text_encoder
+    from dit.backends.device import local_device
+    from dit.encoders.text import load_text_encoders
+    from dit.encoders.text_config import as_conditions
 
-    return load_text_encoder(generator.text_encoder).encode(prompts)
+    made = load_text_encoders(generator.text_encoder, str(local_device())).encode(prompts)
+    return as_conditions(made, generator.spec.conditions)
 
 
 def telling_words(prompts: Sequence[str]) -> list[str]:
@@ -246,15 +252,15 @@ def telling_words(prompts: Sequence[str]) -> list[str]:
 
 def read_texts(
     args: argparse.Namespace, prompts: Optional[Sequence[str]], generator: "Generator"
-) -> tuple[list[Tensor], list[str]]:
-    """Return the embedding and the caption of each text, or of each embedding asked for."""
+) -> tuple[dict[str, list[Tensor]], list[str]]:
+    """Return the conditions and the caption of each text, or of each embedding asked for."""
     if prompts:
         return encode_prompts(generator, prompts), telling_words(prompts)
     model = generator.config.model
     if not model.context_size:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
     contexts = [read_embedding(path, model.context_size) for path in args.text_embedding]
-    return contexts, [Path(path).stem for path in args.text_embedding]
+    return {"context": contexts}, [Path(path).stem for path in args.text_embedding]
 
 
 def draw(args: argparse.Namespace, generator: "Generator") -> tuple[Tensor, list[str]]:
@@ -274,7 +280,8 @@ def draw(args: argparse.Namespace, generator: "Generator") -> tuple[Tensor, list
         raise ConfigError("--negative-prompt leads away from a text, so it needs --prompt or --text-embedding")
     given: dict[str, list[Any]] = {}
     if prompts or args.text_embedding:
-        given["context"], captions = read_texts(args, prompts, generator)
+        texts, captions = read_texts(args, prompts, generator)
+        given |= texts
     elif model.num_classes or chosen is not None:
         names = names_of_classes(generator)
         given["label"] = spread(len(names), MAX_DEFAULT_CLASSES) if chosen is None else read_labels(chosen, names)
@@ -282,9 +289,8 @@ def draw(args: argparse.Namespace, generator: "Generator") -> tuple[Tensor, list
     else:
         captions = [""]
     if args.negative_prompt is not None:
-        settings["negative"] = {
-            "context": encode_prompts(generator, [args.negative_prompt]) * len(captions) * args.count
-        }
+        negative = encode_prompts(generator, [args.negative_prompt])
+        settings["negative"] = {name: values * len(captions) * args.count for name, values in negative.items()}
     given |= read_conditions(args.condition, len(captions))
     given = {name: [value for value in values for _ in range(args.count)] for name, values in given.items()}
     captions = [caption for caption in captions for _ in range(args.count)]

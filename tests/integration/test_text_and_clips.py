@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from dit.data_api import sample_id
-from dit.encoders.text import ENCODERS
+from dit.encoders.text_config import ENCODERS
 from energon_data.prepare.letters import prepare_letters
 from energon_data.prepare.moving_letters import CLASS_NAMES, FPS, prepare_moving_letters
 from energon_data.prepare.shards import npy_bytes

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from dit.condition_table import CONTEXT
 from dit.sampling import grid
 from launch import evaluate, sample
 from launch.letter_reader import LetterReader
@@ -37,6 +38,10 @@ class FakeGenerator:
         return SimpleNamespace(
             model=model, data=SimpleNamespace(path="somewhere"), sampling=SimpleNamespace(prompts=None)
         )
+
+    @property
+    def spec(self):
+        return SimpleNamespace(conditions=(CONTEXT,))
 
     def generate(self, labels=None, *, count=None, conditions=None, **settings):
         given = {} if labels is None else {"label": labels}
@@ -161,12 +166,14 @@ class LengthEncoder:
     """Embeds a text as one row per word, filled with the word's length."""
 
     def encode(self, texts):
-        return [torch.tensor([[float(len(word))] * 8 for word in text.split()]) for text in texts]
+        rows = [torch.tensor([[float(len(word))] * 8 for word in text.split()]) for text in texts]
+        return {"text": rows, "pooled": [x.sum(0) for x in rows]}
 
 
 def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr("dit.encoders.text.load_text_encoder", lambda name: asked.append(name) or LengthEncoder())
+    load = lambda name, device: asked.append(name) or LengthEncoder()  # noqa: E731
+    monkeypatch.setattr("dit.encoders.text.load_text_encoders", load)
     assert draw(tmp_path, "--prompt", "a bold Q") == 2
     assert "takes no text" in capsys.readouterr().err
     generator.context_size = 8
@@ -178,6 +185,7 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
     call = generator.calls[-1]
     assert [c[:, 0].tolist() for c in call["context"]] == [[1, 4, 1], [1, 4, 1], [2, 1], [2, 1]]
     assert [c[:, 0].tolist() for c in call["negative"]["context"]] == [[4]] * 4
+    assert "pooled" not in call  # the model does not take it
     assert draw(tmp_path, "--negative-prompt", "ugly") == 2
     assert "needs --prompt" in capsys.readouterr().err
 
