@@ -175,8 +175,8 @@ def _judge_texts(args: argparse.Namespace, generator: "Generator", reader: Lette
 
 
 def _ask(args: argparse.Namespace, generator: "Generator", prompts: Sequence[str], *, moving: bool = False) -> Tensor:
-    contexts = encode_prompts(generator, prompts)
-    return _checked(generator.generate(conditions={"context": contexts}, **sampling_settings(args)), moving)
+    conditions = encode_prompts(generator, prompts)
+    return _checked(generator.generate(conditions=conditions, **sampling_settings(args)), moving)
 
 
 def _judge_moving_texts(

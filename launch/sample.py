@@ -263,8 +263,11 @@ def _read_value(name: str, word: str) -> Any:
         ) from error
 
 
-def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> list[Tensor]:
+def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> dict[str, list[Tensor]]:
     """Embed texts as those of the training data were.
+
+    Returns:
+        For each condition that their encoders make and the model takes, its value for each text.
 
     Raises:
         ConfigError: the model takes no text, or its encoder is not known or not installed.
@@ -276,9 +279,12 @@ def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> list[Tenso
             "the checkpoint does not name the encoder of its texts, for its data set named none; "
             "embed the texts yourself and give --text-embedding"
         )
-    from dit.encoders.text import load_text_encoder
+    from dit.backends.device import local_device
+    from dit.encoders.text import load_text_encoders
+    from dit.encoders.text_config import as_conditions
 
-    return load_text_encoder(generator.text_encoder).encode(prompts)
+    made = load_text_encoders(generator.text_encoder, str(local_device())).encode(prompts)
+    return as_conditions(made, generator.spec.conditions)
 
 
 def telling_words(prompts: Sequence[str]) -> list[str]:
@@ -289,15 +295,15 @@ def telling_words(prompts: Sequence[str]) -> list[str]:
 
 def read_texts(
     args: argparse.Namespace, prompts: Sequence[str], generator: "Generator"
-) -> tuple[list[Tensor], list[str]]:
-    """Return the embedding and the caption of each text, or of each embedding asked for."""
+) -> tuple[dict[str, list[Tensor]], list[str]]:
+    """Return the conditions and the caption of each text, or of each embedding asked for."""
     if prompts:
         return encode_prompts(generator, prompts), telling_words(prompts)
     model = generator.config.model
     if not model.context_size:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
     contexts = [read_embedding(path, model.context_size) for path in args.text_embedding]
-    return contexts, [Path(path).stem for path in args.text_embedding]
+    return {"context": contexts}, [Path(path).stem for path in args.text_embedding]
 
 
 def what_to_draw(args: argparse.Namespace, generator: "Generator") -> list["Request"]:
@@ -315,7 +321,8 @@ def what_to_draw(args: argparse.Namespace, generator: "Generator") -> list["Requ
     given: dict[str, list[Any]] = {}
     records: list[dict[str, Any]]
     if prompts or args.text_embedding:
-        given["context"], captions = read_texts(args, [prompt.prompt for prompt in prompts], generator)
+        texts, captions = read_texts(args, [prompt.prompt for prompt in prompts], generator)
+        given |= texts
         records = [{"prompt": p.prompt} for p in prompts] or [{"text_embedding": path} for path in args.text_embedding]
     elif generator.config.model.num_classes or chosen is not None:
         names = names_of_classes(generator)
@@ -350,8 +357,11 @@ def what_to_draw(args: argparse.Namespace, generator: "Generator") -> list["Requ
 def encode_negatives(generator: "Generator", texts: Sequence[Optional[str]]) -> list[dict[str, Tensor]]:
     """Embed each different text once; no condition for None."""
     different = sorted({text for text in texts if text is not None})
-    encoded = dict(zip(different, encode_prompts(generator, different))) if different else {}
-    return [{} if text is None else {"context": encoded[text]} for text in texts]
+    encoded = encode_prompts(generator, different) if different else {}
+    return [
+        {} if text is None else {name: values[different.index(text)] for name, values in encoded.items()}
+        for text in texts
+    ]
 
 
 def read_size(args: argparse.Namespace, generator: "Generator", geometry: Optional["Geometry"]) -> dict[str, Any]:

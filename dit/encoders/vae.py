@@ -15,9 +15,12 @@ from typing import Any, Literal, Optional
 import torch
 from torch import Tensor
 
+from dit.encoders.batching import in_batches
 from dit.errors import ConfigError
 
 Precision = Literal["fp32", "bf16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+IDENTITY = "identity"  # pixels are their own latents
 KINDS = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLHunyuanVideo")
 """Classes of diffusers that are read; the first encodes each frame alone, the others are causal in time."""
 
@@ -27,7 +30,7 @@ class Geometry:
     """What an autoencoder does to sizes and numbers.
 
     Attributes:
-        kind: class of diffusers, one of `KINDS`.
+        kind: class of diffusers, one of `KINDS`, or `identity`.
         channels: C of a latent.
         time, space: frames, and pixels per side, that become one in a latent.
         mean, std: per channel or one for all; a latent is (z - mean) / std.
@@ -45,11 +48,14 @@ class Geometry:
         """Read the configuration of an autoencoder.
 
         Args:
-            name: a folder with `config.json` (or with a folder `vae` that has one), or a name on the Hugging Face hub.
+            name: a folder with `config.json` (or with a folder `vae` that has one), a name on the Hugging Face hub, or
+                `identity`.
 
         Raises:
             ConfigError: there is none, or it is of another class.
         """
+        if name == IDENTITY:
+            return cls(kind=IDENTITY, channels=3, time=1, space=1, mean=(0.0,), std=(1.0,))
         return cls.of(_config(name), name)
 
     @classmethod
@@ -158,7 +164,12 @@ class VAE:
         self, name: str, *, device: str = "cpu", precision: Precision = "fp32", tile: Optional[int] = None
     ) -> None:
         self.name, self.geometry, self.tile = name, Geometry.read(name), tile
-        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        self.dtype = DTYPES[precision]
+        self._model: Any = None if self.geometry.kind == IDENTITY else self._load(name).to(device)
+        self._mean = torch.tensor(self.geometry.mean, device=device)[:, None, None, None]
+        self._std = torch.tensor(self.geometry.std, device=device)[:, None, None, None]
+
+    def _load(self, name: str) -> Any:
         folder = _folder(name)
         try:
             kind = _class_of(self.geometry.kind)
@@ -167,9 +178,7 @@ class VAE:
             raise _not_installed(name) from error
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"the weights of the autoencoder {name!r} cannot be loaded: {error}") from error
-        self._model: Any = model.to(device).eval().requires_grad_(False)
-        self._mean = torch.tensor(self.geometry.mean, device=device)[:, None, None, None]
-        self._std = torch.tensor(self.geometry.std, device=device)[:, None, None, None]
+        return model.eval().requires_grad_(False)
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: Tensor) -> Tensor:
@@ -186,6 +195,8 @@ class VAE:
         """
         frames, height, width = pixels_BCTHW.shape[2:]
         self.geometry.latent_shape(frames, height, width)
+        if self._model is None:
+            return pixels_BCTHW.to(self._mean.device, torch.float32)
         self._choose_tiling(max(height, width))
         pixels = pixels_BCTHW.to(self._mean.device, self.dtype)
         if self.geometry.kind == "AutoencoderKL":
@@ -202,8 +213,10 @@ class VAE:
         Returns:
             `[B, 3, T, H, W]` float32, clamped to [-1, 1].
         """
-        self._choose_tiling(max(latent_BCTHW.shape[3:]) * self.geometry.space)
         latent = latent_BCTHW.to(self._mean.device, torch.float32)
+        if self._model is None:
+            return latent.clamp(-1, 1)
+        self._choose_tiling(max(latent_BCTHW.shape[3:]) * self.geometry.space)
         z = (latent * self._std + self._mean).to(self.dtype)
         if self.geometry.kind == "AutoencoderKL":
             flat = self._model.decode(z.transpose(1, 2).flatten(0, 1)).sample
@@ -229,15 +242,10 @@ def encode_together(vae: VAE, clips: Sequence[Tensor], batch: int) -> list[Tenso
     Returns:
         The latent of each, in the order given, float32 on the host.
     """
-    by_shape: dict[torch.Size, list[int]] = {}
-    for i, clip in enumerate(clips):
-        by_shape.setdefault(clip.shape, []).append(i)
     latents: dict[int, Tensor] = {}
-    for places in by_shape.values():
-        for start in range(0, len(places), batch):
-            part = places[start : start + batch]
-            encoded = vae.encode(torch.stack([clips[i] for i in part])).cpu()
-            latents |= dict(zip(part, encoded, strict=True))
+    for part in in_batches([clip.shape for clip in clips], lambda _: batch):
+        encoded = vae.encode(torch.stack([clips[i] for i in part])).cpu()
+        latents |= dict(zip(part, encoded, strict=True))
     return [latents[i] for i in range(len(clips))]
 
 

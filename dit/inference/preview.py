@@ -32,7 +32,8 @@ class PictureWriter:
 
     Args:
         class_names: name of each class for the captions; None numbers them.
-        text_encoder: what embedded the texts that the run trains on, and embeds `sampling.prompts`.
+        text_encoder: what embedded the texts that the run trains on, and embeds `sampling.prompts`; see
+            `dit.encoders.text_config`.
         autoencoder: whose latents the run trains on; it decodes the samples, unless `sampling.vae` names another.
 
     Attributes:
@@ -55,31 +56,34 @@ class PictureWriter:
     ) -> None:
         self.model, self.objective, self.spec, self.sampling = model, objective, spec, sampling
         self.class_names, self.text_encoder = class_names, text_encoder
-        self._contexts: Optional[list[Tensor]] = None
+        self._texts: Optional[dict[str, list[Tensor]]] = None
         found, self.note = find_autoencoder(model.in_channels, sampling.vae, autoencoder, "sampling.vae=PATH")
         self._decoder = Decoder(found, local_device())
         if sampling.prompts:
             self._check_prompts()
 
     def _check_prompts(self) -> None:
-        from dit.encoders.text import check_text_encoder
+        from dit.encoders.text_config import as_conditions, check_text_encoder
 
-        for other in self.spec.conditions:
-            if other.beside == CONTEXT.name:
-                raise ConfigError(
-                    f"sampling.prompts cannot be drawn, for the model takes a {other.what} {list(other.shape or ())} "
-                    "beside each text, and the text encoders give the embeddings of its tokens alone; set "
-                    "sampling.prompts=none"
-                )
         if self.text_encoder is None or self.model.context_size is None:
             lacks = "the model takes no text" if self.model.context_size is None else "the data name no text encoder"
             raise ConfigError(f"sampling.prompts cannot be drawn, for {lacks}; set sampling.prompts=none")
-        width = check_text_encoder(self.text_encoder).width
-        if width != self.model.context_size:
-            raise ConfigError(
-                f"the data's text encoder {self.text_encoder!r} gives {width} features per token, "
-                f"model.context_size is {self.model.context_size}; set it to {width}"
-            )
+        widths = as_conditions(check_text_encoder(self.text_encoder).widths, self.spec.conditions)
+        for condition in self.spec.conditions:
+            if CONTEXT.name not in (condition.name, condition.beside):
+                continue
+            width = widths.get(condition.name)
+            if width is None:
+                raise ConfigError(
+                    f"sampling.prompts cannot be drawn, for the model takes a {condition.what} "
+                    f"{list(condition.shape or ())}, and the data's text encoder {self.text_encoder!r} makes none; set "
+                    "sampling.prompts=none"
+                )
+            if condition.shape not in (None, (width,)):
+                raise ConfigError(
+                    f"the data's text encoder {self.text_encoder!r} gives a {condition.what} of {width} features, the "
+                    f"model takes {list(condition.shape)}; set {condition.setting or 'its size'} to {width}"
+                )
 
     def draw(
         self,
@@ -112,8 +116,7 @@ class PictureWriter:
             given[LABEL.name] = labels = shown * self.sampling.samples_per_class
             count = len(labels)
             captions = [str(label) if self.class_names is None else self.class_names[label] for label in labels]
-        if (contexts := self._encoded_prompts()) is not None:
-            given[CONTEXT.name] = contexts
+        given |= self._encoded_prompts()
         given[FPS.name] = [fps] * count
         batch = empty_pack(self.spec, latent_size, count, device, given)
         latents = generate(
@@ -130,16 +133,18 @@ class PictureWriter:
         )
         return clip_grid(self._decoder(latents), captions, columns) if lay_out else []
 
-    def _encoded_prompts(self) -> Optional[list[Tensor]]:
-        """Return the embedding of each prompt as often as it is drawn; the encoder is loaded once and let go."""
+    def _encoded_prompts(self) -> dict[str, list[Tensor]]:
+        """Return what encoders make of each prompt, as often as it is drawn; they are loaded once and let go."""
         if not self.sampling.prompts:
-            return None
-        if self._contexts is None:
-            from dit.encoders.text import TextEncoder
+            return {}
+        if self._texts is None:
+            from dit.encoders.text import TextEncoders
+            from dit.encoders.text_config import as_conditions
 
             assert self.text_encoder is not None
-            self._contexts = TextEncoder(self.text_encoder).encode(self.sampling.prompts)
-        return self._contexts * self.sampling.samples_per_class
+            made = TextEncoders(self.text_encoder).encode(self.sampling.prompts)
+            self._texts = as_conditions(made, self.spec.conditions)
+        return {name: values * self.sampling.samples_per_class for name, values in self._texts.items()}
 
     def save(self, frames: list["Image"], path: Path, fps: float) -> Path:
         """Write the grid as PNG, or as a GIF with that ending if it moves; a reader never sees half a file.

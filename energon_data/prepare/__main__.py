@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("size", "fonts", "samples_per_shard", "variations", "text_encoder", "seed", "force")
-    return {name: getattr(args, name) for name in names}
+    names = ("size", "fonts", "samples_per_shard", "variations", "seed", "force")
+    return {**{name: getattr(args, name) for name in names}, "text_encoder": _text_encoder(args)}
+
+
+def _text_encoder(args: argparse.Namespace) -> Optional[str]:
+    """Return the line of all `--text-encoder` flags."""
+    return ",".join(args.text_encoder) if args.text_encoder else None
 
 
 def _letters(args: argparse.Namespace) -> None:
@@ -48,7 +53,7 @@ def _media(args: argparse.Namespace) -> None:
         vae=args.vae,
         precision=args.precision,
         device=args.device,
-        text_encoder=args.text_encoder,
+        text_encoder=_text_encoder(args),
         batch=args.batch,
     )
     preparation = Preparation.of(
@@ -146,13 +151,9 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder or hub name)"
     )
-    parser.add_argument(
-        "--text-encoder", metavar="NAME", help="store embeddings of the captions, such as all-minilm-l6-v2's"
-    )
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="of the autoencoder (%(default)s)"
-    )
-    parser.add_argument("--device", default="cpu", help="of the autoencoder (%(default)s)")
+    _add_text_encoder(parser)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoders (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="of the encoders (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")
     parser.add_argument("--validation", type=float, default=0.02, metavar="SHARE", help="held out (%(default)s)")
     parser.add_argument(
@@ -162,6 +163,16 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say what would be made, from a few samples")
     parser.add_argument("--force", action="store_true", help="replace an older data set")
     parser.set_defaults(run=_media, command=command)
+
+
+def _add_text_encoder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text-encoder",
+        action="append",
+        metavar="[ENTRY=]NAME",
+        help="store embeddings of the captions: all-minilm-l6-v2, or a folder or hub name of T5 or CLIP; again for "
+        "further entries, such as pooled=NAME",
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) -> None:
@@ -175,9 +186,7 @@ def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) 
     )
     parser.add_argument("--samples-per-shard", type=int, default=2000, metavar="N", help="(%(default)s)")
     parser.add_argument("--variations", type=int, default=variations, metavar="N", help=f"{what} (%(default)s)")
-    parser.add_argument(
-        "--text-encoder", metavar="NAME", help="also store caption embeddings, such as all-minilm-l6-v2's"
-    )
+    _add_text_encoder(parser)
     parser.add_argument("--seed", type=int, default=0, help="of variations and order (%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace an older data set")
 

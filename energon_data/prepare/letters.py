@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dit.encoders.text import check_text_encoder
 from dit.errors import ConfigError
 from energon_data.prepare.captions import Style, choose_caption
 from energon_data.prepare.fonts import CANVAS, LETTERS, Face, FontReport, find_faces, held_out_families
@@ -23,6 +22,7 @@ from energon_data.prepare.shards import (
     write_dataset_file,
     write_energon_metadata,
 )
+from energon_data.prepare.texts import text_parts, text_record
 
 SPLITS = ("train", "val")
 
@@ -96,7 +96,7 @@ def vary(glyphs: Tensor, count: int, size: int, generator: torch.Generator) -> T
 
 
 def encode_captions(captions: Iterable[str], encoder: Optional[str]) -> dict[str, dict[str, bytes]]:
-    """Return the parts that each caption adds to its samples: float16 `text.npy`, or none without an encoder.
+    """Return the parts that each caption adds to its samples, as `text_parts`; none without an encoder.
 
     Raises:
         ConfigError: the encoder is unknown or not installed.
@@ -104,10 +104,9 @@ def encode_captions(captions: Iterable[str], encoder: Optional[str]) -> dict[str
     unique = list(dict.fromkeys(captions))
     if encoder is None:
         return {caption: {} for caption in unique}
-    from dit.encoders.text import TextEncoder
+    from dit.encoders.text import TextEncoders
 
-    rows = TextEncoder(encoder).encode(unique)
-    return {c: {"text.npy": npy_bytes(r.half().numpy())} for c, r in zip(unique, rows, strict=True)}
+    return dict(zip(unique, text_parts(TextEncoders(encoder).encode(unique)), strict=True))
 
 
 def face_record(face: Face) -> dict[str, Any]:
@@ -183,7 +182,7 @@ def prepare_letters(
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: pictures per shard.
         variations: pictures per glyph and font face; held-out faces get half as many.
-        text_encoder: also store each caption's embedding by this encoder of `dit.encoders.text`.
+        text_encoder: also store what these encoders make of each caption, see `dit.encoders.text_config`.
         seed: of all variations and of the order.
         force: replace an older data set.
 
@@ -198,7 +197,7 @@ def prepare_letters(
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"
         )
-    context_size = None if text_encoder is None else check_text_encoder(text_encoder).width
+    text = text_record(text_encoder)
     out = Path(out).absolute()
     with published_folder(out, force=force) as folder:
         report = find_faces(fonts)
@@ -226,8 +225,7 @@ def prepare_letters(
                 "name": "letters",
                 "class_names": list(LETTERS),
                 "latent_shape": [1, 1, size, size],
-                "text_encoder": text_encoder,
-                "context_size": context_size,
+                **text,
                 "splits": {
                     split: {
                         "images": images[split],

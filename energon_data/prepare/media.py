@@ -9,7 +9,8 @@ from typing import Any, Literal, Optional
 import numpy as np
 from PIL import Image
 
-from dit.encoders.text import check_text_encoder, load_text_encoder
+from dit.encoders.text import load_text_encoders
+from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry, Precision, encode_together, load_vae
 from dit.errors import ConfigError
 from energon_data.media_files import (
@@ -32,6 +33,7 @@ from energon_data.prepare.listing import (
 )
 from energon_data.prepare.pictures import Fit
 from energon_data.prepare.shards import npy_bytes
+from energon_data.prepare.texts import text_parts, text_record
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
 
@@ -49,8 +51,9 @@ class Options:
         cut: clips of videos.
         image_format, quality: how pixels are stored if they are not the file's own.
         vae: an autoencoder; samples then hold latents instead of pixels.
-        precision, device: of the autoencoder.
-        text_encoder: name of an encoder; samples then hold embeddings of their (first) caption, and need one.
+        precision, device: of the encoders.
+        text_encoder: encoders as in `dit.encoders.text_config`; samples then hold what these make of their (first)
+            caption, and need one.
         batch: samples decoded and encoded together.
     """
 
@@ -152,8 +155,8 @@ class MakeSamples:
     def _texts(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
         if self.options.text_encoder is None:
             return [{} for _ in clips]
-        rows = load_text_encoder(self.options.text_encoder).encode([clip.source.captions[0] for clip in clips])
-        return [{"text.npy": npy_bytes(row.half().numpy())} for row in rows]
+        encoders = load_text_encoders(self.options.text_encoder, self.options.device, self.options.precision)
+        return text_parts(encoders.encode([clip.source.captions[0] for clip in clips]))
 
 
 def _metadata(clip: _Decoded) -> dict[str, Any]:
@@ -270,12 +273,11 @@ class Preparation:
     def _description(self, total: UnitRecord) -> dict[str, Any]:
         options = self.options
         shape = [int(side) for side in total.shapes.most_common(1)[0][0].split("x")]
-        width = None if options.text_encoder is None else check_text_encoder(options.text_encoder).width
         made = {name: value for name, value in self.plan.items() if name != "files"}
         return {
             "latent_shape": shape,
             **({"class_names": self.classes} if self.classes else {}),
-            **({} if width is None else {"text_encoder": options.text_encoder, "context_size": width}),
+            **({} if options.text_encoder is None else text_record(options.text_encoder)),
             **({} if options.vae is None else {"vae": options.vae}),
             "prepared": made,
         }

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dit.encoders.text import check_text_encoder
 from dit.errors import ConfigError
 from energon_data.prepare.captions import Style
 from energon_data.prepare.fonts import CANVAS, LETTERS, Face, find_faces
@@ -23,6 +22,7 @@ from energon_data.prepare.shards import (
     write_dataset_file,
     write_energon_metadata,
 )
+from energon_data.prepare.texts import text_record
 
 DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 """Name and unit vector (x to the right, y downwards) of each direction."""
@@ -176,7 +176,7 @@ def prepare_moving_letters(
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: clips and stills per shard.
         variations: clips per glyph, font face and direction; held-out faces get half as many.
-        text_encoder: also store each caption's embedding by this encoder of `dit.encoders.text`.
+        text_encoder: also store what these encoders make of each caption, see `dit.encoders.text_config`.
         seed: of all paths and of the order.
         force: replace an older data set.
 
@@ -197,7 +197,7 @@ def prepare_moving_letters(
         raise ConfigError(
             f"--samples-per-shard and --variations must be at least 1, got {samples_per_shard} and {variations}"
         )
-    context_size = None if text_encoder is None else check_text_encoder(text_encoder).width
+    text = text_record(text_encoder)
     captions = [*map(still_caption, LETTERS), *(caption(*words) for words in product(LETTERS, DIRECTIONS, SPEEDS))]
     texts = encode_captions(captions, text_encoder)
     out = Path(out).absolute()
@@ -222,8 +222,7 @@ def prepare_moving_letters(
             "class_names": CLASS_NAMES,
             "latent_shape": [1, frames, size, size],
             "fps": FPS,
-            "text_encoder": text_encoder,
-            "context_size": context_size,
+            **text,
             "splits": {
                 split: {
                     "clips": clips[split],

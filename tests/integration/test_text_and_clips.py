@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from dit.data_api import sample_id
-from dit.encoders.text import ENCODERS
+from dit.encoders.text_config import ENCODERS
 from dit.monitoring.flops import PackFlops
 from dit.monitoring.sinks import scalars_by_step
 from dit.run_config import RunConfig

@@ -654,8 +654,8 @@ MUTANTS = (
     Mutant(
         "texts: embeddings in the order of their length",
         "dit/encoders/text.py",
-        "[embedded[text].clone() for text in texts]",
-        "[embedded[text].clone() for text in sorted(texts, key=len)]",
+        "[values[text].clone() for text in texts]",
+        "[values[text].clone() for text in sorted(texts, key=len)]",
         ("tests/unit/encoders/test_text.py",),
     ),
     # Other code bases' weights, and counts.

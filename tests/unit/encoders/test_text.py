@@ -1,17 +1,18 @@
 """Laws of the text encoder: the same text gives the same numbers, alone, among others, today and tomorrow."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
-from dit.encoders import text
+from dit.encoders import text, text_config
 from dit.errors import ConfigError
 
 NAME = "all-minilm-l6-v2"
 BATCH_ATOL = 1e-4  # matrix products of another batch size add in another order
 installed = pytest.mark.skipif(
-    any(find_spec(package) is None for package in ("transformers", text.ENCODERS[NAME].package)),
+    any(find_spec(package) is None for package in ("transformers", text_config.ENCODERS[NAME].package)),
     reason="needs the extra 'text'",
 )
 TEXTS = ["the letter Q in a bold serif font", "the letter O", "the letter Q", "the letter Q in a light serif font"]
@@ -19,35 +20,36 @@ TEXTS = ["the letter Q in a bold serif font", "the letter O", "the letter Q", "t
 
 @pytest.fixture(scope="module")
 def encoder():
-    return text.load_text_encoder(NAME)
+    return text.load_text_encoders(NAME)
 
 
 @installed
 def test_a_text_keeps_its_numbers_whatever_is_encoded_beside_it(encoder):
-    together = encoder.encode(TEXTS)
-    backwards = encoder.encode(TEXTS[::-1] + TEXTS)[: len(TEXTS)][::-1]
+    together = encoder.encode(TEXTS)["text"]
+    backwards = encoder.encode(TEXTS[::-1] + TEXTS)["text"][: len(TEXTS)][::-1]
     for words, a, b in zip(TEXTS, together, backwards, strict=True):
-        (alone,) = encoder.encode([words])
+        (alone,) = encoder.encode([words])["text"]
         torch.testing.assert_close(a, alone, atol=BATCH_ATOL, rtol=0)
         torch.testing.assert_close(b, alone, atol=BATCH_ATOL, rtol=0)
 
 
 @installed
 def test_a_new_encoder_gives_the_same_bits(encoder):
-    for a, b in zip(encoder.encode(TEXTS), text.TextEncoder(NAME).encode(TEXTS), strict=True):
+    for a, b in zip(encoder.encode(TEXTS)["text"], text.TextEncoders(NAME).encode(TEXTS)["text"], strict=True):
         assert torch.equal(a, b)
 
 
 @installed
 def test_a_text_has_its_true_length(encoder):
     """Beginning, four words, end; no padding, whatever the longest text of the call is."""
-    rows = encoder.encode(["the letter Q moving", "the letter Q moving left and then to the right"])
-    assert [r.shape for r in rows] == [(6, encoder.width), (12, encoder.width)]
+    rows = encoder.encode(["the letter Q moving", "the letter Q moving left and then to the right"])["text"]
+    width = text_config.check_text_encoder(NAME).width
+    assert [r.shape for r in rows] == [(6, width), (12, width)]
 
 
 @installed
 def test_one_other_word_changes_its_own_row_most(encoder):
-    bold, light = encoder.encode([TEXTS[0], TEXTS[3]])
+    bold, light = encoder.encode([TEXTS[0], TEXTS[3]])["text"]
     change = (bold - light).norm(dim=1)
     assert bold.shape == light.shape
     assert change.argmax() == 6  # [CLS] the letter q in a BOLD
@@ -55,22 +57,33 @@ def test_one_other_word_changes_its_own_row_most(encoder):
 
 
 @installed
-def test_a_text_that_is_too_long_is_named_with_its_length(encoder):
-    with pytest.raises(ConfigError, match=r"602 tokens, all-minilm-l6-v2 reads 512"):
-        encoder.encode(["word " * 600])
+def test_a_text_that_is_too_long_loses_its_last_words_and_is_named_with_its_length(encoder, caplog):
+    long, full = encoder.encode(["word " * 600, "word " * 510])["text"]
+    assert len(long) == 512
+    torch.testing.assert_close(long, full, atol=BATCH_ATOL, rtol=0)
+    assert "1 texts are longer than the 512 tokens of all-minilm-l6-v2" in caplog.text
+    assert "of 602" in caplog.text
+
+
+@installed
+def test_the_pooled_vector_is_that_of_sentence_transformers(encoder):
+    SentenceTransformer = pytest.importorskip("sentence_transformers").SentenceTransformer
+    expected = SentenceTransformer(str(text_config.ENCODERS[NAME].folder), device="cpu").encode(TEXTS)
+    found = text.TextEncoders(f"pooled={NAME}").encode(TEXTS)["pooled"]
+    torch.testing.assert_close(torch.stack(found), torch.from_numpy(expected), atol=BATCH_ATOL, rtol=0)
 
 
 @installed
 def test_other_weights_under_the_same_name_are_refused(monkeypatch):
-    entry = text.ENCODERS[NAME]
-    monkeypatch.setitem(text.ENCODERS, NAME, text.Pretrained(entry.package, entry.width, "0" * 64))
+    entry = replace(text_config.ENCODERS[NAME], sha256="0" * 64)
+    monkeypatch.setitem(text_config.ENCODERS, NAME, entry)
     with pytest.raises(ConfigError, match="SHA-256"):
-        text.TextEncoder(NAME)
+        text.TextEncoders(NAME)
 
 
 def test_what_is_missing_is_named_with_the_cure(monkeypatch):
     with pytest.raises(ConfigError, match="unknown; use one of all-minilm"):
-        text.check_text_encoder("t5")
-    monkeypatch.setitem(text.ENCODERS, NAME, text.Pretrained("no_such_package", 384, ""))
+        text_config.check_text_encoder("t5")
+    monkeypatch.setitem(text_config.ENCODERS, NAME, replace(text_config.ENCODERS[NAME], package="no_such_package"))
     with pytest.raises(ConfigError, match=r"no_such_package.*pip install -e '\.\[text\]'"):
-        text.check_text_encoder(NAME)
+        text_config.check_text_encoder(NAME)

@@ -14,7 +14,8 @@ import torch
 
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec
-from dit.encoders.text import ENCODERS, load_text_encoder
+from dit.encoders.text import load_text_encoders
+from dit.encoders.text_config import ENCODERS
 from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
 from energon_data.dataset import EnergonData
@@ -124,7 +125,7 @@ def test_texts_come_back_as_the_encoder_gives_them(described: Path) -> None:
     for _ in range(2):
         batch = next(stream)
         layout = batch.conditions["context"].layout
-        wanted = load_text_encoder(ENCODER).encode([captions[key] for key in batch.keys])
+        wanted = load_text_encoders(ENCODER).encode([captions[key] for key in batch.keys])["text"]
         assert layout.lengths == tuple(len(rows) for rows in wanted)
         for start, rows in zip(layout.starts, wanted, strict=True):
             found = batch.conditions["context"].values[start : start + len(rows)].float()

@@ -75,7 +75,7 @@ def judge(monkeypatch):
         clips = [(walk(d, 0.5), {"direction": d, "font": "f"}) for d in DIRECTIONS]
         monkeypatch.setattr(evaluate, "open_generator", lambda args: generator)
         monkeypatch.setattr(letter_score, "load_reader", lambda folder: reader(network))
-        monkeypatch.setattr(letter_score, "encode_prompts", lambda generator, prompts: list(prompts))
+        monkeypatch.setattr(letter_score, "encode_prompts", lambda generator, prompts: {"context": list(prompts)})
         monkeypatch.setattr("energon_data.letters.load_clips", lambda folder, split: clips)
         pictures = (torch.ones(2, 1, SIZE, SIZE), None, [{"font": "f"}] * 2)
         monkeypatch.setattr("energon_data.letters.load_letters", lambda folder, split: pictures)

@@ -1,7 +1,7 @@
 """Sampling and judging from the command line, on a generator small enough to know every pixel of."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Optional
 
@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
+from dit.condition_table import CONTEXT
 from dit.data_api import BatchSpec
 from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
@@ -34,7 +35,9 @@ class FakeGenerator:
     fps: float = 20.0
     channels: int = 1
     autoencoder: Optional[str] = None
-    spec: BatchSpec = field(default_factory=DiTConfig(patch_spatial=2).batch_spec)
+    spec: BatchSpec = field(
+        default_factory=lambda: replace(DiTConfig(patch_spatial=2).batch_spec(), conditions=(CONTEXT,))
+    )
     latent_size: tuple[int, int, int] = (1, 6, 6)
     calls: list[dict] = field(default_factory=list)
 
@@ -178,12 +181,14 @@ class LengthEncoder:
     """Embeds a text as one row per word, filled with the word's length."""
 
     def encode(self, texts):
-        return [torch.tensor([[float(len(word))] * 8 for word in text.split()]) for text in texts]
+        rows = [torch.tensor([[float(len(word))] * 8 for word in text.split()]) for text in texts]
+        return {"text": rows, "pooled": [x.sum(0) for x in rows]}
 
 
 def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr("dit.encoders.text.load_text_encoder", lambda name: asked.append(name) or LengthEncoder())
+    load = lambda name, device: asked.append(name) or LengthEncoder()  # noqa: E731
+    monkeypatch.setattr("dit.encoders.text.load_text_encoders", load)
     assert draw(tmp_path, "--prompt", "a bold Q") == 2
     assert "takes no text" in capsys.readouterr().err
     generator.context_size = 8
@@ -195,12 +200,13 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
     call = generator.calls[-1]
     assert [c[:, 0].tolist() for c in call["context"]] == [[1, 4, 1], [1, 4, 1], [2, 1], [2, 1]]
     assert [c[:, 0].tolist() for c in call["negative"]["context"]] == [[4]] * 4
+    assert "pooled" not in call  # the model does not take it
     assert draw(tmp_path, "--negative-prompt", "ugly") == 2
     assert "needs --prompt" in capsys.readouterr().err
 
 
 def test_a_file_of_prompts_has_negatives_and_seeds_of_its_own(generator, tmp_path, monkeypatch):
-    monkeypatch.setattr("dit.encoders.text.load_text_encoder", lambda name: LengthEncoder())
+    monkeypatch.setattr("dit.encoders.text.load_text_encoders", lambda name, device: LengthEncoder())
     generator.context_size, generator.text_encoder = 8, "some encoder"
     lines = ['{"prompt": "a bold Q", "seed": 5}', '{"prompt": "an R", "negative": "ugly thing"}', '{"prompt": "S"}']
     (tmp_path / "x.jsonl").write_text("\n".join(lines))

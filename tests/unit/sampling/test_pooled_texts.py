@@ -1,5 +1,6 @@
 """A model that takes a pooled embedding beside each text's tokens is never given the null vector in its place."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,9 +45,16 @@ def test_pooled_embeddings_change_the_samples(build_model: BuildModel) -> None:
     assert (drawn(1.0) - drawn(-1.0)).abs().max() > 1e-3
 
 
-def test_prompts_of_such_a_model_are_refused_before_training() -> None:
-    """No text encoder gives pooled embeddings."""
-    sampling = SamplingConfig(prompts=["the letter Q"])
-    with pytest.raises(ConfigError, match=r"pooled text \[5\] beside each text.*sampling.prompts=none"):
-        PictureWriter(MODEL, FlowMatching(), SPEC, sampling, None, "all-minilm-l6-v2")
-    PictureWriter(MODEL, FlowMatching(), SPEC, SamplingConfig(), None, "all-minilm-l6-v2")
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("identity", r"gives a text of 257 features, the model takes \[384\]; set model.context_size to 257"),
+        ("all-minilm-l6-v2", r"takes a pooled text \[5\], and .* makes none; set sampling.prompts=none"),
+        ("text+pooled=all-minilm-l6-v2", r"gives a pooled text of 384 features, the model takes \[5\]"),
+    ],
+)
+def test_prompts_that_the_encoders_do_not_fit_are_refused_before_training(line: str, fault: str) -> None:
+    model = replace(MODEL, context_size=384)
+    with pytest.raises(ConfigError, match=fault):
+        PictureWriter(model, FlowMatching(), model.batch_spec(), SamplingConfig(prompts=["the letter Q"]), None, line)
+    PictureWriter(model, FlowMatching(), model.batch_spec(), SamplingConfig(), None, line)

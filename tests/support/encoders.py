@@ -1,0 +1,58 @@
+"""Small encoders with random weights, saved in the real formats, with tokenizers of a few words."""
+
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Optional
+
+import torch
+from diffusers import AutoencoderKL
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+T5_WIDTH, CLIP_WIDTH, PROJECTION = 16, 12, 10
+CLIP_TOKENS = 20
+WORDS = ("a", "red", "blue", "circle", "square", "left", "of")
+
+
+def save_t5(folder: Path, tokenizer: Optional[Path] = None) -> Path:
+    """Save a T5 of two layers, and its tokenizer beside it or in a folder of its own."""
+    torch.manual_seed(1)
+    sizes = {"d_model": T5_WIDTH, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+    T5EncoderModel(T5Config(feed_forward_proj="gated-gelu", **sizes)).eval().save_pretrained(folder)
+    marks = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    pieces = [(f"▁{word}", -1.0) for word in WORDS] + [(letter, -5.0) for letter in ascii_lowercase]
+    T5Tokenizer(vocab=marks + pieces, extra_ids=0).save_pretrained(tokenizer or folder)
+    return folder
+
+
+def save_clip(folder: Path, tokenizer: Optional[Path] = None, *, projected: bool = False) -> Path:
+    """Save a CLIP text model of three layers with its tokenizer; with `projected` as SDXL's second encoder."""
+    torch.manual_seed(2)
+    sizes = {"hidden_size": CLIP_WIDTH, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3}
+    marks = {"vocab_size": 80, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    config = CLIPTextConfig(max_position_embeddings=CLIP_TOKENS, projection_dim=PROJECTION, **sizes, **marks)
+    kind = CLIPTextModelWithProjection if projected else CLIPTextModel
+    kind(config).eval().save_pretrained(folder)
+    merges = [("r", "e"), ("re", "d</w>"), ("o", "f</w>")]
+    pieces = ["<|startoftext|>", "<|endoftext|>"]
+    pieces += [letter + end for letter in ascii_lowercase for end in ("", "</w>")] + ["".join(pair) for pair in merges]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_TOKENS).save_pretrained(tokenizer or folder)
+    return folder
+
+
+def save_vae(folder: Path) -> Path:
+    """Save an image autoencoder of 4 channels that compresses 4 x 4 pixels."""
+    torch.manual_seed(3)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+    AutoencoderKL(
+        block_out_channels=(8, 8, 8), norm_num_groups=4, latent_channels=4, scaling_factor=0.3611, **blocks
+    ).eval().save_pretrained(folder)
+    return folder

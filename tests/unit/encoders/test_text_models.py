@@ -1,0 +1,197 @@
+"""T5 and CLIP against transformers' and diffusers' own use of the same weights; lines of several encoders."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel
+
+from dit.encoders.text import TextEncoder, TextEncoders
+from dit.encoders.text_config import TextEncoderConfig, as_conditions, check_text_encoder
+from dit.errors import ConfigError
+from dit.models.flux.config import FluxConfig
+from tests.support.encoders import (
+    CLIP_TOKENS,
+    CLIP_WIDTH,
+    PROJECTION,
+    T5_WIDTH,
+    save_clip,
+    save_t5,
+)
+
+TEXTS = ["a red circle left of a blue square", "", "a circle", "a red circle", "blue"]
+LONG = "a red circle left of a blue square of a red square"
+ROUNDING = {"rtol": 1e-4, "atol": 1e-5}  # fp32: sums of another batch size are taken in another order
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A pipeline's folder, whose tokenizers lie beside the models, and models with their own tokenizers."""
+    root = tmp_path_factory.mktemp("encoders")
+    save_clip(root / "text_encoder", root / "tokenizer")
+    save_t5(root / "text_encoder_2", root / "tokenizer_2")
+    save_t5(root / "t5")
+    save_clip(root / "projected", projected=True)
+    return root
+
+
+def same(found, expected) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, **ROUNDING)
+
+
+def test_t5_gives_the_real_tokens_of_a_masked_batch(folder):
+    """As transformers with an attention mask; each text has its own length."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "t5")
+    model = T5EncoderModel.from_pretrained(folder / "t5").eval()
+    inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        padded = model(**inputs).last_hidden_state
+        unmasked = model(input_ids=inputs["input_ids"]).last_hidden_state
+    expected = [rows[mask.bool()] for rows, mask in zip(padded, inputs["attention_mask"])]
+    assert len({len(rows) for rows in expected}) > 3
+    assert len(expected[1]) == 1  # the empty text is its end mark
+    same(TextEncoders(str(folder / "t5")).encode(TEXTS)["text"], expected)
+    assert not torch.allclose(unmasked[2, : len(expected[2])], expected[2], **ROUNDING)  # so the mask matters
+
+
+def test_flux_takes_t5_tokens_and_the_pooled_vector_of_clip(folder):
+    """With `padded`, all numbers of diffusers' `FluxPipeline.encode_prompt`; the tokenizers lie beside the models."""
+    pipeline = FluxPipeline(
+        scheduler=None,
+        vae=None,
+        transformer=None,
+        text_encoder=CLIPTextModel.from_pretrained(folder / "text_encoder").eval(),
+        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        text_encoder_2=T5EncoderModel.from_pretrained(folder / "text_encoder_2").eval(),
+        tokenizer_2=AutoTokenizer.from_pretrained(folder / "tokenizer_2"),
+    )
+    pipeline.tokenizer_max_length = CLIP_TOKENS
+    with torch.no_grad():
+        tokens, pooled, _ = pipeline.encode_prompt(TEXTS, TEXTS, device="cpu", max_sequence_length=24)
+    line = f"text={folder}/text_encoder_2:max_tokens=24:padded,pooled={folder}/text_encoder"
+    encoders = check_text_encoder(line)
+    assert encoders.widths == {"text": T5_WIDTH, "pooled": CLIP_WIDTH}
+    made = TextEncoders(line).encode(TEXTS)
+    same(made["text"], tokens)
+    same(made["pooled"], pooled)
+    wanted = FluxConfig(context_size=T5_WIDTH, pooled_size=CLIP_WIDTH).conditions()
+    assert set(as_conditions(made, wanted)) == {"context", "pooled"}
+
+
+def test_clip_gives_the_tokens_of_stable_diffusion(folder):
+    """Of each text those up to its end mark; with `padded` all of them."""
+    pipeline = StableDiffusionPipeline(
+        vae=None,
+        text_encoder=CLIPTextModel.from_pretrained(folder / "text_encoder").eval(),
+        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        unet=None,
+        scheduler=None,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    with torch.no_grad():
+        padded, empty = pipeline.encode_prompt([*TEXTS, LONG], "cpu", 1, True)
+    line = str(folder / "text_encoder")
+    same(TextEncoders(f"{line}:padded").encode([*TEXTS, LONG])["text"], padded)
+    made = TextEncoders(line).encode([*TEXTS, LONG])["text"]
+    lengths = [len(rows) for rows in made]
+    assert lengths[1] == 2  # the empty text: beginning and end
+    assert lengths[-1] == max(lengths) == CLIP_TOKENS  # cut, with its end mark
+    same(made, [rows[:length] for rows, length in zip(padded, lengths)])
+    same(made[1:2], empty[:1, :2])
+
+
+def test_clip_gives_the_penultimate_layer_and_the_projected_vector_of_sdxl(folder):
+    pipeline = StableDiffusionXLPipeline(
+        vae=None,
+        text_encoder=CLIPTextModel.from_pretrained(folder / "text_encoder").eval(),
+        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        text_encoder_2=CLIPTextModelWithProjection.from_pretrained(folder / "projected").eval(),
+        tokenizer_2=AutoTokenizer.from_pretrained(folder / "projected"),
+        unet=None,
+        scheduler=None,
+        add_watermarker=False,
+    )
+    with torch.no_grad():
+        joined, _, pooled, _ = pipeline.encode_prompt(TEXTS, device="cpu", do_classifier_free_guidance=False)
+    options = "layer=penultimate:padded"
+    line = f"text={folder}/text_encoder:{options},text_2+pooled={folder}/projected:{options}"
+    assert check_text_encoder(line).widths == {"text": CLIP_WIDTH, "text_2": CLIP_WIDTH, "pooled": PROJECTION}
+    made = TextEncoders(line).encode(TEXTS)
+    same(map(torch.cat, zip(made["text"], made["text_2"]), [1] * len(TEXTS)), joined)
+    same(made["pooled"], pooled)
+
+
+@pytest.mark.parametrize("name", ["t5", "text_encoder", "identity"])
+def test_a_text_has_its_numbers_whatever_is_encoded_beside_it(folder, name):
+    line = name if name == "identity" else f"{folder}/{name}"
+    encoders = TextEncoders(line if name != "text_encoder" else f"text+pooled={line}")
+    together = encoders.encode([*TEXTS, *TEXTS[::-1]])
+    for i, text in enumerate(TEXTS):
+        alone = encoders.encode([text])
+        for entry, rows in together.items():
+            same([rows[i], rows[-1 - i]], [alone[entry][0]] * 2)
+
+
+def test_the_identity_is_the_bytes_of_a_text():
+    (rows,) = TextEncoders("identity").encode(["hé"])["text"]
+    assert rows.shape == (4, 257)
+    assert rows.argmax(1).tolist() == [*"hé".encode(), 256]
+    assert rows.sum() == 4
+
+
+def test_bf16_is_close_and_gives_float32(folder):
+    config = TextEncoderConfig.parse(f"text={folder}/t5")
+    exact, rounded = (TextEncoder(config, precision=p).encode(TEXTS)["text"][0] for p in ("fp32", "bf16"))
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
+    assert not torch.equal(rounded, exact)
+
+
+def test_a_pickle_of_weights_is_refused(folder, tmp_path):
+    for file in (folder / "t5").iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    torch.save(T5EncoderModel.from_pretrained(folder / "t5").state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        TextEncoders(str(tmp_path))
+
+
+def test_a_line_is_read_as_it_is_written(tmp_path, monkeypatch):
+    for text in ("a/b", "text_2+pooled=a/b/c:layer=penultimate:max_tokens=7:padded"):
+        assert str(TextEncoderConfig.parse(text)) == text
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert TextEncoderConfig.parse("pooled=mine").recorded() == TextEncoderConfig.parse(f"pooled={tmp_path}/mine")
+    assert str(TextEncoderConfig.parse("all-minilm-l6-v2").recorded()) == "all-minilm-l6-v2"
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("t5", "unknown; use one of all-minilm"),
+        ("{0}/nothing", "no text encoder at|unknown"),
+        ("label={0}/t5", "an encoder makes text, text_2, pooled"),
+        ("text+text={0}/t5", "write NAME"),
+        ("{0}/t5,{0}/text_encoder", "each entry has one encoder"),
+        ("pooled={0}/t5", "makes no pooled vector"),
+        ("{0}/t5:layer=penultimate", "only CLIP has"),
+        ("{0}/t5:layer=3", "is no option"),
+        ("{0}/t5:max_tokens=0", "is no option"),
+        ("{0}/text_encoder:max_tokens=21", "reads 20 tokens, not max_tokens=21"),
+        ("{0}/t5:half", "is no option"),
+    ],
+)
+def test_a_line_that_cannot_be_is_refused_with_the_cure(folder, line, fault):
+    with pytest.raises(ConfigError, match=fault):
+        check_text_encoder(line.format(folder))
+
+
+def test_another_kind_of_network_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match="is a gpt2; networks of the kinds t5"):
+        check_text_encoder(str(tmp_path))
