@@ -65,6 +65,18 @@ def _media(args: argparse.Namespace) -> None:
         samples_per_shard=args.samples_per_shard,
         validation=args.validation,
     )
+    _make(preparation, args)
+
+
+def _pictograms(args: argparse.Namespace) -> None:
+    from energon_data.prepare.pictograms import ATTRIBUTION, prepare_pictograms
+
+    names = ("size", "blocks", "count", "wordings", "vae", "text_encoder", "samples_per_shard", "validation")
+    _make(prepare_pictograms(args.out, **{name: getattr(args, name) for name in names}), args)
+    print(ATTRIBUTION)
+
+
+def _make(preparation: "Preparation", args: argparse.Namespace) -> None:
     if args.dry_run:
         print(_forecast(preparation))
         return
@@ -77,8 +89,7 @@ def _run_with_progress(preparation: "Preparation", args: argparse.Namespace) -> 
     """Make the data set beside a progress bar in files (archives, of a WebDataset) with rate and time left."""
     from tqdm import tqdm
 
-    unit = "archive" if args.command == "webdataset" else "file"
-    with tqdm(total=preparation.entries, unit=unit, desc=f"preparing {args.out}", disable=None) as bar:
+    with tqdm(total=preparation.entries, unit=_entry(preparation), desc=f"preparing {args.out}", disable=None) as bar:
 
         def show(number: int, record: "UnitRecord") -> None:
             work = preparation.units[number]
@@ -87,6 +98,11 @@ def _run_with_progress(preparation: "Preparation", args: argparse.Namespace) -> 
                 bar.write("; ".join(f"{texts[0]}" for texts in record.examples.values()), file=sys.stderr)
 
         return preparation.run(processes=args.processes, force=args.force, on_unit=show)
+
+
+def _entry(preparation: "Preparation") -> str:
+    """Return the word for what the input consists of."""
+    return {"webdataset": "archive", "pictograms": "drawing"}.get(preparation.plan["command"], "file")
 
 
 def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
@@ -107,7 +123,7 @@ def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
 def _forecast(preparation: "Preparation") -> str:
     """Say what would be made, from a few samples made in memory."""
     samples, record = preparation.try_out()
-    what = "archives" if preparation.plan["command"] == "webdataset" else "files"
+    what = f"{_entry(preparation)}s"
     lines = [f"{preparation.job.out}: nothing is written; {preparation.entries:,} {what} were found"]
     for sample in samples:
         size = sum(map(len, sample.parts.values()))
@@ -117,7 +133,7 @@ def _forecast(preparation: "Preparation") -> str:
         )
     for reason, texts in record.examples.items():
         lines.append(f"  skipped, {reason}: {texts[0]}")
-    if samples and what == "files":
+    if samples and what != "archives":
         tried = len(samples) + record.skipped.total()
         mean = sum(sum(map(len, sample.parts.values())) for sample in samples) / tried
         lines.append(f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, by these {tried} samples")
@@ -155,14 +171,35 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoders (%(default)s)")
     parser.add_argument("--device", default="cpu", help="of the encoders (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")
-    parser.add_argument("--validation", type=float, default=0.02, metavar="SHARE", help="held out (%(default)s)")
+    _add_work(parser, validation=0.02)
+    parser.set_defaults(run=_media, command=command)
+
+
+def _add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
+    parser.add_argument("--validation", type=float, default=validation, metavar="SHARE", help="held out (%(default)s)")
     parser.add_argument(
         "--samples-per-shard", type=int, default=1000, metavar="N", help="files of a shard (%(default)s)"
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be made, from a few samples")
     parser.add_argument("--force", action="store_true", help="replace an older data set")
-    parser.set_defaults(run=_media, command=command)
+
+
+def _add_pictograms(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--size", type=int, required=True, metavar="N", help="side of the pictures in pixels")
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        metavar="NAME",
+        help="of Unicode: symbols dingbats pictographs emoticons transport supplemental extended (all characters)",
+    )
+    parser.add_argument("--count", type=int, metavar="N", help="so many, evenly spread over the code points (all)")
+    parser.add_argument("--wordings", type=int, default=1, metavar="N", help="captions of each, 1 to 3 (%(default)s)")
+    parser.add_argument("--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder)")
+    parser.add_argument("--text-encoder", metavar="NAME", help="store caption embeddings, such as all-minilm-l6-v2's")
+    _add_work(parser, validation=0.0)
+    parser.set_defaults(run=_pictograms, command="pictograms")
 
 
 def _add_text_encoder(parser: argparse.ArgumentParser) -> None:
@@ -198,6 +235,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_media(commands.add_parser("images", help="a folder of pictures with captions or classes"), "images")
     _add_media(commands.add_parser("videos", help="a folder of videos with captions or classes"), "videos")
     _add_media(commands.add_parser("webdataset", help="tar files of pictures or videos with captions"), "webdataset")
+    _add_pictograms(commands.add_parser("pictograms", help="colour pictograms of Unicode characters, with their names"))
     letters = commands.add_parser("letters", help="capitals A-Z of every text font on this machine")
     _add_common(letters, variations=16, what="pictures per glyph and font face")
     letters.set_defaults(run=_letters)

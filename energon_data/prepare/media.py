@@ -1,6 +1,6 @@
 """Pictures and videos of a user become samples: kept as pixels, or encoded by a VAE; captions embedded if asked for."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -196,6 +196,7 @@ class Preparation:
         entries: files, or tar archives.
         classes: names of the classes; empty without labels.
         plan: what the result depends on.
+        about: further entries of `dataset.json`.
     """
 
     job: Job
@@ -204,6 +205,7 @@ class Preparation:
     classes: list[str]
     plan: dict[str, Any]
     options: Options
+    about: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -229,13 +231,7 @@ class Preparation:
             ConfigError: options do not fit each other or this machine.
             DataError: the input holds nothing to prepare, or its list of files is damaged.
         """
-        if not 0 <= validation < 1:
-            raise ConfigError(f"--validation {validation:g} is the share held out: 0 for none, below 1")
-        if samples_per_shard < 1 or options.batch < 1:
-            raise ConfigError("--samples-per-shard and --batch must be at least 1")
-        if not 1 <= options.quality <= 100:
-            raise ConfigError(f"--quality {options.quality} must lie between 1 and 100")
-        _check_encoders(options)
+        _check(options, samples_per_shard, validation)
         extensions = EXTENSIONS[command]
         classes: list[str] = []
         units: list[Any]
@@ -259,6 +255,42 @@ class Preparation:
         }
         return cls(job, units, len(listed), classes, plan, options)
 
+    @classmethod
+    def generated(
+        cls,
+        command: str,
+        out: Path,
+        options: Options,
+        sources: Callable[[list[Any]], Iterable[Raw]],
+        entries: Sequence[Any],
+        *,
+        plan: dict[str, Any],
+        about: dict[str, Any],
+        samples_per_shard: int,
+        validation: float,
+    ) -> "Preparation":
+        """Describe a data set whose sources are made, not read from files.
+
+        Args:
+            sources: from some of the entries to their sources; picklable.
+            plan: what else the result depends on.
+            about: further entries of `dataset.json`.
+
+        Raises:
+            ConfigError: options do not fit each other or this machine.
+        """
+        _check(options, samples_per_shard, validation)
+        units = [list(entries[i : i + samples_per_shard]) for i in range(0, len(entries), samples_per_shard)]
+        job = Job(out, sources, MakeSamples(options), validation)
+        plan = {
+            "command": command,
+            "options": asdict(options),
+            **plan,
+            "samples_per_shard": samples_per_shard,
+            "validation": validation,
+        }
+        return cls(job, units, len(entries), [], plan, options, about)
+
     def run(self, *, processes: int, force: bool, on_unit: Any = lambda *_: None) -> UnitRecord:
         """Make the data set.
 
@@ -275,6 +307,7 @@ class Preparation:
         shape = [int(side) for side in total.shapes.most_common(1)[0][0].split("x")]
         made = {name: value for name, value in self.plan.items() if name != "files"}
         return {
+            **self.about,
             "latent_shape": shape,
             **({"class_names": self.classes} if self.classes else {}),
             **({} if options.text_encoder is None else text_record(options.text_encoder)),
@@ -291,6 +324,21 @@ class Preparation:
                 if len(found) == TRY_OUT:
                     return found, record
         return found, record
+
+
+def _check(options: Options, samples_per_shard: int, validation: float) -> None:
+    """Check numbers and encoders.
+
+    Raises:
+        ConfigError: a number is out of range, or an encoder does not exist or does not fit.
+    """
+    if not 0 <= validation < 1:
+        raise ConfigError(f"--validation {validation:g} is the share held out: 0 for none, below 1")
+    if samples_per_shard < 1 or options.batch < 1:
+        raise ConfigError("--samples-per-shard and --batch must be at least 1")
+    if not 1 <= options.quality <= 100:
+        raise ConfigError(f"--quality {options.quality} must lie between 1 and 100")
+    _check_encoders(options)
 
 
 def _check_encoders(options: Options) -> None:
