@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_prepare_media import samples
 
-from dit.encoders.text import load_text_encoder
+from dit.encoders.text import load_text_encoders
 from dit.errors import EXIT_CONFIG
 from energon_data.folder import check_folder
 from energon_data.media_files import pixel_values, pixels_of
@@ -71,7 +71,7 @@ def test_a_drawing_is_the_same_picture_at_any_size(code_point):
 
 
 def test_samples_are_the_drawings_with_their_captions_and_embeddings(folder):
-    chosen, encoder = choose_pictograms(["emoticons"], 6), load_text_encoder("all-minilm-l6-v2")
+    chosen, encoder = choose_pictograms(["emoticons"], 6), load_text_encoders("all-minilm-l6-v2")
     assert [chosen[0].caption(wording) for wording in range(2)] == ["grinning face", "a pictogram: grinning face"]
     wanted = [(pictogram, wording) for pictogram in chosen for wording in range(2)]
     for (pictogram, wording), (split, metadata, clip, _) in zip(wanted, samples(folder), strict=True):
@@ -79,7 +79,7 @@ def test_samples_are_the_drawings_with_their_captions_and_embeddings(folder):
         assert metadata["code_point"] == pictogram.code_point
         assert metadata["caption"] == pictogram.caption(wording)
         assert torch.equal(clip.latent, pixel_values(pixels_of([draw(pictogram.code_point, SIZE)])))
-        (embedded,) = encoder.encode([metadata["caption"]])
+        (embedded,) = encoder.encode([metadata["caption"]])["text"]
         assert np.allclose(clip.parts["text.npy"], embedded.numpy(), rtol=HALF, atol=HALF)
 
 
