@@ -71,25 +71,40 @@ def _media(args: argparse.Namespace) -> None:
 def _pictograms(args: argparse.Namespace) -> None:
     from energon_data.prepare.pictograms import ATTRIBUTION, prepare_pictograms
 
-    names = ("size", "blocks", "count", "wordings", "vae", "text_encoder", "samples_per_shard", "validation")
-    _make(prepare_pictograms(args.out, **{name: getattr(args, name) for name in names}), args)
+    names = ("size", "blocks", "count", "wordings", "vae", "samples_per_shard", "validation")
+    settings = {name: getattr(args, name) for name in names}
+    _make(prepare_pictograms(args.out, text_encoder=_text_encoder(args), **settings), args)
     print(ATTRIBUTION)
 
 
+def _tensors(args: argparse.Namespace) -> None:
+    from energon_data.prepare.tensors import prepare_tensors
+
+    names = ("text_key", "text_encoder", "vae", "validation")
+    _make(prepare_tensors(args.source, args.out, **{name: getattr(args, name) for name in names}), args)
+
+
 def _make(preparation: "Preparation", args: argparse.Namespace) -> None:
+    from energon_data.prepare.ranks import Ranks
+
+    first = Ranks().is_first
     if args.dry_run:
-        print(_forecast(preparation))
+        if first:
+            print(_forecast(preparation))
         return
     began = time.monotonic()
-    total = _run_with_progress(preparation, args)
-    print(_media_summary(args.out, total, time.monotonic() - began))
+    total = _run_with_progress(preparation, args, shown=first)
+    if first:
+        print(_media_summary(args.out, total, time.monotonic() - began))
 
 
-def _run_with_progress(preparation: "Preparation", args: argparse.Namespace) -> "UnitRecord":
+def _run_with_progress(preparation: "Preparation", args: argparse.Namespace, *, shown: bool) -> "UnitRecord":
     """Make the data set beside a progress bar in files (archives, of a WebDataset) with rate and time left."""
     from tqdm import tqdm
 
-    with tqdm(total=preparation.entries, unit=_entry(preparation), desc=f"preparing {args.out}", disable=None) as bar:
+    hidden = None if shown else True  # None: where there is no terminal
+    name = f"preparing {args.out}"
+    with tqdm(total=preparation.entries, unit=_entry(preparation), desc=name, disable=hidden) as bar:
 
         def show(number: int, record: "UnitRecord") -> None:
             work = preparation.units[number]
@@ -102,7 +117,9 @@ def _run_with_progress(preparation: "Preparation", args: argparse.Namespace) -> 
 
 def _entry(preparation: "Preparation") -> str:
     """Return the word for what the input consists of."""
-    return {"webdataset": "archive", "pictograms": "drawing"}.get(preparation.plan["command"], "file")
+    return {"webdataset": "archive", "tensors": "archive", "pictograms": "drawing"}.get(
+        preparation.plan["command"], "file"
+    )
 
 
 def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
@@ -197,9 +214,21 @@ def _add_pictograms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, metavar="N", help="so many, evenly spread over the code points (all)")
     parser.add_argument("--wordings", type=int, default=1, metavar="N", help="captions of each, 1 to 3 (%(default)s)")
     parser.add_argument("--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder)")
-    parser.add_argument("--text-encoder", metavar="NAME", help="store caption embeddings, such as all-minilm-l6-v2's")
+    _add_text_encoder(parser)
     _add_work(parser, validation=0.0)
     parser.set_defaults(run=_pictograms, command="pictograms")
+
+
+def _add_tensors(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--in", dest="source", type=Path, required=True, metavar="PATH", help="folder of tars, a tar, or a wdinfo file"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--text-key", metavar="NAME", help="which of the encoders in a pickle (embeddings_t5_xxl)")
+    parser.add_argument("--text-encoder", metavar="NAME", help="what made the texts, recorded for prompts")
+    parser.add_argument("--vae", metavar="NAME", help="what made the latents, recorded for decoding")
+    _add_work(parser, validation=0.02)
+    parser.set_defaults(run=_tensors, command="tensors")
 
 
 def _add_text_encoder(parser: argparse.ArgumentParser) -> None:
@@ -235,6 +264,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_media(commands.add_parser("images", help="a folder of pictures with captions or classes"), "images")
     _add_media(commands.add_parser("videos", help="a folder of videos with captions or classes"), "videos")
     _add_media(commands.add_parser("webdataset", help="tar files of pictures or videos with captions"), "webdataset")
+    _add_tensors(commands.add_parser("tensors", help="tar files of older systems: .pth latents, .pickle texts"))
     _add_pictograms(commands.add_parser("pictograms", help="colour pictograms of Unicode characters, with their names"))
     letters = commands.add_parser("letters", help="capitals A-Z of every text font on this machine")
     _add_common(letters, variations=16, what="pictures per glyph and font face")

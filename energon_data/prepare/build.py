@@ -2,7 +2,8 @@
 
 The listing is cut into units of work. A unit writes at most one shard per split, `train-000012.tar`, and then a record,
 `unit-000012.json`, that says it is finished. What is interrupted leaves finished units behind in a folder beside the
-one asked for; the same command goes on from there. Nothing depends on how many processes work.
+one asked for; the same command goes on from there. Nothing depends on how many processes work. Under torchrun, unit n
+is made by rank n modulo their number; rank 0 opens the folder and publishes it.
 
     .OUT.partial/plan.json           what the result depends on: another command does not go on with this folder
     .OUT.partial/unit-000012.json    this unit is finished: its shards with their SHA-256, what was skipped and why
@@ -25,6 +26,7 @@ from dit.data_api import sample_id
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
 from energon_data.prepare.listing import Source
+from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
     ShardWriter,
     check_replaceable,
@@ -59,8 +61,8 @@ class Sample:
 
 Raw = Source | tuple[str, SampleError]
 """A sample before it is decoded, or the name of one that cannot be read, and why."""
-Work = Callable[[Iterable[Raw], "UnitRecord"], Iterator[Sample]]
-"""Turns sources into samples in their order; writes what it skips into the record."""
+Work = Callable[[Iterable[Any], "UnitRecord"], Iterator[Sample]]
+"""Turns sources (of pictures and videos: `Raw`) into samples in their order; writes what it skips into the record."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Job:
     """
 
     out: Path
-    sources: Callable[[Any], Iterable[Raw]]
+    sources: Callable[[Any], Iterable[Any]]
     work: Work
     validation: float
 
@@ -131,7 +133,7 @@ class Job:
         return self.partial / "data"
 
 
-def _make_unit(job: Job, number: int, sources: Iterable[Raw]) -> UnitRecord:
+def _make_unit(job: Job, number: int, sources: Iterable[Any]) -> UnitRecord:
     """Write the shards of one unit, then its record."""
     record = UnitRecord()
     writers = {split: ShardWriter(job.data, split, None, first=number) for split in (TRAIN, VALIDATION)}
@@ -177,6 +179,7 @@ def build(
     *,
     processes: int,
     force: bool,
+    ranks: Ranks,
     on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
 ) -> UnitRecord:
     """Write all shards, going on with what an interrupted run of the same plan finished.
@@ -186,6 +189,7 @@ def build(
         plan: what the result depends on, as plain values.
         processes: units made side by side; 1 works in this process.
         force: replace an older data set, and do not go on with the unfinished work of another plan.
+        ranks: the processes that call this together; all get the counts.
         on_unit: called with the number of every finished unit and its record, also of those finished earlier.
 
     Returns:
@@ -195,14 +199,25 @@ def build(
         ConfigError: the folder exists, or unfinished work is of another command, and `force` is not set.
         DataError: no sample is left for training.
     """
-    check_replaceable(job.out, force=force)
-    _open_partial(job, plan, force)
-    records = {number: record for number in range(len(units)) if (record := _finished(job, number)) is not None}
+    if ranks.is_first:
+        check_replaceable(job.out, force=force)
+        _open_partial(job, plan, force)
+    ranks.wait()
+    numbers = range(len(units))
+    records = {number: record for number in numbers if (record := _finished(job, number)) is not None}
     for number, record in records.items():
         on_unit(number, record)
-    for number, record in _records(job, units, [n for n in range(len(units)) if n not in records], processes):
+    todo = [number for number in numbers[ranks.rank :: ranks.count] if number not in records]
+    for number, record in _records(job, units, todo, processes):
         records[number] = record
         on_unit(number, record)
+    ranks.wait()
+    for number in numbers:
+        if number not in records:  # of another rank
+            found = _finished(job, number)
+            assert found is not None, f"unit {number} is not finished on the shared folder {job.partial}"
+            records[number] = found
+    ranks.wait()
     total = UnitRecord()
     for _, record in sorted(records.items()):
         total.add(record)

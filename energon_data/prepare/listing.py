@@ -2,7 +2,7 @@
 
     cats/1.jpg  cats/1.txt                 a caption beside each file (.txt), or a .json object with `caption` and more
     cats/1.jpg  dogs/7.png                 one folder per class (`labels=True`)
-    metadata.jsonl  metadata.csv           one row per file: `file_name`, `caption` (or `text`, `prompt`), others
+    metadata.jsonl  .csv  .parquet         one row per file: `file_name`, `caption` (or `text`, `prompt`), others
 
 A WebDataset of tar files is a listing, too: its samples are read member by member, in the order of the archive.
 """
@@ -23,7 +23,7 @@ from dit.errors import ConfigError, DataError
 from energon_data.samples import SampleError
 
 CAPTION_NAMES = ("caption", "text", "prompt")
-LISTS = ("metadata.jsonl", "metadata.csv")
+LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 MAX_FILE_BYTES = 8 << 30
 _RESERVED = frozenset({"crc32", "file_name", "label", *CAPTION_NAMES})
 
@@ -65,7 +65,7 @@ class Entry:
     Attributes:
         name: path within the folder, with `/`.
         size: bytes, so that an interrupted preparation notices another file under an old name.
-        row: of `metadata.jsonl` or `.csv`, None if there is no such file.
+        row: of `metadata.jsonl`, `.csv` or `.parquet`, None if there is no such file.
     """
 
     name: str
@@ -82,19 +82,24 @@ class Entry:
         path = folder / self.name
         row = dict(self.row) if self.row is not None else _beside(path)
         captions = captions_of(row)
-        metadata = _scalars(row)
+        metadata = scalars_of(row)
         label = row.get("label") if self.label is None else self.label
         return Source(
-            name=self.name, read=lambda: _read(path), captions=captions, label=_class(label), metadata=metadata
+            name=self.name, read=lambda: _read(path), captions=captions, label=class_of(label), metadata=metadata
         )
 
 
-def _scalars(row: Mapping[str, Any]) -> dict[str, Any]:
+def scalars_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a row that go along with the sample."""
     return {k: v for k, v in row.items() if k not in _RESERVED and isinstance(v, (str, int, float, bool))}
 
 
-def _class(value: Any) -> Optional[int]:
+def class_of(value: Any) -> Optional[int]:
+    """Return a class number.
+
+    Raises:
+        SampleError: it is none.
+    """
     if value is None:
         return None
     if isinstance(value, str) and value.strip().isdecimal():
@@ -118,20 +123,30 @@ def _beside(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with_json, with_text = path.with_suffix(".json"), path.with_suffix(".txt")
     if with_json.is_file():
-        found = _object(_read(with_json), with_json.name)
+        found = read_object(_read(with_json), with_json.name)
     if with_text.is_file():
-        found["caption"] = _text(_read(with_text), with_text.name)
+        found["caption"] = read_text(_read(with_text), with_text.name)
     return found
 
 
-def _text(data: bytes, what: str) -> str:
+def read_text(data: bytes, what: str) -> str:
+    """Return the text of a file called `what`.
+
+    Raises:
+        SampleError: it is not UTF-8.
+    """
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise SampleError("bad_caption", f"{what} is not UTF-8: {error}") from error
 
 
-def _object(data: bytes, what: str) -> dict[str, Any]:
+def read_object(data: bytes, what: str) -> dict[str, Any]:
+    """Return the JSON object of a file called `what`.
+
+    Raises:
+        SampleError: it is none.
+    """
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -215,7 +230,7 @@ def _walk(folder: Path, extensions: frozenset[str]) -> list[tuple[str, int]]:
 
 
 def _rows(folder: Path) -> Optional[dict[str, dict[str, Any]]]:
-    """Return the rows of `metadata.jsonl` or `metadata.csv` by file name; None if the folder has neither."""
+    """Return the rows of the first of `LISTS` by file name; None if the folder has none."""
     present = [folder / name for name in LISTS if (folder / name).is_file()]
     if not present:
         return None
@@ -235,6 +250,9 @@ def _rows(folder: Path) -> Optional[dict[str, dict[str, Any]]]:
 
 
 def _parsed(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+        return
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             if path.suffix == ".csv":
@@ -243,10 +261,25 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
                 return
             for line in lines:
                 if line.strip():
-                    yield _object(line.encode(), path.name)
+                    yield read_object(line.encode(), path.name)
     except (OSError, ValueError, csv.Error, SampleError) as error:
         detail = error.detail if isinstance(error, SampleError) else str(error)
         raise DataError(f"cannot read {path}: {detail}; correct the file") from error
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs pyarrow, which is not installed: pip install 'megatron-dit[parquet]'"
+        ) from error
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                yield {name: value for name, value in row.items() if value is not None}
+    except (OSError, ArrowException) as error:
+        raise DataError(f"cannot read {path}: {error}; correct the file") from error
 
 
 def _scalar(text: str) -> Any:
@@ -325,14 +358,14 @@ def _from_parts(
     try:
         if len(media) != 1:
             raise SampleError("missing_part", f"{len(media)} pictures or videos of {sorted(parts)}, wanted one")
-        row = _object(parts["json"], "json") if "json" in parts else {}
+        row = read_object(parts["json"], "json") if "json" in parts else {}
         if "txt" in parts:
-            row["caption"] = _text(parts["txt"], "txt")
+            row["caption"] = read_text(parts["txt"], "txt")
         if "cls" in parts:
-            row["label"] = _text(parts["cls"], "cls")
-        captions, label = captions_of(row), _class(row.get("label"))
+            row["label"] = read_text(parts["cls"], "cls")
+        captions, label = captions_of(row), class_of(row.get("label"))
     except SampleError as error:
         return where, error
     data = parts[media[0]]
-    metadata = _scalars(row)
+    metadata = scalars_of(row)
     return Source(name=f"{where}.{media[0]}", read=lambda: data, captions=captions, label=label, metadata=metadata)

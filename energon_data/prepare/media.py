@@ -32,6 +32,7 @@ from energon_data.prepare.listing import (
     read_tar,
 )
 from energon_data.prepare.pictures import Fit
+from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import npy_bytes
 from energon_data.prepare.texts import text_parts, text_record
 from energon_data.prepare.videos import Cut, clips_of
@@ -292,14 +293,17 @@ class Preparation:
         return cls(job, units, len(entries), [], plan, options, about)
 
     def run(self, *, processes: int, force: bool, on_unit: Any = lambda *_: None) -> UnitRecord:
-        """Make the data set.
+        """Make the data set; of several ranks, all call this, and all get the counts.
 
         Raises:
             ConfigError: the folder exists, or unfinished work is of another command, and `force` is not set.
             DataError: no sample could be used.
         """
-        total = build(self.job, self.units, self.plan, processes=processes, force=force, on_unit=on_unit)
-        finish(self.job, total, self._description(total))
+        ranks = Ranks()
+        work = {"processes": processes, "force": force, "ranks": ranks, "on_unit": on_unit}
+        total = build(self.job, self.units, self.plan, **work)
+        if ranks.is_first:
+            finish(self.job, total, self._description(total))
         return total
 
     def _description(self, total: UnitRecord) -> dict[str, Any]:

@@ -13,11 +13,13 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from pyarrow import parquet
 
 from dit.errors import EXIT_CONFIG, ConfigError, DataError
 from energon_data.cookers import cook_clip
@@ -259,7 +261,7 @@ def test_captions_and_classes_from_every_convention(tmp_path):
     assert check_folder(tmp_path / "out", "train").description["class_names"] == ["cat", "dog"]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_a_list_of_files_names_captions_and_what_it_lacks_is_counted(tmp_path, kind):
     source = tmp_path / "in"
     source.mkdir()
@@ -268,9 +270,13 @@ def test_a_list_of_files_names_captions_and_what_it_lacks_is_counted(tmp_path, k
     rows = [("a.png", "first, with comma", 3), ("b.png", "second", 4), ("gone.png", "third", 5)]
     if kind == "jsonl":
         text = "".join(json.dumps({"file_name": f, "text": t, "label": n}) + "\n" for f, t, n in rows)
+    elif kind == "parquet":
+        columns = dict(zip(("file_name", "text", "label"), map(list, zip(*rows))))
+        parquet.write_table(pyarrow.table(columns), source / "metadata.parquet")
     else:
         text = "file_name,text,label\n" + "".join(f'{f},"{t}",{n}\n' for f, t, n in rows)
-    (source / f"metadata.{kind}").write_text(text)
+    if kind != "parquet":
+        (source / f"metadata.{kind}").write_text(text)
     total = prepare(source, tmp_path / "out", validation=0)
     found = {m["source"]: (m["caption"], m["label"]) for _, m, _, _ in samples(tmp_path / "out")}
     assert found == {"a.png": ("first, with comma", 3), "b.png": ("second", 4)}
@@ -456,6 +462,21 @@ def test_kill_9_and_the_same_command_give_the_same_shards(tmp_path):
     assert main([*command, "--out", str(out)]) == 0
     assert main([*command, "--out", str(tmp_path / "undisturbed")]) == 0
     assert shards(out) == shards(tmp_path / "undisturbed")
+
+
+def test_ranks_of_torchrun_make_the_shards_of_one_process(tmp_path):
+    """Four units on three ranks; only rank 0 reports."""
+    command = ["images", "--in", str(folder_of_pictures(tmp_path / "in", 8)), "--samples-per-shard", "2"]
+    command += ["--validation", "0.3", "--processes", "1"]
+    assert main([*command, "--out", str(tmp_path / "alone")]) == 0
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "energon_data.prepare"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *command, "--out", str(tmp_path / "out")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert shards(tmp_path / "out") == shards(tmp_path / "alone")
+    assert done.stdout.count("8 samples in") == 1
+    assert not (tmp_path / ".out.partial").exists()
 
 
 def test_a_dry_run_says_what_would_be_made_and_writes_nothing(tmp_path, capsys):

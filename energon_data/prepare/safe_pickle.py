@@ -1,0 +1,117 @@
+"""Read the pickles of older data sets (tensors, arrays, lists and dictionaries of them) without running any of them.
+
+A pickle is a program that may call what it names. This reader knows a closed list of names, each of which only makes
+numbers; anything else ends the reading before it is called.
+"""
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from energon_data.samples import SampleError
+
+MAX_BYTES = 1 << 32
+"""A larger part is refused: nothing of an older data set comes near."""
+
+
+def _storage(data: bytes) -> Any:
+    """Stand in for `torch.storage._load_from_bytes`, which would run the pickle inside."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _array(kind: object, shape: object, code: object) -> np.ndarray:
+    """Stand in for numpy's `_reconstruct`, which makes an empty array of any class."""
+    return np.ndarray.__new__(np.ndarray, (0,), "b")
+
+
+def _from_buffer(data: Any, dtype: object, shape: tuple[int, ...], order: Any) -> np.ndarray:
+    """Stand in for numpy's `_frombuffer`, by which protocol 5 writes arrays."""
+    if not isinstance(dtype, np.dtype) or not isinstance(data, (bytes, bytearray)):
+        raise SampleError("pickled", "an array that is no buffer of numbers")
+    return np.frombuffer(bytearray(data), dtype).reshape(shape, order=order)
+
+
+def _dtype(code: object, *_: object) -> np.dtype:
+    """Stand in for `numpy.dtype`: number types only, no objects and no records."""
+    if not isinstance(code, str) or np.dtype(code).kind not in "biufc":
+        raise SampleError("pickled", f"an array of {code!r}; only arrays of numbers are read")
+    return np.dtype(code)
+
+
+def _rebuild(*args: Any) -> Tensor:
+    """Stand in for `torch._utils._rebuild_tensor_v2`, without its hooks."""
+    storage, offset, size, stride = args[:4]
+    return torch._utils._rebuild_tensor(storage, offset, size, stride)
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """Stand in for `_codecs.encode`, by which protocol 2 writes bytes."""
+    if encoding != "latin1":
+        raise SampleError("pickled", f"bytes in {encoding!r}; only latin1 is read")
+    return text.encode("latin1")
+
+
+_NUMPY = ("numpy.core", "numpy._core")
+KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch.storage", "_load_from_bytes"): _storage,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): _dtype,
+    ("_codecs", "encode"): _latin1,
+    **{(f"{package}.multiarray", "_reconstruct"): _array for package in _NUMPY},
+    **{(f"{package}.numeric", "_frombuffer"): _from_buffer for package in _NUMPY},
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = KNOWN.get((module, name))
+        if found is None:
+            raise SampleError("pickled", f"it calls {module}.{name}, which no tensor needs; nothing was run")
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise SampleError("pickled", "it refers to something outside the file; nothing was run")
+
+
+def read_pickle(data: bytes) -> Any:
+    """Return the tensors, arrays, texts, numbers, lists and dictionaries of a pickle.
+
+    Raises:
+        SampleError: it names anything else, is damaged, or is larger than `MAX_BYTES`.
+    """
+    return _read(data, lambda: _Reader(io.BytesIO(data)).load())
+
+
+def read_torch_file(data: bytes) -> Any:
+    """Return what `torch.save` wrote, of tensors and plain containers alone.
+
+    Raises:
+        SampleError: it holds anything else, is damaged, or is larger than `MAX_BYTES`.
+    """
+    return _read(data, lambda: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def _read(data: bytes, read: Callable[[], Any]) -> Any:
+    if len(data) > MAX_BYTES:
+        raise SampleError("too_large", f"{len(data)} bytes of tensors, at most {MAX_BYTES}")
+    try:
+        return read()
+    except SampleError:
+        raise
+    except Exception as error:  # a damaged pickle can end in nearly any exception
+        raise SampleError("pickled", f"unreadable: {type(error).__name__}: {error!s:.120}") from error
+
+
+def as_tensor(value: Any) -> Optional[Tensor]:
+    """Return a tensor or an array of floating-point numbers as a contiguous tensor; None for anything else."""
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    return value.contiguous() if isinstance(value, Tensor) and value.is_floating_point() else None

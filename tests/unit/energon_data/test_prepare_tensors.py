@@ -1,0 +1,222 @@
+"""Archives of older systems become data sets of the same bits; nothing that a pickle says is run."""
+
+import io
+import json
+import os
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_data import spec
+from test_prepare_media import samples
+
+from dit.errors import EXIT_CONFIG, EXIT_DATA
+from energon_data.dataset import EnergonData
+from energon_data.folder import check_folder
+from energon_data.media_files import open_picture, pixel_values, pixels_of
+from energon_data.prepare.__main__ import main
+from energon_data.prepare.safe_pickle import read_pickle, read_torch_file
+from energon_data.samples import SampleError
+
+PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
+
+
+def torch_file(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_tensors_and_arrays_come_back_to_the_bit(protocol: int) -> None:
+    tensor = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    values: dict[str, Any] = {
+        "float32": tensor,
+        "bf16": tensor.bfloat16(),
+        "view": tensor[1:, ::2],
+        "array": tensor.numpy(),
+        "half": tensor.numpy().astype(np.float16),
+        "fortran": np.asfortranarray(tensor.numpy()),
+        "counts": np.arange(5),
+    }
+    nested = {"a": [values["float32"], {"b": values["array"]}], "text": "x", "number": 1.5}
+    for value in values.values():
+        found = read_pickle(pickle.dumps(value, protocol))
+        assert type(found) is type(value)
+        assert found.dtype == value.dtype
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(value))
+    found = read_pickle(pickle.dumps(nested, protocol))
+    assert torch.equal(found["a"][0], tensor)
+    assert np.array_equal(found["a"][1]["b"], tensor.numpy())
+    assert (found["text"], found["number"]) == ("x", 1.5)
+
+
+class Runs:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+class LoadsInside:
+    """A pickle whose tensor storage is a file of torch that holds another pickle."""
+
+    def __init__(self, inner: bytes) -> None:
+        self.inner = inner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.storage._load_from_bytes, (self.inner,)
+
+
+class ObjectType:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.dtype, ("O",)
+
+
+def hostile(marker: Path) -> dict[str, bytes]:
+    objects = np.empty(1, object)
+    objects[0] = Runs(marker)
+    return {
+        "call": pickle.dumps(Runs(marker)),
+        "in a list": pickle.dumps([torch.zeros(2), Runs(marker)]),
+        "in an array": pickle.dumps(objects),
+        "in a storage": pickle.dumps(LoadsInside(torch_file(Runs(marker)))),
+        "object type": pickle.dumps(ObjectType()),
+        "eval": b"cbuiltins\neval\n(S'__import__(\"os\").mkdir(%r)'\ntR." % str(marker).encode(),
+        "getattr": b"cbuiltins\ngetattr\n(cos\nsystem\nS'x'\ntR.",
+        "persistent": b"Pmodule\n.",
+        "cut": pickle.dumps(torch.zeros(9))[:-20],
+        "empty": b"",
+        "deep": b"(" * 10_000,
+    }
+
+
+@pytest.mark.parametrize("name", hostile(Path("x")))
+def test_nothing_is_run(tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "was_here"
+    payload = hostile(marker)[name]
+    with pytest.raises(SampleError):
+        read_pickle(payload)
+    with pytest.raises(SampleError):
+        read_torch_file(payload)
+    assert not marker.exists()
+
+
+def test_a_file_of_torch_runs_nothing(tmp_path: Path) -> None:
+    marker = tmp_path / "was_here"
+    with pytest.raises(SampleError):
+        read_torch_file(torch_file([Runs(marker)]))
+    assert not marker.exists()
+    value = torch.randn(2, 3).bfloat16()
+    assert torch.equal(read_torch_file(torch_file(value)), value)
+
+
+def archive_of_nemo(folder: Path) -> tuple[Path, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """An image, a clip and a hostile sample, as NeMo's and DFM's preparations write them."""
+    generator = torch.Generator().manual_seed(0)
+    image, clip = (torch.randn(2, t, 4, 6, generator=generator).bfloat16() for t in (1, 3))
+    text = torch.zeros(1, 16, 3).bfloat16()
+    text[:, :5] = torch.randn(1, 5, 3, generator=generator).bfloat16()
+    array = np.random.default_rng(0).standard_normal((4, 3), np.float32)
+    members = {
+        "000000.pth": torch_file(image[None]),
+        "000000.pickle": pickle.dumps(text),
+        "000000.json": json.dumps({"image_height": 32, "image_width": 48, "aesthetic_score": 5.5}).encode(),
+        "000001.pth": torch_file(clip),
+        "000001.pickle": pickle.dumps([array, "other"]),
+        "000001.json": json.dumps({"height": 32, "width": 48, "framerate": 24, "num_frames": 3}).encode(),
+        "000002.pth": torch_file(Runs(folder / "was_here")),
+        "000002.json": b"{}",
+        "000003.json": b"{}",
+    }
+    write_tar(folder / "rank0-000000.tar", members)
+    return folder, {"000000": (image, text[0, :5]), "000001": (clip, torch.from_numpy(array))}
+
+
+def test_archives_of_nemo_are_rewritten_to_the_bit_and_train(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in").mkdir()
+    source, expected = archive_of_nemo(tmp_path / "in")
+    out = tmp_path / "out"
+    words = ["tensors", "--in", str(source), "--out", str(out), "--validation", "0", "--text-encoder", "t5-11b"]
+    assert main([*words, "--vae", "cosmos", "--processes", "1"]) == 0
+    assert "skipped, pickled: 1" in capsys.readouterr().out
+    assert not (source / "was_here").exists()
+    found = {metadata["source"].rpartition("/")[2]: (metadata, clip) for _, metadata, clip, _ in samples(out)}
+    assert set(found) == set(expected)
+    for name, (latent, text) in expected.items():
+        metadata, clip = found[name]
+        assert torch.equal(clip.latent, latent.float())
+        assert torch.equal(torch.as_tensor(clip.parts["text.safetensors"]["text"]), text)
+        assert (metadata["height"], metadata["width"]) == (32, 48)
+    assert found["000000"][0]["aesthetic_score"] == 5.5
+    assert (found["000001"][0]["fps"], found["000001"][0]["num_frames"]) == (24, 3)
+    description = check_folder(out, "train").description
+    assert (description["text_encoder"], description["vae"]) == ("t5-11b", "cosmos")
+    assert description["skipped"] == {"pickled": 1, "missing_part": 1}
+    data = EnergonData(path=str(out), min_aesthetic_score=5)
+    stream = data.build_train(spec(num_classes=None, micro_batch_size=1), dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    batch = next(stream)
+    assert batch.conditions["context"].layout.lengths == (5,)
+    stream.close()
+
+
+def test_archives_of_pictures_with_encoded_texts(tmp_path: Path) -> None:
+    """The two formats of NeMo's Imagen, by a list of archives; the picture stays the file it was."""
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG")
+    text = np.random.default_rng(1).standard_normal((4, 3)).astype(np.float32)
+    other = np.ones((2, 5), np.float32)
+    parts = {
+        "a.jpg": buffer.getvalue(),
+        "a.txt": b"a cat",
+        "a.pickle": pickle.dumps({"embeddings_t5_xxl": {"encodings": text}, "clip": {"encodings": other}}),
+        "b.jpg": buffer.getvalue(),
+        "b.pickle": pickle.dumps({"embeddings_t5_xxl": text}),
+    }
+    write_tar(tmp_path / "1.tar", {k: v for k, v in parts.items() if k[0] == "a"})
+    write_tar(tmp_path / "2.tar", {k: v for k, v in parts.items() if k[0] == "b"})
+    (tmp_path / "list.pkl").write_bytes(
+        pickle.dumps({"tar_files": ["1.tar", str(tmp_path / "2.tar")], "chunk_size": 1, "total_key_count": 2})
+    )
+    words = ["tensors", "--in", str(tmp_path / "list.pkl"), "--validation", "0", "--processes", "1", "--out"]
+    assert main([*words, str(tmp_path / "out"), "--text-key", "embeddings_t5_xxl"]) == 0
+    found = list(samples(tmp_path / "out"))
+    assert [metadata.get("caption") for _, metadata, _, _ in found] == ["a cat", None]
+    for _, _, clip, _ in found:
+        assert torch.equal(clip.latent, pixel_values(pixels_of([open_picture(buffer.getvalue())])))
+        assert np.array_equal(clip.parts["text.safetensors"]["text"].numpy(), text)
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "says"),
+    [
+        (pickle.dumps({"tar_files": []}), EXIT_DATA, "has no list 'tar_files'"),
+        (pickle.dumps({"tar_files": ["none.tar"]}), EXIT_DATA, "none.tar, which does not exist"),
+        (pickle.dumps(Runs(Path("/tmp/never"))), EXIT_DATA, "nothing was run"),
+    ],
+)
+def test_a_list_of_archives_is_read_safely(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes, code: int, says: str
+) -> None:
+    (tmp_path / "list.pkl").write_bytes(content)
+    assert main(["tensors", "--in", str(tmp_path / "list.pkl"), "--out", str(tmp_path / "out")]) == code
+    assert says in capsys.readouterr().err
+    assert main(["tensors", "--in", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == EXIT_CONFIG
