@@ -55,6 +55,7 @@ def done(folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     kind(**config).save_pretrained(folder / "vae")
     torch.jit.script(Colours()).save(str(folder / "colours.pt"))
+    (folder / "run").mkdir()  # the second rank looks for it at once, and then waits for the first one
     run = mock(folder / "run", **SETTINGS, sampling__vae=folder / "vae")
     jobs: dict[str, Job] = {"train": Job(actions.train, {"arguments": run})}
     for ranks in (1, 2):
