@@ -104,6 +104,15 @@ class PackedBatch:
             )
         return self.layout.without_padding(x_TC).view(self.layout.num_samples, *self.grids[0], x_TC.shape[1])
 
+    def unpatchified(self, x_TC: Tensor, patch_temporal: int, patch_spatial: int) -> list[Tensor]:
+        """Return the latent of each sample, `[C, T, H, W]`, from tokens of the pack."""
+        from dit.patchify import unpatchify
+
+        return [
+            unpatchify(x_TC[start : start + length], grid, patch_temporal, patch_spatial)
+            for start, length, grid in zip(self.layout.starts, self.layout.lengths, self.grids)
+        ]
+
     def grid(self, patch_temporal: int, patch_spatial: int) -> Tensor:
         """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor.
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
-from dit.errors import one_line_errors
-from launch import letter_score
+from dit.errors import ConfigError, one_line_errors
+from launch import environment, held_out, letter_score, loss_score, picture_scores
 from launch.measurement import Measurement
 from launch.sample import add_sampling_arguments, open_generator
 
@@ -30,11 +30,13 @@ class Metric:
         summary: for the help.
         measure: measures the generator that the command line names.
         add_arguments: adds the flags that only this metric reads; rows may share one function.
+        more_is_better: whether `--minimum` is of this metric.
     """
 
     summary: str
     measure: Callable[[argparse.Namespace, "Generator"], Measurement]
     add_arguments: Callable[[argparse.ArgumentParser], None]
+    more_is_better: bool = True
 
 
 METRICS = {
@@ -42,6 +44,29 @@ METRICS = {
         "how many generated letters does a classifier of real letters read correctly?",
         letter_score.measure,
         letter_score.add_arguments,
+    ),
+    "loss": Metric(
+        "the loss on held-out data, as in training and at fixed times as MLPerf's FLUX.1",
+        loss_score.measure,
+        held_out.add_arguments,
+        more_is_better=False,
+    ),
+    "fid": Metric(
+        "Frechet distance between held-out and generated pictures",
+        picture_scores.fid,
+        picture_scores.add_arguments,
+        more_is_better=False,
+    ),
+    "kid": Metric(
+        "kernel distance between them, unbiased for few pictures",
+        picture_scores.kid,
+        picture_scores.add_arguments,
+        more_is_better=False,
+    ),
+    "clip": Metric(
+        "how well do generated pictures fit their prompts, by a CLIP model?",
+        picture_scores.clip,
+        picture_scores.add_arguments,
     ),
 }
 
@@ -60,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", metavar="DIR", help="data set to compare with (default: the run's)")
     parser.add_argument("--minimum", type=float, metavar="X", help="exit with 1 below this; a share such as 0.9")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument("--out", metavar="FILE", help="also write the samples as a PNG")
+    parser.add_argument("--out", metavar="FILE", help="of letters: also write the samples as a PNG")
     for add_arguments in dict.fromkeys(metric.add_arguments for metric in METRICS.values()):
         add_arguments(parser)
     return parser
@@ -70,7 +95,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
-    result = METRICS[args.metric].measure(args, open_generator(args))
+    metric = METRICS[args.metric]
+    if args.minimum is not None and not metric.more_is_better:
+        raise ConfigError(f"--minimum {args.minimum} is of metrics that grow with quality, and {args.metric} falls")
+    result = metric.measure(args, open_generator(args))
+    if environment.rank() > 0:
+        return 0
     if args.json:
         print(json.dumps(result.record))
     else:

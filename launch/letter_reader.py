@@ -81,6 +81,13 @@ class LetterReader:
         """
         return torch.cat([self.network(part.float()).argmax(1) for part in images.split(1024)])
 
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """Return the features `[N, 128]` in front of the last layer of a `LetterNetwork`; arguments as above."""
+        assert isinstance(self.network, LetterNetwork)
+        head = self.network.head[:-1]
+        return torch.cat([head(self.network.features(part.float())) for part in images.split(1024)])
+
 
 def vary(images: Tensor, generator: torch.Generator) -> Tensor:
     """Shift, scale, rotate, slant, blur, fade pictures and add noise at random, so that only the shape matters.

@@ -68,30 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_sampling_arguments(parser)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
-    what.add_argument("--label", metavar="N", help="one class by name or number")
-    what.add_argument(
-        "--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text (default: the run's own)"
-    )
-    what.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="a text per line; of a .jsonl an object with prompt and, if wanted, negative and seed",
-    )
-    what.add_argument("--text-embedding", nargs="+", metavar="FILE", help="the same as .npy files, already embedded")
-    parser.add_argument("--negative-prompt", metavar="TEXT", help="text that guidance leads away from")
-    parser.add_argument(
-        "--condition",
-        action="append",
-        nargs="+",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="another condition of the model: a number or a .npy file, for all or for each text or class; "
-        "`--condition pooled FILE` for FLUX",
-    )
-    parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
+    add_request_arguments(parser)
     parser.add_argument(
         "--size",
         type=height_and_width,
@@ -120,6 +97,34 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument("--clips", choices=("mp4", "gif"), help="files of clips (mp4 where PyAV is installed)")
     files.add_argument("--save-latents", type=Path, metavar="FILE", help="also the latents, as one .safetensors")
     return parser
+
+
+def add_request_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that say what samples show; see `what_to_draw`."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
+    what.add_argument("--label", metavar="N", help="one class by name or number")
+    what.add_argument(
+        "--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text (default: the run's own)"
+    )
+    what.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a text per line; of a .jsonl an object with prompt and, if wanted, negative and seed",
+    )
+    what.add_argument("--text-embedding", nargs="+", metavar="FILE", help="the same as .npy files, already embedded")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="text that guidance leads away from")
+    parser.add_argument(
+        "--condition",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="another condition of the model: a number or a .npy file, for all or for each text or class; "
+        "`--condition pooled FILE` for FLUX",
+    )
+    parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
 
 
 def height_and_width(text: str) -> tuple[int, int]:

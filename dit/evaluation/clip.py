@@ -1,7 +1,7 @@
 """CLIP models of transformers: how well a picture fits its text, and features of pictures.
 
-Source: Radford et al. 2021, arXiv:2103.00020; the score, Hessel et al. 2021, arXiv:2104.08718, Eq. 1, with the factor
-100 that is usual for generated pictures.
+Source: Radford et al. 2021, arXiv:2103.00020; the score, Hessel et al. 2021, arXiv:2104.08718, Eq. 1, with 100 in place
+of its factor 2.5, as is usual for generated pictures.
 """
 
 import json

@@ -13,9 +13,10 @@ from dit.backends.device import local_device
 from dit.batch import PackedBatch
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.sharded_state import load_weights
+from dit.checkpoint.verify_together import on_first_rank
 from dit.condition_table import DEFAULT_FPS, FPS, LABEL
 from dit.conditions import Value
-from dit.errors import ConfigError
+from dit.errors import CheckpointError, ConfigError
 from dit.inference.sizes import check_size
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
@@ -175,7 +176,7 @@ class Generator:
 
 
 def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") -> Generator:
-    """Build the model of a checkpoint with its averaged or its raw weights.
+    """Build the model of a checkpoint with its averaged or its raw weights; every rank calls this and gets all of it.
 
     Args:
         path: a run folder (its newest valid checkpoint is taken) or one checkpoint folder.
@@ -183,11 +184,22 @@ def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") 
     Raises:
         CheckpointError: there is no valid checkpoint, or it holds no average.
     """
-    folder, step = find_checkpoint(path)
+    groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
+    # A run that goes on may save a newer one while the ranks look.
+    found = on_first_rank(lambda: _found(path), groups)
+    if isinstance(found, CheckpointError):
+        raise found
+    folder, step = found
     config, metadata = read_settings(folder)
     slot = slot_of(folder, config, weights)
-    groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
     chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
     load_weights(folder, chunks, groups, slot=slot)
     network = chunks[0].eval()
     return Generator(config, metadata, network, step)
+
+
+def _found(path: Path | str) -> tuple[Path, int] | CheckpointError:
+    try:
+        return find_checkpoint(path)
+    except CheckpointError as error:
+        return error

@@ -14,7 +14,7 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
-from dit.patchify import grid_positions, split_outputs, unpatchify
+from dit.patchify import grid_positions, split_outputs
 from dit.sampling.guidance import guided_columns, guided_pair, needs_unconditional
 from dit.sampling.solvers import solve
 
@@ -184,7 +184,4 @@ def generate_each(
         noise_at=noise_at,
         variance=variance,
     )
-    return [
-        unpatchify(x0_TC[start : start + length], sample_grid, spec.patch_temporal, spec.patch_spatial)
-        for start, length, sample_grid in zip(layout.starts, layout.lengths, batch.grids)
-    ]
+    return batch.unpatchified(x0_TC, *spec.patch)

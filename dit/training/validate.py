@@ -1,6 +1,7 @@
 """Held-out loss, in total and by noise level, on fixed noise so that evaluations can be compared."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -9,14 +10,15 @@ from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Objective
+from dit.objectives.base import Objective, Term
+from dit.objectives.flow_matching import FlowMatching
 from dit.patchify import split_outputs
 
 NUM_BUCKETS = 4
+NUM_TIMES = 8
 VALIDATION_SEED = 0x5A11DA7E
 
 
-@torch.no_grad()
 def held_out_loss(
     network: Callable[..., torch.Tensor],
     batches: Iterator[PackedBatch],
@@ -43,26 +45,109 @@ def held_out_loss(
         `loss`, and `loss_level_i` for the i-th quarter of the noise levels, low to high, if it has samples; if
         more than one term is logged, also `loss_NAME` of each.
     """
+    sums = loss_sums(network, batches, objective, model, device, shard)
+    dist.all_reduce(sums, group=groups.dp_cp)
+    return mean_losses(objective, sums)
+
+
+@torch.no_grad()
+def loss_sums(
+    network: Callable[..., torch.Tensor],
+    batches: Iterator[PackedBatch],
+    objective: Objective,
+    model: ModelConfig,
+    device: torch.device,
+    shard: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+) -> torch.Tensor:
+    """Sum the training loss over this rank's held-out samples; arguments as of `held_out_loss`.
+
+    Returns:
+        `[NUM_BUCKETS, logged + 1]` float32: by quarter of the noise levels, what the objective logs, and the tokens.
+    """
     names = objective.logged
     sums = torch.zeros(NUM_BUCKETS, len(names) + 1, device=device)
     for batch in batches:
         batch = shard(batch).to(device)
         noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
-        prepared = objective.prepare(batch, noise)
-        prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
-        outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
-        found = objective.loss_terms(outputs_TC, prepared, batch.layout)
+        found = _loss_terms(network, batch, objective, model, noise)
         columns_S = [found[name].sum_per_sample(batch.layout) for name in names]
         columns_S.append(batch.layout.sum_per_sample(batch.layout.valid_T.float()))
         bucket_S = (noise.level_S() * NUM_BUCKETS).long()
         sums.index_add_(0, bucket_S, torch.stack(columns_S, -1))
-    dist.all_reduce(sums, group=groups.dp_cp)
+    return sums
+
+
+def mean_losses(objective: Objective, sums: torch.Tensor) -> dict[str, float]:
+    """Return what `held_out_loss` does from the `loss_sums` of all ranks."""
     totals: list[list[float]] = sums.tolist()
     count = max(1.0, sum(row[-1] for row in totals))
-    means = [sum(row[i] for row in totals) / count for i in range(len(names))]
+    means = [sum(row[i] for row in totals) / count for i in range(len(objective.logged))]
     summands = len(objective.terms)
     levels = {f"loss_level_{i}": sum(row[:summands]) / row[-1] for i, row in enumerate(totals) if row[-1]}
     return {**named_losses(objective, means), **levels}
+
+
+class AtTimes(AddressedNoise):
+    """The noise of held-out samples whose noise levels are given.
+
+    Args:
+        times_S: quantile of the level of each sample, float32 `[S]`.
+    """
+
+    def __init__(self, batch: PackedBatch, times_S: torch.Tensor) -> None:
+        super().__init__(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
+        self.times_S = times_S
+
+    def level_S(self) -> torch.Tensor:
+        return self.times_S
+
+
+@torch.no_grad()
+def loss_at_times(
+    network: Callable[..., torch.Tensor],
+    batches: Iterator[PackedBatch],
+    objective: FlowMatching,
+    model: ModelConfig,
+    device: torch.device,
+) -> torch.Tensor:
+    """Sum the error of the velocity at the flow times 0/8, 1/8, ..., 7/8, one fixed time per held-out sample.
+
+    It does not depend on how training draws and weighs times, so it compares across systems: the validation loss of
+    FLUX.1 in MLPerf Training is the mean over the times of their means. A sample's time is its id modulo 8, where
+    MLPerf numbers its samples. If the network predicts x0, errors below `MIN_TIME` weigh as there.
+
+    Args:
+        network, batches, model, device: as of `held_out_loss`.
+        objective: what the network was trained for.
+
+    Returns:
+        `[NUM_TIMES, 2]` float64: by time, the sum over samples of the mean squared error, and the number of samples.
+
+    Source: mlcommons/training, text_to_image/torchtitan/README.md, section 5; Esser et al. 2024, arXiv:2403.03206.
+    """
+    plain = replace(objective, time_distribution="uniform", time_shift=1.0, loss_kind="l2", min_snr_gamma=None)
+    sums = torch.zeros(NUM_TIMES, 2, device=device, dtype=torch.float64)
+    for batch in batches:
+        batch = replace(batch, loss_weight_S=None).to(device)
+        time_S = batch.sample_ids_S % NUM_TIMES
+        found = _loss_terms(network, batch, plain, model, AtTimes(batch, time_S.float() / NUM_TIMES))
+        tokens_S = batch.layout.sum_per_sample(batch.layout.valid_T.double())
+        error_S = found["error"].sum_per_sample(batch.layout).double() / tokens_S
+        sums.index_add_(0, time_S, torch.stack([error_S, torch.ones_like(error_S)], -1))
+    return sums
+
+
+def _loss_terms(
+    network: Callable[..., torch.Tensor],
+    batch: PackedBatch,
+    objective: Objective,
+    model: ModelConfig,
+    noise: AddressedNoise,
+) -> dict[str, Term]:
+    prepared = objective.prepare(batch, noise)
+    prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
+    outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
+    return objective.loss_terms(outputs_TC, prepared, batch.layout)
 
 
 def named_losses(objective: Objective, means: Sequence[float]) -> dict[str, float]:

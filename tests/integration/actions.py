@@ -51,6 +51,13 @@ def draw(arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> Ende
         return command(main, arguments)
 
 
+def evaluate(arguments: Sequence[str]) -> Ended:
+    """Do as `python -m launch.evaluate` does."""
+    from launch.evaluate import main
+
+    return command(main, arguments)
+
+
 def import_weights(arguments: Sequence[str]) -> Ended:
     """Do as `python -m launch.import_weights` does."""
     from launch.import_weights import main

@@ -1,7 +1,7 @@
 """What a step and an evaluation make of the errors of a pack: sums over real tokens, weighted by sample."""
 
 from dataclasses import replace
-from typing import Optional
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.patchify import grid_positions, patchify, unpatchify
 from dit.run_config import check_outputs
 from dit.training.step import training_forward_step
-from dit.training.validate import NUM_BUCKETS, VALIDATION_SEED, held_out_loss
+from dit.training.validate import NUM_BUCKETS, VALIDATION_SEED, held_out_loss, loss_at_times
 from tests.conftest import BuildModel
 
 MODEL = DiTConfig(hidden_size=16, num_layers=1, num_attention_heads=2, in_channels=2, patch_spatial=1, num_classes=None)
@@ -145,3 +145,35 @@ def test_held_out_loss_is_the_weighted_mean_over_real_tokens(one_rank_world: Pro
     assert len(by_level) == 1 + NUM_BUCKETS
     expected = {name: sum(e for e, _ in pairs) / sum(n for _, n in pairs) for name, pairs in by_level.items()}
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "x0"])
+def test_the_loss_at_fixed_times_does_not_depend_on_the_times_of_training(prediction: Any) -> None:
+    """The mean over eight times of the mean squared error of the velocity, each sample at the time of its id.
+
+    Source: mlcommons/training, text_to_image/torchtitan/README.md, section 5.
+    """
+
+    def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        return 0.5 * inputs_TC + batch.layout.per_token(time_S)
+
+    batches = [pack(10 * i, [2, 3, 4], [1.0, 0.5, 3.0]) for i in range(8)]
+    plain = FlowMatching(prediction=prediction)
+    other = replace(plain, time_distribution="logit_normal", logit_mean=0.3, time_shift=3.0, min_snr_gamma=5.0)
+    found, same = (
+        loss_at_times(network, iter(batches), objective, MODEL, torch.device("cpu")) for objective in (plain, other)
+    )
+    assert torch.equal(found, same)
+    expected = torch.zeros(8, 2, dtype=torch.float64)
+    for batch in batches:
+        eps_TC = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout).normal_TC("eps", 2)
+        for start, n, number in zip(batch.layout.starts, batch.layout.lengths, batch.sample_ids_S.tolist()):
+            x0, eps = (x[start : start + n].double() for x in (batch.latents_TC, eps_TC))
+            t = number % 8 / 8
+            x_t = (1 - t) * x0 + t * eps
+            output = 0.5 * x_t + t
+            velocity = output if prediction == "velocity" else (x_t - output) / max(t, 0.05)
+            target = eps - x0 if prediction == "velocity" else (x_t - x0) / max(t, 0.05)
+            expected[number % 8] += torch.tensor([float((velocity - target).square().mean()), 1.0])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (expected[:, 1] > 0).sum() >= 4

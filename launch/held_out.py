@@ -1,0 +1,55 @@
+"""Held-out data for `launch.evaluate`: every rank takes every so many micro-batches, none twice."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from dit.batch import PackedBatch
+from dit.data_api import DataConfig, NoData
+from dit.errors import ConfigError
+from launch import environment
+from launch.sample import at_least_one
+
+if TYPE_CHECKING:
+    from dit.inference.generator import Generator
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of all metrics that read held-out data."""
+    parser.add_argument(
+        "--micro-batches",
+        type=at_least_one,
+        metavar="N",
+        help="held-out micro-batches to measure on (default: the run's data.validation_micro_batches)",
+    )
+
+
+def held_out_batches(args: argparse.Namespace, generator: "Generator") -> Iterator[PackedBatch]:
+    """Return this rank's share of the held-out micro-batches, on the host.
+
+    Raises:
+        ConfigError: the run has no data, and `--data` names none.
+        DataError: they cannot be read.
+    """
+    config = generator.config
+    spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
+    batches = data_of(args, config.data).build_validation(spec, dp_rank=0, dp_size=1)
+    return islice(batches, environment.rank(), None, environment.world_size())
+
+
+def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
+    """Return the data of the run with what the arguments change."""
+    changes: dict[str, Any] = {}
+    if args.micro_batches is not None:
+        changes["validation_micro_batches"] = args.micro_batches
+    if args.data is not None:
+        changes["path"] = args.data
+    if isinstance(data, NoData):
+        if args.data is None:
+            raise ConfigError("imported weights have no held-out data; name a data set with --data DIR")
+        from energon_data.dataset import EnergonData
+
+        return EnergonData(**changes)
+    return replace(data, **changes)

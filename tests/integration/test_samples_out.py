@@ -1,0 +1,133 @@
+"""Out of a latent run: decoded pictures while it trains and on command, and measurements; the same on two ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from dit.encoders.vae import VAE
+from dit.sampling.grid import to_bytes
+from tests.integration import actions
+from tests.integration.runs import mock, read_records
+from tests.support.ranks import Job, run_jobs
+from tests.unit.encoders.test_vae import MODELS
+
+SETTINGS: dict[str, Any] = {
+    "model__in_channels": 4,
+    "model__num_classes": 3,
+    "model__context_size": None,
+    "data__shapes": '["1x8x8","1x4x8"]',
+    "data__validation_micro_batches": 3,
+    "objective": "flow_matching",
+    "training__num_steps": 4,
+    "training__sample_interval": 4,
+    "training__validation_interval": 4,
+    "training__precision": "fp32",
+    "training__ema_decay": None,
+    "sampling__num_steps": 2,
+    "schedule__warmup_steps": 0,
+}
+DRAWN = ("--labels", "0,1,2", "--count", "2", "--steps", "2", "--batch", "2", "--raw-weights")
+METRICS = ("loss", "fid", "kid")
+
+
+class Colours(torch.nn.Module):
+    """Features of a picture: the mean and the spread of each colour."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = images.float() / 255
+        return torch.cat([pixels.mean((2, 3)), pixels.flatten(2).std(2)], 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> dict[str, Any]:
+    kind, config = MODELS["image"]
+    torch.manual_seed(0)
+    kind(**config).save_pretrained(folder / "vae")
+    torch.jit.script(Colours()).save(str(folder / "colours.pt"))
+    (folder / "run").mkdir()  # the second rank looks for it at once, and then waits for the first one
+    run = mock(folder / "run", **SETTINGS, sampling__vae=folder / "vae")
+    jobs: dict[str, Job] = {"train": Job(actions.train, {"arguments": run})}
+    for ranks in (1, 2):
+        where = folder / f"on {ranks}"
+        files = ("--files", where, "--save-latents", where / "x.safetensors", "--out", where / "x.png")
+        words = ("--checkpoint", folder / "run", *DRAWN, *files)
+        jobs[f"draw on {ranks}"] = Job(actions.draw, {"arguments": [str(word) for word in words]}, ranks)
+        for metric in METRICS:
+            words = ("--checkpoint", folder / "run", "--metric", metric, "--raw-weights", "--json")
+            if metric != "loss":
+                words += ("--features", folder / "colours.pt", "--steps", "2")
+            arguments = {"arguments": [str(word) for word in words]}
+            jobs[f"{metric} on {ranks}"] = Job(actions.evaluate, arguments, ranks)
+    large = ("--checkpoint", folder / "run", *DRAWN, "--size", "64x48", "--labels", "1", "--out", folder / "large.png")
+    jobs["large"] = Job(actions.draw, {"arguments": [str(word) for word in large]})
+    found = run_jobs(folder / "world", jobs)
+    for name, ended in found.items():
+        assert {one.code for one in (ended if isinstance(ended, list) else [ended])} == {0}, (name, ended)
+    return found
+
+
+def test_pictures_are_the_decoded_latents_and_the_same_on_two_ranks(done: dict[str, Any], folder: Path) -> None:
+    """To the byte: files, grid and latents; each file is what the autoencoder makes of its latent."""
+    one, two = (folder / f"on {ranks}" for ranks in (1, 2))
+    names = sorted(path.name for path in one.iterdir())
+    assert names == [*(f"{i:06d}.png" for i in range(6)), "samples.jsonl", "x.png", "x.safetensors"]
+    assert actions.contents(one) == actions.contents(two)
+    latents = load_file(one / "x.safetensors")["latents"]
+    assert tuple(latents.shape) == (6, 4, 1, 8, 8)
+    expected = to_bytes(VAE(str(folder / "vae")).decode(latents)[:, :, 0])
+    records = [json.loads(line) for line in (one / "samples.jsonl").read_text().splitlines()]
+    assert [(record["class"], record["number"]) for record in records] == [(str(i // 2), i) for i in range(6)]
+    for record, pixels in zip(records, expected):
+        with Image.open(one / record["file"]) as image:
+            assert np.abs(np.array(image).astype(int) - pixels.numpy()).max() <= 1
+    assert "6 samples" in done["draw on 1"].out
+    assert done["draw on 2"][1].out == ""
+
+
+def test_a_run_keeps_its_autoencoder_and_decodes_what_it_shows(done: dict[str, Any], folder: Path) -> None:
+    """The grid while training has the size of decoded samples, 32 pixels a side, 64 enlarged; no line on colours."""
+    metadata = json.loads(next((folder / "run").rglob("facts.json")).read_text())
+    assert metadata["autoencoder"] == str(folder / "vae")
+    assert "false colours" not in done["train"].out + done["train"].err
+    (record,) = (r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "image")
+    with Image.open(record["path"]) as grid:
+        assert grid.size[0] == 3 * (64 + 4) + 4
+
+
+def test_a_size_is_drawn_in_pixels(done: dict[str, Any], folder: Path) -> None:
+    """Two samples of 64 x 48 pixels in a row, enlarged until the shorter side has 64."""
+    with Image.open(folder / "large.png") as image:
+        assert image.size == (2 * (96 + 4) + 4, 128 + 16 + 2 * 4)
+
+
+def test_the_loss_is_that_of_the_run(done: dict[str, Any], folder: Path) -> None:
+    """As the last validation of the run, which had the same weights, data, noise and precision."""
+    found = json.loads(done["loss on 1"].out)
+    (record,) = (r for r in read_records(folder / "run" / "metrics.jsonl") if "held_out/loss" in r.get("values", {}))
+    assert found["loss"] == pytest.approx(record["values"]["held_out/loss"], rel=1e-6)
+    assert set(found["by_time"]) <= {f"{i}/8" for i in range(8)}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_several_ranks_measure_what_one_does(done: dict[str, Any], metric: str) -> None:
+    """Though the micro-batches, of two sizes, are not dealt evenly."""
+    one, (two, silent) = json.loads(done[f"{metric} on 1"].out), done[f"{metric} on 2"]
+    assert silent.out == ""
+    two = json.loads(two.out)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert two[name] == pytest.approx(value, rel=1e-5), name
+    if metric != "loss":
+        assert one["pictures"] > 2
+        assert one[metric] > 0

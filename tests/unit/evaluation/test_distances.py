@@ -1,0 +1,96 @@
+"""Distances between sets of features, against closed forms and written-out sums in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+from dit.evaluation import kernel_distance as kernel_module
+from dit.evaluation.frechet import Moments, frechet_distance
+from dit.evaluation.kernel_distance import kernel_distance
+
+EXACT = 1e-10  # relative, float64: roots of eigenvalues
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def covariance(size: int, seed: int) -> Tensor:
+    x = random(size, size, seed=seed)
+    return x @ x.T
+
+
+def test_the_distance_of_gaussians_along_shared_axes_is_that_of_means_and_deviations() -> None:
+    """|m - n|^2 + sum (s_i - t_i)^2 for covariances with the same eigenvectors."""
+    axes = torch.linalg.qr(random(5, 5)).Q
+    m, n, s, t = random(4, 5, seed=1).abs()
+    first, second = (axes @ torch.diag(deviation**2) @ axes.T for deviation in (s, t))
+    expected = float((m - n).square().sum() + (s - t).square().sum())
+    assert frechet_distance(m, first, n, second) == pytest.approx(expected, rel=EXACT)
+
+
+def test_the_distance_of_gaussians_in_the_plane_has_a_closed_form() -> None:
+    """tr((A B)^(1/2)) = (tr(A B) + 2 det(A B)^(1/2))^(1/2) for 2 x 2 matrices, which need not commute."""
+    a, b, mean = covariance(2, 1), covariance(2, 2), random(2)
+    root = ((a @ b).trace() + 2 * (a.det() * b.det()).sqrt()).sqrt()
+    expected = float(mean.square().sum() + a.trace() + b.trace() - 2 * root)
+    assert (a @ b - b @ a).abs().max() > 0.1
+    assert frechet_distance(mean, a, torch.zeros(2).double(), b) == pytest.approx(expected, rel=EXACT)
+    assert frechet_distance(torch.zeros(2).double(), b, mean, a) == pytest.approx(expected, rel=EXACT)
+
+
+def test_equal_sets_have_no_distance_though_their_covariance_is_singular() -> None:
+    moments = Moments(7)
+    moments.add(random(4, 7))
+    mean, spread = moments.mean_and_covariance()
+    assert frechet_distance(mean, spread, mean, spread) == pytest.approx(0, abs=1e-6)
+
+
+def test_sums_of_batches_give_mean_and_covariance_of_all() -> None:
+    features = random(50, 6) + 100
+    moments = Moments(6)
+    for part in features.split([1, 20, 29]):
+        moments.add(part)
+    mean, spread = moments.mean_and_covariance()
+    assert moments.count == 50
+    torch.testing.assert_close(mean, features.mean(0))
+    torch.testing.assert_close(spread, torch.cov(features.T), rtol=1e-9, atol=1e-9)
+
+
+def explicit(x: Tensor, y: Tensor) -> float:
+    """Sum pair by pair, as Gretton et al. 2012, Eq. 3, with the cubic kernel."""
+
+    def k(a: Tensor, b: Tensor) -> float:
+        return float((a @ b / len(a) + 1) ** 3)
+
+    def within(z: Tensor) -> float:
+        n = len(z)
+        return sum(k(z[i], z[j]) for i in range(n) for j in range(n) if i != j) / (n * (n - 1))
+
+    return within(x) + within(y) - 2 * sum(k(a, b) for a in x for b in y) / (len(x) * len(y))
+
+
+def test_the_kernel_distance_is_the_u_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = random(7, 3), random(5, 3, seed=1) + 0.3
+    expected = explicit(x, y)
+    assert kernel_distance(x, y) == pytest.approx(expected, rel=EXACT)
+    monkeypatch.setattr(kernel_module, "BLOCK", 2)
+    assert kernel_distance(x, y) == pytest.approx(expected, rel=EXACT)
+
+
+def test_the_kernel_distance_is_unbiased_for_few_pictures() -> None:
+    """Halves of one set are at distance 0 on average over all ways to halve it, however small the set."""
+    x = random(6, 3)
+    halves = [[i for i in range(6) if bits >> i & 1] for bits in range(64) if bits.bit_count() == 3]
+    total = sum(kernel_distance(x[half], x[[i for i in range(6) if i not in half]]) for half in halves)
+    assert total / len(halves) == pytest.approx(0, abs=1e-12)
+
+
+def test_too_few_pictures_are_refused() -> None:
+    moments = Moments(3)
+    moments.add(random(1, 3))
+    with pytest.raises(ConfigError, match="at least 2 pictures, got 1"):
+        moments.mean_and_covariance()
+    with pytest.raises(ConfigError, match="got 1 and 4"):
+        kernel_distance(random(1, 3), random(4, 3))
