@@ -93,9 +93,9 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
 
     from dit.backends import process_groups
     from dit.backends.device import describe, peak_memory_bytes, synchronize
-    from dit.kernels.resolve import resolve_attention
     from dit.monitoring.flops import Convention, PackFlops, recomputed_share
-    from dit.parallel.build import DTYPES, count_parameters
+    from dit.parallel.build import count_parameters
+    from dit.parallel.implementations import implementations
     from dit.training.pretrain import Run
 
     dims, spec = config.check_here()
@@ -144,7 +144,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
         "data_parallel": parallel.data_parallel,
         "precision": training.precision,
         "recompute": training.recompute,
-        "attention": resolve_attention(run.device, DTYPES[training.precision], training.attention)[0],
+        "attention": implementations(model, training)["attention"].name,
         "parameters": count_parameters(model),
         "micro_batch_size": dims.micro_batch_size,
         "global_batch_size": training.global_batch_size,

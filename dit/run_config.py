@@ -104,15 +104,11 @@ class RunConfig:
             ConfigError, DataError: with the numbers and the cure.
         """
         # Importing Megatron-Core takes seconds; a dry run does not need it.
-        from dit.backends.device import local_device
         from dit.backends.process_groups import world_size_from_environment
-        from dit.backends.provider import resolve_linears
-        from dit.kernels.resolve import resolve_attention
-        from dit.parallel.build import DTYPES
+        from dit.parallel.implementations import implementations
 
         dims, spec = self.check(world_size_from_environment())
-        resolve_attention(local_device(), DTYPES[self.training.precision], self.training.attention)
-        resolve_linears(self.training.linears)
+        implementations(self.model, self.training)
         self.data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
         self.unused_conditions()
         return dims, spec

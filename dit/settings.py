@@ -65,8 +65,9 @@ class TrainingConfig:
             is no multiple of it, the largest smaller divisor is used. Results do not depend on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` (with fp32 master weights) or `fp32`.
-        attention: attention path; `auto` selects the first one installed (see `dit.kernels.resolve`).
-        linears: library of the parallel linears; `auto` selects Transformer Engine on CUDA if it is installed.
+        attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
+            scaled-dot-product attention elsewhere. `megatron-dit kernels` says which can run here.
+        linears: library of the parallel linears; `auto` selects Megatron-Core's.
         recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
             (`selective`: modulated norms, activation functions), or all (`full`: only layer inputs are saved).
         recompute_layers: number of layers of each pipeline stage (or virtual chunk) to recompute, from the first one;

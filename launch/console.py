@@ -40,6 +40,7 @@ COMMANDS = {
     "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
     "import": Command("launch.import_weights", "write a run folder of such weights"),
     "convert": Command("launch.convert_checkpoints", "rewrite the checkpoints of an earlier version's run"),
+    "kernels": Command("launch.kernels", "which implementation of each op this machine uses, and why not the others"),
     "prepare": Command("energon_data.prepare.__main__", "write a data set"),
     "bench": Command("benchmarks.step", "time the optimizer steps of a recipe"),
 }

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     },
     "dit.kernels": {"dit.errors", "dit.layout"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
-    "dit.backends": {"dit.errors", "dit.philox"},
+    "dit.backends": {"dit.errors", "dit.philox", "dit.kernels"},
     "dit.layers": {
         "dit.errors",
         "dit.layout",

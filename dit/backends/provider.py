@@ -4,8 +4,7 @@ Layers request a linear by its sharding (split outputs, split inputs, replicated
 """
 
 from copy import copy
-from importlib.util import find_spec
-from typing import Any, Literal, Optional, get_args
+from typing import Any, Optional
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -17,11 +16,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from dit.backends.device import use_cuda
+from dit.backends.device import local_device
 from dit.backends.expert_dispatch import ExpertDispatch
 from dit.backends.init import ZEROS, Init, with_init
 from dit.backends.sharding import GradientCovers, ParameterSharding, state
 from dit.errors import ConfigError
+from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, installed, on_cuda
 
 REPLICATED, EXPERT = ParameterSharding(), ParameterSharding(expert=True)
 
@@ -40,28 +40,21 @@ class RowLinear(RowParallelLinear):
         return super().forward(x_TD)[0]
 
 
-LinearChoice = Literal["auto", "megatron", "transformer_engine"]
-
-
-def resolve_linears(choice: LinearChoice) -> tuple[Any, Any]:
-    """Return the classes of column- and row-parallel linears.
-
-    Raises:
-        ConfigError: the choice is unknown or not installed.
-    """
-    installed = find_spec("transformer_engine") is not None
-    if choice == "megatron" or (choice == "auto" and not (installed and use_cuda())):
-        return ColumnLinear, RowLinear
-    if choice not in get_args(LinearChoice):
-        raise ConfigError(f"training.linears={choice!r} is unknown; use one of {', '.join(get_args(LinearChoice))}")
-    if not installed:
-        raise ConfigError(
-            "training.linears='transformer_engine' needs transformer_engine, which is not installed; "
-            "pip install -e '.[gpu]' in the repository's folder, or use 'auto'"
-        )
-    from dit.backends.te_linears import TEColumnLinear, TERowLinear
+def _transformer_engine() -> tuple[Any, Any]:
+    from dit.backends.te_linears import TEColumnLinear, TERowLinear  # imports the package
 
     return TEColumnLinear, TERowLinear
+
+
+LINEARS = Op[tuple[Any, Any]](
+    "linears",
+    (
+        Implementation("transformer_engine", _transformer_engine, (on_cuda, installed("transformer_engine")), UNTRIED),
+        Implementation("megatron", lambda: (ColumnLinear, RowLinear)),
+    ),
+    setting="training.linears",
+)
+"""The classes of column- and row-parallel linears."""
 
 
 class LayerProvider:
@@ -70,17 +63,15 @@ class LayerProvider:
     Args:
         config: Megatron-Core's config of the layout and precision.
         groups: its `ProcessGroupCollection`; None builds the full model on one rank (meta device, export).
-        linears: the library of the parallel linears; `auto` selects Transformer Engine on CUDA if it is installed.
+        linears: name of one of `LINEARS`, or `auto`.
 
     Raises:
-        ConfigError: the linears are unknown or not installed.
+        ConfigError: the linears are unknown, not installed or not for this device.
     """
 
-    def __init__(
-        self, config: TransformerConfig, groups: Optional[Any] = None, linears: LinearChoice = "megatron"
-    ) -> None:
+    def __init__(self, config: TransformerConfig, groups: Optional[Any] = None, linears: str = "megatron") -> None:
         self.config = config
-        self._column, self._row = resolve_linears(linears)
+        self._column, self._row = choose(LINEARS, Target(local_device(), config.params_dtype), linears).load()
         self.tp_group = None if groups is None else groups.tp
         self.tp_size = 1 if groups is None else groups.tp.size()
         self.tp_rank = 0 if groups is None else groups.tp.rank()

@@ -1,84 +1,49 @@
-"""Which implementation of each op runs: resolved once per process, logged, and stored with the run.
+"""The ops of this package and their implementations: which of them run is selected here, once per process.
 
-Each op has one file in this package. It has an eager implementation, the reference on every device, and may have faster
-ones. They are selected here.
+Each op has one file. It has an eager implementation, the reference on every device, and may have faster ones.
 """
 
-from importlib.util import find_spec
-from typing import Literal, get_args
+from collections.abc import Callable
 
-import torch
+from torch import Tensor
 
-from dit.errors import ConfigError
 from dit.kernels.attention import Attention, flash_attention, segment_sdpa, varlen_attention
 from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
+from dit.kernels.choice import UNTRIED, Implementation, Op, half_on_cuda, head_sizes, installed
+from dit.kernels.modulation import gated_residual, gelu_tanh, layer_norm_modulate, rms_norm_modulate, swiglu
+from dit.kernels.rope import rotate
+from dit.kernels.te_attention import TEAttention
 
-AttentionChoice = Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"]
-_PACKAGES: dict[AttentionChoice, str] = {"transformer_engine": "transformer_engine", "flash_attn": "flash_attn"}
-EAGER_OPS = ("layer_norm_modulate", "rms_norm_modulate", "gated_residual", "rotate", "gelu_tanh", "swiglu")
-"""Ops of `modulation` and `rope` that have only an eager implementation."""
+# torch's flash kernels are called without its padding of heads.
+TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256))
 
+ATTENTION = Op[Attention](
+    "attention",
+    (
+        Implementation("transformer_engine", TEAttention, (half_on_cuda, installed("transformer_engine")), UNTRIED),
+        Implementation("flash_attn", lambda: flash_attention, (half_on_cuda, installed("flash_attn")), UNTRIED),
+        Implementation("varlen", lambda: varlen_attention, TORCH_FLASH),
+        Implementation("sdpa", lambda: segment_sdpa),
+    ),
+    setting="training.attention",
+)
+"""Attention over packs, see `attention`."""
 
-def table(device: torch.device, dtype: torch.dtype, attention: AttentionChoice = "auto") -> dict[str, str]:
-    """Return the implementation of every op on a device, by the name of the op.
-
-    Args:
-        attention: `training.attention`.
-
-    Raises:
-        ConfigError: as `resolve_attention`.
-    """
-    return {
-        "attention": resolve_attention(device, dtype, attention)[0],
-        "attention_blocks": type(resolve_blocks(device, dtype)).__name__,
-        **dict.fromkeys(EAGER_OPS, "eager"),
-    }
-
-
-def resolve_attention(
-    device: torch.device, dtype: torch.dtype, choice: AttentionChoice = "auto"
-) -> tuple[str, Attention]:
-    """Select the attention path of this process; its name is logged and stored in the run record.
-
-    Args:
-        device: on which the attention runs.
-        dtype: of queries, keys and values.
-        choice: `auto` selects, for half precision on CUDA, the first importable of Transformer Engine, flash-attn and
-            torch's varlen kernel, and scaled-dot-product attention elsewhere.
-
-    Returns:
-        The name of the path, and the path.
-
-    Raises:
-        ConfigError: the requested path is unknown, not installed, or not for this device and precision.
-    """
-    half_on_cuda = device.type == "cuda" and dtype != torch.float32
-    if choice == "auto":
-        fastest: list[AttentionChoice] = [name for name, package in _PACKAGES.items() if find_spec(package)]
-        choice = [*fastest, "varlen"][0] if half_on_cuda else "sdpa"
-    if choice == "sdpa":
-        return "segment_sdpa", segment_sdpa
-    if choice not in get_args(AttentionChoice):
-        raise ConfigError(
-            f"training.attention={choice!r} is unknown; use one of {', '.join(get_args(AttentionChoice))}"
-        )
-    if not half_on_cuda:
-        raise ConfigError(
-            f"training.attention={choice!r} needs bf16 on CUDA, this run has {dtype} on {device.type}; use 'auto'"
-        )
-    package = _PACKAGES.get(choice)
-    if package and not find_spec(package):
-        raise ConfigError(
-            f"training.attention={choice!r} needs {package}, which is not installed; "
-            "pip install -e '.[gpu]' in the repository's folder, or use 'auto'"
-        )
-    if choice == "transformer_engine":
-        from dit.kernels.te_attention import TEAttention  # imports the package
-
-        return choice, TEAttention()
-    return choice, flash_attention if choice == "flash_attn" else varlen_attention
+ATTENTION_BLOCKS = Op[BlockAttention](
+    "attention_blocks",
+    (Implementation("flash", FlashBlocks, TORCH_FLASH), Implementation("eager", EagerBlocks)),
+)
+"""Attention to one block of keys, of which ring attention is made, see `attention_blocks`."""
 
 
-def resolve_blocks(device: torch.device, dtype: torch.dtype) -> BlockAttention:
-    """Select the block kernel of this process."""
-    return EagerBlocks() if device.type == "cpu" or dtype == torch.float32 else FlashBlocks()
+def _eager(function: Callable[..., Tensor]) -> Op[Callable[..., Tensor]]:
+    """Return the op of a function that has no other form yet."""
+    return Op(function.__name__, (Implementation("eager", lambda: function),))
+
+
+OPS: tuple[Op[object], ...] = (
+    ATTENTION,
+    ATTENTION_BLOCKS,
+    *map(_eager, (layer_norm_modulate, rms_norm_modulate, gated_residual, rotate, gelu_tanh, swiglu)),
+)
+"""All ops of this package."""

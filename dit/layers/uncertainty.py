@@ -18,7 +18,7 @@ def fourier_features(time_S: Tensor, count: int) -> Tensor:
     The frequencies are the quantiles of a standard normal distribution in place of draws from it, so they are no state.
     The angles are float64 inside, for the rows are few.
 
-    Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, its embedding of the noise level.
+    Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, Eq. 75.
     """
     i = torch.arange(count, device=time_S.device, dtype=torch.float64)
     frequency, phase = torch.special.ndtri((i + 0.5) / count), i * _PHASE_STEP
@@ -30,8 +30,9 @@ class Uncertainty(nn.Module):
 
     It starts at 0, where the weighted loss is the plain one. Every tensor-parallel rank has it and sees all tokens.
 
-    Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, after Kendall et al. 2018, arXiv:1705.07115. Deviations:
-    fixed frequencies and phases; the weights start at 0 and are not normalised.
+    Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, Eq. 21 (the authors' published code gives the number), after
+    Kendall et al. 2018, arXiv:1705.07115. Deviations: fixed frequencies and phases; the weights start at 0 and are not
+    normalised.
     """
 
     def __init__(self, provider: LayerProvider, *, features: int = 128) -> None:

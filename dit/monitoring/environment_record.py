@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 from dit.backends.device import accelerator_versions, describe
 from dit.durable_files import read_regular, write_record
+from dit.kernels.choice import Selection
 from dit.monitoring.run_lock import job_id
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,12 @@ PACKAGES = (
 ROOT = Path(__file__).parents[2]
 
 
-def environment_record(world_size: int, kernels: Mapping[str, str], linears: str) -> dict[str, Any]:
+def environment_record(world_size: int, kernels: Mapping[str, Selection]) -> dict[str, Any]:
     """Return the environment of an attempt as plain JSON.
 
     Args:
         world_size: ranks.
-        kernels: implementation of every op (`dit.kernels.resolve.table`).
-        linears: class of the parallel linears.
+        kernels: implementation of every op, by its name.
     """
     return {
         "command": sys.argv,
@@ -52,8 +52,8 @@ def environment_record(world_size: int, kernels: Mapping[str, str], linears: str
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "revision": git_revision(),
-        "kernels": dict(kernels),
-        "linears": linears,
+        "kernels": {op: selection.name for op, selection in kernels.items()},
+        "kernels_not_selected": {op: dict(selection.others) for op, selection in kernels.items() if selection.others},
     }
 
 

@@ -1,10 +1,9 @@
 """The first line of a run: model, objective, device, parallel layout."""
 
-from dit.backends.device import describe, local_device
+from dit.backends.device import describe
 from dit.checkpoint.train_state import TrainState
-from dit.kernels.resolve import resolve_attention
-from dit.parallel.build import DTYPES
 from dit.parallel.dims import ParallelDims
+from dit.parallel.implementations import implementations
 from dit.run_config import RunConfig
 
 
@@ -18,7 +17,7 @@ def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     count = sum(shard.parameter.numel() for shard in state.shards)
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
-    attention, _ = resolve_attention(local_device(), DTYPES[training.precision], training.attention)
+    attention = implementations(config.model, training)["attention"].name
     context = ""
     if parallel.context_parallel_size > 1:
         context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"

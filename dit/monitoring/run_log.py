@@ -6,19 +6,16 @@ from typing import Any, Optional
 
 import yaml
 
-from dit.backends.device import local_device
-from dit.backends.provider import resolve_linears
 from dit.checkpoint.checkpointer import CONFIG_FILE, held_out_meta
 from dit.checkpoint.train_state import TrainState
 from dit.durable_files import write_record
-from dit.kernels.resolve import table
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
 from dit.monitoring.headline import headline
 from dit.monitoring.progress import ConsoleProgress
 from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
 from dit.monitoring.summary import drawing_command, how_it_went
-from dit.parallel.build import DTYPES
 from dit.parallel.dims import ParallelDims
+from dit.parallel.implementations import implementations
 from dit.run_config import RunConfig
 
 
@@ -116,9 +113,7 @@ def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     training, run_dir, record = config.training, Path(config.training.run_dir), config.to_record()
     run_dir.mkdir(parents=True, exist_ok=True)
     write_record(run_dir / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False))
-    kernels = table(local_device(), DTYPES[training.precision], training.attention)
-    linear, _ = resolve_linears(training.linears)
-    ran = environment_record(state.groups.world_size, kernels, linear.__name__)
+    ran = environment_record(state.groups.world_size, implementations(config.model, training))
     append_attempt(run_dir / ENV_FILE, {**ran, "micro_batch_size": dims.micro_batch_size})
     sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), _mirrors(config, record, state.step if resumed else None))
     return RunLog(sinks, ConsoleProgress(headline(config, dims, state, resumed=resumed), training.num_steps))

@@ -62,7 +62,7 @@ class EDM(Objective):
         ConfigError: a constant lies outside its range.
 
     Source: Karras et al. 2022, arXiv:2206.00364, Table 1 and Eq. 5, 7 and 8; uncertainty, Karras et al. 2024 (EDM2),
-    arXiv:2312.02696.
+    arXiv:2312.02696, Eq. 21.
     """
 
     sigma_data: float = 0.5

@@ -11,7 +11,6 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
-from dit.backends.device import local_device
 from dit.backends.init import initialize_weights
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
@@ -19,16 +18,16 @@ from dit.backends.provider import LayerProvider
 from dit.backends.sharding import write_attributes
 from dit.context_parallel.attention import ContextAttention
 from dit.kernels.attention import Attention
+from dit.kernels.choice import AUTO, Target, choose
 from dit.kernels.recompute import recompute_activations
-from dit.kernels.resolve import AttentionChoice, resolve_attention, resolve_blocks
+from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig, check_supported
 from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
+from dit.parallel.implementations import DTYPES, target_of
 from dit.parallel.pipeline import split_layers, stages
 from dit.settings import OptimizerConfig, TrainingConfig
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def build_alone(
         uncertainty: the objective learns one, see `Backbone.learn_uncertainty`.
     """
     config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
-    _, attention = resolve_attention(torch.device("cpu"), torch.float32)
+    attention = choose(ATTENTION, target_of(model, "fp32", torch.device("cpu"))).load()
     linears = provider(config)
     backbone = build_backbone(model, linears, attention, stage)
     if uncertainty:
@@ -139,28 +138,20 @@ def count_parameters(model: ModelConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model).parameters())
 
 
-def attention_path(
-    parallel: ParallelConfig,
-    groups: ProcessGroups,
-    dtype: torch.dtype,
-    choice: AttentionChoice = "auto",
-    device: Optional[torch.device] = None,
-) -> Attention:
+def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Target, asked: str = AUTO) -> Attention:
     """Return the attention of this process, over context-parallel ranks if there are any.
 
     Args:
-        dtype: of queries, keys and values.
-        choice: `training.attention`.
-        device: for which the kernels are selected; None for that of this process.
+        target: for which the kernels are selected.
+        asked: `training.attention`.
     """
-    device = device or local_device()
-    _, attention = resolve_attention(device, dtype, choice)
+    attention = choose(ATTENTION, target, asked).load()
     if parallel.context_parallel_size == 1:
         return attention
     inner, outer = groups.collection.hcp if parallel.context_comm == "a2a+p2p" else (None, None)
     return ContextAttention(
         local=attention,
-        kernel=resolve_blocks(device, dtype),
+        kernel=choose(ATTENTION_BLOCKS, target).load(),
         comm=parallel.context_comm,
         split=parallel.context_split,
         group=groups.cp,
@@ -195,9 +186,8 @@ def build_model(
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline if this is set.
     config.has_cond_embedder = True
     provider = LayerProvider(config, groups.collection, training.linears)
-    path = attention_path(
-        parallel, groups, DTYPES[training.precision], training.attention, traced.device if traced else None
-    )
+    target = target_of(model, training.precision, traced.device if traced else None)
+    path = attention_path(parallel, groups, target, training.attention)
     own = stages(
         config.num_layers,
         groups.pp.size(),

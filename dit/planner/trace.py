@@ -243,10 +243,9 @@ class _Program:
         from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
 
         job, training = self.job, self.job.training
-        half_on_cuda = job.kernels == ACCELERATOR and training.precision == "bf16"
 
         def build(stages: Optional[Sequence[Stage]]) -> list[Backbone]:
-            asked = replace(training, attention="varlen" if half_on_cuda else "sdpa", linears="auto")
+            asked = replace(training, attention="auto", linears="auto")
             traced = TracedBuild(stages, job.kernels)
             learned = job.objective.learns_uncertainty
             return build_model(job.model, job.parallel, asked, self.groups, uncertainty=learned, traced=traced)

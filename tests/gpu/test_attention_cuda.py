@@ -6,7 +6,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit.backends import megatron_cpu
 from dit.kernels.attention import Attention, segment_sdpa, varlen_attention
-from dit.kernels.resolve import resolve_attention
+from dit.kernels.choice import Implementation, Target, choose
+from dit.kernels.resolve import ATTENTION
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -78,10 +79,20 @@ def test_every_sdpa_backend_is_the_reference(backend: SDPBackend, case: Attentio
 
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_resolved_path_is_the_reference(case: AttentionCase, dtype: torch.dtype):
+def test_what_auto_selects_is_the_reference(case: AttentionCase, dtype: torch.dtype):
     """What training takes on this machine."""
-    _, attention = resolve_attention(torch.device("cuda"), dtype)
-    check_on_cuda(attention, case, dtype)
+    target = Target(torch.device("cuda"), dtype, case.head_size)
+    check_on_cuda(choose(ATTENTION, target).load(), case, dtype)
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize("one", [one for one in ATTENTION.implementations if one.on_request], ids=lambda one: one.name)
+def test_what_runs_on_request_is_the_reference(one: Implementation[Attention], case: AttentionCase):
+    """`auto` may select it once this has passed."""
+    lacks = one.lacks(Target(torch.device("cuda"), torch.bfloat16, case.head_size))
+    if lacks:
+        pytest.skip(f"{one.name} {lacks}")
+    check_on_cuda(one.load(), case, torch.bfloat16)
 
 
 def test_varlen_padding_may_hold_anything():

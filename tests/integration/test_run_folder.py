@@ -101,7 +101,7 @@ def test_every_attempt_has_its_environment(done: dict[str, Any], folder: Path) -
     for attempt in attempts:
         assert attempt["packages"]["torch"] == torch.__version__
         assert (attempt["host"], attempt["world_size"]) == (socket.gethostname(), 1)
-        assert (attempt["kernels"]["attention"], attempt["linears"]) == ("segment_sdpa", "ColumnLinear")
+        assert (attempt["kernels"]["attention"], attempt["kernels"]["linears"]) == ("sdpa", "megatron")
 
 
 @pytest.mark.parametrize(

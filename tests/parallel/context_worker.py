@@ -17,6 +17,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.context_parallel.partition import ContextSplit, context_partition
 from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.kernels.attention import Attention
+from dit.kernels.choice import Target
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
 from dit.objectives.ddpm import DDPM
@@ -53,9 +54,10 @@ def attention(case: dict) -> dict:
         padding contains.
     """
     parallel, _, groups = start(case)
+    target = Target(torch.device("cpu"), torch.float32)
     errors = {}
     for comm, split in case["schemes"]:
-        attend = attention_path(replace(parallel, context_comm=comm, context_split=split), groups, torch.float32)
+        attend = attention_path(replace(parallel, context_comm=comm, context_split=split), groups, target)
         found = {one.name: _errors(one, attend, split, groups.cp, case.get("one_segment")) for one in case["cases"]}
         errors[comm, split] = found
     process_groups.release()

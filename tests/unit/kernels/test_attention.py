@@ -1,17 +1,11 @@
 """Attention over packs: every sample attends to itself alone, whatever the layout."""
 
-import re
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
-from dit.backends.provider import ColumnLinear, RowLinear, resolve_linears
-from dit.errors import ConfigError
-from dit.kernels.attention import _without_padding, reference_attention, segment_sdpa, varlen_attention
-from dit.kernels.resolve import resolve_attention, table
+from dit.kernels.attention import _without_padding, reference_attention, segment_sdpa
 from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
@@ -115,47 +109,3 @@ def test_one_kernel_call_per_pair_of_lengths(monkeypatch: pytest.MonkeyPatch):
     case = AttentionCase("mixed", (4, 6, 4, 6, 4), (2, 2, 2, 3, 2))
     segment_sdpa(*case.qkv(), *case.layouts())
     assert sorted(batches) == [1, 1, 3]
-
-
-def test_path_is_selected_by_device_and_precision():
-    """The varlen kernel knows half precision on CUDA only; everything else takes the path that works everywhere."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert resolve_attention(cpu, torch.bfloat16) == ("segment_sdpa", segment_sdpa)
-    assert resolve_attention(gpu, torch.float32) == ("segment_sdpa", segment_sdpa)
-    assert resolve_attention(gpu, torch.bfloat16) == ("varlen", varlen_attention)
-
-
-def test_a_path_that_cannot_be_had_is_refused():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match="unknown; use one of auto, sdpa"):
-        resolve_attention(gpu, torch.bfloat16, "fastest")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="needs bf16 on CUDA"):
-        resolve_attention(cpu, torch.bfloat16, "varlen")
-    assert resolve_attention(gpu, torch.bfloat16, "sdpa") == ("segment_sdpa", segment_sdpa)
-    for name in ("flash_attn", "transformer_engine"):
-        if not find_spec(name):
-            with pytest.raises(ConfigError, match=f"needs {name}, which is not installed"):
-                resolve_attention(gpu, torch.bfloat16, name)  # type: ignore[arg-type]
-
-
-def test_linears_that_cannot_be_had_are_refused():
-    assert resolve_linears("auto") == resolve_linears("megatron") == (ColumnLinear, RowLinear)
-    with pytest.raises(ConfigError, match="unknown; use one of auto, megatron"):
-        resolve_linears("fast")  # type: ignore[arg-type]
-    if not find_spec("transformer_engine"):
-        with pytest.raises(ConfigError, match="not installed"):
-            resolve_linears("transformer_engine")
-
-
-def test_the_table_names_the_form_of_every_op():
-    """Every public function of the room that layers call has its row; a fused form would change it."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    on_cpu, on_gpu = table(cpu, torch.bfloat16), table(gpu, torch.bfloat16, "varlen")
-    assert (on_cpu["attention"], on_cpu["attention_blocks"]) == ("segment_sdpa", "EagerBlocks")
-    assert (on_gpu["attention"], on_gpu["attention_blocks"]) == ("varlen", "FlashBlocks")
-    sources = [path.read_text() for room in ("layers", "models") for path in Path("dit", room).rglob("*.py")]
-    lines = [
-        line for text in sources for line in re.findall(r"from dit\.kernels\.(?:modulation|rope) import (.*)", text)
-    ]
-    imported = {name for line in lines for name in line.split(", ")}
-    assert {name for name in imported if name.islower()} == {name for name, form in on_cpu.items() if form == "eager"}

@@ -9,7 +9,6 @@ from torch import Tensor
 from dit.context_parallel.attention import merge
 from dit.context_parallel.partition import ContextPartition
 from dit.kernels.attention_blocks import Attended, Block, BlockAttention, EagerBlocks, FlashBlocks
-from dit.kernels.resolve import resolve_blocks
 from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
@@ -126,11 +125,3 @@ def test_padding_may_hold_anything():
         attended = kernel().forward(block)
         assert attended.out_TNH.isfinite().all()
         assert all(x.isfinite().all() for x in kernel().backward(grad, block, attended))
-
-
-def test_kernel_is_selected_by_device_and_precision():
-    """The packed kernel knows half precision on CUDA only."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert isinstance(resolve_blocks(cpu, torch.bfloat16), EagerBlocks)
-    assert isinstance(resolve_blocks(gpu, torch.float32), EagerBlocks)
-    assert isinstance(resolve_blocks(gpu, torch.bfloat16), FlashBlocks)

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import torch
 
+from dit.kernels.choice import Selection
 from dit.monitoring import environment_record as module
 from dit.monitoring.environment_record import append_attempt, environment_record, git_revision
 
@@ -32,9 +33,11 @@ def test_revision_and_dirty_flag_are_those_of_the_codes_own_repository(tmp_path,
 
 def test_the_record_names_versions_and_what_was_resolved(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    record = environment_record(8, {"attention": "segment_sdpa"}, "ColumnLinear")
-    assert (record["world_size"], record["linears"]) == (8, "ColumnLinear")
-    assert record["kernels"] == {"attention": "segment_sdpa"}
+    selections = {"attention": Selection("sdpa", {"varlen": "needs CUDA"}), "swiglu": Selection("eager", {})}
+    record = environment_record(8, selections)
+    assert record["world_size"] == 8
+    assert record["kernels"] == {"attention": "sdpa", "swiglu": "eager"}
+    assert record["kernels_not_selected"] == {"attention": {"varlen": "needs CUDA"}}
     assert record["job"] == "4711"
     assert record["packages"]["torch"] == torch.__version__
     assert record["packages"]["megatron-core"] == version("megatron-core")

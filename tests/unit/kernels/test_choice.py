@@ -1,0 +1,139 @@
+"""An op's implementation is the first that can run and that `auto` may take; a refusal and the table say why not."""
+
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from dit.backends.provider import LINEARS
+from dit.errors import ConfigError
+from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, head_sizes, installed, on_cuda, table
+from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS
+from dit.models.dit.config import DiTConfig
+from dit.parallel.implementations import OPS, implementations, target_of
+from dit.settings import TrainingConfig
+from launch.kernels import main
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HALF, FULL = torch.bfloat16, torch.float32
+
+# In the order of preference; "new" was never tried, "fast" needs CUDA and small heads.
+NEW = Implementation("new", lambda: "N", (installed("torch"),), UNTRIED)
+FAST = Implementation("fast", lambda: "F", (on_cuda, head_sizes(multiple_of=4, largest=8)))
+ANY = Implementation("any", lambda: "A")
+TOY = Op("toy", (NEW, FAST, ANY), "training.toy")
+
+
+@pytest.mark.parametrize(
+    ("device", "head_size", "asked", "expected"),
+    [
+        (GPU, None, "auto", "fast"),
+        (GPU, 8, "auto", "fast"),
+        (GPU, 12, "auto", "any"),
+        (GPU, 6, "auto", "any"),
+        (CPU, 8, "auto", "any"),
+        (CPU, 8, "new", "new"),
+        (GPU, 8, "any", "any"),
+    ],
+)
+def test_the_first_that_can_run_is_selected_or_the_one_asked_for(device, head_size, asked, expected):
+    assert choose(TOY, Target(device, HALF, head_size), asked).name == expected
+
+
+@pytest.mark.parametrize(
+    ("head_size", "device", "asked", "words"),
+    [
+        (8, CPU, "fast", "training.toy='fast' needs CUDA, not cpu; or use 'auto'"),
+        (12, GPU, "fast", "'fast' needs heads of a multiple of 4 features up to 8, and these have 12; or use 'auto'"),
+        (8, CPU, "fats", "training.toy='fats' is unknown; use one of auto, new, fast, any"),
+    ],
+)
+def test_one_that_cannot_run_is_refused_with_the_reason(head_size, device, asked, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        choose(TOY, Target(device, HALF, head_size), asked)
+
+
+def test_the_table_says_why_not_the_others():
+    by_itself, asked = (table([TOY], Target(GPU, HALF, 12), asked)["toy"] for asked in ({}, {"training.toy": "new"}))
+    heads = "needs heads of a multiple of 4 features up to 8, and these have 12"
+    assert (by_itself.name, by_itself.others) == ("any", {"new": UNTRIED, "fast": heads})
+    assert (asked.name, asked.others) == ("new", {"fast": heads, "any": "training.toy=new"})
+    assert table([TOY], Target(GPU, HALF), {})["toy"].others["any"] == "fast comes first"
+
+
+def test_every_op_has_one_that_runs_everywhere_and_what_auto_takes_is_never_untried():
+    """Also where every package is installed: what has not passed the GPU suite runs on request only."""
+    for op in OPS:
+        assert op.implementations[-1] == replace(op.implementations[-1], requires=(), on_request=None), op.name
+    for op in (ATTENTION, LINEARS):
+        for one in op.implementations:
+            assert (one.on_request == UNTRIED) == (one.name in ("transformer_engine", "flash_attn"))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_size", "attention", "blocks"),
+    [
+        (CPU, HALF, 64, "sdpa", "eager"),
+        (GPU, FULL, 64, "sdpa", "eager"),
+        (GPU, HALF, 64, "varlen", "flash"),
+        (GPU, torch.float16, 72, "varlen", "flash"),
+        (GPU, HALF, 12, "sdpa", "eager"),
+        (GPU, HALF, 512, "sdpa", "eager"),
+    ],
+)
+def test_attention_is_selected_by_device_precision_and_head_size(device, dtype, head_size, attention, blocks):
+    """torch's packed kernels know half precision on CUDA, and heads of multiples of 8 features up to 256."""
+    target = Target(device, dtype, head_size)
+    assert (choose(ATTENTION, target).name, choose(ATTENTION_BLOCKS, target).name) == (attention, blocks)
+
+
+def test_the_target_is_that_of_the_model():
+    model = DiTConfig(hidden_size=96, num_attention_heads=8, num_layers=1, in_channels=4)
+    assert target_of(model, "bf16", GPU) == Target(GPU, HALF, 12)
+    training = TrainingConfig(precision="fp32", attention="sdpa", linears="megatron")
+    found = implementations(model, training)
+    assert (found["attention"].name, found["linears"].name) == ("sdpa", "megatron")
+    for name, words in (("attention", "needs bf16 or fp16 on CUDA, not float32 on cpu"), ("linears", "needs CUDA")):
+        with pytest.raises(ConfigError, match=f"training.{name}='transformer_engine' {words}"):
+            implementations(model, replace(training, **{name: "transformer_engine"}))
+
+
+@pytest.mark.parametrize(("op", "package"), [(ATTENTION, "flash_attn"), (LINEARS, "transformer_engine")])
+def test_a_package_that_is_not_installed_is_named(op, package):
+    if find_spec(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(ConfigError, match=f"{op.setting}='{package}' needs {package}, which is not installed; pip"):
+        choose(op, Target(GPU, HALF), package)
+
+
+def test_settings_name_the_implementations():
+    """The values of a setting on the command line are those of its op, `auto` first."""
+    types = get_type_hints(TrainingConfig)
+    for op in (ATTENTION, LINEARS):
+        values = get_args(types[str(op.setting).removeprefix("training.")])
+        assert (values[0], set(values[1:])) == ("auto", {one.name for one in op.implementations})
+
+
+def test_every_function_that_layers_call_is_an_op():
+    """A faster form of one of them has its place beside the eager one."""
+    sources = [path.read_text() for room in ("layers", "models") for path in Path("dit", room).rglob("*.py")]
+    lines = [
+        line for text in sources for line in re.findall(r"from dit\.kernels\.(?:modulation|rope) import (.*)", text)
+    ]
+    imported = {name for line in lines for name in line.split(", ") if name.islower()}
+    eager = {op.name: op for op in OPS if [one.name for one in op.implementations] == ["eager"]}
+    assert imported == set(eager)
+    assert {name: op.implementations[0].load().__name__ for name, op in eager.items()} == {name: name for name in eager}
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture):
+    assert main(["--precision", "fp32"]) == 0
+    lines = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["CPU,", "fp32"]
+    assert ["attention", "sdpa", "selected"] in lines
+    assert ["varlen", "needs", "bf16 or fp16 on CUDA, not float32 on cpu"] in lines
+    assert {line[0] for line in lines if line[-1] == "selected"} == {op.name for op in OPS}
