@@ -68,8 +68,8 @@ def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: i
 
     Source: the channel order of Nichol and Dhariwal 2021, arXiv:2102.09672, and DiT.
     """
-    if prediction_TC.shape[1] <= token_channels + 1:
-        return prediction_TC  # one output, and perhaps the objective's uncertainty behind it
+    if prediction_TC.shape[1] < 2 * token_channels:
+        return prediction_TC  # one output, and perhaps an uncertainty or a posterior behind it
     at_position = prediction_TC.unflatten(1, (token_channels // latent_channels, -1))
     return torch.cat([at_position[..., :latent_channels].flatten(1), at_position[..., latent_channels:].flatten(1)], 1)
 

@@ -88,7 +88,12 @@ class RunConfig:
         check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
-        check_sampling(self.sampling, self.objective, self.model)
+        if not self.objective.reconstructs:
+            check_sampling(self.sampling, self.objective, self.model)
+        elif self.training.sample_interval:
+            raise ConfigError(
+                f"training.sample_interval={self.training.sample_interval}: an autoencoder draws no samples; use 0"
+            )
         dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))
         spec = self.model.batch_spec(micro_batch_size=dims.micro_batch_size, multiple_of=dims.token_multiple)
         self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
@@ -139,7 +144,12 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
     Raises:
         ConfigError: with the numbers and the cure.
     """
-    predicted, wanted = model.output_features, objective.num_outputs * model.token_channels
+    if objective.reconstructs != (model.posterior_features > 0):
+        raise ConfigError(
+            f"objective {objective} and model {type(model).__name__} do not go together: objective=autoencoding trains "
+            "an autoencoder, and nothing else does; select both, or neither"
+        )
+    predicted, wanted = model.output_features - model.posterior_features, objective.num_outputs * model.token_channels
     if predicted != wanted:
         raise ConfigError(
             f"the model predicts {predicted} numbers for a token of {model.token_channels} "

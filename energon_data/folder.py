@@ -25,6 +25,8 @@ _ADVICE = (
 _RENDERED = {
     "letters": "letters",
     "letters_text": "letters --text-encoder all-minilm-l6-v2",
+    "pictograms": "pictograms --size 64",
+    "pictograms_latent": "pictograms --size 64 --vae runs/pictogram_vae --text-encoder all-minilm-l6-v2",
     "moving_letters": "moving_letters --text-encoder all-minilm-l6-v2",
 }
 """The commands that render the folders of recipes; other folders have none."""

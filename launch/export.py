@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -83,11 +83,30 @@ def run(args: argparse.Namespace) -> list[str]:
 
     found, _ = find_checkpoint(folder)
     config, metadata = read_settings(found)
+    if config.objective.reconstructs:
+        config.model = with_latent_scale(config.model, found, raw_weights=args.raw_weights)
     trained = trained_model(config, metadata)
     slot = slot_of(found, config, "raw" if args.raw_weights else "ema")
     if args.format == "dit":
         return write_original(trained, lambda: read_full_weights(found, slot), out)
     return write_diffusers_folder(trained, lambda: read_full_weights(found, slot), out, pipeline=args.pipeline)
+
+
+def with_latent_scale(model: "ModelConfig", folder: Path, *, raw_weights: bool) -> "ModelConfig":
+    """Return an autoencoder's settings with scale and shift of its latents, measured on its data unless it states them.
+
+    Raises:
+        DataError: the data that it was trained on are missing.
+    """
+    from dit.inference.generator import load_generator
+    from dit.inference.latents import measure_latents
+    from dit.models.autoencoder.config import AutoencoderConfig
+
+    assert isinstance(model, AutoencoderConfig)
+    if model.scaling_factor is not None:
+        return model
+    mean, deviation = measure_latents(load_generator(folder, weights="raw" if raw_weights else "ema"))
+    return replace(model, scaling_factor=1 / deviation, shift_factor=mean)
 
 
 def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedModel":
@@ -164,7 +183,7 @@ def write_diffusers_folder(
 
 def note_objective(own: "Objective", published: "Objective") -> list[str]:
     """Return a note if the weights need another scheduler than the published ones of the same class."""
-    if own == published:
+    if own == published or own.reconstructs:
         return []
     return [f"the weights were trained by {own}, the published ones by {published}: choose the scheduler for the first"]
 

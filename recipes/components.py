@@ -7,6 +7,7 @@ Each is a starting point; its fields follow as `objective.p_mean=-0.4` or in par
 import nemo_run as run
 
 from dit.data_api import DataConfig
+from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
@@ -14,6 +15,7 @@ from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
+from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
@@ -193,6 +195,18 @@ def stdit_3b() -> run.Config[STDiTConfig]:
 def stdit_3b_opensora() -> run.Config[STDiTConfig]:
     """ST-DiT-3B (3.18 B) of Open-Sora: 28 pairs of width 1872, 26 heads; otherwise as stdit_s."""
     return run.Config(STDiTConfig, hidden_size=1872, num_layers=56, num_attention_heads=26, position_span=32.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def autoencoder_kl_f8() -> run.Config[AutoencoderConfig]:
+    """KL-f8 autoencoder (83.7 M) of latent diffusion: 8 times smaller sides, 4 channels, width 128 to 512."""
+    return run.Config(AutoencoderConfig)
+
+
+@run.cli.factory(target=Objective)
+def autoencoding() -> run.Config[Autoencoding]:
+    """Reconstruction and KL of an autoencoder (Rombach et al. 2022); set model=autoencoder_kl_f8 with it."""
+    return run.Config(Autoencoding)
 
 
 @run.cli.factory(target=Objective)

@@ -56,6 +56,15 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
     """Describe inputs and outputs of the network: noising path, time, sign, class of no class; a line each."""
     objective, model = trained.objective, trained.model
     lines = [f"trained by {objective}"]
+    if objective.reconstructs:
+        return [
+            *lines,
+            f"pictures of {model.in_channels} channels in [-1, 1], sides in multiples of {model.patch_spatial} "
+            f"(trained on {trained.latent_size[1]} x {trained.latent_size[2]})",
+            "latents for a diffusion model are (z - shift_factor) * scaling_factor, z the mean of "
+            "`AutoencoderKL.from_pretrained(folder).encode(x).latent_dist`; `--vae folder` of "
+            "`python -m energon_data.prepare` writes these",
+        ]
     if isinstance(objective, FlowMatching):
         predicts = "the clean latent x0" if objective.prediction == "x0" else "the velocity noise - x0"
         lines += [

@@ -179,6 +179,11 @@ class ModelConfig(ABC):
         """Predicted channels per token: a multiple of `token_channels` if there are several outputs."""
         return self.token_channels
 
+    @property
+    def posterior_features(self) -> int:
+        """Numbers per token, among `output_features`, that describe the posterior of an autoencoder; 0 for others."""
+        return 0
+
     def conditions(self) -> tuple[Condition, ...]:
         """Return the conditions of each sample: the inputs of the model besides the noised latent.
 

@@ -1,6 +1,7 @@
 """Objectives: one file each, one line here each."""
 
 OBJECTIVES = {
+    "autoencoding": "dit.objectives.autoencoding:Autoencoding",
     "ddpm": "dit.objectives.ddpm:DDPM",
     "edm": "dit.objectives.edm:EDM",
     "flow_matching": "dit.objectives.flow_matching:FlowMatching",

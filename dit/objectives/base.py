@@ -107,6 +107,11 @@ class Objective(ABC):
         """Whether a head u(sigma) is trained with the network, whose predictions then have u as a last column."""
         return False
 
+    @property
+    def reconstructs(self) -> bool:
+        """Whether the network is an autoencoder, which also outputs a posterior; nothing is sampled from it alone."""
+        return False
+
     @abstractmethod
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Corrupt a packed micro-batch; every sample's noise level grows with its `noise.level_S()`."""

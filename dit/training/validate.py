@@ -42,8 +42,8 @@ def held_out_loss(
         shard: selects the local tokens of a full pack (context parallel).
 
     Returns:
-        `loss`, and `loss_level_i` for the i-th quarter of the noise levels, low to high, if it has samples; if
-        more than one term is logged, also `loss_NAME` of each.
+        `loss`, and `loss_level_i` for the i-th quarter of the noise levels, low to high, if it has samples and the
+        objective has levels; if more than one term is logged, also `loss_NAME` of each.
     """
     sums = loss_sums(network, batches, objective, model, device, shard)
     dist.all_reduce(sums, group=groups.dp_cp)
@@ -83,7 +83,8 @@ def mean_losses(objective: Objective, sums: torch.Tensor) -> dict[str, float]:
     count = max(1.0, sum(row[-1] for row in totals))
     means = [sum(row[i] for row in totals) / count for i in range(len(objective.logged))]
     summands = len(objective.terms)
-    levels = {f"loss_level_{i}": sum(row[:summands]) / row[-1] for i, row in enumerate(totals) if row[-1]}
+    by_level = [] if objective.reconstructs else totals
+    levels = {f"loss_level_{i}": sum(row[:summands]) / row[-1] for i, row in enumerate(by_level) if row[-1]}
     return {**named_losses(objective, means), **levels}
 
 

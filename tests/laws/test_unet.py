@@ -126,17 +126,18 @@ def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
         config.validate()
 
 
+@pytest.mark.parametrize("factory", [FACTORY, "pictogram_autoencoder"])
 def test_its_dry_run_counts_its_operations_and_its_memory(
-    build_model: BuildModel, capsys: pytest.CaptureFixture[str]
+    build_model: BuildModel, capsys: pytest.CaptureFixture[str], factory: str
 ) -> None:
-    """No formula of a UNet is anywhere: what the dry run says is what torch counts in one forward pass, three times."""
-    config = config_file.built(call_recipe(FACTORY)).model
+    """No formula of a convolution is anywhere: the dry run says what torch counts in one forward pass, three times."""
+    config = config_file.built(call_recipe(factory)).model
     network = build_model(config)
     one = pack(config, [0])
     with FlopCounterMode(display=False) as counter:
         network(one.latents_TC, torch.ones(1), one)
     shape = "x".join(map(str, one.grids[0]))
-    assert launch_train(["--factory", FACTORY, "--dryrun", f"data.shapes=['{shape}']"]) == EXIT_OK
+    assert launch_train(["--factory", factory, "--dryrun", "--tokens", shape]) == EXIT_OK
     said = capsys.readouterr().out
     (per_token,) = re.findall(r"work +([0-9.e-]+) GFLOP per token", said)
     assert float(per_token) * 1e9 * one.layout.total_tokens == pytest.approx(3 * counter.get_total_flops(), rel=1e-3)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from dit.layout import SequenceLayout
+from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
@@ -237,7 +238,29 @@ def _flux(c: FluxConfig, layout: SequenceLayout, texts: SequenceLayout, padding:
     return embed + samples * _flux_conditioner(c) + layers + head
 
 
+def _autoencoder_weights(c: AutoencoderConfig) -> int:
+    def convolution(inputs: int, outputs: int, size: int = 3) -> int:
+        return (inputs * size**2 + 1) * outputs
+
+    def block(inputs: int, outputs: int) -> int:
+        shortcut = convolution(inputs, outputs, 1) if inputs != outputs else 0
+        return 2 * inputs + convolution(inputs, outputs) + 2 * outputs + convolution(outputs, outputs) + shortcut
+
+    def half(channels: list[int], layers: int, outer: int, inner: int) -> int:
+        first, last = channels[0], channels[-1]
+        levels = sum(block(i, o) + (layers - 1) * block(o, o) for i, o in zip([first, *channels], channels))
+        between = sum(convolution(o, o) for o in channels[:-1])
+        return convolution(outer, first) + levels + between + 2 * last + convolution(last, inner)
+
+    widths, wide, z = c.block_out_channels, c.block_out_channels[-1], c.latent_channels
+    middle = 2 * block(wide, wide) + c.mid_block_add_attention * (2 * wide + 4 * convolution(wide, wide, 1))
+    down = half(widths, c.layers_per_block, c.in_channels, 2 * z)
+    up = half(widths[::-1], c.layers_per_block + 1, z, c.in_channels)
+    return down + up + 2 * middle + convolution(2 * z, 2 * z, 1) + convolution(z, z, 1)
+
+
 PARAMETERS: dict[type, Any] = {
+    AutoencoderConfig: _autoencoder_weights,
     DiTConfig: _dit_weights,
     DiTCrossConfig: _dit_cross_weights,
     FluxConfig: _flux_weights,

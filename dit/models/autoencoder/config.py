@@ -1,0 +1,84 @@
+"""Sizes of the KL autoencoder."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Optional
+
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig, Supports, TransformerSizes
+
+
+@dataclass(kw_only=True)
+class AutoencoderConfig(ModelConfig):
+    """A convolutional autoencoder of pictures; each frame of a clip is a picture of its own.
+
+    A token is one position of the latent: the compression is a factor of 2 for each step between two entries of
+    `block_out_channels`.
+
+    Attributes:
+        in_channels: channels of the pictures.
+        patch_spatial: the compression: pixels on a side that become one position of the latent.
+        latent_channels: channels of the latent.
+        block_out_channels: channels at each resolution, the full one first.
+        layers_per_block: residual blocks of the encoder at each resolution; the decoder has one more.
+        norm_num_groups: groups of the group norms.
+        mid_block_add_attention: attention over the positions of the latent, in encoder and decoder.
+        scaling_factor, shift_factor: others train on (z - shift_factor) * scaling_factor; measured when the weights are
+            exported (None), and not used by the network.
+    """
+
+    supports: ClassVar[Supports] = Supports(
+        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False
+    )
+
+    in_channels: int = 3
+    patch_spatial: int = 8
+    latent_channels: int = 4
+    block_out_channels: list[int] = field(default_factory=lambda: [128, 256, 512, 512])
+    layers_per_block: int = 2
+    norm_num_groups: int = 32
+    mid_block_add_attention: bool = True
+    scaling_factor: Optional[float] = None
+    shift_factor: Optional[float] = None
+
+    @property
+    def posterior_features(self) -> int:
+        return 2 * self.latent_channels
+
+    @property
+    def output_features(self) -> int:
+        return self.token_channels + self.posterior_features
+
+    def validate(self) -> None:
+        for name in ("num_classes", "context_size"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"model.{name}={getattr(self, name)}: an autoencoder takes no condition; set it to null"
+                )
+        counts = {name: getattr(self, name) for name in ("in_channels", "latent_channels", "layers_per_block")}
+        if wrong := [f"model.{name}={count}" for name, count in counts.items() if count < 1]:
+            raise ConfigError(f"{', '.join(wrong)}: must be at least 1")
+        if self.patch_temporal != 1:
+            raise ConfigError(
+                f"model.patch_temporal={self.patch_temporal}: each frame is encoded by itself; set it to 1"
+            )
+        compression = 2 ** (len(self.block_out_channels) - 1)
+        if self.patch_spatial != compression:
+            raise ConfigError(
+                f"model.patch_spatial={self.patch_spatial}: {len(self.block_out_channels)} resolutions "
+                f"(model.block_out_channels={self.block_out_channels}) compress {compression} times; set it to "
+                f"{compression}, or give another number of resolutions"
+            )
+        groups = self.norm_num_groups
+        if groups < 1 or any(count < 1 or count % groups for count in self.block_out_channels):
+            raise ConfigError(
+                f"model.block_out_channels={self.block_out_channels} must be multiples of "
+                f"model.norm_num_groups={groups}"
+            )
+        if self.posterior_features >= self.token_channels:
+            raise ConfigError(
+                f"model.latent_channels={self.latent_channels}: mean and variance of a latent are no fewer numbers "
+                f"than its {self.token_channels} pixel values; use at most {(self.token_channels - 1) // 2}"
+            )
+
+    def megatron_sizes(self) -> TransformerSizes:
+        return TransformerSizes(num_layers=1, hidden_size=self.block_out_channels[-1], num_attention_heads=1)

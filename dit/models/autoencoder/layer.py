@@ -1,0 +1,148 @@
+"""Convolutions, residual blocks and attention of the autoencoder, on pictures `[N, C, H, W]`.
+
+Parameters are named as in diffusers, but for what `dit.convert.diffusers_autoencoder` lists.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, Optional
+
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, group_norm, interpolate, pad, silu
+
+from dit.backends.init import ONES, ZEROS, Init
+from dit.backends.provider import LayerProvider
+from dit.kernels.attention import segment_sdpa
+from dit.layout import SequenceLayout
+
+NORM_EPSILON = 1e-6
+
+
+def _usual(fan_in: int) -> Init:
+    """Return the initialisation of torch's own convolutions and linear layers."""
+    return Init("uniform", fan_in**-0.5)
+
+
+class Convolution(nn.Module):
+    """A convolution; with stride 2 it pads on the right and below only, as the latent diffusion code does."""
+
+    def __init__(self, inputs: int, outputs: int, provider: LayerProvider, *, size: int = 3, stride: int = 1) -> None:
+        super().__init__()
+        self.size, self.stride = size, stride
+        self.weight = provider.parameter((outputs, inputs, size, size), _usual(inputs * size**2))
+        self.bias = provider.parameter((outputs,), ZEROS)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        padding = self.size // 2
+        if self.stride > 1:
+            x_NCHW, padding = pad(x_NCHW, (0, self.size - self.stride, 0, self.size - self.stride)), 0
+        return conv2d(x_NCHW, self.weight, self.bias, stride=self.stride, padding=padding)
+
+
+class GroupNorm(nn.Module):
+    """A group norm with a learned scale and shift."""
+
+    def __init__(self, channels: int, groups: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.groups = groups
+        self.weight = provider.parameter((channels,), ONES)
+        self.bias = provider.parameter((channels,), ZEROS)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return group_norm(x_NCHW, self.groups, self.weight, self.bias, NORM_EPSILON)
+
+
+class ResidualBlock(nn.Module):
+    """Two normed convolutions beside a shortcut, which projects where the channels change."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.norm1 = GroupNorm(inputs, groups, provider)
+        self.conv1 = Convolution(inputs, outputs, provider)
+        self.norm2 = GroupNorm(outputs, groups, provider)
+        self.conv2 = Convolution(outputs, outputs, provider)
+        self.conv_shortcut: Optional[Convolution] = None
+        if inputs != outputs:
+            self.conv_shortcut = Convolution(inputs, outputs, provider, size=1)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        y_NCHW = self.conv1(silu(self.norm1(x_NCHW)))
+        y_NCHW = self.conv2(silu(self.norm2(y_NCHW)))
+        return (x_NCHW if self.conv_shortcut is None else self.conv_shortcut(x_NCHW)) + y_NCHW
+
+
+class AttentionBlock(nn.Module):
+    """Attention of one head over all positions of a picture."""
+
+    def __init__(self, channels: int, groups: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.group_norm = GroupNorm(channels, groups, provider)
+        self.to_q, self.to_k, self.to_v, self.to_out = (
+            provider.replicated_linear(channels, channels, bias=True, init=_usual(channels)) for _ in range(4)
+        )
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        pictures, _, height, width = x_NCHW.shape
+        y_TC = self.group_norm(x_NCHW).permute(0, 2, 3, 1).flatten(0, 2)
+        # Pictures of a batch are equally large: dense attention, for whose one wide head other kernels have no form.
+        layout = SequenceLayout.from_lengths([height * width] * pictures, device=x_NCHW.device)
+        q_T1C, k_T1C, v_T1C = (linear(y_TC)[:, None] for linear in (self.to_q, self.to_k, self.to_v))
+        y_TC = self.to_out(segment_sdpa(q_T1C, k_T1C, v_T1C, layout, layout)[:, 0])
+        return x_NCHW + y_TC.view(pictures, height, width, -1).permute(0, 3, 1, 2)
+
+
+class MidBlock(nn.Module):
+    """A residual block, attention if asked for, and a residual block, at the resolution of the latent."""
+
+    def __init__(self, channels: int, groups: int, provider: LayerProvider, *, attention: bool) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(ResidualBlock(channels, channels, groups, provider) for _ in range(2))
+        self.attentions = nn.ModuleList([AttentionBlock(channels, groups, provider)] if attention else [])
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        x_NCHW = self.resnets[0](x_NCHW)
+        for attention in self.attentions:
+            x_NCHW = attention(x_NCHW)
+        return self.resnets[1](x_NCHW)
+
+
+Resample = Literal["down", "up"]
+
+
+class Resolution(nn.Module):
+    """The residual blocks of one resolution, then half of it (encoder), twice it (decoder), or the same (the last)."""
+
+    def __init__(
+        self, inputs: int, outputs: int, layers: int, groups: int, provider: LayerProvider, resample: Optional[Resample]
+    ) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(
+            ResidualBlock(outputs if i else inputs, outputs, groups, provider) for i in range(layers)
+        )
+        self.downsampler = Convolution(outputs, outputs, provider, stride=2) if resample == "down" else None
+        self.upsampler = Convolution(outputs, outputs, provider) if resample == "up" else None
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        for block in self.resnets:
+            x_NCHW = block(x_NCHW)
+        if self.downsampler is not None:
+            return self.downsampler(x_NCHW)
+        return x_NCHW if self.upsampler is None else self.upsampler(interpolate(x_NCHW, scale_factor=2.0))
+
+
+def resolutions(
+    channels: Sequence[int], layers: int, groups: int, provider: LayerProvider, resample: Resample
+) -> nn.ModuleList:
+    """Build the resolutions of an encoder or a decoder.
+
+    Args:
+        channels: of each, the first one first.
+        layers: residual blocks of each.
+        resample: between two of them.
+    """
+    steps = [(channels[0], channels[0]), *pairwise(channels)]
+    last = len(steps) - 1
+    return nn.ModuleList(
+        Resolution(before, after, layers, groups, provider, None if i == last else resample)
+        for i, (before, after) in enumerate(steps)
+    )

@@ -1,0 +1,118 @@
+"""The KL autoencoder of latent diffusion, in the architecture of diffusers' `AutoencoderKL`."""
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.kernels.attention import Attention
+from dit.models.autoencoder.config import AutoencoderConfig
+from dit.models.autoencoder.layer import (
+    AttentionBlock,
+    Convolution,
+    GroupNorm,
+    MidBlock,
+    ResidualBlock,
+    resolutions,
+)
+from dit.models.base import Backbone, Stage
+
+LOG_VARIANCE_RANGE = (-30.0, 20.0)
+"""Of a posterior, so that its variance neither vanishes nor overflows (as diffusers clamps it)."""
+
+
+class Encoder(nn.Module):
+    """From pictures to mean and log variance of their latents, before the last projection."""
+
+    def __init__(self, config: AutoencoderConfig, provider: LayerProvider) -> None:
+        super().__init__()
+        channels, groups = config.block_out_channels, config.norm_num_groups
+        self.conv_in = Convolution(config.in_channels, channels[0], provider)
+        self.down_blocks = resolutions(channels, config.layers_per_block, groups, provider, "down")
+        self.mid_block = MidBlock(channels[-1], groups, provider, attention=config.mid_block_add_attention)
+        self.conv_norm_out = GroupNorm(channels[-1], groups, provider)
+        self.conv_out = Convolution(channels[-1], 2 * config.latent_channels, provider)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        x_NCHW = self.conv_in(x_NCHW)
+        for block in self.down_blocks:
+            x_NCHW = block(x_NCHW)
+        return self.conv_out(silu(self.conv_norm_out(self.mid_block(x_NCHW))))
+
+
+class Decoder(nn.Module):
+    """From latents, projected once, to pictures."""
+
+    def __init__(self, config: AutoencoderConfig, provider: LayerProvider) -> None:
+        super().__init__()
+        channels, groups = config.block_out_channels[::-1], config.norm_num_groups
+        self.conv_in = Convolution(config.latent_channels, channels[0], provider)
+        self.mid_block = MidBlock(channels[0], groups, provider, attention=config.mid_block_add_attention)
+        self.up_blocks = resolutions(channels, config.layers_per_block + 1, groups, provider, "up")
+        self.conv_norm_out = GroupNorm(channels[-1], groups, provider)
+        self.conv_out = Convolution(channels[-1], config.in_channels, provider)
+
+    def forward(self, z_NCHW: Tensor) -> Tensor:
+        x_NCHW = self.mid_block(self.conv_in(z_NCHW))
+        for block in self.up_blocks:
+            x_NCHW = block(x_NCHW)
+        return self.conv_out(silu(self.conv_norm_out(x_NCHW)))
+
+
+class Autoencoder(Backbone):
+    """Encoder, a normal posterior for each position of the latent, and decoder.
+
+    The input of a token is its pixels and, behind them, noise: the decoder gets mean + exp(log variance / 2) * noise,
+    or the mean where there is no noise. The output is the reconstruction and, behind it, mean and log variance.
+
+    pixels --> encoder --> quant_conv --> mean, log variance --> z --> post_quant_conv --> decoder --> pixels
+
+    Source: Rombach et al. 2022, arXiv:2112.10752, appendix G; reparameterisation: Kingma and Welling 2014,
+    arXiv:1312.6114, section 2.4.
+    """
+
+    fsdp_units = (ResidualBlock, AttentionBlock)
+
+    def __init__(self, config: AutoencoderConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
+        super().__init__(stage)
+        self.config = provider.config
+        self.token_channels, self.latent_channels = config.token_channels, config.latent_channels
+        self.patch = config.patch_spatial
+        self.to_latent = Encoder(config, provider)
+        self.quant_conv = Convolution(2 * config.latent_channels, 2 * config.latent_channels, provider, size=1)
+        self.post_quant_conv = Convolution(config.latent_channels, config.latent_channels, provider, size=1)
+        self.to_pixels = Decoder(config, provider)  # Megatron-Core takes a `decoder` for a stack of its own layers
+
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        pixels_NhwC = batch.dense(inputs_TC).flatten(0, 1)
+        noise_NhwC = pixels_NhwC[..., self.token_channels :][..., : self.latent_channels]
+        mean_NCHW, log_variance_NCHW = self.encode(pixels_NhwC[..., : self.token_channels])
+        z_NCHW = mean_NCHW
+        if noise_NhwC.shape[-1]:
+            z_NCHW = mean_NCHW + torch.exp(log_variance_NCHW / 2) * noise_NhwC.permute(0, 3, 1, 2)
+        outputs = (self.decode(z_NCHW), *(x.permute(0, 2, 3, 1) for x in (mean_NCHW, log_variance_NCHW)))
+        return batch.layout.insert_padding(torch.cat(outputs, -1).flatten(0, 2))
+
+    def encode(self, pixels_NhwC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and log variance of latents, `[N, latent_channels, h, w]`, float32.
+
+        Args:
+            pixels_NhwC: patches of pictures.
+        """
+        p = self.patch
+        x_NCHW = rearrange(pixels_NhwC, "n h w (ph pw c) -> n c (h ph) (w pw)", ph=p, pw=p)
+        moments_NCHW = self.quant_conv(self.to_latent(x_NCHW.to(self.quant_conv.weight.dtype)))
+        mean_NCHW, log_variance_NCHW = moments_NCHW.float().chunk(2, 1)
+        return mean_NCHW, log_variance_NCHW.clamp(*LOG_VARIANCE_RANGE)
+
+    def decode(self, z_NCHW: Tensor) -> Tensor:
+        """Return the patches of pictures, `[N, h, w, token_channels]`, float32.
+
+        Args:
+            z_NCHW: latents.
+        """
+        p = self.patch
+        x_NCHW = self.to_pixels(self.post_quant_conv(z_NCHW.to(self.post_quant_conv.weight.dtype)))
+        return rearrange(x_NCHW.float(), "n c (h ph) (w pw) -> n h w (ph pw c)", ph=p, pw=p)

@@ -1,0 +1,111 @@
+"""Autoencoding: reconstruct pixels from a narrow latent that stays close to a standard normal (a KL autoencoder)."""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.errors import ConfigError
+from dit.layout import SequenceLayout
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import (
+    LossKind,
+    Network,
+    Objective,
+    Prepared,
+    Term,
+    sample_weights,
+    token_error,
+)
+from dit.ranges import NOT_NEGATIVE, check_choice, check_ranges
+
+
+@dataclass(kw_only=True)
+class Autoencoding(Objective):
+    """The negative evidence lower bound of a Gaussian posterior, per pixel value, its KL term weighted.
+
+    With x of C values in a token, posterior N(mean, exp(logvar)) of its latent, and z = mean + exp(logvar / 2) eps:
+
+        loss = 1/C sum |x - decode(z)|**p  +  kl_weight/C * 1/2 sum (mean**2 + exp(logvar) - 1 - logvar)
+
+    A token is one position of the latent: the patch of the model is the compression of the autoencoder. eps is drawn as
+    the noise of the other objectives is, by counter, and reaches the network behind the pixels; without it the network
+    decodes the mean. Left out: a perceptual and an adversarial term.
+
+    Args:
+        loss_kind: p = 1 (`l1`, sharp edges) or p = 2 (`l2`, a Gaussian likelihood), or `huber`.
+        kl_weight: 1e-6 in latent diffusion, where the latent is scaled afterwards; 1 with `l2` is a variational
+            autoencoder of noise variance 1/2.
+
+    Raises:
+        ConfigError: a constant lies outside its range.
+
+    Source: Kingma and Welling 2014, arXiv:1312.6114, Eq. 7, 10 and appendix B; Rombach et al. 2022, arXiv:2112.10752,
+    section 3.1 and appendix G, "KL-reg".
+    """
+
+    loss_kind: LossKind = "l1"
+    kl_weight: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_choice("loss_kind", self.loss_kind, LossKind)
+        check_ranges("objective", self, {"kl_weight": NOT_NEGATIVE})
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return ("error", "kl")
+
+    @property
+    def reconstructs(self) -> bool:
+        return True
+
+    def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
+        """State what the network encodes and decodes.
+
+        Returns:
+            Prepared, all float32: inputs_TC, the pixels and behind them as many numbers of noise, of which the network
+            takes those that its latent needs; time_S of zeros, target_TC, the pixels, and the batch's own weights.
+        """
+        x_TC = batch.latents_TC.float()
+        eps_TC = noise.normal_TC("eps", x_TC.shape[-1])
+        weight_S = sample_weights(batch)
+        return Prepared(
+            inputs_TC=torch.cat([x_TC, eps_TC], 1), time_S=torch.zeros_like(weight_S), target_TC=x_TC, weight_S=weight_S
+        )
+
+    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        """Compare the reconstruction with the pixels, and the posterior with a standard normal.
+
+        Args:
+            prediction_TC: of the local tokens: the reconstruction, then mean and log variance of the latent.
+        """
+        channels = prepared.target_TC.shape[1]
+        reconstruction_TC, posterior_TC = prediction_TC[:, :channels], prediction_TC[:, channels:]
+        error_T = token_error(reconstruction_TC, prepared.target_TC, layout, self.loss_kind)
+        posterior_TC = torch.where(layout.valid_T[:, None], posterior_TC.float(), 0.0)
+        kl_T = self.kl_weight / channels * kl_to_standard_normal(*posterior_TC.chunk(2, 1))
+        return {"error": Term(error_T, prepared.weight_S), "kl": Term(kl_T, prepared.weight_S)}
+
+    def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> NoReturn:
+        """Refuse: there is no noising path."""
+        self._refuse()
+
+    def sampling_grid(self, num_steps: int) -> NoReturn:
+        """Refuse: there is no noising path."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(
+            "an autoencoder draws no samples: train a model on its latents (python -m launch.export --format diffusers "
+            "writes it, python -m energon_data.prepare ... --vae encodes with it)"
+        )
+
+
+def kl_to_standard_normal(mean_TC: Tensor, log_variance_TC: Tensor) -> Tensor:
+    """Return the KL divergence of N(mean, exp(log_variance)) from N(0, 1), summed over the channels, `[T]`.
+
+    Source: Kingma and Welling 2014, arXiv:1312.6114, appendix B.
+    """
+    return 0.5 * (mean_TC.square() + log_variance_TC.exp() - 1 - log_variance_TC).sum(1)

@@ -1,0 +1,132 @@
+"""The autoencoder against diffusers' AutoencoderKL: equal outputs both ways, exact round trips, settings."""
+
+import math
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from dit.convert.diffusers_autoencoder import DiffusersAutoencoder
+from dit.errors import ConfigError
+from dit.models.autoencoder.config import AutoencoderConfig
+from dit.objectives.autoencoding import Autoencoding
+from dit.parallel.build import parameter_shapes
+from dit.patchify import patchify, unpatchify
+from tests.conftest import BuildModel
+from tests.laws.test_backbone import pack
+from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error
+from tests.unit.objectives.test_objectives import noise_for
+
+RTOL = 1e-5
+SIZES = {
+    "deep": {"block_out_channels": (8, 16, 24), "layers_per_block": 2, "norm_num_groups": 4, "latent_channels": 5},
+    "flat": {"block_out_channels": (8, 8), "norm_num_groups": 2, "mid_block_add_attention": False, "shift_factor": 0.2},
+}
+
+
+def diffusers_model(**changes) -> AutoencoderKL:
+    resolutions = len(changes["block_out_channels"])
+    kinds = {
+        "down_block_types": ("DownEncoderBlock2D",) * resolutions,
+        "up_block_types": ("UpDecoderBlock2D",) * resolutions,
+    }
+    return AutoencoderKL(**kinds, **changes).eval()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, name: str):
+    """Posterior, decoded sample with the same noise, decoded mean; pictures of another height than width."""
+    form, theirs = DiffusersAutoencoder(), diffusers_model(**SIZES[name])
+    state = random_weights({n: tuple(x.shape) for n, x in theirs.state_dict().items()}, scale=0.3, seed=1)
+    theirs.load_state_dict(state)
+    imported = form.read_settings(theirs.config)
+    model = imported.model
+    rules = form.rules(model, parameter_shapes(model), imported.latent_size)
+    assert_same_bits(rules.to_theirs(rules.to_ours(state)), state)
+    settings, notes = form.write_settings(model, imported.latent_size)
+    assert notes == []
+    assert {n: v for n, v in AutoencoderKL.from_config(settings).config.items() if n[0] != "_"}.keys() == {
+        n for n in theirs.config if n[0] != "_"
+    }
+
+    network = load(build_model(model), rules.to_ours(state))
+    batch = pack(model, [0, 1, 2])
+    prepared = Autoencoding().prepare(batch, noise_for(batch))
+    time_S = torch.zeros(3)
+    C, z, p = model.token_channels, model.latent_channels, model.patch_spatial
+    lengths = list(batch.layout.lengths)
+
+    def pictures(x_TC: torch.Tensor, patch: int) -> torch.Tensor:
+        parts = zip(x_TC.split(lengths), batch.grids)
+        return torch.stack([unpatchify(x, grid, 1, patch)[:, 0] for x, grid in parts])
+
+    with torch.no_grad():
+        sampled_TC = network(prepared.inputs_TC, time_S, batch)
+        mean_TC = network(batch.latents_TC, time_S, batch)
+        x, eps = pictures(batch.latents_TC, p), pictures(prepared.inputs_TC[:, C : C + z], 1)
+        posterior = theirs.encode(x).latent_dist
+        decoded, decoded_mean = (
+            theirs.decode(latent).sample for latent in (posterior.mean + posterior.std * eps, posterior.mean)
+        )
+    assert relative_error(pictures(sampled_TC[:, C : C + z], 1), posterior.mean) <= RTOL
+    assert relative_error(pictures(sampled_TC[:, C + z :], 1), posterior.logvar) <= RTOL
+    assert relative_error(pictures(sampled_TC[:, :C], p), decoded) <= RTOL
+    assert relative_error(pictures(mean_TC[:, :C], p), decoded_mean) <= RTOL
+    assert relative_error(decoded, decoded_mean) > 0.01
+    kl_N = Autoencoding(kl_weight=1.0).loss_terms(sampled_TC, prepared, batch.layout)["kl"].sum_per_sample(batch.layout)
+    assert relative_error(C * kl_N, posterior.kl()) <= RTOL
+
+
+def test_the_frames_of_a_clip_are_encoded_one_by_one(build_model: BuildModel):
+    model = DiffusersAutoencoder().read_settings(diffusers_model(**SIZES["flat"]).config).model
+    network = build_model(model, perturb=0.1)
+    clip = torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(2))
+    outs = []
+    for latent in (clip, clip[:, :1], clip[:, 1:]):
+        tokens, grid = patchify(latent, 1, 2)
+        batch = pack(model, [0])
+        batch.grids, batch.layout = (grid,), batch.layout.from_lengths([len(tokens)])
+        outs.append(network(tokens, torch.zeros(1), batch))
+    assert relative_error(torch.cat(outs[1:]), outs[0]) <= RTOL
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_config_survives_a_round_trip(name: str):
+    form, theirs = DiffusersAutoencoder(), diffusers_model(**SIZES[name]).config
+    imported = form.read_settings(theirs)
+    settings, _ = form.write_settings(imported.model, imported.latent_size)
+    again = AutoencoderKL.from_config(settings).config
+    assert {n: _plain(v) for n, v in again.items() if n[0] != "_"} == {
+        n: _plain(v) for n, v in theirs.items() if n[0] != "_"
+    }
+    assert form.read_settings(settings) == imported
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_the_defaults_are_latent_diffusions_kl_f8():
+    """Names and shapes of the 83,653,863 parameters."""
+    form, model = DiffusersAutoencoder(), AutoencoderConfig()
+    settings, _ = form.write_settings(model, (1, 256, 256))
+    rules = form.rules(model, parameter_shapes(model), (1, 256, 256))
+    with torch.device("meta"):
+        theirs = {name: tuple(p.shape) for name, p in AutoencoderKL.from_config(settings).named_parameters()}
+    assert rules.their_shapes() == theirs
+    assert sum(math.prod(shape) for shape in theirs.values()) == 83_653_863
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"act_fn": "relu"}, "act_fn='relu'"),
+        ({"use_quant_conv": False}, "use_quant_conv=False"),
+        ({"latents_mean": (0.1, 0.2)}, "latents_mean="),
+        ({"out_channels": 6}, "from 3 to 6 channels"),
+        ({"down_block_types": ("AttnDownEncoderBlock2D",) * 2}, "blocks AttnDownEncoderBlock2D"),
+    ],
+)
+def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        DiffusersAutoencoder().read_settings({**diffusers_model(**SIZES["flat"]).config, **change})
