@@ -13,9 +13,11 @@ import torch
 from megatron.energon import Cooker, stateless
 from torch import Tensor
 
+from dit.batch import pixel_values
 from dit.conditions import Condition, Value
 from dit.data_api import sample_id
-from dit.errors import page_of
+from dit.encoders.vae import Geometry
+from dit.errors import ConfigError, page_of
 from energon_data.media_files import PICTURES, VIDEOS, read_pixels
 from energon_data.samples import LATENT, META_PART, PIXELS, Clip, SampleError, finite_number
 
@@ -50,7 +52,7 @@ def _from_numpy(value: np.ndarray, stem: str) -> Tensor:
 
 
 def _pixels(sample: dict[str, Any]) -> Optional[Tensor]:
-    """Decode the picture or video of a sample, `[3, T, H, W]` in [-1, 1]; None if it has none."""
+    """Decode the picture or video of a sample, uint8 `[3, T, H, W]`; None if it has none."""
     for name, data in sample.items():
         stem, _, extension = name.partition(".")
         if stem == PIXELS and extension in PICTURES | VIDEOS:
@@ -128,17 +130,57 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
     return value if condition.dtype is None else value.to(condition.dtype)
 
 
+def read_caption(metadata: dict[str, Any]) -> str:
+    """Return the caption that the training device embeds.
+
+    Raises:
+        SampleError: the metadata has none.
+    """
+    caption = metadata.get("caption")
+    if not isinstance(caption, str):
+        raise SampleError("no_caption", f"the caption is {caption!r:.60}, and data.online_text_encoder embeds a text")
+    return caption
+
+
+def _to_encode(sample: dict[str, Any], vae: Geometry) -> tuple[Tensor, Tensor]:
+    """Return the pixels that the training device is to encode, and zeros of the shape of their latent, without memory.
+
+    Raises:
+        SampleError: there are no pixels, or their size cannot be encoded.
+    """
+    pixels = _pixels(sample)
+    if pixels is None:
+        raise SampleError(
+            "missing_part",
+            "the sample has no picture or video called pixels, which data.online_vae encodes; prepare the data without "
+            "--vae, or train on stored latents with data.online_vae=none",
+        )
+    try:
+        shape = vae.latent_shape(*pixels.shape[1:])
+    except ConfigError as error:
+        raise SampleError("wrong_shape", str(error)) from error
+    return pixels, torch.zeros(()).expand(shape)
+
+
 @stateless
-def cook_clip(sample: dict[str, Any]) -> Clip:
+def cook_clip(sample: dict[str, Any], vae: Optional[Geometry] = None) -> Clip:
     """Read latent and metadata from the decoded parts.
+
+    Args:
+        vae: of the training device, which encodes the pixels; None if latents are stored or pixels are the latents.
 
     Raises:
         SampleError: there is no latent, it has the wrong rank or type, or its weight is out of range.
     """
     metadata = sample[META_PART]
-    latent = _tensor(sample, LATENT)
-    latent = _pixels(sample) if latent is None else latent
-    if latent is None:
+    pixels = None
+    if vae is not None:
+        pixels, latent = _to_encode(sample, vae)
+    elif (stored := _tensor(sample, LATENT)) is not None:
+        latent = stored
+    elif (picture := _pixels(sample)) is not None:
+        latent = pixel_values(picture)
+    else:
         raise SampleError(
             "missing_part",
             "the sample has no latent.npy, latent.safetensors, or picture or video called pixels; "
@@ -157,6 +199,7 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         latent=latent.float(),
         metadata=metadata,
         parts={name: part for name, part in sample.items() if name.endswith((".npy", ".safetensors"))},
+        pixels=pixels,
         shard=sample["__shard__"],
         id=sample_id(key),
         loss_weight=1.0 if weight is None else weight,

@@ -31,6 +31,8 @@ class Clip:
         latent: `[C, T, H, W]` float32, dimensionless after VAE scale and shift.
         parts: decoded array parts besides the latent, by part name; empty once encoded.
         conditions: those of the model, by name, without missing optional ones.
+        pixels: `[3, T, H, W]` uint8, if the training device is to encode them; `latent` is then zeros of its shape.
+        caption: if the training device is to embed it.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
     """
@@ -42,6 +44,8 @@ class Clip:
     metadata: dict[str, Any]
     parts: dict[str, Any] = field(default_factory=dict)
     conditions: dict[str, Value] = field(default_factory=dict)
+    pixels: Optional[Tensor] = None
+    caption: Optional[str] = None
     shard: str = ""
     id: int = 0
     loss_weight: float = 1.0

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, sample_id
+from dit.encoders.vae import Geometry
 from dit.patchify import frames_to_patch
-from energon_data.cookers import COOKERS, read_condition
+from energon_data.cookers import COOKERS, read_caption, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
 from energon_data.packing import collate, greedy_knapsack, padded_length
@@ -43,6 +44,8 @@ class EncoderOptions:
         max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together (convolutional backbones need it).
+        vae: sizes of the autoencoder of the training device; None if samples hold latents.
+        embedded: conditions that the training device makes of the captions.
     """
 
     filters: Filters = field(default_factory=Filters)
@@ -51,6 +54,8 @@ class EncoderOptions:
     max_tokens_per_pack: Optional[int] = None
     pad_packs: bool = False
     bucket_by_shape: bool = False
+    vae: Optional[Geometry] = None
+    embedded: frozenset[str] = frozenset()
 
 
 class RawSample(Protocol):
@@ -85,7 +90,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     def __init__(self, spec: BatchSpec, options: EncoderOptions, ledger: Ledger) -> None:
         super().__init__()
-        self.spec, self.options, self.ledger = spec, options, ledger
+        stored = tuple(c for c in spec.conditions if c.name not in options.embedded)
+        self.spec, self.options, self.ledger = replace(spec, conditions=stored), options, ledger
 
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
@@ -102,7 +108,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             worker_config=kwargs["worker_config"],
         )
 
-    def load_clip(self, raw: RawSample, *, cook: Callable[[dict[str, Any]], Clip]) -> Clip:
+    def load_clip(self, raw: RawSample, *, cook: Callable[..., Clip]) -> Clip:
         """Decode, cook, filter and encode one sample.
 
         Raises:
@@ -117,7 +123,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded = decode_sample(key, parts, require_checksums=self.options.require_checksums)
             for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
                 decoded[name] = sample[name]
-            clip = self.encode_sample(cook(decoded))
+            clip = self.encode_sample(cook(decoded, vae=self.options.vae))
         except SampleError as error:
             self.ledger.skip(Skip(error.reason, key, shard, error.detail, lost=True))
         except FilteredOutError as error:
@@ -161,6 +167,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
                 filters.check_values(value, condition.what)
             if value is not None:
                 clip.conditions[condition.name] = value
+        if self.options.embedded:
+            clip.caption = read_caption(clip.metadata)
         clip.parts = {}
         return clip
 
