@@ -9,7 +9,6 @@ devices need not give. Stages encode for themselves, because in a schedule they 
 Nothing is drawn: a latent is the mean of the VAE's posterior, as in preparation, so that online equals cached.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -32,7 +31,6 @@ MAX_BATCH_PIXELS = 1 << 20
 """Pixels (of all frames) that the VAE encodes together, unless a single sample has more."""
 
 Encode = Callable[[PackedBatch], PackedBatch]
-logger = logging.getLogger(__name__)
 
 
 def batch_encoder(

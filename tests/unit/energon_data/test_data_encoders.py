@@ -15,8 +15,7 @@ from dit.errors import BatchError, ConfigError
 from dit.models.flux.config import FluxConfig
 from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
-from energon_data.prepare.__main__ import main
-from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, save_clip, save_t5, save_vae
+from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, prepare_twice
 from tests.unit.energon_data.small_data import npy, write_dataset
 
 PACKS = {"max_tokens_per_pack": 24, "packing_buffer_size": 4, "shuffle_buffer": 0}
@@ -31,20 +30,10 @@ def spec(**changes):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Encoders, their configurations alone, and data of both kinds."""
-    root = tmp_path_factory.mktemp("encoders")
-    save_vae(root / "vae"), save_t5(root / "t5"), save_clip(root / "clip")
+    root = prepare_twice(tmp_path_factory.mktemp("encoders"))
     for name in ("vae", "t5", "clip"):
         (root / "configs" / name).mkdir(parents=True)
         shutil.copy(root / name / "config.json", root / "configs" / name)
-    (root / "in").mkdir()
-    rng = np.random.default_rng(1)
-    for i in range(12):
-        Image.fromarray(rng.integers(0, 256, (16, 16 + 16 * (i % 2), 3), np.uint8)).save(root / f"in/{i}.png")
-        (root / f"in/{i}.txt").write_text(f"a {'red ' * (i % 3)}circle")
-    common = ["images", "--in", str(root / "in"), "--multiple-of", "8", "--validation", "0", "--processes", "1"]
-    texts = ["--text-encoder", f"text={root}/t5", "--text-encoder", f"pooled={root}/clip"]
-    assert main([*common, "--out", str(root / "pixels")]) == 0
-    assert main([*common, "--out", str(root / "latents"), "--vae", str(root / "vae"), *texts]) == 0
     return root
 
 
