@@ -15,6 +15,24 @@ from dit.errors import BatchError
 from dit.layout import SequenceLayout
 
 
+@dataclass(frozen=True)
+class RawSamples:
+    """What encoders on the training device turn into latents and texts: `dit.encoders.online`.
+
+    Attributes:
+        pixels: `[3, T, H, W]` uint8 of each sample, before any repetition of an image; None if the pack has latents.
+        captions: of each sample; None if the pack has embeddings.
+    """
+
+    pixels: Optional[tuple[Tensor, ...]] = None
+    captions: Optional[tuple[str, ...]] = None
+
+
+def pixel_values(pixels: Tensor) -> Tensor:
+    """Return uint8 pixels as float32 in [-1, 1], of the same shape."""
+    return pixels.float() / 127.5 - 1
+
+
 @dataclass
 class PackedBatch:
     """One micro-batch: the samples of one pack (a dense batch is a pack of equally long samples).
@@ -30,6 +48,8 @@ class PackedBatch:
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
         draws_S: number of each sample's draw from the training data, int64; it is unique in a step and distinguishes
             copies of a sample. None for data that are read once, such as held-out data.
+        raw: what is still to be encoded; None for nothing. Until then `latents_TC` are zeros where pixels are to become
+            latents, and the texts' conditions are missing.
     """
 
     latents_TC: Tensor
@@ -41,9 +61,19 @@ class PackedBatch:
     conditions: Conditions = field(default_factory=Conditions)
     loss_weight_S: Optional[Tensor] = None
     draws_S: Optional[Tensor] = None
+    raw: Optional[RawSamples] = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
-        """Move every tensor to `device`."""
+        """Move every tensor to `device`.
+
+        Raises:
+            BatchError: the pack is still to be encoded.
+        """
+        if self.raw is not None:
+            raise BatchError(
+                f"the pack of {', '.join(self.keys[:3])}, ... holds pixels or captions; encode it first "
+                "(dit.encoders.online.batch_encoder)"
+            )
         moved: dict[str, Any] = {}
         for part in fields(self):
             value = getattr(self, part.name)

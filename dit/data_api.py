@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Optional, Protocol
+from typing import Any, Literal, NoReturn, Optional, Protocol
 
 from dit.batch import PackedBatch
 from dit.conditions import Condition
@@ -45,6 +45,23 @@ class BatchSpec:
     def condition(self, name: str) -> Optional[Condition]:
         """Return the condition of this name, None if the model does not take it."""
         return next((condition for condition in self.conditions if condition.name == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineEncoding:
+    """What is encoded on the training device, between stream and objective.
+
+    Attributes:
+        vae: autoencoder of the pixels, see `dit.encoders.vae.Geometry.read`; None if the samples hold latents.
+        text_encoder: encoders of the captions, see `dit.encoders.text_config`; None if the samples hold embeddings.
+        precision: of the encoders' weights and activations.
+        max_text_tokens: longer texts are truncated; None for no limit.
+    """
+
+    vae: Optional[str] = None
+    text_encoder: Optional[str] = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    max_text_tokens: Optional[int] = None
 
 
 class DataStream(Protocol):
@@ -117,7 +134,11 @@ class DataConfig(ABC):
         return None
 
     def text_encoder(self) -> Optional[str]:
-        """Return the encoder of `dit.encoders.text` that embedded the texts, or None if it is not known."""
+        """Return the encoders of the texts, see `dit.encoders.text_config`, or None if they are not known."""
+        return None
+
+    def online_encoding(self) -> Optional[OnlineEncoding]:
+        """Return what the training device encodes; None if the samples hold latents and embeddings."""
         return None
 
     def autoencoder(self) -> Optional[str]:

@@ -61,10 +61,10 @@ class Augmentation:
         """Change a picture or clip.
 
         Args:
-            pixels: `[3, T, H, W]` in [-1, 1].
+            pixels: uint8 `[3, T, H, W]`.
 
         Returns:
-            `[3, T, h, w]` in [-1, 1].
+            uint8 `[3, T, h, w]`.
 
         Raises:
             FilteredOutError: it is smaller than the crop.
@@ -88,11 +88,12 @@ class Augmentation:
 
 
 def resize(pixels: Tensor, smallest_side: int) -> Tensor:
-    """Resize `[C, T, H, W]` in [-1, 1] so that the smaller side has `smallest_side` pixels; bicubic, antialiased."""
+    """Resize uint8 `[C, T, H, W]` so that the smaller side has `smallest_side` pixels; bicubic, antialiased."""
     height, width = pixels.shape[-2:]
     scale = smallest_side / min(height, width)
     size = (round(height * scale), round(width * scale))
     if size == (height, width):
         return pixels
-    frames = interpolate(pixels.transpose(0, 1), size=size, mode="bicubic", antialias=True, align_corners=False)
-    return torch.clamp(frames, -1, 1).transpose(0, 1)
+    frames = pixels.transpose(0, 1).float()
+    frames = interpolate(frames, size=size, mode="bicubic", antialias=True, align_corners=False)
+    return frames.round_().clamp_(0, 255).to(torch.uint8).transpose(0, 1)

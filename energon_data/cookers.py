@@ -6,6 +6,7 @@ are arrays in parts of their own, or numbers in the metadata, named as in `dit.c
 that the model does not take are not read. Other metadata that is used: `loss_weight`, and what settings limit.
 """
 
+from collections.abc import Callable
 from typing import Any, Optional
 
 import numpy as np
@@ -13,9 +14,11 @@ import torch
 from megatron.energon import Cooker, stateless
 from torch import Tensor
 
+from dit.batch import pixel_values
 from dit.conditions import Condition, Value
 from dit.data_api import sample_id
-from dit.errors import page_of
+from dit.encoders.vae import Geometry
+from dit.errors import ConfigError, page_of
 from energon_data.media_files import PICTURES, VIDEOS, read_pixels
 from energon_data.samples import LATENT, META_PART, PIXELS, Clip, SampleError, finite_number
 
@@ -50,7 +53,7 @@ def _from_numpy(value: np.ndarray, stem: str) -> Tensor:
 
 
 def _pixels(sample: dict[str, Any]) -> Optional[Tensor]:
-    """Decode the picture or video of a sample, `[3, T, H, W]` in [-1, 1]; None if it has none."""
+    """Decode the picture or video of a sample, uint8 `[3, T, H, W]`; None if it has none."""
     for name, data in sample.items():
         stem, _, extension = name.partition(".")
         if stem == PIXELS and extension in PICTURES | VIDEOS:
@@ -128,23 +131,76 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
     return value if condition.dtype is None else value.to(condition.dtype)
 
 
-@stateless
-def cook_clip(sample: dict[str, Any]) -> Clip:
-    """Read latent and metadata from the decoded parts.
+def read_caption(metadata: dict[str, Any]) -> str:
+    """Return the caption that the training device embeds.
 
     Raises:
-        SampleError: there is no latent, it has the wrong rank or type, or its weight is out of range.
+        SampleError: the metadata has none.
     """
-    metadata = sample[META_PART]
-    latent = _tensor(sample, LATENT)
-    is_pixels = latent is None
-    latent = _pixels(sample) if latent is None else latent
-    if latent is None:
+    caption = metadata.get("caption")
+    if not isinstance(caption, str):
+        raise SampleError("no_caption", f"the caption is {caption!r:.60}, and data.online_text_encoder embeds a text")
+    return caption
+
+
+def _without_values(pixels: Tensor, vae: Geometry) -> Tensor:
+    """Return zeros of the shape of the latent of these pixels; they take no memory.
+
+    Raises:
+        SampleError: pixels of this size cannot be encoded.
+    """
+    try:
+        return torch.zeros(()).expand(vae.latent_shape(*pixels.shape[1:]))
+    except ConfigError as error:
+        raise SampleError("wrong_shape", str(error)) from error
+
+
+def _media(
+    sample: dict[str, Any], vae: Optional[Geometry], change: Optional[Callable[[Tensor], Tensor]]
+) -> tuple[Tensor, Optional[Tensor], Optional[tuple[int, int, int]]]:
+    """Return the latent (without values if it is encoded later), the pixels to encode, and the stored pixels' shape."""
+    stored = None if vae is not None else _tensor(sample, LATENT)
+    if stored is not None and change is not None:
+        raise SampleError(
+            "not_pixels",
+            "the sample holds a latent, which cannot be resized, cropped or flipped: the latent of a mirrored picture "
+            "is not the mirrored latent; unset data.resize_side, crop_size and flip, or prepare the data without --vae",
+        )
+    if stored is not None:
+        return stored, None, None
+    pixels = _pixels(sample)
+    if pixels is None and vae is not None:
+        raise SampleError(
+            "missing_part",
+            "the sample has no picture or video called pixels, which data.online_vae encodes; prepare the data without "
+            "--vae, or train on stored latents with data.online_vae=none",
+        )
+    if pixels is None:
         raise SampleError(
             "missing_part",
             "the sample has no latent.npy, latent.safetensors, or picture or video called pixels; "
             f"`python -m energon_data.prepare` makes such samples ({page_of('energon_data')})",
         )
+    shape = (pixels.shape[1], pixels.shape[2], pixels.shape[3])
+    pixels = pixels if change is None else change(pixels)
+    return (pixel_values(pixels), None, shape) if vae is None else (_without_values(pixels, vae), pixels, shape)
+
+
+@stateless
+def cook_clip(
+    sample: dict[str, Any], vae: Optional[Geometry] = None, change: Optional[Callable[[Tensor], Tensor]] = None
+) -> Clip:
+    """Read latent and metadata from the decoded parts.
+
+    Args:
+        vae: of the training device, which encodes the pixels; None if latents are stored or pixels are the latents.
+        change: augments pixels, uint8 `[3, T, H, W]`.
+
+    Raises:
+        SampleError: there is no latent, it has the wrong rank or type, or its weight is out of range.
+    """
+    metadata = sample[META_PART]
+    latent, pixels, pixel_shape = _media(sample, vae, change)
     if latent.dim() == 3:
         latent = latent[:, None]
     if latent.dim() != 4 or 0 in latent.shape:
@@ -156,9 +212,10 @@ def cook_clip(sample: dict[str, Any]) -> Clip:
         __restore_key__=sample["__restore_key__"],
         __sources__=sample["__sources__"],
         latent=latent.float(),
-        is_pixels=is_pixels,
+        pixel_shape=pixel_shape,
         metadata=metadata,
         parts={name: part for name, part in sample.items() if name.endswith((".npy", ".safetensors"))},
+        pixels=pixels,
         shard=sample["__shard__"],
         id=sample_id(key),
         loss_weight=1.0 if weight is None else weight,

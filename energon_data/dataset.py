@@ -7,13 +7,26 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
-from dit.data_api import BatchSpec, DataConfig
+from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
+from dit.encoders.text_config import as_conditions, check_text_encoder
+from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
-from dit.ranges import COUNT, COUNT_OR_NONE, FINITE, NOT_NEGATIVE, POSITIVE, RANKS, SHARE, Range, check_ranges
+from dit.ranges import (
+    COUNT,
+    COUNT_OR_NONE,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RANKS,
+    SHARE,
+    Range,
+    check_choice,
+    check_ranges,
+)
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
 from energon_data.folder import SplitInfo, check_dataset, stored_names
 from energon_data.packing import CostLimit, padded_length
@@ -64,6 +77,11 @@ class EnergonData(DataConfig):
         max_lost_samples: damaged samples the streams of one data-parallel rank may lose before the run ends.
         require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Existing
             checksums are always verified.
+        online_vae: an autoencoder (`--vae` of `energon_data.prepare`) that encodes the stored pixels on the training
+            device in every step; None for stored latents, or pixels that are the latents.
+        online_text_encoder: encoders, such as `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`, that embed
+            the stored captions on the training device in every step; None for stored embeddings.
+        online_precision: of these encoders' weights and activations; what they make is float32 either way.
         train_split, validation_split: names of the splits.
         validation_micro_batches: held-out micro-batches of one pass over all ranks; None for the full split.
     """
@@ -97,6 +115,9 @@ class EnergonData(DataConfig):
     flip: float = 0.0
     max_lost_samples: int = 0
     require_checksums: bool = True
+    online_vae: Optional[str] = None
+    online_text_encoder: Optional[str] = None
+    online_precision: Literal["fp32", "bf16"] = "fp32"
     train_split: str = "train"
     validation_split: str = "val"
     validation_micro_batches: Optional[int] = 64
@@ -115,7 +136,12 @@ class EnergonData(DataConfig):
         self.check_settings(spec, dp_size, micro_batches_per_step)
         num_streams = self.num_streams or dp_size
         infos = self._folders(self.train_split)
+        stored_channels = spec.latent_channels if self.online_vae is None else self._check_vae(spec)
+        self._check_augmentation(spec, self._pixel_multiple(spec))
         text, label = spec.condition(CONTEXT.name), spec.condition(LABEL.name)
+        if self.online_text_encoder is not None:
+            self._check_text_encoder(spec)
+            text = None  # stored texts are not read
         for info in infos:
             if info.samples < num_streams:
                 raise ConfigError(
@@ -123,11 +149,11 @@ class EnergonData(DataConfig):
                     f"{num_streams}; use fewer streams or ranks, or more data"
                 )
             shape = info.description.get("latent_shape")
-            if shape and shape[0] != spec.latent_channels:
-                raise ConfigError(
-                    f"{info.path} holds latents of {shape[0]} channels, model.in_channels is {spec.latent_channels}; "
-                    f"set model.in_channels={shape[0]}"
-                )
+            if shape and shape[0] != stored_channels:
+                cure = f"model.in_channels is {stored_channels}; set model.in_channels={shape[0]}"
+                if self.online_vae is not None:
+                    cure = "data.online_vae encodes pixels, which have 3; set data.online_vae=none"
+                raise ConfigError(f"{info.path} holds latents of {shape[0]} channels, {cure}")
             width = info.description.get("context_size")
             if width and text is not None and text.shape not in (None, (width,)):
                 raise ConfigError(
@@ -142,6 +168,58 @@ class EnergonData(DataConfig):
             raise ConfigError(
                 f"{self.origin} has {len(names)} classes, model.num_classes is {known}; raise it to {len(names)}"
             )
+
+    def _check_vae(self, spec: BatchSpec) -> int:
+        """Check the latents of the online autoencoder against the model; return the channels of what is stored.
+
+        Raises:
+            ConfigError: they have another number of channels, or there is no such autoencoder.
+        """
+        found = Geometry.read(str(self.online_vae)).channels
+        if found != spec.latent_channels:
+            raise ConfigError(
+                f"data.online_vae={self.online_vae} makes latents of {found} channels, model.in_channels is "
+                f"{spec.latent_channels}; set model.in_channels={found}"
+            )
+        return 3
+
+    def _check_text_encoder(self, spec: BatchSpec) -> None:
+        """Check what the online text encoders make against the model.
+
+        Raises:
+            ConfigError: the model takes nothing of it or of another width, or there are no such encoders.
+        """
+        made = self._embedded(spec)
+        if not made:
+            raise ConfigError(
+                f"data.online_text_encoder={self.online_text_encoder} makes nothing that the model takes; set "
+                "data.online_text_encoder=none"
+            )
+        for condition in spec.conditions:
+            width = made.get(condition.name)
+            if width is not None and condition.shape not in (None, (width,)):
+                raise ConfigError(
+                    f"data.online_text_encoder={self.online_text_encoder} makes a {condition.what} of {width} "
+                    f"features, the model takes {list(condition.shape)}; set {condition.setting or 'its size'} to "
+                    f"{width}"
+                )
+
+    def _embedded(self, spec: BatchSpec) -> dict[str, int]:
+        """Return the width of each of the model's conditions that is made online."""
+        if self.online_text_encoder is None:
+            return {}
+        return as_conditions(check_text_encoder(self.online_text_encoder).widths, spec.conditions)
+
+    def online_encoding(self) -> Optional[OnlineEncoding]:
+        """Return what the training device encodes; None if the samples hold latents and embeddings."""
+        if self.online_vae is None and self.online_text_encoder is None:
+            return None
+        return OnlineEncoding(
+            vae=self.online_vae,
+            text_encoder=self.online_text_encoder,
+            precision=self.online_precision,
+            max_text_tokens=self.max_text_tokens,
+        )
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check the settings without reading data.
@@ -171,7 +249,8 @@ class EnergonData(DataConfig):
             low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             if low is not None and high is not None and low > high:
                 raise ConfigError(f"data.min_{what}={low} is above data.max_{what}={high}, so no sample is left")
-        self._check_augmentation(spec)
+        self._check_augmentation(spec, spec.patch_spatial)
+        check_choice("data.online_precision", self.online_precision, Literal["fp32", "bf16"])
         check_streams(self.num_streams, dp_size, micro_batches_per_step)
         if self.blend is not None and self.path:
             raise ConfigError(
@@ -221,8 +300,15 @@ class EnergonData(DataConfig):
     def _augments(self) -> bool:
         return self.resize_side is not None or self.crop_size is not None or self.flip > 0
 
-    def _check_augmentation(self, spec: BatchSpec) -> None:
+    def _pixel_multiple(self, spec: BatchSpec) -> int:
+        """Return what the sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""
+        return spec.patch_spatial * (1 if self.online_vae is None else Geometry.read(self.online_vae).space)
+
+    def _check_augmentation(self, spec: BatchSpec, multiple: int) -> None:
         """Check sizes of crops, and that pictures are all that is changed.
+
+        Args:
+            multiple: of the sides of a crop, in pixels.
 
         Raises:
             ConfigError: they do not fit each other or the model.
@@ -244,9 +330,10 @@ class EnergonData(DataConfig):
                 f"data.crop_size={self.crop_size} is larger than data.resize_side={self.resize_side}, so no square "
                 f"picture has room for it; use resize_side={max(self.crop_size)} or a smaller crop"
             )
-        if any(side % spec.patch_spatial for side in self.crop_size):
+        if any(side % multiple for side in self.crop_size):
+            online = "" if self.online_vae is None else " times the compression of data.online_vae"
             raise ConfigError(
-                f"data.crop_size={self.crop_size} must be multiples of model.patch_spatial={spec.patch_spatial}"
+                f"data.crop_size={self.crop_size} must be multiples of {multiple}, model.patch_spatial{online}"
             )
 
     def _options(self, spec: BatchSpec, *, held_out: bool = False) -> "EncoderOptions":
@@ -271,7 +358,7 @@ class EnergonData(DataConfig):
                 crop=None if self.crop_size is None else (self.crop_size[0], self.crop_size[1]),
                 random_crop=self.random_crop and not held_out,
                 flip=0.0 if held_out else self.flip,
-                multiple_of=spec.patch_spatial,
+                multiple_of=self._pixel_multiple(spec),
             )
         return EncoderOptions(
             filters=Filters(
@@ -288,6 +375,8 @@ class EnergonData(DataConfig):
             else CostLimit(self.pack_cost_tokens, spec.attention_tokens),
             pad_packs=self.pad_packs,
             bucket_by_shape=self.bucket_by_shape,
+            vae=None if self.online_vae is None else Geometry.read(self.online_vae),
+            embedded=frozenset(self._embedded(spec)),
         )
 
     def build_train(
@@ -374,8 +463,23 @@ class EnergonData(DataConfig):
         )
 
     def stored_conditions(self) -> Optional[set[str]]:
-        """Return the names of parts and metadata in the first samples; None if none of them can be read."""
-        return stored_names(self._folders(self.train_split))
+        """Return the names of parts and metadata in the first samples, and of what is made of them online.
+
+        Returns:
+            None if no sample can be read.
+
+        Raises:
+            ConfigError: captions are to be embedded, and none of the first samples has one.
+        """
+        stored = stored_names(self._folders(self.train_split))
+        if stored is None or self.online_text_encoder is None:
+            return stored
+        if "caption" not in stored:
+            raise ConfigError(
+                f"data.online_text_encoder embeds captions, and none of the first samples of {self.origin} has one; "
+                "prepare the data with captions, or set data.online_text_encoder=none"
+            )
+        return stored | set(check_text_encoder(self.online_text_encoder).widths)
 
     def class_names(self) -> Optional[list[str]]:
         """Return the class names that `dataset.json` lists, or None.
@@ -386,11 +490,13 @@ class EnergonData(DataConfig):
         return self._agreed("class_names", "a label must mean one thing")
 
     def text_encoder(self) -> Optional[str]:
-        """Return the text encoder that `dataset.json` names, or None.
+        """Return the encoders of the texts: the online ones, else those that `dataset.json` names, or None.
 
         Raises:
             DataError: the members of a blend were embedded by different encoders.
         """
+        if self.online_text_encoder is not None:
+            return check_text_encoder(self.online_text_encoder).recorded
         return self._agreed("text_encoder", "the model reads the numbers of one encoder")
 
     def autoencoder(self) -> Optional[str]:

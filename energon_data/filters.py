@@ -46,8 +46,8 @@ def _aesthetic_score(clip: Clip) -> Optional[float]:
 
 def _sides(clip: Clip) -> Optional[tuple[float, float]]:
     """Return height and width of the picture in pixels; of a latent, what its metadata say."""
-    if clip.is_pixels:
-        return float(clip.latent.shape[-2]), float(clip.latent.shape[-1])
+    if clip.pixel_shape is not None:
+        return float(clip.pixel_shape[1]), float(clip.pixel_shape[2])
     if clip.metadata.get("height") is None or clip.metadata.get("width") is None:
         return None
     return finite_number(clip.metadata, "height"), finite_number(clip.metadata, "width")
@@ -70,11 +70,13 @@ def _aspect_ratio(clip: Clip) -> Optional[float]:
 
 def _seconds(clip: Clip) -> Optional[float]:
     """Return the duration of a clip; a picture lasts 0 seconds."""
-    frames = clip.latent.shape[1] if clip.is_pixels else clip.metadata.get("num_frames", 1)
+    frames = 1.0
+    if clip.pixel_shape is not None:
+        frames = clip.pixel_shape[0]
+    elif "num_frames" in clip.metadata:
+        frames = finite_number(clip.metadata, "num_frames")
     if frames == 1:
         return 0.0
-    if not clip.is_pixels:
-        frames = finite_number(clip.metadata, "num_frames")
     rate = finite_number(clip.metadata, "fps") if clip.metadata.get("fps") is not None else 0.0
     return frames / rate if rate > 0 else None
 

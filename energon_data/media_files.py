@@ -166,14 +166,10 @@ def video_bytes(frames: Sequence[Image.Image], fps: float) -> bytes:
     return buffer.getvalue()
 
 
-def pixels_of(frames: Sequence[Image.Image]) -> np.ndarray:
+def pixels_of(frames: Sequence[Image.Image]) -> Tensor:
     """Return RGB frames as uint8 `[3, T, H, W]`."""
-    return np.stack([np.asarray(picture, np.uint8) for picture in frames]).transpose(3, 0, 1, 2)
-
-
-def pixel_values(pixels: np.ndarray) -> Tensor:
-    """Return uint8 pixels as float32 in [-1, 1], of the same shape."""
-    return torch.from_numpy(np.ascontiguousarray(pixels)).float() / 127.5 - 1
+    pixels = np.stack([np.asarray(picture, np.uint8) for picture in frames])
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(3, 0, 1, 2)))
 
 
 def read_pixels(data: bytes, extension: str) -> Tensor:
@@ -183,7 +179,7 @@ def read_pixels(data: bytes, extension: str) -> Tensor:
         extension: of the file's name; it tells which of the two it is.
 
     Returns:
-        `[3, T, H, W]` float32 in [-1, 1]; a picture has one frame.
+        `[3, T, H, W]` uint8; a picture has one frame.
 
     Raises:
         SampleError: it is damaged.
@@ -192,5 +188,5 @@ def read_pixels(data: bytes, extension: str) -> Tensor:
         frames = [frame for frame, _ in sampled_frames(data, None)]
         if not frames:
             raise SampleError("bad_video", "the video has no frame")
-        return pixel_values(pixels_of(frames))
-    return pixel_values(pixels_of([open_picture(data)]))
+        return pixels_of(frames)
+    return pixels_of([open_picture(data)])

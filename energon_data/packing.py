@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.batch import PackedBatch
+from dit.batch import PackedBatch, RawSamples
 from dit.conditions import pack_conditions
 from dit.data_api import BatchSpec
 from dit.layout import SequenceLayout
@@ -115,4 +115,12 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
         keys=tuple(c.__key__ for c in clips),
         conditions=pack_conditions(spec.conditions, given, layout, spec.patch),
         loss_weight_S=None if all(w == 1.0 for w in weights) else torch.tensor(weights),
+        raw=_raw(clips),
     )
+
+
+def _raw(clips: Sequence[Clip]) -> Optional[RawSamples]:
+    """Return what the training device is to encode; all clips of a data set have the same parts left."""
+    pixels = tuple(clip.pixels for clip in clips if clip.pixels is not None)
+    captions = tuple(clip.caption for clip in clips if clip.caption is not None)
+    return RawSamples(pixels or None, captions or None) if pixels or captions else None

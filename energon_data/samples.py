@@ -29,9 +29,11 @@ class Clip:
 
     Attributes:
         latent: `[C, T, H, W]` float32, dimensionless after VAE scale and shift.
-        is_pixels: whether `latent` is a picture or video as it was stored, in [-1, 1].
+        pixel_shape: (T, H, W) of the picture or video as it is stored; None if a latent is.
         parts: decoded array parts besides the latent, by part name; empty once encoded.
         conditions: those of the model, by name, without missing optional ones.
+        pixels: `[3, T, H, W]` uint8, if the training device is to encode them; `latent` is then zeros of its shape.
+        caption: if the training device is to embed it.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
     """
@@ -40,10 +42,12 @@ class Clip:
     __restore_key__: tuple[str | int, ...]
     __sources__: Optional[tuple[object, ...]] = None
     latent: Tensor
-    is_pixels: bool = False
+    pixel_shape: Optional[tuple[int, int, int]] = None
     metadata: dict[str, Any]
     parts: dict[str, Any] = field(default_factory=dict)
     conditions: dict[str, Value] = field(default_factory=dict)
+    pixels: Optional[Tensor] = None
+    caption: Optional[str] = None
     shard: str = ""
     id: int = 0
     loss_weight: float = 1.0
@@ -53,21 +57,6 @@ class Clip:
     def num_tokens(self) -> int:
         t, h, w = self.grid
         return t * h * w
-
-    def pixels(self) -> Tensor:
-        """Return the stored picture or clip, `[3, T, H, W]` in [-1, 1].
-
-        Raises:
-            SampleError: the sample holds a latent.
-        """
-        if not self.is_pixels:
-            raise SampleError(
-                "not_pixels",
-                "the sample holds a latent, which cannot be resized, cropped or flipped: the latent of a mirrored "
-                "picture is not the mirrored latent; unset data.resize_side, crop_size and flip, or prepare the data "
-                "without --vae",
-            )
-        return self.latent
 
     def value(self, condition: Condition) -> Value:
         """Return a condition of the model, its default if the sample has none."""

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, sample_id
+from dit.encoders.vae import Geometry
 from dit.patchify import frames_to_patch
 from energon_data.augment import Augmentation, Visit
-from energon_data.cookers import COOKERS, read_condition
+from energon_data.cookers import COOKERS, read_caption, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
 from energon_data.packing import CostLimit, collate, greedy_knapsack, padded_length
@@ -46,6 +47,8 @@ class EncoderOptions:
         cost_limit: of the work of a pack; None for any.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together (convolutional backbones need it).
+        vae: sizes of the autoencoder of the training device; None if samples hold latents.
+        embedded: conditions that the training device makes of the captions.
     """
 
     filters: Filters = field(default_factory=Filters)
@@ -56,6 +59,8 @@ class EncoderOptions:
     cost_limit: Optional[CostLimit] = None
     pad_packs: bool = False
     bucket_by_shape: bool = False
+    vae: Optional[Geometry] = None
+    embedded: frozenset[str] = frozenset()
 
 
 class RawSample(Protocol):
@@ -90,7 +95,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     def __init__(self, spec: BatchSpec, options: EncoderOptions, ledger: Ledger) -> None:
         super().__init__()
-        self.spec, self.options, self.ledger = spec, options, ledger
+        stored = tuple(c for c in spec.conditions if c.name not in options.embedded)
+        self.spec, self.options, self.ledger = replace(spec, conditions=stored), options, ledger
 
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
@@ -107,8 +113,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             worker_config=kwargs["worker_config"],
         )
 
-    def load_clip(self, raw: RawSample, *, cook: Callable[[dict[str, Any]], Clip], worker_config: WorkerConfig) -> Clip:
-        """Decode, cook, filter, augment and encode one sample.
+    def load_clip(self, raw: RawSample, *, cook: Callable[..., Clip], worker_config: WorkerConfig) -> Clip:
+        """Decode, augment, cook, filter and encode one sample.
 
         Raises:
             SkipSample: the sample is not used; the ledger has the reason.
@@ -122,13 +128,14 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded = decode_sample(key, parts, require_checksums=self.options.require_checksums)
             for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
                 decoded[name] = sample[name]
-            clip = cook(decoded)
-            self.options.filters.check(clip)
+            change = None
             if self.options.augmentation is not None:
                 # Energon restores the number of a sample with the sample, so a resumed run augments alike.
                 number = worker_config.active_worker_sample_index
-                visit = Visit(worker_config.seed_offset, worker_config.rank, number, clip.id)
-                clip.latent = self.options.augmentation(clip.pixels(), visit)
+                visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(key))
+                change = partial(self.options.augmentation, visit=visit)
+            clip = cook(decoded, vae=self.options.vae, change=change)
+            self.options.filters.check(clip)
             clip = self.encode_sample(clip)
         except SampleError as error:
             self.ledger.skip(Skip(error.reason, key, shard, error.detail, lost=True))
@@ -173,6 +180,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
                 filters.check_values(value, condition.what)
             if value is not None:
                 clip.conditions[condition.name] = value
+        if self.options.embedded:
+            clip.caption = read_caption(clip.metadata)
         clip.parts = {}
         return clip
 

@@ -65,6 +65,11 @@ class ProcessGroups:
         return self.collection.cp
 
     @property
+    def tp_cp(self) -> dist.ProcessGroup:
+        """The ranks of one pipeline stage that read the same samples."""
+        return self.collection.tp_cp
+
+    @property
     def dp(self) -> dist.ProcessGroup:
         """Ranks that have the same part of different samples."""
         return self.collection.dp

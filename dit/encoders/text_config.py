@@ -204,7 +204,7 @@ def check_text_encoder(line: str) -> TextEncodersConfig:
             f"the text encoders {line!r} make {', '.join(made)}: each entry has one encoder; name the entries of the "
             "others, such as text_2=NAME or pooled=NAME"
         )
-    widths = {}
+    widths: dict[str, int] = {}
     for encoder in encoders:
         geometry = encoder.geometry()
         widths |= {entry: (geometry.pooled or 0) if entry == "pooled" else geometry.width for entry in encoder.makes}

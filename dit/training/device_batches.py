@@ -40,6 +40,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         spec: the properties that the model requires.
         flops: returns the executed training FLOPs of a micro-batch.
         shard: selects the local tokens of a full pack (context parallel).
+        encode: turns pixels and captions into latents and texts (`dit.encoders.online`).
 
     Attributes:
         largest_grid: (t, h, w) patches of the sample with most tokens so far.
@@ -53,15 +54,17 @@ class DeviceBatches(Iterator[PackedBatch]):
         spec: BatchSpec,
         flops: Callable[[PackedBatch], int],
         shard: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+        encode: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
     ) -> None:
-        self._shard = shard
+        self._shard, self._encode = shard, encode
         self._stream, self._device, self._spec, self._flops = stream, device, spec, flops
         self.consumed = Consumed()
         self.largest_grid: Optional[Grid] = None
         self.fps = DEFAULT_FPS
 
     def __next__(self) -> PackedBatch:
-        batch = next(self._stream).validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
+        batch = self._encode(next(self._stream))
+        batch.validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
         self.consumed.samples += batch.layout.num_samples
         self.consumed.valid_tokens += batch.layout.valid_tokens
         self.consumed.padded_tokens += batch.layout.total_tokens

@@ -23,6 +23,7 @@ from dit.checkpoint.warm_start import start_from
 from dit.condition_table import CONTEXT
 from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
+from dit.encoders.online import batch_encoder
 from dit.errors import EXIT_PREEMPTED
 from dit.inference.preview import PictureWriter
 from dit.models.base import ModelConfig
@@ -208,12 +209,14 @@ class Run:
         if not resumed and config.checkpoint.start_from is not None:
             start_from(config.checkpoint.start_from, self.state)
         flops = PackFlops(config.model)
+        self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp)
         self.batches = DeviceBatches(
             self.state.stream,
             self.device,
             spec,
             lambda batch: flops.training(batch.layout, batch.grids, batch.conditions.layout(CONTEXT.name)),
             self.shard,
+            self.encode,
         )
         if resumed:
             self.batches.recall_largest(self.checkpointer.resumed_metadata, spec)
@@ -345,7 +348,8 @@ class Run:
     def validate(self, *, saved: bool = False) -> None:
         """Measure the held-out loss; if the weights are `saved`, add it to their checkpoint."""
         state, groups = self.state, self.groups
-        batches = self.config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
+        passed = self.config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
+        batches = map(self.encode, passed)
         with state.averaged():
             losses = held_out_loss(
                 self.network, batches, self.config.objective, self.config.model, self.device, groups, self.shard

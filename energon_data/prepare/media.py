@@ -9,6 +9,7 @@ from typing import Any, Literal, Optional
 import numpy as np
 from PIL import Image
 
+from dit.batch import pixel_values
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry, Precision, encode_together, load_vae
@@ -19,7 +20,6 @@ from energon_data.media_files import (
     Format,
     open_picture,
     picture_bytes,
-    pixel_values,
     pixels_of,
     video_bytes,
 )

@@ -4,8 +4,10 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Optional
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL
+from PIL import Image
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -15,6 +17,8 @@ from transformers import (
     T5EncoderModel,
     T5Tokenizer,
 )
+
+from energon_data.prepare.__main__ import main as prepare
 
 T5_WIDTH, CLIP_WIDTH, PROJECTION = 16, 12, 10
 CLIP_TOKENS = 20
@@ -46,6 +50,21 @@ def save_clip(folder: Path, tokenizer: Optional[Path] = None, *, projected: bool
     vocab = {piece: i for i, piece in enumerate(pieces)}
     CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_TOKENS).save_pretrained(tokenizer or folder)
     return folder
+
+
+def prepare_twice(root: Path) -> Path:
+    """Make `vae`, `t5`, `clip`, and of twelve pictures of two sizes with captions the data `pixels` and `latents`."""
+    save_vae(root / "vae"), save_t5(root / "t5"), save_clip(root / "clip")
+    (root / "in").mkdir()
+    rng = np.random.default_rng(1)
+    for i in range(12):
+        Image.fromarray(rng.integers(0, 256, (16, 16 + 16 * (i % 2), 3), np.uint8)).save(root / f"in/{i}.png")
+        (root / f"in/{i}.txt").write_text(" ".join(WORDS[: 1 + i // 2]))  # two pictures share each
+    common = ["images", "--in", str(root / "in"), "--multiple-of", "8", "--validation", "0", "--processes", "1"]
+    texts = ["--text-encoder", f"text={root}/t5", "--text-encoder", f"pooled={root}/clip"]
+    assert prepare([*common, "--out", str(root / "pixels")]) == 0
+    assert prepare([*common, "--out", str(root / "latents"), "--vae", str(root / "vae"), *texts]) == 0
+    return root
 
 
 def save_vae(folder: Path) -> Path:

@@ -29,6 +29,7 @@ from energon_data.skip_log import GIVE_UP_AFTER
 from launch import cli
 from launch.train import call_recipe, resolve
 from recipes import registry
+from tests.support import encoders
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "energon_data" / "README.md"
@@ -99,13 +100,18 @@ def test_the_training_command_takes_the_example(written):
     stream.close()
 
 
-def test_pictures_of_ones_own_are_prepared_and_trained_on_as_the_page_says(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pictures").mkdir()
+def red_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the folder `pictures`, with captions, in an empty folder to work in."""
+    monkeypatch.chdir(folder)
+    (folder / "pictures").mkdir()
     for i in range(6):
-        Image.new("RGB", (40 + 30 * i, 50), (40 * i, 0, 0)).save(tmp_path / "pictures" / f"{i}.png")
-        (tmp_path / "pictures" / f"{i}.txt").write_text(f"red of strength {i}")
-    prepare = command("python -m energon_data.prepare images")
+        Image.new("RGB", (40 + 30 * i, 50), (40 * i, 0, 0)).save(folder / "pictures" / f"{i}.png")
+        (folder / "pictures" / f"{i}.txt").write_text(f"red of strength {i}")
+
+
+def test_pictures_of_ones_own_are_prepared_and_trained_on_as_the_page_says(tmp_path, monkeypatch):
+    red_pictures(tmp_path, monkeypatch)
+    prepare = command("python -m energon_data.prepare images --in pictures --out data/pictures")
     assert prepare_main(prepare[prepare.index("images") :]) == 0
     words = command("python -m launch.train --yes --factory tiny_dit_cross training.run_dir=runs/pictures")
     task = resolve(cli.parse(words[words.index("launch.train") + 1 :]))
@@ -121,6 +127,30 @@ def test_pictures_of_ones_own_are_prepared_and_trained_on_as_the_page_says(tmp_p
             seen.add(key)
     stream.close()
     assert len(seen) == 6
+
+
+def test_pictures_are_encoded_beforehand_and_while_training_as_the_page_says(tmp_path, monkeypatch):
+    """With small encoders in the places that the page names, and a model of their widths."""
+    red_pictures(tmp_path, monkeypatch)
+    for place in ("vae", "flux/vae"):
+        encoders.save_vae(tmp_path / "models" / place)
+    for t5, clip in (("t5", "clip"), ("flux/text_encoder_2", "flux/text_encoder")):
+        encoders.save_t5(tmp_path / "models" / t5)
+        encoders.save_clip(tmp_path / "models" / clip)
+    words = command("python -m launch.train --yes --factory tiny_flux training.run_dir=runs/online")
+    widths = [f"model.context_size={encoders.T5_WIDTH}", f"model.pooled_size={encoders.CLIP_WIDTH}"]
+    task = resolve(cli.parse([*words[words.index("launch.train") + 1 :], *widths]))
+    asked = fiddle.build(task.model).batch_spec(micro_batch_size=task.training.micro_batch_size)
+    online, stored = fiddle.build(task.data), EnergonData(path="data/latents_1024")
+    for path in (stored.path, online.path):
+        prepare = command(f"python -m energon_data.prepare images --in pictures --out {path}")
+        assert prepare_main([*prepare[prepare.index("images") :], "--processes", "1"]) == 0
+    for data in (stored, online):
+        data.validate(asked, 1, 4)
+        assert {"text", "pooled"} <= set(data.stored_conditions())
+        stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+        assert (next(stream).raw is None) == (data is stored)
+        stream.close()
 
 
 def test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure(tmp_path, monkeypatch):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from test_prepare_media import samples
 
+from dit.batch import pixel_values
 from dit.encoders.text import load_text_encoders
 from dit.errors import EXIT_CONFIG
 from energon_data.folder import check_folder
-from energon_data.media_files import pixel_values, pixels_of
+from energon_data.media_files import pixels_of
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.pictograms import (
     ATTRIBUTION,

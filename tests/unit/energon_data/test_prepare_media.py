@@ -206,7 +206,7 @@ def test_pixels_come_back_to_the_bit(tmp_path, kind):
     found = {metadata["source"]: clip.latent for _, metadata, clip, _ in samples(tmp_path / "out")}
     assert found.keys() == originals.keys()
     for name, picture in originals.items():
-        expected = torch.from_numpy(pixels_of([picture]).astype(np.float32)) / 127.5 - 1
+        expected = pixels_of([picture]).float() / 127.5 - 1
         assert torch.equal(found[name], expected)
 
 

@@ -15,10 +15,11 @@ from PIL import Image
 from small_data import spec
 from test_prepare_media import samples
 
+from dit.batch import pixel_values
 from dit.errors import EXIT_CONFIG, EXIT_DATA
 from energon_data.dataset import EnergonData
 from energon_data.folder import check_folder
-from energon_data.media_files import open_picture, pixel_values, pixels_of
+from energon_data.media_files import open_picture, pixels_of
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.safe_pickle import read_pickle, read_torch_file
 from energon_data.samples import SampleError

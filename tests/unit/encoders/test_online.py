@@ -1,0 +1,89 @@
+"""Packs encoded on the training device equal packs of what preparation stored, sample by sample."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+
+from dit.encoders.online import OnlineEncoders, batch_encoder
+from dit.models.flux.config import FluxConfig
+from energon_data.dataset import EnergonData
+from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, prepare_twice
+
+HALF = {"rtol": 2e-3, "atol": 2e-3}  # stored as float16
+SPEC = FluxConfig(in_channels=4, context_size=T5_WIDTH, pooled_size=CLIP_WIDTH).batch_spec()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare_twice(tmp_path_factory.mktemp("online"))
+
+
+def packs(folder, kind, spec=SPEC, **settings):
+    """Return the first packs of a kind of data, as the loader gives them, and what is to be encoded."""
+    own = {"max_tokens_per_pack": 24, "pad_packs": True, "packing_buffer_size": 8, "shuffle_buffer": 0, **settings}
+    if kind == "pixels":
+        line = f"text={folder}/t5,pooled={folder}/clip"
+        own = {"online_vae": f"{folder}/vae", "online_text_encoder": line, **own}
+    data = EnergonData(path=str(folder / ("pixels" if kind == "pixels" else "latents")), **own)
+    stream = data.build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    found = list(islice(stream, 2))
+    stream.close()
+    return found, data.online_encoding()
+
+
+def encoded(folder, group, spec=SPEC, **settings):
+    raw, encoding = packs(folder, "pixels", spec, **settings)
+    encode = batch_encoder(encoding, spec, CPU, group)
+    return [encode(pack).validate(spec.conditions, patch_volume=spec.patch_volume) for pack in raw]
+
+
+@pytest.mark.parametrize(
+    ("settings", "patch_temporal"), [({}, 1), ({"max_text_tokens": 3}, 1), ({}, 2)], ids=["plain", "cut", "two frames"]
+)
+def test_an_encoded_pack_is_that_of_stored_latents_and_embeddings(folder, one_rank_world, settings, patch_temporal):
+    """Texts are cut alike; an image fills a patch of two frames by repetition, encoded once."""
+    spec = replace(SPEC, patch_temporal=patch_temporal)
+    expected, _ = packs(folder, "latents", spec, **settings)
+    for found, stored in zip(encoded(folder, one_rank_world.tp_cp, spec, **settings), expected, strict=True):
+        assert (found.keys, found.grids, found.layout, found.raw) == (stored.keys, stored.grids, stored.layout, None)
+        torch.testing.assert_close(found.latents_TC, stored.latents_TC.float(), **HALF)
+        assert found.conditions.layout("context") == stored.conditions.layout("context")
+        assert found.conditions.keys() == stored.conditions.keys()
+        for name in ("context", "pooled"):
+            torch.testing.assert_close(found.conditions[name].values, stored.conditions[name].values.float(), **HALF)
+        assert found.to("cpu").latents_TC.requires_grad is False
+
+
+def test_each_part_is_encoded_alone_beside_stored_ones(folder, one_rank_world):
+    """Captions with stored latents, and pixels with stored embeddings that the pixels' data lack."""
+    texts, encoding = packs(folder, "latents", online_text_encoder=f"text={folder}/t5,pooled={folder}/clip")
+    both = encoded(folder, one_rank_world.tp_cp)
+    encode = OnlineEncoders(encoding, SPEC, CPU, one_rank_world.tp_cp)
+    for found, expected in zip(map(encode, texts), both, strict=True):
+        torch.testing.assert_close(found.latents_TC, expected.latents_TC, **HALF)
+        assert torch.equal(found.conditions["context"].values, expected.conditions["context"].values)
+    pictures, encoding = packs(folder, "pixels", replace(SPEC, conditions=()), online_text_encoder=None)
+    encode = OnlineEncoders(encoding, SPEC, CPU, one_rank_world.tp_cp)
+    for found, expected in zip(map(encode, pictures), both, strict=True):
+        assert torch.equal(found.latents_TC, expected.latents_TC)
+
+
+def test_encoders_run_in_the_precision_that_is_set(folder, one_rank_world):
+    exact = encoded(folder, one_rank_world.tp_cp)
+    rounded = encoded(folder, one_rank_world.tp_cp, online_precision="bf16")
+    for a, b in zip(exact, rounded, strict=True):
+        for x, y in ((a.latents_TC, b.latents_TC), (a.conditions["context"].values, b.conditions["context"].values)):
+            assert y.dtype == torch.float32
+            torch.testing.assert_close(y, x, rtol=0.1, atol=0.1)
+            assert not torch.equal(x, y)
+
+
+def test_an_encoder_of_what_the_model_does_not_take_is_not_loaded(folder, one_rank_world):
+    spec = replace(SPEC, conditions=tuple(c for c in SPEC.conditions if c.name != "pooled"))
+    _, encoding = packs(folder, "pixels")
+    assert [encoder.config.makes for encoder in OnlineEncoders(encoding, spec, CPU, one_rank_world.tp_cp).texts] == [
+        ("text",)
+    ]

@@ -1,0 +1,151 @@
+"""Several text encoders beside each other in shards, and packs of pixels and captions whose sizes are arithmetic."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dit.encoders.text import TextEncoders
+from dit.encoders.vae import VAE, Geometry
+from dit.errors import BatchError, ConfigError
+from dit.models.flux.config import FluxConfig
+from dit.patchify import unpatchify
+from energon_data.dataset import EnergonData
+from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, prepare_twice
+from tests.unit.energon_data.small_data import npy, write_dataset
+
+PACKS = {"max_tokens_per_pack": 24, "packing_buffer_size": 4, "shuffle_buffer": 0}
+HALF = {"rtol": 2e-3, "atol": 2e-3}  # stored as float16
+
+
+def spec(**changes):
+    sizes = {"in_channels": 4, "context_size": T5_WIDTH, "pooled_size": CLIP_WIDTH, **changes}
+    return FluxConfig(**sizes).batch_spec()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Encoders, their configurations alone, and data of both kinds."""
+    root = prepare_twice(tmp_path_factory.mktemp("encoders"))
+    for name in ("vae", "t5", "clip"):
+        (root / "configs" / name).mkdir(parents=True)
+        shutil.copy(root / name / "config.json", root / "configs" / name)
+    return root
+
+
+def online(root: Path, **changes) -> EnergonData:
+    """Data whose encoders have no weights: reading must not need them."""
+    line = f"text={root}/configs/t5,pooled={root}/configs/clip"
+    settings = {"online_vae": f"{root}/configs/vae", "online_text_encoder": line}
+    return EnergonData(path=str(root / "pixels"), **{**PACKS, **settings, **changes})
+
+
+def first(data: EnergonData, wanted):
+    data.validate(wanted, 1, 1)
+    stream = data.build_train(wanted, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    try:
+        return next(stream)
+    finally:
+        stream.close()
+
+
+def test_texts_of_several_encoders_lie_beside_each_other_and_are_recorded(folder):
+    """Training reads T5's tokens and CLIP's vector, as FLUX does; the record finds the encoders again."""
+    data = EnergonData(path=str(folder / "latents"), **PACKS)
+    record = json.loads((folder / "latents" / "dataset.json").read_text())
+    line = f"text={folder}/t5,pooled={folder}/clip"
+    assert data.text_encoder() == record["text_encoder"] == line.replace("text=", "", 1)
+    assert record["context_size"] == T5_WIDTH
+    batch = first(data, spec())
+    captions = [(folder / "in" / f"{key.split('-')[0]}.txt").read_text() for key in batch.keys]
+    made = TextEncoders(data.text_encoder()).encode(captions)
+    texts = batch.conditions["context"]
+    assert texts.layout.lengths == tuple(map(len, made["text"]))
+    torch.testing.assert_close(texts.values.float(), torch.cat(made["text"]), **HALF)
+    torch.testing.assert_close(batch.conditions["pooled"].values, torch.stack(made["pooled"]), **HALF)
+    assert batch.raw is None
+    assert data.online_encoding() is None
+
+
+def test_packs_of_pixels_have_the_tokens_of_their_latents_without_any_weights(folder):
+    stored = EnergonData(path=str(folder / "latents"), **PACKS)
+    expected, batch = first(stored, spec()), first(online(folder), spec())
+    assert (batch.keys, batch.grids, batch.layout) == (expected.keys, expected.grids, expected.layout)
+    assert len(set(batch.grids)) == 2
+    assert not set(batch.conditions) & {"context", "pooled"}
+    vae = VAE(str(folder / "vae"))
+    tokens = batch.layout.without_padding(expected.latents_TC).split(list(batch.layout.lengths))
+    for key, pixels, caption, grid, rows in zip(batch.keys, batch.raw.pixels, batch.raw.captions, batch.grids, tokens):
+        name = key.split("-")[0]
+        picture = np.asarray(Image.open(folder / "in" / f"{name}.png")).transpose(2, 0, 1)
+        assert np.array_equal(pixels[:, 0].numpy(), picture)
+        assert caption == (folder / "in" / f"{name}.txt").read_text()
+        latent = vae.encode(pixels[None].float() / 127.5 - 1)[0]
+        torch.testing.assert_close(unpatchify(rows.float(), grid, 1, 2), latent, **HALF)
+    with pytest.raises(BatchError, match="encode it first"):
+        batch.to("cpu")
+
+
+def test_the_identity_stores_and_sends_pixels_as_they_are(folder):
+    geometry, vae = Geometry.read("identity"), VAE("identity")
+    assert geometry.latent_shape(2, 8, 6) == (3, 2, 8, 6)
+    pixels = torch.rand(1, 3, 2, 8, 6) * 2 - 1
+    assert torch.equal(vae.encode(pixels), pixels)
+    assert torch.equal(vae.decode(pixels), pixels)
+    batch = first(online(folder, online_vae="identity", max_tokens_per_pack=256), spec(in_channels=3))
+    assert {grid for grid in batch.grids} <= {(1, 8, 8), (1, 8, 16)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes", "fault"),
+    [
+        ({}, {"in_channels": 16}, "makes latents of 4 channels, model.in_channels is 16"),
+        ({}, {"context_size": 8}, "makes a text of 16 features, the model takes"),
+        ({}, {"pooled_size": 8}, r"makes a pooled text of 12 features, the model takes \[8\]"),
+        ({"online_vae": "/"}, {}, "no autoencoder at"),
+        ({"online_text_encoder": "nowhere"}, {}, "is unknown"),
+        ({"online_text_encoder": "text_2=identity"}, {}, "makes nothing that the model takes"),
+        ({"online_precision": "fp16"}, {}, "online_precision='fp16'"),
+    ],
+)
+def test_encoders_that_do_not_fit_are_refused_before_the_run(folder, settings, sizes, fault):
+    with pytest.raises(ConfigError, match=fault):
+        online(folder, **settings).validate(spec(**sizes), 1, 1)
+
+
+def test_stored_latents_are_not_encoded_again(folder):
+    data = online(folder)
+    data.path = str(folder / "latents")
+    with pytest.raises(ConfigError, match="encodes pixels, which have 3"):
+        data.validate(spec(), 1, 1)
+
+
+def test_what_cannot_be_encoded_is_skipped_by_its_reason(folder, tmp_path):
+    """No picture, a size that the autoencoder does not take, no caption; one sample is sound."""
+    picture, odd = (folder / "in" / "0.png").read_bytes(), tmp_path / "odd.png"
+    Image.new("RGB", (18, 16)).save(odd)
+    samples = [
+        ("latent", {"caption": "a"}, {"latent.npy": npy(np.zeros((4, 1, 4, 4), np.float32))}),
+        ("odd", {"caption": "a"}, {"pixels.png": odd.read_bytes()}),
+        ("silent", {}, {"pixels.png": picture}),
+        ("sound", {"caption": "a"}, {"pixels.png": picture}),
+    ]
+    data = online(folder, max_lost_samples=30)
+    data.path = str(write_dataset(tmp_path / "data", {"train": samples}))
+    stream = data.build_train(spec(), dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    assert next(stream).keys[0] == "train_sound"
+    assert stream.skipped().keys() == {"missing_part", "wrong_shape", "no_caption"}
+    stream.close()
+
+
+def test_data_without_captions_are_refused_before_the_run(folder, tmp_path):
+    data = online(folder)
+    data.path = str(write_dataset(tmp_path / "data", {"train": [("a", {}, {"pixels.png": b""})]}))
+    with pytest.raises(ConfigError, match="none of the first samples"):
+        data.stored_conditions()
+    data.path = str(folder / "pixels")
+    assert {"text", "pooled", "caption"} <= set(data.stored_conditions())
