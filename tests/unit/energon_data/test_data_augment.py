@@ -179,7 +179,7 @@ def test_a_latent_is_not_augmented(mixed_folder: Path) -> None:
     [
         ({"crop_size": [8]}, r"\[8\] must be height and width"),
         ({"crop_size": [8, 16], "resize_side": 6}, "larger than data.resize_side=6"),
-        ({"crop_size": [7, 8]}, "must be multiples of model.patch_spatial=2"),
+        ({"crop_size": [7, 8]}, "must be multiples of 2, model.patch_spatial"),
         ({"crop_size": [0, 8]}, "must be of numbers, each a whole number of at least 1"),
         ({"min_side": 9, "max_side": 8}, "data.min_side=9 is above data.max_side=8"),
         ({"flip": 1.5}, "data.flip=1.5 must be a finite number of at least 0 and at most 1"),
