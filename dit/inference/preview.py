@@ -33,9 +33,14 @@ class PictureWriter:
     Args:
         class_names: name of each class for the captions; None numbers them.
         text_encoder: what embedded the texts that the run trains on, and embeds `sampling.prompts`.
+        autoencoder: whose latents the run trains on; it decodes the samples, unless `sampling.vae` names another.
+
+    Attributes:
+        note: a line for the user where latents are drawn without their autoencoder; else None.
 
     Raises:
-        ConfigError: there are prompts, but no encoder for all the model reads of them, or no model that reads them.
+        ConfigError: there are prompts, but no encoder for all the model reads of them, or no model that reads them; or
+            `sampling.vae` cannot decode the samples.
     """
 
     def __init__(
@@ -46,29 +51,15 @@ class PictureWriter:
         sampling: SamplingConfig,
         class_names: Optional[list[str]],
         text_encoder: Optional[str] = None,
+        autoencoder: Optional[str] = None,
     ) -> None:
         self.model, self.objective, self.spec, self.sampling = model, objective, spec, sampling
         self.class_names, self.text_encoder = class_names, text_encoder
         self._contexts: Optional[list[Tensor]] = None
-        self._decoder = Decoder(None, local_device())
+        found, self.note = find_autoencoder(model.in_channels, sampling.vae, autoencoder, "sampling.vae=PATH")
+        self._decoder = Decoder(found, local_device())
         if sampling.prompts:
             self._check_prompts()
-
-    def find_decoder(self, recorded: Optional[str]) -> Optional[str]:
-        """Decode samples from now on, by `sampling.vae` or the recorded autoencoder.
-
-        Args:
-            recorded: autoencoder whose latents the run trains on, or None.
-
-        Returns:
-            A line for the user where latents will be drawn without an autoencoder.
-
-        Raises:
-            ConfigError: `sampling.vae` cannot decode the samples.
-        """
-        name, note = find_autoencoder(self.model.in_channels, self.sampling.vae, recorded, "sampling.vae=PATH")
-        self._decoder = Decoder(name, local_device())
-        return note
 
     def _check_prompts(self) -> None:
         from dit.encoders.text import check_text_encoder

@@ -220,12 +220,17 @@ class Run:
         self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
         self.pictures = PictureWriter(
-            config.model, config.objective, spec, config.sampling, self.class_names, self.text_encoder
+            config.model,
+            config.objective,
+            spec,
+            config.sampling,
+            self.class_names,
+            self.text_encoder,
+            self.autoencoder if config.training.sample_interval else None,
         )
         reports = groups.rank == 0 and not quiet
-        note = self.pictures.find_decoder(self.autoencoder) if config.training.sample_interval else None
-        if reports and note is not None:
-            logger.info(note)
+        if reports and config.training.sample_interval and self.pictures.note:
+            logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
 
     def shard(self, batch: PackedBatch) -> PackedBatch:

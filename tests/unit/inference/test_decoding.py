@@ -83,11 +83,12 @@ def test_the_grid_while_training_shows_decoded_samples(autoencoders: dict[str, s
     model = DiTConfig(hidden_size=32, num_layers=1, num_attention_heads=2, num_classes=2)
     network, spec = build_model(model, perturb=0.1), model.batch_spec()
     asked, size = SamplingConfig(num_steps=2, guidance_scale=1.0), (1, 4, 4)
-    writer = PictureWriter(model, FlowMatching(), spec, asked, None)
-    assert "sampling.vae=PATH" in str(writer.find_decoder(None))
-    assert writer.draw(network, size, 1.0, CPU, lay_out=False) == []
-    assert writer.find_decoder(autoencoders["image"]) is None
+    writer = PictureWriter(model, FlowMatching(), spec, asked, None, None, autoencoders["image"])
     (grid,) = writer.draw(network, size, 1.0, CPU)
+    plain = PictureWriter(model, FlowMatching(), spec, asked, None)
+    assert (writer.note, plain.note is None) == (None, False)
+    assert plain.draw(network, size, 1.0, CPU, lay_out=False) == []
+
     batch = empty_pack(spec, size, 2, CPU, {"label": [0, 1], "fps": [1.0] * 2})
     settings: dict[str, Any] = {"solver": "euler", "num_steps": 2, "guidance_scale": 1.0, "seed": asked.seed}
     latents = generate(network, FlowMatching(), batch, spec, **settings)
