@@ -29,10 +29,11 @@ def requests(seeds: list, count: int = 2) -> list[Request]:
 
 
 def drawn(generator: Generator, asked: list[Request], batch_size: int, world_size: int = 1) -> dict[int, torch.Tensor]:
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     for rank in range(world_size):
-        parts = draw(generator, asked, batch_size=batch_size, rank=rank, world_size=world_size, seed=3)
-        found |= {i: x for indices, latents in parts for i, x in zip(indices, latents, strict=True)}
+        for indices, latents in draw(generator, asked, batch_size=batch_size, rank=rank, world_size=world_size, seed=3):
+            assert not found.keys() & set(indices), "drawn twice"
+            found |= dict(zip(indices, latents, strict=True))
     return found
 
 
