@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -97,7 +98,7 @@ def draw(
                 negative=negative or None,
                 seeds=None if set(own) == {None} else own,
                 numbers=[request.number for request in asked],
-                on_step=lambda step, place=place: on_step(place, step),
+                on_step=partial(on_step, place),
                 **settings,
             ),
         )

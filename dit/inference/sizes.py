@@ -43,10 +43,10 @@ def check_size(
         return (count - 1) % time == 0 and _latent_frames(count, time, spec) % spec.patch_temporal == 0
 
     if frames < 1 or not fits(frames):
-        latent = f"; the autoencoder decodes 1 + a multiple of {time} frames" if time > 1 else ""
+        causal = f"; the autoencoder decodes 1 + a multiple of {time} frames" if time > 1 else ""
         raise ConfigError(
             f"frames={frames} cannot be cut into patches of {spec.patch_temporal} frames; use a multiple, or 1 for a "
-            f"still{latent}: {_near(frames, fits)}"
+            f"still{causal}: {_near(frames, fits)}"
         )
     latent = (1 + (frames - 1) // time, sides[0] // space, sides[1] // space)
     if model.largest_grid is not None:

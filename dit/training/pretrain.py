@@ -229,7 +229,7 @@ class Run:
             config.sampling,
             self.class_names,
             self.text_encoder,
-            self.autoencoder,
+            self.autoencoder if config.training.sample_interval else None,
         )
         reports = groups.rank == 0 and not quiet
         if reports and config.training.sample_interval and self.pictures.note:

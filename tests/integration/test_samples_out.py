@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from dit.encoders.vae import VAE
 from dit.sampling.grid import to_bytes
 from tests.integration import actions
-from tests.integration.runs import mock, read_records
+from tests.integration.runs import mock, read_records, scalars
 from tests.support.ranks import Job, run_jobs
 from tests.unit.encoders.test_vae import MODELS
 
@@ -114,8 +114,8 @@ def test_a_size_is_drawn_in_pixels(done: dict[str, Any], folder: Path) -> None:
 def test_the_loss_is_that_of_the_run(done: dict[str, Any], folder: Path) -> None:
     """As the last validation of the run, which had the same weights, data, noise and precision."""
     found = json.loads(done["loss on 1"].out)
-    (record,) = (r for r in read_records(folder / "run" / "metrics.jsonl") if "held_out/loss" in r.get("values", {}))
-    assert found["loss"] == pytest.approx(record["values"]["held_out/loss"], rel=1e-6)
+    (recorded,) = scalars(folder / "run", "held_out/loss").values()
+    assert found["loss"] == pytest.approx(recorded, rel=1e-6)
     assert set(found["by_time"]) <= {f"{i}/8" for i in range(8)}
 
 

@@ -276,7 +276,7 @@ def test_a_blend_need_agree_only_on_what_the_model_takes(
 ) -> None:
     """Letters and moving letters have other classes: a model that takes none trains on both, one that does on neither.
 
-    The same is true for the encoders of their texts.
+    The same is true for the encoders of their texts. Latents of two autoencoders are never one thing.
     """
     still = Path(shutil.copytree(letters.folder, tmp_path / "letters"))
     (tmp_path / "fonts").mkdir()
@@ -285,7 +285,7 @@ def test_a_blend_need_agree_only_on_what_the_model_takes(
     moving = prepare_moving_letters(tmp_path / "moving", fonts=fonts, variations=1, frames=2, stills=1).folder
     for folder, encoder in ((still, "one"), (moving, "another")):
         about = json.loads((folder / "dataset.json").read_text())
-        (folder / "dataset.json").write_text(json.dumps({**about, "text_encoder": encoder}))
+        (folder / "dataset.json").write_text(json.dumps({**about, "text_encoder": encoder, "vae": encoder}))
     blend = tmp_path / "blend.yaml"
     members = "".join(f"      - {{weight: 1, path: {folder}}}\n" for folder in (still, moving))
     blend.write_text(
@@ -303,6 +303,9 @@ def test_a_blend_need_agree_only_on_what_the_model_takes(
         data.validate(spec(num_classes=200, context_size=None, **sizes), 1, 1)
     with pytest.raises(DataError, match="differ in text_encoder"):
         data.validate(spec(num_classes=None, **sizes), 1, 1)
+    assert EnergonData(path=str(still)).autoencoder() == "one"
+    with pytest.raises(DataError, match=r"differ in vae.*name it with sampling\.vae"):
+        data.autoencoder()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 
 from dit.inference.drawing import Request, batches, draw, numbered
@@ -29,10 +30,11 @@ def requests(seeds: list, count: int = 2) -> list[Request]:
 
 
 def drawn(generator: Generator, asked: list[Request], batch_size: int, world_size: int = 1) -> dict[int, torch.Tensor]:
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     for rank in range(world_size):
-        parts = draw(generator, asked, batch_size=batch_size, rank=rank, world_size=world_size, seed=3)
-        found |= {i: x for indices, latents in parts for i, x in zip(indices, latents, strict=True)}
+        for indices, latents in draw(generator, asked, batch_size=batch_size, rank=rank, world_size=world_size, seed=3):
+            assert not found.keys() & set(indices), "drawn twice"
+            found |= dict(zip(indices, latents, strict=True))
     return found
 
 
@@ -80,8 +82,6 @@ def test_steps_are_counted_for_every_batch(generator: Generator) -> None:
 
 
 def test_a_gallery_writes_a_file_for_each_sample_and_what_it_shows(tmp_path: Path) -> None:
-    from PIL import Image
-
     pictures = torch.rand(3, 3, 1, 5, 4) * 2 - 1
     records = [{"prompt": name, "seed": 7} for name in "abc"]
     gallery = Gallery(list("abc"), records, folder=tmp_path / "files", keep_latents=True, clip_ending=".gif")
@@ -100,6 +100,27 @@ def test_a_gallery_writes_a_file_for_each_sample_and_what_it_shows(tmp_path: Pat
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("latents"), pictures)
         assert file.metadata() == {"autoencoder": "v"}
+
+
+@pytest.mark.parametrize("ending", [".gif", ".mp4"])
+def test_a_clip_is_a_film_of_its_own_at_the_rate_asked_for(tmp_path: Path, ending: str) -> None:
+    """And a row of its frames in a grid that is a picture."""
+    clips = torch.stack([torch.full((3, 3, 16, 16), level) for level in (-1.0, 1.0)])
+    clips[:, :, 1] = 0
+    gallery = Gallery(["a", "b"], [{}, {}], folder=tmp_path, fps=5.0, clip_ending=ending)
+    gallery.add([0, 1], clips, clips)
+    gallery.save_grid(tmp_path / "grid.png", None, None)
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.size == (3 * (64 + 4) + 4, 2 * (64 + 16 + 4) + 4)
+    if ending == ".gif":
+        with Image.open(tmp_path / "000001.gif") as film:
+            assert (film.n_frames, film.info["duration"], film.size) == (3, 200, (16, 16))
+        return
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "000001.mp4")) as film:
+        frames = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
+        assert film.streams.video[0].average_rate == 5
+    assert [round(float(frame.mean()) / 64) for frame in frames] == [4, 2, 4]
 
 
 def test_a_grid_shows_the_first_pictures_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,10 +131,15 @@ def test_two_runs_on_one_machine_take_two_ports():
 
 
 def module_lines(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield each `python -m MODULE ...` of a page, in a block or in its text, with the module."""
+    """Yield each `python -m MODULE ...` of a page, in a block or in its text, with the module.
+
+    So does torchrun where it starts no recipe.
+    """
     text = (ROOT / page).read_text()
     in_text = (" ".join(words.split()) for words in re.findall(r"`(python -m [^`]+)`", text))
     for line in (*(line for block in blocks(page) for line in block.text.replace("\\\n", " ").splitlines()), *in_text):
+        if "--factory" not in line:
+            line = re.sub(r"torchrun -.*? -m ", "python -m ", line)
         if match := re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(python -m (\S+).*)", line):
             yield match[2], match[1]
 
@@ -175,6 +180,8 @@ def checked_by(page: Path, line: str) -> str:
         return "test_a_documented_module_takes_the_flags_of_its_page"
     if words[0] == "torchrun" and "--factory" in words:
         return "test_a_documented_command_plans_at_its_world_size"
+    if words[0] == "torchrun" and "-m" in words:
+        return "test_a_documented_module_takes_the_flags_of_its_page"
     if words[0] == "make" or start in ("pip install", "python3 -m", ". .venv/bin/activate"):
         return "test_targets_and_extras_exist"
     if start.startswith("energon prepare"):

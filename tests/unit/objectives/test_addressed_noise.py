@@ -47,6 +47,20 @@ def test_local_tokens_get_the_noise_of_the_global_pack(draws):
     assert torch.equal(AddressedNoise(1, 7, IDS, part.select(again), draws).normal_TC("eps", 6), full[rows[again]])
 
 
+def test_a_seed_per_sample_gives_each_the_noise_of_its_seed():
+    """All 64 bits of it count."""
+    layout = SequenceLayout.from_lengths([5, 3, 4], multiple_of=4)
+    seeds = [3, 2**40 + 3, 2**62 + 1]
+    mixed = AddressedNoise(torch.tensor(seeds), 7, IDS, layout)
+    for i, seed in enumerate(seeds):
+        own = AddressedNoise(seed, 7, IDS, layout)
+        tokens = slice(layout.starts[i], layout.starts[i] + layout.lengths[i])
+        assert torch.equal(mixed.normal_TC("eps", 5)[tokens], own.normal_TC("eps", 5)[tokens])
+        assert torch.equal(mixed.level_S()[i], own.level_S()[i])
+        assert torch.equal(mixed.normal_S("x")[i], own.normal_S("x")[i])
+    assert len(set(AddressedNoise(torch.tensor(seeds), 7, IDS[:1].repeat(3), layout).level_S().tolist())) == 3
+
+
 @pytest.mark.parametrize("draws", [None, DRAWS])
 def test_a_sample_gets_the_same_noise_in_every_pack(draws):
     """Neighbours, order and padding do not matter."""

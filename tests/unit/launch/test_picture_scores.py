@@ -1,0 +1,117 @@
+"""The measurements of `launch.evaluate` on pictures, against the same computed by hand from a tiny model's samples."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+from dit.evaluation.clip import ClipModel
+from dit.evaluation.frechet import frechet_distance
+from dit.evaluation.kernel_distance import kernel_distance
+from dit.inference.drawing import Request
+from dit.inference.generator import Generator
+from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
+from dit.settings import SamplingConfig, TrainingConfig
+from energon_data.mock import MockData
+from launch import evaluate, letter_reader, picture_scores
+from launch.letter_reader import LetterNetwork, LetterReader
+from tests.conftest import BuildModel
+from tests.unit.evaluation.test_clip import folder as clip_folder  # noqa: F401
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_attention_heads": 2}
+SAMPLING = SamplingConfig(num_steps=2, guidance_scale=1.5)
+CLASSES = DiTConfig(**SMALL, in_channels=1, num_classes=3)
+TEXTS = DiTCrossConfig(**SMALL, in_channels=3, context_size=6)
+
+
+def generator_of(model: Any, build_model: BuildModel) -> Generator:
+    data = MockData(shapes=["1x8x8", "1x16x8"], validation_micro_batches=2)
+    config = RunConfig(
+        model=model,
+        data=data,
+        objective=FlowMatching(),
+        sampling=SAMPLING,
+        training=TrainingConfig(micro_batch_size=4),
+    )
+    metadata = {"class_names": None, "latent_size": [1, 16, 16], "text_encoder": "words"}
+    return Generator(config, metadata, build_model(model, perturb=0.1), 0)
+
+
+def arguments(*words: str) -> Namespace:
+    return evaluate.build_parser().parse_args(["--checkpoint", "run", *words])
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> LetterReader:
+    torch.manual_seed(0)
+    found = LetterReader(LetterNetwork(5).eval(), 1.0, 1, tuple("ABCDE"))
+    monkeypatch.setattr(letter_reader, "load_reader", lambda folder: found)
+    return found
+
+
+def test_distances_are_between_held_out_samples_and_generated_ones_of_the_same_conditions(
+    build_model: BuildModel, reader: LetterReader
+) -> None:
+    generator = generator_of(CLASSES, build_model)
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+    spec = CLASSES.batch_spec(micro_batch_size=4)
+    for batch in generator.config.data.build_validation(spec, dp_rank=0, dp_size=1):
+        for side, latents in zip(
+            sides, (batch.unpatchified(batch.latents_TC, 1, 2), generator.generate_pack(batch, SAMPLING))
+        ):
+            for latent in latents:
+                hidden = reader.network.features(latent[:, 0][None].clamp(-1, 1))
+                side.append(reader.network.head[:-1](hidden)[0].detach().double())
+    real, drawn = (torch.stack(side) for side in sides)
+    assert len(real) == len(drawn) == 8
+    moments = [part for side in (real, drawn) for part in (side.mean(0), torch.cov(side.T))]
+    fid = picture_scores.fid(arguments("--metric", "fid"), generator)
+    assert fid.record == {"fid": pytest.approx(frechet_distance(*moments), rel=1e-4), "pictures": 8, "features": 128}
+    assert "biased upwards" in fid.lines[1]
+    kid = picture_scores.kid(arguments("--metric", "kid"), generator)
+    assert kid.record["kid"] == pytest.approx(kernel_distance(real, drawn), rel=1e-4)
+    fewer = picture_scores.kid(arguments("--metric", "kid", "--micro-batches", "1"), generator)
+    assert fewer.record["pictures"] == 4
+
+
+def test_features_of_letters_are_of_grey_pictures(build_model: BuildModel) -> None:
+    with pytest.raises(ConfigError, match="features letters are of grey letters, and the model has 3 channels"):
+        picture_scores.fid(arguments("--metric", "fid"), generator_of(TEXTS, build_model))
+
+
+def test_pictures_are_compared_with_their_own_prompts(
+    build_model: BuildModel,
+    clip_folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contexts = {text: torch.full((2, 6), float(len(text))) for text in ("a cat", "a bird")}
+    requests = [
+        Request(text, {"context": contexts[text]}, {}, None, number, {"prompt": text})
+        for number, text in enumerate(text for text in contexts for _ in range(2))
+    ]
+    generator, words = generator_of(TEXTS, build_model), ("--metric", "clip", "--clip-model", str(clip_folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(picture_scores, "what_to_draw", lambda args, generator: requests)
+        found = picture_scores.clip(arguments(*words, "--minimum", "101"), generator)
+    images = generator.generate(conditions={"context": [x for x in contexts.values() for _ in range(2)]})
+    scores = ClipModel(clip_folder, torch.device("cpu")).scores(
+        images[:, :, 0].clamp(-1, 1), [text for text in contexts for _ in range(2)]
+    )
+    assert found.record == {"clip_score": pytest.approx(float(scores.mean()), rel=1e-4), "pictures": 4, "prompts": 2}
+    assert found.missed == [f"below the minimum of 101: CLIP score, {scores.mean():.3f}"]
+    with pytest.raises(ConfigError, match="needs --clip-model"):
+        picture_scores.clip(arguments("--metric", "clip"), generator)
+    with pytest.raises(ConfigError, match=r"has no sampling\.prompts"):
+        picture_scores.clip(arguments(*words), generator)
+
+
+def test_a_minimum_is_of_metrics_that_grow_with_quality(capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(["--checkpoint", "run", "--metric", "fid", "--minimum", "1"]) == 2
+    assert "fid falls" in capsys.readouterr().err
