@@ -93,10 +93,11 @@ class Condition:
         return f", or train without{self.hint}: {self.setting}=null" if self.setting else ""
 
     def out_of_range(self, value: float) -> Optional[str]:
-        """Return an error for an invalid class, None for a valid one."""
-        if self.num_classes is None or 0 <= value < self.num_classes:
-            return None
-        return f"{value:.0f}, the model knows 0..{self.num_classes - 1}"
+        """Return an error for an invalid class or number, None for a valid one."""
+        if self.num_classes is not None:
+            return None if 0 <= value < self.num_classes else f"{value:.0f}, the model knows 0..{self.num_classes - 1}"
+        low, high = self.limits
+        return None if low <= value <= high else f"{value:g}, valid are {low:g} to {high:g}"
 
     def wrong_shape(self, value: Tensor, latent_size: Sequence[int]) -> Optional[str]:
         """Return an error for the shape of one sample's value, None if it is valid.

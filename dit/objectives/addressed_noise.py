@@ -1,8 +1,8 @@
 """Counter-based noise: a function of its address (seed, step, sample, draw of the sample, purpose, element).
 
 The same sample gets the same noise on every parallel layout, on every pipeline stage and after every resume, because
-nothing is carried from one random number to the next. Each rank makes those of its own rows. A sample that comes twice
-in one step gets two noises: the data stream numbers its draws (`PackedBatch.draws_S`).
+no generator has a state. Each rank computes the numbers of its local tokens. A sample that comes twice in one step gets
+different noise each time: the data stream numbers its draws (`PackedBatch.draws_S`).
 """
 
 import zlib

@@ -210,7 +210,7 @@ def pointwise_error(prediction: Tensor, target: Tensor, kind: LossKind) -> Tenso
 def token_error(prediction_TC: Tensor, target_TC: Tensor, layout: SequenceLayout, kind: LossKind) -> Tensor:
     """Return the error of each local token, the mean over its channels, float32 `[T]`; 0 in padding."""
     valid_T1 = layout.valid_T[:, None]
-    # Mask before the error, not after: a NaN in a padding row would come back as 0 * NaN in the gradient.
+    # Mask before the error, not after: a NaN in padding would come back as 0 * NaN in the gradient.
     prediction_TC, target_TC = (torch.where(valid_T1, x_TC.float(), 0.0) for x_TC in (prediction_TC, target_TC))
     return pointwise_error(prediction_TC, target_TC, kind).mean(-1)
 

@@ -32,7 +32,7 @@ Prediction = Literal["noise", "x0", "v"]
 # A noise prediction is divided by alpha to get x0. Sampling from it starts here, just below where the linear schedule
 # ends anyway (0.0064); a cosine schedule goes on to 0 and would multiply the network's error without bound.
 MIN_ALPHA_FROM_NOISE = 5e-3
-# Keeps x0 finite when the estimate is asked for at alpha = 0 nevertheless.
+# A lower limit of alpha as a divisor: x0 is finite at alpha = 0, too.
 TINY_ALPHA = 1e-8
 
 
@@ -116,7 +116,7 @@ class DDPM(Objective):
             and the batch's own loss weights, times those of min-SNR and of the bound.
         """
         x0_TC = batch.latents_TC.float()
-        # The S scalars are made in float64: alpha = cos(phi) has few digits left near pure noise.
+        # The scalars of each sample are computed in float64: alpha = cos(phi) has few digits left near pure noise.
         t_S = self.noise_schedule.training_time(noise.level_S().double())
         alpha_S, sigma_S = self.path.alpha_sigma(self.noise_schedule.angle(t_S))
         alpha_T1, sigma_T1 = (batch.layout.per_token(x.float()) for x in (alpha_S, sigma_S))

@@ -1,4 +1,4 @@
-"""EDM: the network behind a preconditioner that keeps its input and its target at unit variance."""
+"""EDM: a preconditioner scales the input and the target of the network to unit variance."""
 
 import math
 from dataclasses import dataclass

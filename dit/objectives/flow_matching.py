@@ -42,18 +42,19 @@ class StraightPath(Path):
 
 @dataclass(kw_only=True)
 class FlowMatching(Objective):
-    """Flow matching: the loss is that of the velocity v = eps - x0, one time per packed sample.
+    """Flow matching: the loss is the error of the velocity v = eps - x0, with one time per packed sample.
 
     Time runs from 0 (data) to 1 (noise), and the network gets t itself.
 
     Args:
         prediction: what the network outputs: the velocity, or the clean latent, from which v = (x_t - x0) / t. Noise
-            fills all dimensions of a token and data few: tokens that are wide beside the network want `x0`.
+            fills all dimensions of a token and data few: use `x0` where a token has more dimensions than the network
+            has features, or nearly so.
         time_distribution: how training draws t before the shift.
         logit_mean: mean of logit(t), for `logit_normal`.
         logit_std: standard deviation of logit(t), for `logit_normal`.
-        time_shift: moves t towards noise, in training and on the sampling grid; 1 for none. More tokens per sample
-            want a larger one.
+        time_shift: moves t towards noise, in training and on the sampling grid; 1 for none. Samples of more tokens
+            need a larger one.
         loss_kind: pointwise error.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), SNR = ((1 - t) / t)**2; None for the error of
             the velocity.
@@ -94,9 +95,10 @@ class FlowMatching(Objective):
         """Corrupt a packed micro-batch and state what the backbone must output.
 
         Returns:
-            Prepared, all float32: inputs_TC = (1 - t) x0 + t eps, time_S = t, and target_TC = eps - x0 with the batch's
-            own loss weights, or x0 with these divided by t squared, which makes the error that of the velocity; the
-            weights are others with min-SNR.
+            Prepared, all float32: inputs_TC = (1 - t) x0 + t eps and time_S = t. For `velocity`, target_TC = eps - x0
+            and weight_S is the batch's own loss weight. For `x0`, target_TC = x0 and that weight is divided by t
+            squared: the error of x0, divided by t, is the error of the velocity. With `min_snr_gamma`, that
+            weight is multiplied by `min_snr_weight` instead, for both.
         """
         x0_TC = batch.latents_TC.float()
         t_S = self.level(noise.level_S())

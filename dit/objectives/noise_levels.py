@@ -3,8 +3,8 @@
 A quantile stands for a draw, so that a sample's noise level is a function of its address and grows with the quantile:
 a larger quantile is never a cleaner sample.
 
-DDPM schedules speak in the angle phi with alpha = cos(phi) and sigma = sin(phi), so alpha**2 + sigma**2 = 1 holds by
-construction, clean is phi = 0, pure noise is phi = pi / 2, and nothing divides by an alpha that has gone to zero.
+DDPM schedules are written in the angle phi, with alpha = cos(phi) and sigma = sin(phi): alpha**2 + sigma**2 = 1 holds
+by construction, clean is phi = 0, pure noise is phi = pi / 2, and nothing divides by an alpha that has gone to zero.
 """
 
 import math
@@ -174,7 +174,7 @@ class TableSchedule(Schedule):
                 f"{num_steps} sampling steps asked of a network trained with discrete_steps={self.num_steps}; "
                 f"sample with at most {self.num_steps}, or train with discrete_steps=None"
             )
-        # Asking for (nearly) every step is asking for the chain as trained, to its very end.
+        # With (nearly) as many steps as the table has, angles beyond `max_angle` are used, too.
         usable = max(int((angles <= max_angle).sum()), num_steps)
         # Trailing spacing, so that sampling starts at the noisiest step. Lin et al. 2023, arXiv:2305.08891, Table 2.
         steps = [(2 * usable * left + num_steps) // (2 * num_steps) - 1 for left in range(num_steps, 0, -1)]

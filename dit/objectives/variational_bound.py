@@ -28,12 +28,12 @@ class VariationalBound:
         signal = (1 - table.betas).cumprod(0)
         before = torch.cat([torch.ones_like(signal[:1]), signal[:-1]])
         posterior = table.betas * (1 - before) / (1 - signal)
-        posterior[0] = posterior[1]  # the first step has no noise to share out; its variance is the decoder's
+        posterior[0] = posterior[1]  # that of the first step is 0, whose logarithm is infinite
         x0_weight = table.betas * before.sqrt() / (1 - signal)
         self._steps_N3 = torch.stack([table.betas.log(), posterior.log(), x0_weight], -1).float()
 
     def bits(self, *, step_T1: Tensor, x0_TC: Tensor, difference_TC: Tensor, v_TC: Tensor) -> Tensor:
-        """Return this many times N bits per dimension of each token, float32 `[T]`.
+        """Return N times the bits per dimension of one step, for each token, float32 `[T]`.
 
         Args:
             step_T1: number of the step, int64.
@@ -63,7 +63,7 @@ def kl_nats(difference: Tensor, log_variance_p: Tensor, log_variance_q: Tensor) 
 def decoder_nats(x0: Tensor, difference: Tensor, log_variance: Tensor) -> Tensor:
     """Return the negative log probability of the bin of `x0` under a Gaussian whose mean is `x0 - difference`."""
     scale = torch.exp(-log_variance / 2)
-    # Of the two tails the lower one, where a probability is not a difference of numbers near 1.
+    # By symmetry in the lower tail: in the upper one a probability would be a difference of two numbers near 1.
     away = -difference.abs()
     inside = torch.special.ndtr(scale * (away + HALF_BIN)) - torch.special.ndtr(scale * (away - HALF_BIN))
     first = torch.special.ndtr(scale * (difference + HALF_BIN))

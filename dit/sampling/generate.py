@@ -96,7 +96,9 @@ def without_conditions(
     given = {} if negative is None else negative
     check_given(spec.conditions, given, batch.layout.num_samples, latent_size)
     if absent := sorted(set(given) - set(batch.conditions)):
-        raise ConfigError(f"negatives of {absent} are given, but no such conditions that they could replace")
+        raise ConfigError(
+            f"negatives of {absent} are given, but the samples have no such condition; give both, or neither"
+        )
     instead = pack_conditions(spec.conditions, given, batch.layout, spec.patch).to(batch.layout.device)
     return replace(batch, conditions=batch.conditions.unconditional(spec.conditions, batch.layout) | instead)
 
@@ -148,7 +150,7 @@ def generate_each(
     """
     layout, channels = batch.layout, batch.latents_TC.shape[1]
     learned = solver == "ancestral" and variance == "learned"
-    num_outputs = 2 if learned else 1  # else of a learned variance the mean alone
+    num_outputs = 2 if learned else 1  # a variance that the network also predicts is cut off
 
     def predict(inputs_TC: Tensor, time_S: Tensor, of: PackedBatch) -> Tensor:
         prediction_TC = split_outputs(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)

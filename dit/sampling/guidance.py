@@ -4,8 +4,7 @@ A denoiser is affine in the network's output at a fixed input, and so is guidanc
 raw outputs of two network calls, to one call over a doubled pack, or to two clean estimates, with the same result.
 
 The scale is the classic one: 1 is no guidance, 0 is unconditional. (NeMo writes cond + g (cond - uncond); its g is
-this scale minus 1.) A negative prompt is the context of the unconditional branch instead of the
-empty one.
+this scale minus 1.) A negative prompt is the text of the unconditional branch, in place of the empty one.
 
 Source: Ho and Salimans 2022, arXiv:2207.12598, Eq. 6 (their w is this scale minus 1).
 """
@@ -50,7 +49,7 @@ def guided(cond: Branch, uncond: Branch, scale: float) -> Branch:
 
 
 def guided_columns(num_channels: int, num_positions: int, num_outputs: int, first: Optional[int]) -> Optional[Tensor]:
-    """Return which columns of a prediction guidance takes, bool `[C]`; None for all.
+    """Return which columns of a prediction are guided, bool `[C]`; None for all.
 
         (mean mean mean mean)(mean mean mean mean)(var ...)     4 channels, 2 positions in a patch
           1    1    1    0     1    1    1    0     0 ...       first=3
@@ -58,7 +57,7 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
     Args:
         num_channels: of a latent.
         num_positions: of a patch.
-        num_outputs: of each channel; all behind the mean, such as a variance, are left to the conditional branch.
+        num_outputs: of each channel; those behind the mean, such as a variance, are the conditional branch's.
         first: channels of the mean that are guided, None for all.
 
     Raises:
@@ -82,10 +81,10 @@ def guided_pair(network: Network, scale: float, columns: Optional[Tensor] = None
     Args:
         network: bound to a layout followed by itself, conditional samples first.
         scale: anything but 1.
-        columns: which of them guidance takes, bool `[C]`; the others are the conditional half's. None for all.
+        columns: which of them are guided, bool `[C]`; the others are the conditional half's. None for all.
 
     Raises:
-        ConfigError: the scale is 1, so that half of every call would be thrown away.
+        ConfigError: the scale is 1, so that half of every call would be wasted.
     """
     if not needs_unconditional(scale):
         raise ConfigError("guidance_scale=1 needs no unconditional half; call the network over the conditional pack")

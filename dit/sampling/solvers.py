@@ -8,7 +8,7 @@ the path x_u = alpha x0 + sigma eps for its coefficients, and uses two identitie
 
 Nothing divides by alpha, so sampling may start at pure noise (flow time 1, angle pi / 2). Every solver ends with the
 clean estimate itself, which is where both identities lead when sigma goes to 0 (Heun's last step is a first-order one,
-as in Karras et al.). Coefficients are float64; the state keeps its own precision.
+as in Karras et al.). Coefficients are float64; the state is in a precision of its own.
 """
 
 import math
@@ -115,7 +115,7 @@ def ancestral(reverse: Reverse, path: Path, x_TC: Tensor, grid: Tensor, *, noise
 def dpmpp_2m(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
     """Extrapolate the clean estimate from the last two: second order, one network call per step.
 
-    With h the step in log(alpha / sigma), an infinite h behind (start at alpha = 0) makes the step first order.
+    h is the step in log(alpha / sigma). After an infinite one (the first, from alpha = 0) the next step is first order.
 
     Source: Lu et al. 2022, DPM-Solver++, arXiv:2211.01095, Algorithm 2.
     """
@@ -232,9 +232,9 @@ def _alpha_sigma(path: Path, u: Tensor) -> tuple[float, float]:
 
 
 def _reverse_stds(path: Path, u: Tensor, u_next: Tensor) -> tuple[float, float]:
-    """Return two deviations of x_s given x_t: the posterior's, which knows x0, and sqrt(beta) of the forward step.
+    """Return two standard deviations of x_s given x_t: the posterior's (given x0, too), and sqrt(beta) of the step.
 
-    sigma_s**2 (1 - SNR_t / SNR_s) and sigma_t**2 (1 - SNR_t / SNR_s), for any alpha and sigma.
+    Their squares are sigma_s**2 (1 - SNR_t / SNR_s) and sigma_t**2 (1 - SNR_t / SNR_s), for any alpha and sigma.
     """
     alpha, sigma = _alpha_sigma(path, u)
     alpha_next, sigma_next = _alpha_sigma(path, u_next)
@@ -243,14 +243,14 @@ def _reverse_stds(path: Path, u: Tensor, u_next: Tensor) -> tuple[float, float]:
 
 
 def _renoised(path: Path, x_TC: Tensor, x0_TC: Tensor, u: Tensor, u_next: Tensor, fresh: float) -> Tensor:
-    """Return the mean of x_s given x_t and x0, if noise of deviation `fresh` comes on top of it."""
+    """Return the mean of x_s given x_t and x0, to which noise of standard deviation `fresh` is added."""
     alpha, sigma = _alpha_sigma(path, u)
     alpha_next, sigma_next = _alpha_sigma(path, u_next)
     return alpha_next * x0_TC + math.sqrt(sigma_next**2 - fresh**2) / sigma * (x_TC - alpha * x0_TC)
 
 
 def _with_fixed_variance(denoiser: Any, fraction: float, x_TC: Tensor, u: Tensor) -> tuple[Tensor, float]:
-    """Be a `Reverse` whose fraction is the same everywhere."""
+    """Evaluate a denoiser as a `Reverse` with the same fraction everywhere."""
     return denoiser(x_TC, u), fraction
 
 

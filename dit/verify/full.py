@@ -161,7 +161,7 @@ def differences(one: Trial, many: Trial, folder: Path) -> Optional[dict[str, Any
 
 
 def _added_up(names: Sequence[str], ranks: Sequence[tuple[str, Mapping[str, Squares]]]) -> dict[str, Difference]:
-    """Join what the ranks say of their parts; copies count once each, on both sides of a ratio.
+    """Join the sums of all ranks; each copy of a part counts, on both sides of a ratio.
 
     A parameter that no rank has differs by infinity.
     """

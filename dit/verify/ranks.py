@@ -25,7 +25,7 @@ FORKS.set_forkserver_preload(["dit.verify.preload"])  # benchmarks and tests hav
 
 
 def free_port() -> int:
-    """Find a port below those the system hands out: the ranks bind it seconds later, when such a one may be taken."""
+    """Find a free port below those that the system assigns by itself: ranks bind it seconds later."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as s:
@@ -82,7 +82,7 @@ def run_ranks(
         first = [rank for rank, code in enumerate(codes) if code] or range(count)
         files = [folder / f"rank_{rank}.log" for rank in first]
         logs = "\n".join(log.read_text()[-4000:] for log in files if log.exists())
-        raise RuntimeError(f"ranks ended with {codes} (None: still at work then):\n{logs}")
+        raise RuntimeError(f"ranks ended with {codes} (None: still running then):\n{logs}")
 
 
 def run_world(

@@ -84,7 +84,7 @@ class Verdict:
         return not self.comparison.differences
 
     def text(self) -> str:
-        """Say in lines what is equal and what is not."""
+        """Return what is equal and what is not, in lines of text."""
         kinds = [f"{kind} {self.comparison.largest(kind):.1e} (bound {bound:.0e})" for kind, bound in BOUNDS.items()]
         lines = [f"largest relative errors: {', '.join(kinds)}"]
         if self.idle:
@@ -141,7 +141,7 @@ class Verdict:
             )
         if first.num_stages > 1 and not first.sharding.every_stage:
             return (
-                f"{first.num_stages} pipeline stages have a copy, whose gradients nobody adds up: call "
+                f"{first.num_stages} pipeline stages have a copy, whose gradients are not summed: call "
                 "state_every_stage(module.parameters()) (dit/backends/sharding.py) where it is built"
             )
         axes: tuple[Axis, ...] = ("tp", "pp", first.sharding.data_axis)

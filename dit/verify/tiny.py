@@ -23,11 +23,11 @@ def tiny_grids(model: ModelConfig) -> tuple[Grid, ...]:
 def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     """Shrink widths, depths and counts to the smallest that the layout can split; every other option stays.
 
-    Fields are recognised by the names that backbones share. Conditions are dropped for a good share of the
-    samples, so that the parameters that stand for a missing one have a gradient.
+    Fields are recognised by the names that backbones share. Conditions are dropped for 30 % or 50 % of the samples, so
+    that the learned parameters in place of a dropped condition have a gradient.
 
     Raises:
-        ConfigError: the tiny sizes are none that the backbone takes.
+        ConfigError: the backbone does not take the tiny sizes.
     """
     given = {field.name: getattr(model, field.name) for field in fields(model)}
     exchanged = parallel.context_parallel_size if parallel.context_comm.startswith("a2a") else 1

@@ -32,8 +32,8 @@ from dit.settings import OptimizerConfig, TrainingConfig
 from dit.training.step import training_forward_step
 
 SEED = 5
-# Gradients that are zero in exact arithmetic (a bias of keys moves no softmax) are rounding noise, which Adam would
-# blow up to full steps if its eps were below it.
+# Gradients that are zero in exact arithmetic (a bias of keys changes no softmax) are rounding errors, which Adam would
+# scale to full steps if its eps were smaller than they are.
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-6)
 
 Stream = Callable[[int, int, int], Iterator[PackedBatch]]
@@ -111,7 +111,7 @@ def whole(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def copies_differ(parameter: Tensor, groups: ProcessGroups) -> bool:
-    """Tell whether any two ranks that should have the same values do not."""
+    """Return whether two ranks that should have the same values have different ones."""
     for group in map(groups.along, sharding_of(parameter).replicated_over):
         copies = [torch.empty_like(parameter) for _ in range(group.size())]
         dist.all_gather(copies, parameter.detach().contiguous(), group=group)

@@ -9,6 +9,8 @@ NOISE = "tests/unit/objectives/test_addressed_noise.py"
 GUIDANCE = "tests/unit/sampling/test_guidance.py"
 GENERATE = "tests/unit/sampling/test_generate.py"
 SOLVERS = "tests/unit/sampling/test_solvers.py"
+UNCERTAINTY = "tests/unit/objectives/test_uncertainty.py"
+CONDITIONS = "tests/unit/test_conditions.py"
 LAYERS = "tests/unit/layers/test_layers.py"
 EMBEDDINGS = "tests/unit/layers/test_embeddings.py"
 ROTARY = "tests/unit/layers/test_rotary.py"
@@ -16,6 +18,7 @@ MOE = "tests/unit/layers/test_moe.py"
 ATTENTION = "tests/unit/kernels/test_attention.py"
 FUSED_OPS = "tests/unit/kernels/test_modulation.py"
 BATCH = "tests/unit/test_batch.py"
+DAMAGE = "tests/unit/energon_data/test_data_damage.py"
 PACKING = "tests/unit/energon_data/test_data_packing.py"
 STREAMS = "tests/unit/energon_data/test_data_streams.py"
 LOSSES = "tests/unit/training/test_losses.py"
@@ -47,6 +50,62 @@ MUTANTS = (
         "< condition.dropout",
         "> condition.dropout",
         (STEP,),
+    ),
+    Mutant(
+        "conditions: a draw for each in place of one for the group",
+        "dit/conditions.py",
+        'draws[condition.group] = draw(f"drop {condition.group}")',
+        'draws[condition.group] = draw(f"drop {condition.name}")',
+        (CONDITIONS,),
+    ),
+    Mutant(
+        "conditions: a second drop undoes the first",
+        "dit/conditions.py",
+        "dropped_S if self.dropped_S is None else self.dropped_S | dropped_S",
+        "dropped_S",
+        (CONDITIONS,),
+    ),
+    Mutant(
+        "conditions: guidance away from what is never dropped",
+        "dit/conditions.py",
+        "c.dropout is not None and c.name in self]",
+        "c.name in self]",
+        (CONDITIONS,),
+    ),
+    Mutant(
+        "conditions: flags of the two halves exchanged",
+        "dit/conditions.py",
+        "else x.dropped_S for x in (self, other)])",
+        "else x.dropped_S for x in (other, self)])",
+        (CONDITIONS,),
+    ),
+    Mutant(
+        "conditions: texts are cut with the latents",
+        "dit/conditions.py",
+        'values=self.values[indices_T]) if self.axis == "latent" else self',
+        'values=self.values[indices_T]) if self.axis != "sample" else self',
+        (CONDITIONS,),
+    ),
+    Mutant(
+        "conditions: what the model reads is called unused",
+        "dit/condition_table.py",
+        "if name in stored and name not in read]",
+        "if name in stored]",
+        (CONDITIONS,),
+    ),
+    Mutant(
+        "conditions: images are at 25 frames per second",
+        "dit/condition_table.py",
+        "DEFAULT_FPS = 30.0",
+        "DEFAULT_FPS = 25.0",
+        (CONDITIONS, DAMAGE),
+    ),
+    Mutant(
+        "conditions: noise levels up to 2",
+        "dit/condition_table.py",
+        "limits=(0.0, 1.0),",
+        "limits=(0.0, 2.0),",
+        (CONDITIONS, DAMAGE),
     ),
     Mutant(
         "gradient clipped at three times the norm",
@@ -259,6 +318,41 @@ MUTANTS = (
         "return difference.abs() / 2",
         (OBJECTIVES,),
     ),
+    Mutant(
+        "learned variance: min-SNR weighs the bound, too",
+        "dit/objectives/ddpm.py",
+        "self.vlb_weight * own_S",
+        "self.vlb_weight * weight_S",
+        (BOUND, OBJECTIVES),
+    ),
+    Mutant(
+        "learned variance: the network's v is the fraction itself",
+        "dit/objectives/ddpm.py",
+        "*self.path.alpha_sigma(u)), (v_TC + 1) / 2",
+        "*self.path.alpha_sigma(u)), v_TC",
+        (BOUND, SOLVERS, GENERATE),
+    ),
+    Mutant(
+        "uncertainty: errors grow with it",
+        "dit/objectives/edm.py",
+        "error_T * torch.exp(-u_T)",
+        "error_T * torch.exp(u_T)",
+        (UNCERTAINTY,),
+    ),
+    Mutant(
+        "uncertainty: padding counts",
+        "dit/objectives/edm.py",
+        "torch.where(layout.valid_T, prediction_TC[:, -1].float(), 0.0)",
+        "prediction_TC[:, -1].float()",
+        (UNCERTAINTY,),
+    ),
+    Mutant(
+        "uncertainty: half of the features' angles",
+        "dit/layers/uncertainty.py",
+        "torch.cos(2 * math.pi *",
+        "torch.cos(math.pi *",
+        (UNCERTAINTY,),
+    ),
     # Noise by address.
     Mutant(
         "noise: the same at every step",
@@ -309,6 +403,27 @@ MUTANTS = (
         "return self.num_classes if self.null",
         "return 0 if self.null",
         (GENERATE,),
+    ),
+    Mutant(
+        "ancestral: deviations interpolated for their logarithms",
+        "dit/sampling/solvers.py",
+        "small ** (1 - fraction) * large**fraction",
+        "((1 - fraction) * small + fraction * large)",
+        (SOLVERS, BOUND),
+    ),
+    Mutant(
+        "ancestral: the large variance is that of the next level",
+        "dit/sampling/solvers.py",
+        "return sigma_next * scale, sigma * scale",
+        "return sigma_next * scale, sigma_next * scale",
+        (SOLVERS,),
+    ),
+    Mutant(
+        "guidance: of the variance, too",
+        "dit/sampling/guidance.py",
+        "torch.cat([mean, torch.zeros(",
+        "torch.cat([mean, torch.ones(",
+        (GUIDANCE, GENERATE),
     ),
     Mutant(
         "Heun: no correction",

@@ -1,5 +1,6 @@
 """Laws of conditions, for all axes: packing, moving, splitting, dropping, joining, replacing, checking."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,6 +226,8 @@ def test_what_is_given_for_drawing_is_checked_and_the_rest_is_its_null() -> None
         ({"mood": [1, 2]}, "takes no condition 'mood'"),
         ({"label": [3]}, "1 values of the condition 'label' for 2 samples"),
         ({"label": [3, 10]}, "label 10, the model knows"),
+        ({**given, "augmentation": [0.5, 1.5]}, "augmentation 1.5, valid are 0 to 1"),
+        ({"fps": [24.0, math.nan]}, "fps nan, valid are 0.001 to 1e\\+06"),
         ({"control": [picture, picture[:, :, 1:]]}, "store it at that size"),
         ({"low_resolution": [torch.ones(2, 1, 4, 4)] * 2}, "'low_resolution' is given without 'augmentation'"),
     ]:

@@ -100,6 +100,24 @@ def test_the_hybrid_loss_is_the_papers(prediction):
         torch.testing.assert_close(given, expected.double(), rtol=RTOL, atol=1e-5)
 
 
+def test_min_snr_weighs_the_simple_loss_alone():
+    """The bound of each sample stays; its simple loss is that of the noise times min(SNR, gamma) / SNR."""
+    settings = {"schedule": "cosine", "discrete_steps": NUM_STEPS, "learned_variance": True, "vlb_weight": WEIGHT}
+    batch = pack(SAMPLES)
+    batch.loss_weight_S = torch.rand(len(SAMPLES), generator=torch.Generator().manual_seed(2)) + 0.5
+    losses = []
+    for gamma in (None, 0.5):
+        ddpm = DDPM(min_snr_gamma=gamma, **settings)
+        prepared = ddpm.prepare(batch, noise_for(batch))
+        outputs_TC = torch.zeros(len(prepared.target_TC), 2 * prepared.target_TC.shape[1])
+        terms = ddpm.loss_terms(outputs_TC, prepared, batch.layout)
+        losses.append({name: term.sum_per_sample(batch.layout) for name, term in terms.items()})
+    bar_S = (1 - cosine_betas()).cumprod(0)[(noise_for(batch).level_S().double() * NUM_STEPS).long()]
+    snr_S = (bar_S / (1 - bar_S)).float()
+    assert torch.equal(losses[0]["vlb"], losses[1]["vlb"])
+    torch.testing.assert_close(losses[1]["simple"], losses[0]["simple"] * snr_S.clamp(max=0.5) / snr_S)
+
+
 def test_a_perfect_step_costs_nothing():
     """Where mean and variance are those of the posterior, only the decoder of the first step is left."""
     ddpm = DDPM(schedule="cosine", discrete_steps=NUM_STEPS, learned_variance=True)
