@@ -16,6 +16,7 @@ import torch
 from dit.backends.device import ACCELERATOR
 from dit.models.base import ModelConfig, Stage
 from dit.objectives.base import Objective
+from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.pipeline import stages
 from dit.planner.trace import Job, trace
@@ -25,7 +26,9 @@ from dit.tracing.packs import PackShape
 
 Key = TypeVar("Key", bound=Hashable)
 FEWEST_LAYERS = 2
-"""Layers from which on memory grows evenly."""
+"""Layers from which on memory grows evenly, where nothing is gathered ahead."""
+FSDP_WINDOW = 1_000_000_000
+"""Elements of gradients that Megatron-FSDP lets wait for their reduction, at least; half as many it gathers ahead."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ def plan(
     numbers = _micro_batches(dims.micro_batches, pp, vpp)
     jobs: list[Job] = []
     probes: dict[int, list[_Probe]] = {}
+    fewest = fewest_layers(model, parallel)
     for rank in sorted({0, between, pp - 1}):
-        probes[rank] = shallower(model, own[rank], training, FEWEST_LAYERS)
+        probes[rank] = shallower(model, own[rank], training, fewest)
         jobs += [
             Job(
                 model,
@@ -103,6 +107,22 @@ def plan(
         steps = [combined(steps, [probe.weight for probe in few]) for steps in of_numbers]
         found[rank] = _of_all(steps, numbers, dims.micro_batches)
     return Plan(found)
+
+
+def fewest_layers(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Return the number of layers from which on memory grows evenly.
+
+    Under FSDP each layer adds its full weights and gradients until they fill the window; then it adds its shards only.
+    The reduction of a layer's gradients starts when at most a window of others waits, while the next layer's are made.
+
+    Source: `MegatronFSDP._init_fsdp_param_and_grad_buffer` and `GradReducePipeline` of Megatron-Core 0.16.1.
+    """
+    if parallel.data_parallel != "fsdp" or parallel.fsdp_sharding == "optim":
+        return FEWEST_LAYERS
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in build_on_meta(model).units()]
+    share = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
+    waiting = max(FSDP_WINDOW * share, 2 * sum(sizes) // len(sizes)) // min(sizes)
+    return max(FEWEST_LAYERS, waiting + 2)
 
 
 def _num_layers(chunks: Sequence[Stage]) -> int:
@@ -156,10 +176,12 @@ def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingCon
                 weights = np.linalg.lstsq(
                     np.array([_row(c, target) for _, c in chosen]).T, np.array(_row(target, target)), rcond=None
                 )[0]
-                return [
+                found = [
                     _Probe(part, None if redone is None else _redone(part, chunks, redone), float(weight))
                     for (part, _), weight in zip(chosen, weights)
                 ]
+                probed = sum(_num_layers(probe.stages) for probe in found)
+                return found if probed < _num_layers(chunks) else [everything]
     return [everything]
 
 

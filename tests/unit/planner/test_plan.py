@@ -14,15 +14,17 @@ from dit.tracing.packs import PackShape
 PACK = PackShape(((1, 4, 8), (1, 4, 8)), text_lengths=(4, 4))
 OF_PEAK = 0.01
 CASES = {
-    "dit_cross": ({"backbone": "dit_cross", "num_layers": 4}, {"data_parallel": "ddp"}, 3),
-    "stdit": ({"backbone": "stdit", "num_layers": 6}, {"tensor_model_parallel_size": 2}, 1),
+    "dit_cross": ({"backbone": "dit_cross", "num_layers": 6}, {"data_parallel": "ddp"}, 3),
+    "stdit": ({"backbone": "stdit", "num_layers": 12}, {"tensor_model_parallel_size": 2}, 1),
+    # Layers of 1.2 B parameters: the gradients of four wait for their reduction, and no more.
+    "fsdp": ({"num_layers": 10, "hidden_size": 8192}, {"data_parallel": "fsdp"}, 1),
 }
 
 
-@pytest.mark.parametrize("name", ["dit_cross", pytest.param("stdit", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["dit_cross", pytest.param("stdit", marks=pytest.mark.matrix), "fsdp"])
 def test_a_plan_is_the_trace_of_the_full_step(name):
     sizes, layout, micro_batches = CASES[name]
-    model, parallel = tiny_model(hidden_size=64, **sizes), ParallelConfig(**layout)
+    model, parallel = tiny_model(**{"hidden_size": 64, **sizes}), ParallelConfig(**layout)
     parts = (model, FlowMatching(), OptimizerConfig(), parallel, TrainingConfig(precision="fp32"), PACK)
     dims = ParallelDims(2, 2 // parallel.tensor_model_parallel_size, 1, micro_batches, 1)
     planned = plan(*parts, dims).fullest
