@@ -1,14 +1,14 @@
 """What an optimizer step of a run costs each kind of rank, from traces of a few layers and micro-batches.
 
 Layers of one kind cost the same, so a rank's stage is traced with few of its layers, and once more with one more of
-each kind; the difference is the cost of one. Likewise micro-batches once the pipeline is full. Memory, operations and
-traffic of the real depth and number follow by counting.
+each kind; the difference is the cost of one. Micro-batches cost the same once the pipeline is full: one of them is
+counted as often as it is made. Memory, operations and traffic of the real depth and number follow by counting.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional, TypeVar
+from typing import Optional
 
 import numpy as np
 import torch
@@ -16,16 +16,18 @@ import torch
 from dit.backends.device import ACCELERATOR
 from dit.models.base import ModelConfig, Stage
 from dit.objectives.base import Objective
+from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.pipeline import stages
 from dit.planner.trace import Job, trace
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.tracing.counter import StepTrace
+from dit.tracing.counter import StepTrace, combined
 from dit.tracing.packs import PackShape
 
-Key = TypeVar("Key", bound=Hashable)
 FEWEST_LAYERS = 2
-"""Layers from which on memory grows evenly."""
+"""Layers from which on memory grows evenly, where nothing is gathered ahead."""
+FSDP_WINDOW = 1_000_000_000
+"""Elements of gradients that Megatron-FSDP lets wait for their reduction, at least; half as many it gathers ahead."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,11 @@ def plan(
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     own = [tuple(stages(sizes, pp, rank, vpp, parallel.pipeline_layers)) for rank in range(pp)]
     between = max(range(1, pp - 1), key=lambda rank: _num_layers(own[rank]), default=0)
-    numbers = _micro_batches(dims.micro_batches, pp, vpp)
     jobs: list[Job] = []
     probes: dict[int, list[_Probe]] = {}
+    fewest = fewest_layers(model, parallel)
     for rank in sorted({0, between, pp - 1}):
-        probes[rank] = shallower(model, own[rank], training, FEWEST_LAYERS)
+        probes[rank] = shallower(model, own[rank], training, fewest)
         jobs += [
             Job(
                 model,
@@ -90,39 +92,36 @@ def plan(
                 pack,
                 dims.world_size,
                 rank * dims.world_size // pp,
-                numbers,
+                dims.micro_batches,
                 probe.stages,
                 kernels,
             )
             for probe in probes[rank]
         ]
     traced = iter(trace(jobs))
-    found = {}
-    for rank, few in probes.items():
-        of_numbers = zip(*(next(traced) for _ in few), strict=True)
-        steps = [combined(steps, [probe.weight for probe in few]) for steps in of_numbers]
-        found[rank] = _of_all(steps, numbers, dims.micro_batches)
-    return Plan(found)
+    return Plan(
+        {rank: combined([next(traced) for _ in few], [probe.weight for probe in few]) for rank, few in probes.items()}
+    )
+
+
+def fewest_layers(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Return the number of layers from which on memory grows evenly.
+
+    Under FSDP each layer adds its full weights and gradients until they fill the window; then it adds its shards only.
+    The reduction of a layer's gradients starts when at most a window of others waits, while the next layer's are made.
+
+    Source: `MegatronFSDP._init_fsdp_param_and_grad_buffer` and `GradReducePipeline` of Megatron-Core 0.16.1.
+    """
+    if parallel.data_parallel != "fsdp" or parallel.fsdp_sharding == "optim":
+        return FEWEST_LAYERS
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in build_on_meta(model).units()]
+    share = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
+    waiting = max(FSDP_WINDOW * share, 2 * sum(sizes) // len(sizes)) // min(sizes)
+    return max(FEWEST_LAYERS, waiting + 2)
 
 
 def _num_layers(chunks: Sequence[Stage]) -> int:
     return sum(len(chunk.layers) for chunk in chunks)
-
-
-def _micro_batches(total: int, pp: int, vpp: Optional[int]) -> tuple[int, ...]:
-    """Return the numbers of micro-batches to trace: few that fill the pipeline, and the next possible number."""
-    few, more = (1, 1) if pp == 1 else (pp, 1) if vpp is None else (2 * pp, pp)
-    return (few, few + more) if few + more < total else (total,)
-
-
-def _of_all(steps: Sequence[StepTrace], numbers: Sequence[int], total: int) -> StepTrace:
-    """Return the step of all micro-batches; from two on, memory grows no more."""
-    if len(steps) == 1:
-        return steps[0]
-    more = (total - numbers[0]) / (numbers[1] - numbers[0])
-    return replace(
-        combined(steps, [1 - more, more]), state_bytes=steps[-1].state_bytes, peak_bytes=steps[-1].peak_bytes
-    )
 
 
 def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingConfig, fewest: int) -> list[_Probe]:
@@ -156,10 +155,12 @@ def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingCon
                 weights = np.linalg.lstsq(
                     np.array([_row(c, target) for _, c in chosen]).T, np.array(_row(target, target)), rcond=None
                 )[0]
-                return [
+                found = [
                     _Probe(part, None if redone is None else _redone(part, chunks, redone), float(weight))
                     for (part, _), weight in zip(chosen, weights)
                 ]
+                probed = sum(_num_layers(probe.stages) for probe in found)
+                return found if probed < _num_layers(chunks) else [everything]
     return [everything]
 
 
@@ -178,23 +179,3 @@ def _is_new(counts: Counter[Hashable], known: Sequence[Counter[Hashable]], kinds
     """Tell whether a stage cannot be composed of those known."""
     rows = [_row(c, kinds) for c in known]
     return not rows or np.linalg.matrix_rank([*rows, _row(counts, kinds)]) > np.linalg.matrix_rank(rows)
-
-
-def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
-    """Return the weighted sum of steps."""
-
-    def total(values: Sequence[float]) -> int:
-        return round(sum(weight * value for weight, value in zip(weights, values, strict=True)))
-
-    def table(tables: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
-        return {key: total([t.get(key, 0) for t in tables]) for key in dict.fromkeys(k for t in tables for k in t)}
-
-    return StepTrace(
-        table([step.state_bytes for step in steps]),
-        table([step.peak_bytes for step in steps]),
-        total([step.flops for step in steps]),
-        total([step.moved_bytes for step in steps]),
-        Counter(table([step.sent_bytes for step in steps])),
-        Counter(table([step.calls for step in steps])),
-        total([step.host_syncs for step in steps]),
-    )

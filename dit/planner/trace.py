@@ -21,6 +21,7 @@ another rank is taken to be what this rank would have sent. Experts are taken to
 
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import sys
@@ -40,7 +41,7 @@ from dit.models.base import Backbone, ModelConfig, Stage
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace
+from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace, combined
 from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
@@ -53,10 +54,10 @@ class Job:
     Attributes:
         world_size, rank: of the job.
         pack: shape of every micro-batch.
-        micro_batches: numbers of micro-batches of the steps to measure, one step each, after a first step that makes
-            the optimizer's state.
+        micro_batches: of the step.
         stages: the parts of the model that this rank has, one per chunk; None for those of its layout.
         kernels: the device whose attention runs: flash attention in half precision on an accelerator.
+        in_full: trace every micro-batch; otherwise one is counted as often as needed, once the pipeline is full.
     """
 
     model: ModelConfig
@@ -67,12 +68,13 @@ class Job:
     pack: PackShape
     world_size: int = 1
     rank: int = 0
-    micro_batches: tuple[int, ...] = (1,)
+    micro_batches: int = 1
     stages: Optional[tuple[Stage, ...]] = None
     kernels: torch.device = ACCELERATOR
+    in_full: bool = False
 
 
-def trace(jobs: Sequence[Job]) -> list[list[StepTrace]]:
+def trace(jobs: Sequence[Job]) -> list[StepTrace]:
     """Trace steps, one after another in one new process; nothing in this one is touched.
 
     Raises:
@@ -114,13 +116,8 @@ def _answer(pipe: Any, jobs: Sequence[Job]) -> None:
         raise
 
 
-def trace_here(job: Job) -> list[StepTrace]:
-    """Trace the steps of a job in this process, which must not have started torch.distributed and is spoilt after it.
-
-    Returns:
-        One trace for each of `job.micro_batches`.
-
-    """
+def trace_here(job: Job) -> StepTrace:
+    """Trace the step of a job in this process, which must not have started torch.distributed and is spoilt after it."""
     from dit.backends import process_groups
 
     norms = _fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
@@ -226,6 +223,38 @@ def _resizes_seen(counter: StepCounter) -> Iterator[None]:
         del torch.UntypedStorage.resize_
 
 
+@dataclass(frozen=True)
+class Steady:
+    """Where the micro-batches of a step follow each other evenly on one rank.
+
+    Attributes:
+        unit: micro-batches after which everything repeats.
+        calls: two calls of the forward step, `unit` micro-batches apart.
+        micro_batches: the fewest that get past them.
+    """
+
+    unit: int
+    calls: tuple[int, int]
+    micro_batches: int
+
+
+def steady_state(parallel: ParallelConfig, pp_rank: int) -> Steady:
+    """Return where a rank's pipeline is full: after its first forward passes it takes turns, one forward and one back.
+
+    The first micro-batch of all may gather parameters, and the last one reduces gradients. On the first of 2 ranks
+    (F forward, B backward), what is counted between the marks is the cost of one micro-batch:
+
+        F0 | F1 B0 | F2 B1 F3 ...
+
+    Source: the schedules of Megatron-Core 0.16.1; Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+    """
+    pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    unit, ahead = (1, pp - pp_rank - 1) if chunks == 1 else (pp, 2 * (pp - pp_rank - 1) + (chunks - 1) * pp)
+    first = max(1, ahead)
+    last = first + unit * chunks
+    return Steady(unit, (first, last), unit * (1 + last // (unit * chunks)))
+
+
 class _Program:
     """The program of training on one rank: build, and make steps.
 
@@ -236,8 +265,8 @@ class _Program:
     def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter) -> None:
         self.job, self.groups, self.counter = job, groups, counter
 
-    def run(self) -> list[StepTrace]:
-        """Build the model and its optimizer, make a first step, and trace the others."""
+    def run(self) -> StepTrace:
+        """Build the model and its optimizer, make a first step for the optimizer's state, and trace the second."""
         from dit.optimizer.ema import EMA
         from dit.optimizer.master_weights import master_shards
         from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
@@ -260,18 +289,22 @@ class _Program:
         before = self.counter.live
         self.average = None if training.ema_decay is None else EMA(shards, training.ema_decay, training.ema_start_step)
         average = self.counter.live - before
-        self._step(job.micro_batches[0], 0)
-        found = []
-        for i, micro_batches in enumerate(job.micro_batches, 1):
-            self.counter.begin()
-            self.counter.trace.state_bytes = {
-                **state,
-                STATE[1]: self.counter.live - state[STATE[0]] - average,
-                STATE[2]: average,
-            }
-            self._step(micro_batches, i)
-            found.append(self.counter.trace)
-        return found
+        steady = steady_state(job.parallel, self.groups.pp.rank())
+        traced = job.micro_batches if job.in_full else min(job.micro_batches, steady.micro_batches)
+        self._step(steady.unit, 0)
+        self.counter.begin()
+        self.counter.trace.state_bytes = {
+            **state,
+            STATE[1]: self.counter.live - state[STATE[0]] - average,
+            STATE[2]: average,
+        }
+        marks = self._step(traced, 1, steady.calls)
+        step = self.counter.trace
+        if traced == job.micro_batches:
+            return step
+        times = (job.micro_batches - traced) / steady.unit
+        total = combined([step, *marks], [1, -times, times])
+        return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes)
 
     @torch.no_grad()
     def _between_stages(self, build: Callable[[Sequence[Stage]], list[Backbone]]) -> list[int]:
@@ -281,8 +314,15 @@ class _Program:
         time_S = torch.zeros(batch.layout.num_samples)
         return list(first(batch.latents_TC, time_S, batch).shape)
 
-    def _step(self, micro_batches: int, step: int) -> None:
-        """Make one optimizer step, as `dit.training.pretrain.Run.step` does."""
+    def _step(self, micro_batches: int, step: int, marked: Sequence[int] = ()) -> list[StepTrace]:
+        """Make one optimizer step, as `dit.training.pretrain.Run.step` does.
+
+        Args:
+            marked: calls of the forward step.
+
+        Returns:
+            What was counted before each of these calls.
+        """
         from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
         from dit.parallel.schedule import forward_backward
         from dit.training.step import training_forward_step
@@ -293,8 +333,16 @@ class _Program:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         forward_step = training_forward_step(job.objective, job.model, job.training.seed, step)
+        marks: list[StepTrace] = []
+        calls = itertools.count()
+
+        def marking(*args: Any) -> Any:
+            if next(calls) in marked:
+                marks.append(counter.trace.copy())
+            return forward_step(*args)
+
         batches = (self._batch() for _ in range(micro_batches))
-        outputs = forward_backward(forward_step, batches, self.wrapped, micro_batches, self.groups)
+        outputs = forward_backward(marking, batches, self.wrapped, micro_batches, self.groups)
         counter.phase(PHASES[0])
         set_rates(self.optimizer, job.optimizer.lr, job.optimizer.beta1)
         norm = gradient_norm(self.optimizer)
@@ -304,6 +352,7 @@ class _Program:
         if self.average is not None:
             self.average.update(step + 1)
         counter.phase(PHASES[2])
+        return marks
 
     def _batch(self) -> PackedBatch:
         """Return a micro-batch of this rank's tokens."""

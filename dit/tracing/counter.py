@@ -4,9 +4,9 @@ import gc
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Optional
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from dit.backends.process_groups import ProcessGroups
+from dit.tracing.repeats import repeats, tensors_in
 
+Key = TypeVar("Key", bound=Hashable)
 REAL_ELEMENTS = 1 << 23
 """Tables up to this size are computed for real."""
 ANSWER = 1000
@@ -59,6 +61,10 @@ class StepTrace:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     host_syncs: int = 0
 
+    def copy(self) -> "StepTrace":
+        """Return the present counts."""
+        return replace(self, sent_bytes=self.sent_bytes.copy(), calls=self.calls.copy())
+
     @property
     def live(self) -> int:
         """Bytes allocated before the step."""
@@ -68,6 +74,26 @@ class StepTrace:
     def peak(self) -> int:
         """The peak of the allocated bytes during the step."""
         return max(self.peak_bytes.values())
+
+
+def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
+    """Return the weighted sum of steps."""
+
+    def total(values: Sequence[float]) -> int:
+        return round(sum(weight * value for weight, value in zip(weights, values, strict=True)))
+
+    def table(tables: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
+        return {key: total([t.get(key, 0) for t in tables]) for key in dict.fromkeys(k for t in tables for k in t)}
+
+    return StepTrace(
+        table([step.state_bytes for step in steps]),
+        table([step.peak_bytes for step in steps]),
+        total([step.flops for step in steps]),
+        total([step.moved_bytes for step in steps]),
+        Counter(table([step.sent_bytes for step in steps])),
+        Counter(table([step.calls for step in steps])),
+        total([step.host_syncs for step in steps]),
+    )
 
 
 class StepCounter(TorchDispatchMode):
@@ -82,7 +108,7 @@ class StepCounter(TorchDispatchMode):
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
         self._fake, self._without_fakes = FakeTensor, unset_fake_temporarily
-        self._formulas = flop_formulas()
+        self._formulas, self._repeats = flop_formulas(), repeats()
         self._names = {} if groups is None else _names(groups)
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.received_shape: list[int] = []
@@ -123,7 +149,7 @@ class StepCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # every second call
             return getattr(args[0], "fake_device", torch.device("cpu"))
-        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()))
         if any(map(is_traceable_wrapper_subclass, tensors)):
             return NotImplemented  # a DTensor has no memory of its own; what is done to its shard comes here
         fake = any(isinstance(x, self._fake) for x in tensors)
@@ -142,8 +168,8 @@ class StepCounter(TorchDispatchMode):
             with self._without_fakes():
                 out = func(*args, **kwargs)
         else:
-            out = func(*args, **kwargs)
-        results = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+            out = self._repeats.run(func, args, kwargs)
+        results = tensors_in((out,))
         for result in results:
             self.watch(result.untyped_storage())
         formula = self._formulas.get(func._overloadpacket)

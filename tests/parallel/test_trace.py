@@ -29,6 +29,7 @@ CASES = {
 }
 SENT = {  # as the traffic tests name what they count
     "all_gather": "all_gather_into_tensor",
+    "all_reduce": "all_reduce",
     "reduce_scatter": "reduce_scatter_tensor",
     "all_to_all": "all_to_all_single",
     "send": "p2p",
@@ -50,7 +51,7 @@ def results(tmp_path_factory):
         worker = "tests.parallel.trace_worker:measure"
         cases = [{"task": worker, "folder": str(folder / name), **CASES[name]} for name in names]
         real = run_world(2, cases, folder, timeout_s=600)
-        traced = [steps[0] for steps in trace([job(CASES[name], world_size=2) for name in names])]
+        traced = trace([job(CASES[name], world_size=2) for name in names])
         return dict(zip(names, zip(real, traced, strict=True), strict=True))
 
     return lambda name: of_all(FEW if name in FEW else MORE)[name]
@@ -76,9 +77,10 @@ def test_operations_are_those_of_torch(results, name):
 
 @pytest.mark.parametrize("name", cases())
 def test_bytes_sent_are_those_of_a_real_rank(results, name):
+    """Also those of the data-parallel wrappers; only the sends of an interleaved pipeline are not counted there."""
     real, traced = results(name)
-    for group, counted in real["sent"].items():
-        sent = {SENT[kind]: n for (kind, g), n in traced.sent_bytes.items() if g == group and kind in SENT}
-        counted = {kind: n for kind, n in counted.items() if n}  # not DDP's collectives, nor unbatched sends
-        assert counted
-        assert {kind: sent[kind] for kind in counted} == counted
+    ((group, counted),) = real["sent"].items()
+    sent = {SENT[kind]: n for (kind, g), n in traced.sent_bytes.items() if g == group and kind in SENT}
+    if name == "pp2_vpp2":
+        sent = {kind: n for kind, n in sent.items() if kind not in ("p2p", "shapes")}
+    assert sent == dict(counted) != {}

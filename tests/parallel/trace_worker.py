@@ -24,6 +24,8 @@ from tests.parallel.traffic import bytes_sent
 from tests.support.reference import LiveBytes
 
 MICRO_BATCHES = 2
+GROUPS = ("tp", "cp", "pp", "ep", "dp")
+"""As the trace names groups of the same ranks: by the first."""
 MODELS: dict[str, dict[str, Any]] = {
     "dit": {"hidden_size": 64, "num_layers": 2},
     "experts": {"hidden_size": 64, "num_layers": 2, "num_experts": 4},
@@ -56,7 +58,7 @@ def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
         PACK if model.supports.mixed_shapes else PICTURES,
         world_size,
         rank,
-        (MICRO_BATCHES,),
+        MICRO_BATCHES,
         kernels=torch.device("cpu"),
     )
 
@@ -87,13 +89,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         peak = live.peak
     custom = {op: formula for op, formula in flop_formulas().items() if "for_cpu" in str(op)}
     counter = FlopCounterMode(display=False, custom_mapping={op: _of_shapes(f) for op, f in custom.items()})
-    named = {"tp": groups.tp, "pp": groups.pp, "cp": groups.cp}
-    sent = {}
-    for name, group in named.items():
-        if group.size() > 1:
-            with bytes_sent([group]) as counted:
-                run.step(sums)
-            sent[name] = dict(counted)
+    name = next(name for name in GROUPS if getattr(groups.collection, name).size() > 1)
+    with bytes_sent([getattr(groups.collection, name)], reductions=True) as counted:
+        run.step(sums)
+    sent = {name: dict(counted)}
     with counter:
         run.step(sums)
     result = {"before": before, "peak": peak, "flops": counter.get_total_flops(), "sent": sent}

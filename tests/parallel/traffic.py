@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import layers, mappings
 from torch import Tensor
 
@@ -20,38 +21,58 @@ from dit.verify.trial import SEED
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 # Megatron-Core has two of them under its own names.
 ALIASES = {"dist_all_gather_func": "all_gather_into_tensor", "dist_reduce_scatter_func": "reduce_scatter_tensor"}
+BINDING = (layers, mappings, param_and_grad_buffer)
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
 @contextmanager
-def bytes_sent(groups: Sequence[Any]) -> Iterator[Counter[str]]:
-    """Count the bytes this rank sends to other ranks of these groups, by kind of call, without shapes."""
+def bytes_sent(groups: Sequence[Any], *, reductions: bool = False) -> Iterator[Counter[str]]:
+    """Count the bytes this rank sends to other ranks of these groups, by kind of call, without shapes.
+
+    Args:
+        groups: a group of the same ranks counts as one of them.
+        reductions: count all-reduces, as rings.
+    """
     sent: Counter[str] = Counter()
-    exchange = dist.batch_isend_irecv
+    watched = {_ranks(group) for group in groups}
+    exchange, all_reduce = dist.batch_isend_irecv, dist.all_reduce
 
     def exchanging(ops: list[Any]) -> Any:
         for op in ops:
-            if op.op is dist.isend and op.group in groups:
+            if op.op is dist.isend and _ranks(op.group) in watched:
                 sent["p2p" if op.tensor.is_floating_point() else "shapes"] += op.tensor.nbytes
         return exchange(ops)
 
+    def reducing(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        ranks = _ranks(group)
+        if ranks in watched:
+            sent["all_reduce"] += 2 * tensor.nbytes * (len(ranks) - 1) // len(ranks)
+        return all_reduce(tensor, *args, group=group, **kwargs)
+
     def watching(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(output: Tensor, given: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-            if group in groups:
-                others = group.size() - 1
+            ranks = _ranks(group)
+            if ranks in watched:
+                others = len(ranks) - 1
                 if len(args) == 2:  # an all-to-all of uneven shares: all but what stays
                     sent[name] += given[:1].nbytes * (sum(args[1]) - args[1][group.rank()])
                 else:
                     # A gather sends all that is given to each other rank, the two others a part of it to each.
-                    sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else group.size())
+                    sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else len(ranks))
             return original(output, given, *args, group=group, **kwargs)
 
         return call
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(dist, "batch_isend_irecv", exchanging))
+        if reductions:
+            stack.enter_context(patch.object(dist, "all_reduce", reducing))
         for name in COLLECTIVES:
             stack.enter_context(patch.object(dist, name, watching(name, getattr(dist, name))))
-        for module in (layers, mappings):
+        for module in BINDING:
             for alias, name in ALIASES.items():
                 stack.enter_context(patch.object(module, alias, watching(name, getattr(module, alias))))
         yield sent

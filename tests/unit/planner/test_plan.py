@@ -14,19 +14,32 @@ from dit.tracing.packs import PackShape
 PACK = PackShape(((1, 4, 8), (1, 4, 8)), text_lengths=(4, 4))
 OF_PEAK = 0.01
 CASES = {
-    "dit_cross": ({"backbone": "dit_cross", "num_layers": 4}, {"data_parallel": "ddp"}, 3),
-    "stdit": ({"backbone": "stdit", "num_layers": 6}, {"tensor_model_parallel_size": 2}, 1),
+    "pp2": ({"num_layers": 12}, {"pipeline_model_parallel_size": 2}, 4),
+    "pp2_vpp2": (
+        {"num_layers": 16},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        10,
+    ),
+    "dit_cross": ({"backbone": "dit_cross", "num_layers": 6}, {"data_parallel": "ddp"}, 5),
+    "stdit": ({"backbone": "stdit", "num_layers": 12}, {"tensor_model_parallel_size": 2}, 1),
+    # Layers of 1.2 B parameters: the gradients of four wait for their reduction, and no more.
+    "fsdp": ({"num_layers": 10, "hidden_size": 8192}, {"data_parallel": "fsdp"}, 1),
 }
 
 
-@pytest.mark.parametrize("name", ["dit_cross", pytest.param("stdit", marks=pytest.mark.matrix)])
+FEW = ("pp2", "fsdp")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.matrix) for name in CASES]
+)
 def test_a_plan_is_the_trace_of_the_full_step(name):
     sizes, layout, micro_batches = CASES[name]
-    model, parallel = tiny_model(hidden_size=64, **sizes), ParallelConfig(**layout)
+    model, parallel = tiny_model(**{"hidden_size": 64, **sizes}), ParallelConfig(**layout)
     parts = (model, FlowMatching(), OptimizerConfig(), parallel, TrainingConfig(precision="fp32"), PACK)
-    dims = ParallelDims(2, 2 // parallel.tensor_model_parallel_size, 1, micro_batches, 1)
-    planned = plan(*parts, dims).fullest
-    ((full,),) = trace([Job(*parts, world_size=2, micro_batches=(micro_batches,))])
+    replicas = 2 // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    planned = plan(*parts, ParallelDims(2, replicas, 1, micro_batches, 1)).ranks[0]
+    (full,) = trace([Job(*parts, world_size=2, micro_batches=micro_batches, in_full=True)])
     assert planned.flops == full.flops > 0
     assert planned.calls == full.calls
     assert planned.moved_bytes == pytest.approx(full.moved_bytes, rel=OF_PEAK)

@@ -1,0 +1,153 @@
+"""Answer an operation on fake tensors as it was answered before, for tensors of the same shapes.
+
+Layers and micro-batches repeat each other, and torch's own way through a fake operation takes long.
+"""
+
+import functools
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types of arguments that are the same if they are equal."""
+NOT_BY_SHAPE = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Operations whose answer depends on values, or that change the shape of an argument."""
+CPU = torch.device("cpu")
+
+Strided = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
+"""Shape, strides, type and offset of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One output of an operation.
+
+    Attributes:
+        given: the argument that it is; None for another tensor.
+        strided: its shape; None for no tensor.
+        of_first: it is a view of the first argument.
+    """
+
+    given: Optional[int] = None
+    strided: Optional[Strided] = None
+    of_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    outputs: tuple[_Output, ...]
+    container: Optional[type]
+
+
+class _UnlikeError(Exception):
+    """An argument is no plain value, no fake tensor and no list of them."""
+
+
+class Repeats:
+    """The answers of operations on fake tensors, in the CPU's memory."""
+
+    def __init__(self) -> None:
+        from torch._subclasses import fake_tensor
+
+        self._fake = fake_tensor.FakeTensor
+        self._in_kernel = fake_tensor.in_kernel_invocation_manager
+        self._mode: Any = None
+        self._known: dict[Hashable, Optional[_Answer]] = {}
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation: at the first time its own, then tensors like those."""
+        try:
+            key = func, self._key(args), self._key(kwargs.items())
+        except _UnlikeError:
+            return func(*args, **kwargs)
+        answer = self._known.get(key)
+        if answer is not None:
+            return self._again(answer, args)
+        out = func(*args, **kwargs)
+        if key not in self._known:
+            self._known[key] = self._answer(func, args, kwargs, out)
+        return out
+
+    def _key(self, values: Iterable[Any]) -> tuple[Hashable, ...]:
+        key: list[Hashable] = []
+        for value in values:
+            if isinstance(value, self._fake):
+                if value.constant is not None:
+                    raise _UnlikeError
+                key.append(_strided(value))
+            elif isinstance(value, list | tuple):
+                key.append(self._key(value))
+            elif isinstance(value, PLAIN):
+                key.append((type(value), value))
+            else:
+                raise _UnlikeError
+        return tuple(key)
+
+    def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Optional[_Answer]:
+        """Return how to answer again; None for an operation that must be made."""
+        if not NOT_BY_SHAPE.isdisjoint(func.tags):
+            return None
+        storages = [x.untyped_storage()._cdata for x in tensors_in((args, tuple(kwargs.values())))]
+        several = isinstance(out, list | tuple)
+        outputs: list[_Output] = []
+        for result in out if several else (out,):
+            given = next((i for i, value in enumerate(args) if value is result), None)
+            if result is None or given is not None:
+                outputs.append(_Output(given))
+                continue
+            if not isinstance(result, self._fake):
+                return None
+            self._mode = result.fake_mode
+            strided, storage = _strided(result), result.untyped_storage()
+            is_view = func.is_view and storage._cdata == storages[0]
+            if not is_view and (storage._cdata in storages or strided[3] or storage.nbytes() != _nbytes(strided)):
+                return None
+            storages.append(storage._cdata)
+            outputs.append(_Output(strided=strided, of_first=is_view))
+        return _Answer(tuple(outputs), type(out) if several else None)
+
+    def _again(self, answer: _Answer, args: Sequence[Any]) -> Any:
+        results = [self._result(output, args) for output in answer.outputs]
+        return results[0] if answer.container is None else answer.container(results)
+
+    def _result(self, output: _Output, args: Sequence[Any]) -> Optional[Tensor]:
+        """Return an argument, or a tensor without memory in the shape of an output."""
+        if output.strided is None:
+            return None if output.given is None else args[output.given]
+        shape, strides, dtype, offset = output.strided
+        with self._in_kernel(self._mode):
+            if output.of_first:
+                made = args[0].as_strided(shape, strides, offset)
+            else:
+                made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return self._fake(self._mode, made, CPU)
+
+
+@functools.cache
+def repeats() -> Repeats:
+    """Return what this process knows: one trace repeats another."""
+    return Repeats()
+
+
+def _strided(tensor: Tensor) -> Strided:
+    return tensor.shape, tensor.stride(), tensor.dtype, int(tensor.storage_offset())
+
+
+def _nbytes(strided: Strided) -> int:
+    """Return the size of the storage that a tensor of its own has."""
+    shape, strides, dtype, _ = strided
+    return 0 if 0 in shape else (1 + sum((size - 1) * step for size, step in zip(shape, strides))) * dtype.itemsize
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """List the tensors among arguments, also those in lists."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
