@@ -40,16 +40,22 @@ def held_out_batches(args: argparse.Namespace, generator: "Generator") -> Iterat
 
 
 def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
-    """Return the data of the run with what the arguments change."""
+    """Return the data of the run with what the arguments change; folders are read by Energon.
+
+    Raises:
+        ConfigError: there are no data, or they cannot be cut to so many micro-batches.
+    """
     changes: dict[str, Any] = {}
     if args.micro_batches is not None:
         changes["validation_micro_batches"] = args.micro_batches
     if args.data is not None:
         changes["path"] = args.data
-    if isinstance(data, NoData):
-        if args.data is None:
-            raise ConfigError("imported weights have no held-out data; name a data set with --data DIR")
+    if args.data is not None and not hasattr(data, "path"):
         from energon_data.dataset import EnergonData
 
         return EnergonData(**changes)
+    if isinstance(data, NoData):
+        raise ConfigError("imported weights have no held-out data; name a data set with --data DIR")
+    if unknown := [name for name in changes if not hasattr(data, name)]:
+        raise ConfigError(f"{type(data).__name__} has no {', '.join(unknown)}; measure without --micro-batches")
     return replace(data, **changes)

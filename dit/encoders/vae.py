@@ -173,7 +173,9 @@ class VAE:
         folder = _folder(name)
         try:
             kind = _class_of(self.geometry.kind)
-            model = kind.from_pretrained(folder or name, torch_dtype=self.dtype, use_safetensors=True)
+            # low_cpu_mem_usage: its default needs accelerate, and warns where that is not installed.
+            options = {"torch_dtype": self.dtype, "use_safetensors": True, "low_cpu_mem_usage": False}
+            model = kind.from_pretrained(folder or name, **options)
         except ImportError as error:
             raise _not_installed(name) from error
         except (OSError, ValueError, RuntimeError) as error:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dit.data_api import NoData
 from dit.errors import ConfigError
 from dit.evaluation.clip import ClipModel
 from dit.evaluation.frechet import frechet_distance
@@ -19,8 +20,10 @@ from dit.models.dit_cross.config import DiTCrossConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig
 from dit.settings import SamplingConfig, TrainingConfig
+from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from launch import evaluate, letter_reader, picture_scores
+from launch.held_out import data_of
 from launch.letter_reader import LetterNetwork, LetterReader
 from tests.conftest import BuildModel
 from tests.unit.evaluation.test_clip import folder as clip_folder  # noqa: F401
@@ -79,6 +82,17 @@ def test_distances_are_between_held_out_samples_and_generated_ones_of_the_same_c
     assert kid.record["kid"] == pytest.approx(kernel_distance(real, drawn), rel=1e-4)
     fewer = picture_scores.kid(arguments("--metric", "kid", "--micro-batches", "1"), generator)
     assert fewer.record["pictures"] == 4
+
+
+def test_a_named_data_set_takes_the_place_of_the_runs(tmp_path: Path) -> None:
+    asked = arguments("--metric", "loss", "--data", str(tmp_path), "--micro-batches", "3")
+    for data in (NoData(), MockData(), EnergonData(path="elsewhere", max_tokens_per_pack=64)):
+        found = data_of(asked, data)
+        assert isinstance(found, EnergonData)
+        assert (found.path, found.validation_micro_batches) == (str(tmp_path), 3)
+    assert found.max_tokens_per_pack == 64
+    with pytest.raises(ConfigError, match="imported weights have no held-out data"):
+        data_of(arguments("--metric", "loss"), NoData())
 
 
 def test_features_of_letters_are_of_grey_pictures(build_model: BuildModel) -> None:
