@@ -92,8 +92,8 @@ class OnlineEncoders:
         shapes = [clip.shape[1:] for clip in pixels]
         batches = in_batches(shapes, lambda shape: MAX_BATCH_PIXELS // prod(shape))
         encoded = self._on_all_peers(batches, [[vae.geometry.latent_shape(*shape)] for shape in shapes], encode)
-        latents = [
-            latent.expand(-1, max(latent.shape[1], grid[0] * self.spec.patch_temporal), -1, -1)
+        latents = [  # an image is repeated to fill a patch in time
+            latent.expand(-1, grid[0] * self.spec.patch_temporal, -1, -1)
             for (latent,), grid in zip(encoded, batch.grids)
         ]
         return batch.layout.insert_padding(patchify_all(latents, *self.spec.patch))

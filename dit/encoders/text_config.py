@@ -26,8 +26,8 @@ from dit.errors import ConfigError
 
 Made = TypeVar("Made")
 Kind = Literal["identity", "sentence", "t5", "umt5", "clip", "clip_projected"]
-ENTRIES = {condition.stored_as[0]: condition for condition in (CONTEXT, CONTEXT_2, POOLED)}
-"""What an encoder can make: the name under which samples store it, and the condition of a model that reads it."""
+ENTRIES = tuple(condition.stored_as[0] for condition in (CONTEXT, CONTEXT_2, POOLED))
+"""What an encoder can make, by the names under which samples store it."""
 IDENTITY = "identity"  # the bytes of a text
 T5_TOKENS = 512  # T5 has no longest text of its own; its tokenizers and the pipelines of diffusers end here
 
@@ -150,6 +150,8 @@ class TextEncoderConfig:
             raise ConfigError(
                 f"text encoder {self.name!r} makes no pooled vector; take it from CLIP or a sentence encoder"
             )
+        if self.padded and found.kind == "identity":
+            raise ConfigError(f"text encoder {self.name!r} has no padding; leave out :padded")
         if self.layer != "last" and not found.kind.startswith("clip"):
             raise ConfigError(f"text encoder {self.name!r} has no layer={self.layer}, only CLIP has; leave it out")
         most = found.max_tokens if self.max_tokens is None else self.max_tokens

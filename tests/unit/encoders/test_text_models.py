@@ -180,6 +180,7 @@ def test_a_line_is_read_as_it_is_written(tmp_path, monkeypatch):
         ("{0}/t5,{0}/text_encoder", "each entry has one encoder"),
         ("pooled={0}/t5", "makes no pooled vector"),
         ("{0}/t5:layer=penultimate", "only CLIP has"),
+        ("identity:padded", "has no padding"),
         ("{0}/t5:layer=3", "is no option"),
         ("{0}/t5:max_tokens=0", "is no option"),
         ("{0}/text_encoder:max_tokens=21", "reads 20 tokens, not max_tokens=21"),
