@@ -123,6 +123,7 @@ MAY_IMPORT = {
         "dit.conditions",
         "dit.condition_table",
         "dit.encoders",
+        "dit.sampling",
     },
     "recipes": {"dit", "energon_data"},
     "launch": {"dit", "energon_data", "recipes"},
@@ -133,6 +134,7 @@ MAY_IMPORT = {
 EXCEPTIONS = [
     ("dit/parallel/", "dit.models", ("dit.models.base", "dit.models.registry")),
     ("dit/layers/", "dit.models", ()),
+    ("energon_data/", "dit.sampling", ("dit.sampling.grid",)),
 ]
 
 HEAVY_HOMES = {
