@@ -16,8 +16,12 @@ from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from energon_data.folder import SplitInfo, check_dataset
 from energon_data.survey import Survey, expected_packing, survey
 
+DESCRIBED = ("latent_shape", "context_size", "text_encoder", "vae")
+"""Entries of `dataset.json` that are shown."""
 MOST_ROWS = 8
+"""Values that are shown one by one, and bins of a histogram."""
 BAR = 30
+"""Characters of the longest bar."""
 EXAMPLES = """\
 examples
   python -m energon_data.inspect data/mine --sheet mine.png
@@ -105,19 +109,18 @@ def spread_of(values: Sequence[float], digits: int = 0) -> str:
 def shard_lines(found: Survey) -> Iterator[str]:
     """Say how many samples there are, in which shards, and how many of them were read."""
     info, sizes = found.info, found.shards.values()
+    shards = "1 shard" if len(sizes) == 1 else f"{len(sizes):,} shards"
+    mib, per_shard = sum(size for _, size in sizes) / 2**20, spread_of([count for count, _ in sizes])
     yield f"{info.path}, split {info.split!r}"
-    yield (
-        f"samples     {info.samples:,} in {len(sizes):,} shards, {sum(size for _, size in sizes) / 2**20:,.1f} MiB "
-        f"(a shard: {spread_of([count for count, _ in sizes])} samples)"
-    )
+    yield f"samples     {info.samples:,} in {shards}, {mib:,.1f} MiB (a shard: {per_shard} samples)"
     yield f"read        {found.num_read:,} of them" + ("" if found.num_read == info.samples else ", evenly distributed")
     for reason, count in found.lost.most_common():
         yield f"damaged     {reason}: {count:,}, the first: {found.examples[reason]}"
-    described = {name: value for name, value in info.description.items() if name in ("latent_shape", "text_encoder")}
+    described = [f"{name} {value}" for name in DESCRIBED if (value := info.description.get(name))]
     if classes := info.description.get("class_names"):
-        described["class_names"] = len(classes)
+        described.append(f"{len(classes)} class_names")
     if described:
-        yield f"described   {', '.join(f'{name} {value}' for name, value in described.items())}"
+        yield f"described   {', '.join(described)}"
 
 
 def content_lines(found: Survey) -> Iterator[str]:
