@@ -42,6 +42,7 @@ COMMANDS = {
     "convert": Command("launch.convert_checkpoints", "rewrite the checkpoints of an earlier version's run"),
     "kernels": Command("launch.kernels", "which implementation of each op this machine uses, and why not the others"),
     "prepare": Command("energon_data.prepare.__main__", "write a data set"),
+    "inspect": Command("energon_data.inspect", "say what a data set holds, with a contact sheet of its samples"),
     "bench": Command("benchmarks.step", "time the optimizer steps of a recipe"),
 }
 

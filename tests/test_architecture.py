@@ -128,6 +128,7 @@ MAY_IMPORT = {
         "dit.conditions",
         "dit.condition_table",
         "dit.encoders",
+        "dit.sampling",
     },
     "recipes": {"dit", "energon_data"},
     "launch": {"dit", "energon_data", "recipes"},
@@ -138,6 +139,7 @@ MAY_IMPORT = {
 EXCEPTIONS = [
     ("dit/parallel/", "dit.models", ("dit.models.base", "dit.models.registry")),
     ("dit/layers/", "dit.models", ()),
+    ("energon_data/", "dit.sampling", ("dit.sampling.grid",)),
 ]
 
 HEAVY_HOMES = {

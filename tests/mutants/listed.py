@@ -16,9 +16,11 @@ EMBEDDINGS = "tests/unit/layers/test_embeddings.py"
 ROTARY = "tests/unit/layers/test_rotary.py"
 MOE = "tests/unit/layers/test_moe.py"
 ATTENTION = "tests/unit/kernels/test_attention.py"
+CHOICE = "tests/unit/kernels/test_choice.py"
 FUSED_OPS = "tests/unit/kernels/test_modulation.py"
 BATCH = "tests/unit/test_batch.py"
 DAMAGE = "tests/unit/energon_data/test_data_damage.py"
+INSPECT = "tests/unit/energon_data/test_inspect.py"
 PACKING = "tests/unit/energon_data/test_data_packing.py"
 STREAMS = "tests/unit/energon_data/test_data_streams.py"
 LOSSES = "tests/unit/training/test_losses.py"
@@ -497,6 +499,20 @@ MUTANTS = (
         (ATTENTION,),
     ),
     Mutant(
+        "implementations: auto takes what was never run",
+        "dit/kernels/choice.py",
+        "if not (one.on_request or one.lacks(target)))",
+        "if not one.lacks(target))",
+        (CHOICE,),
+    ),
+    Mutant(
+        "implementations: no limit of a head's size",
+        "dit/kernels/choice.py",
+        "size % multiple_of == 0 and size <= largest",
+        "size % multiple_of == 0",
+        (CHOICE,),
+    ),
+    Mutant(
         "rotary: a mirror for a turn",
         "dit/kernels/rope.py",
         "a * cos - b * sin, b * cos + a * sin",
@@ -751,6 +767,20 @@ MUTANTS = (
         'self._cursor = state["next"] // self._dp_size',
         "self._cursor = 0",
         (STREAMS,),
+    ),
+    Mutant(
+        "inspect: packs without the padding of samples",
+        "energon_data/survey.py",
+        "padded = [padded_length(n, multiple_of) for n in used",
+        "padded = [n for n in used",
+        (INSPECT,),
+    ),
+    Mutant(
+        "inspect: an image fills no patch of several frames",
+        "energon_data/survey.py",
+        "frames_to_patch(self.size[1], patch[0])",
+        "self.size[1]",
+        (INSPECT,),
     ),
     Mutant(
         "streams: one lost sample too many",

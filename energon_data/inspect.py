@@ -1,0 +1,228 @@
+"""Look into a data set: `python -m energon_data.inspect DIR`.
+
+Its samples are read as training reads them, and nothing is written but the contact sheet that is asked for.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Optional
+
+from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from energon_data.folder import SplitInfo, check_dataset
+from energon_data.survey import Survey, expected_packing, survey
+
+DESCRIBED = ("latent_shape", "context_size", "text_encoder", "vae")
+"""Entries of `dataset.json` that are shown."""
+MOST_ROWS = 8
+"""Values that are shown one by one, and bins of a histogram."""
+BAR = 30
+"""Characters of the longest bar."""
+EXAMPLES = """\
+examples
+  python -m energon_data.inspect data/mine --sheet mine.png
+  python -m energon_data.inspect data/mine --patch 1x2x2 --pack 2048 --samples 0
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m energon_data.inspect",
+        description="Say what a data set holds, from samples that are read as training reads them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("data", metavar="DIR", help="a data set folder, or the .yaml of a blend (data.path)")
+    parser.add_argument("--split", default="train", help="(%(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=1000, metavar="N", help="most that are read of a folder; 0 for all (%(default)s)"
+    )
+    parser.add_argument("--patch", default="1x2x2", metavar="TxHxW", help="the model's patch, for tokens (%(default)s)")
+    parser.add_argument("--pack", type=int, metavar="N", help="tokens of a pack (data.max_tokens_per_pack)")
+    parser.add_argument("--buffer", type=int, default=256, metavar="N", help="data.packing_buffer_size (%(default)s)")
+    parser.add_argument(
+        "--multiple-of", type=int, default=1, metavar="N", help="to which the layout pads each sample (%(default)s)"
+    )
+    parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
+    parser.add_argument("--tiles", type=int, default=36, metavar="N", help="pictures of the sheet (%(default)s)")
+    parser.add_argument(
+        "--no-checksums", action="store_true", help="also read samples without checksums (data.require_checksums=False)"
+    )
+    return parser
+
+
+def patch_of(text: str) -> tuple[int, int, int]:
+    """Parse the sides of a patch.
+
+    Raises:
+        ConfigError: the text is not of the form TxHxW.
+    """
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){2}", text):
+        raise ConfigError(f"--patch must be TxHxW such as 1x2x2, got {text!r}")
+    t, h, w = map(int, text.split("x"))
+    return t, h, w
+
+
+def counted(values: Counter[str]) -> Iterator[str]:
+    """Yield a line with a bar for each value, the most frequent first; those beyond `MOST_ROWS` together."""
+    rows = values.most_common(MOST_ROWS)
+    if rest := values.total() - sum(count for _, count in rows):
+        rows.append((f"{len(values) - MOST_ROWS} others", rest))
+    yield from bars(rows)
+
+
+def bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """Yield a line with a bar for each name and count."""
+    width, most, total = max(len(name) for name, _ in rows), max(n for _, n in rows), sum(n for _, n in rows)
+    for name, count in rows:
+        bar = "#" * round(BAR * count / most)
+        yield f"  {name:<{width}}  {count:>9,}  {count / total:>6.1%}  {bar}".rstrip()
+
+
+def histogram(values: Sequence[int], bins: int = MOST_ROWS) -> list[tuple[str, int]]:
+    """Return the number of values in each bin, by the range of the bin; each value for itself where they are few."""
+    counts = Counter(values)
+    if len(counts) <= bins:
+        return [(f"{value:,}", counts[value]) for value in sorted(counts)]
+    low, high = min(values), max(values)
+    width = -(-(high - low + 1) // bins)
+    starts = range(low, high + 1, width)
+    return [
+        (f"{start:,} to {min(start + width - 1, high):,}", sum(counts[v] for v in range(start, start + width)))
+        for start in starts
+    ]
+
+
+def spread_of(values: Sequence[float], digits: int = 0) -> str:
+    """Describe numbers by their ends and their median; one number where they are equal."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    if low == high:
+        return f"{low:,.{digits}f}"
+    return f"{low:,.{digits}f} to {high:,.{digits}f}, median {middle:,.{max(digits, 1)}f}"
+
+
+def shard_lines(found: Survey) -> Iterator[str]:
+    """Say how many samples there are, in which shards, and how many of them were read."""
+    info, sizes = found.info, found.shards.values()
+    shards = "1 shard" if len(sizes) == 1 else f"{len(sizes):,} shards"
+    mib, per_shard = sum(size for _, size in sizes) / 2**20, spread_of([count for count, _ in sizes])
+    yield f"{info.path}, split {info.split!r}"
+    yield f"samples     {info.samples:,} in {shards}, {mib:,.1f} MiB (a shard: {per_shard} samples)"
+    yield f"read        {found.num_read:,} of them" + ("" if found.num_read == info.samples else ", evenly distributed")
+    for reason, count in found.lost.most_common():
+        yield f"damaged     {reason}: {count:,}, the first: {found.examples[reason]}"
+    described = [f"{name} {value}" for name in DESCRIBED if (value := info.description.get(name))]
+    if classes := info.description.get("class_names"):
+        described.append(f"{len(classes)} class_names")
+    if described:
+        yield f"described   {', '.join(described)}"
+
+
+def content_lines(found: Survey) -> Iterator[str]:
+    """Say which parts and metadata the samples have, their sizes and durations, texts and captions."""
+    seen = found.seen
+    names = Counter(name for one in seen for name in one.names)
+    stated = [name if n == len(seen) else f"{name} ({n / len(seen):.0%})" for name, n in sorted(names.items())]
+    yield f"holds       {', '.join(stated)}"
+    yield f"channels    {', '.join(map(str, sorted({one.size[0] for one in seen})))}"
+    yield "sizes       T x H x W"
+    yield from counted(Counter(" x ".join(map(str, one.size[1:])) for one in seen))
+    clips = [one for one in seen if one.size[1] > 1]
+    if clips:
+        yield f"clips       {len(clips):,}, {spread_of([one.size[1] for one in clips])} frames"
+        if durations := [one.duration_s for one in clips if one.duration_s is not None]:
+            rates = sorted({one.fps for one in clips if one.fps})
+            yield (
+                f"durations   {spread_of(durations, 2)} s, {sum(durations):,.1f} s in all; "
+                f"{', '.join(f'{rate:g}' for rate in rates[:MOST_ROWS])} frames per second"
+            )
+    if texts := [one.text_tokens for one in seen if one.text_tokens is not None]:
+        yield f"texts       {spread_of(texts)} tokens"
+    if captions := [one.caption for one in seen if one.caption is not None]:
+        words = spread_of([len(caption.split()) for caption in captions])
+        share = f"{len(captions) / len(seen):.1%} of the samples"
+        yield f"captions    {share}, {len(set(captions)):,} different, {words} words"
+        yield from (f"  {caption[:100]!r}" for caption in list(dict.fromkeys(captions))[:3])
+    else:
+        yield "captions    none"
+
+
+def token_lines(
+    found: Survey, patch: tuple[int, int, int], *, pack: Optional[int], buffer: int, multiple_of: int
+) -> Iterator[str]:
+    """Say how many tokens the samples have, and how packs of them fill."""
+    lengths = [one.tokens(patch) for one in found.seen]
+    known = [n for n in lengths if n is not None]
+    name = "x".join(map(str, patch))
+    if len(known) < len(lengths):
+        uncut = next(one for one in found.seen if one.tokens(patch) is None)
+        size = " x ".join(map(str, uncut.size[1:]))
+        count = len(lengths) - len(known)
+        yield f"refused     {count:,} cannot be cut into patches of {name}, such as {uncut.key}: {size}"
+    if not known:
+        return
+    yield f"tokens      {spread_of(known)}, with patches of {name}"
+    yield from bars(histogram(known))
+    if pack is not None:
+        packing = expected_packing(known, pack, buffer=buffer, multiple_of=multiple_of)
+        longer = f"; {packing.too_long:.1%} of the samples are longer and left out" if packing.too_long else ""
+        yield (
+            f"packs       of {pack:,} tokens: {packing.real:.2%} real, {packing.samples / packing.packs:.1f} samples "
+            f"each, from a buffer of {buffer:,}{longer}"
+        )
+
+
+def write_sheet(found: Survey, path: Path) -> str:
+    """Write the contact sheet and return the line that says so."""
+    from dit.sampling.grid import save_png
+    from energon_data.contact_sheet import contact_sheet
+
+    tiles = [
+        (frame, one.caption or one.key, f"{' x '.join(map(str, one.size[1:]))}  {one.key}")
+        for one, frame in found.shown
+    ]
+    save_png(contact_sheet(tiles), path)
+    preview = "" if found.seen[0].size[0] in (1, 3) else "; latents, by three of their channels, in false colours"
+    return f"sheet       {path}: {len(tiles)} samples{preview}"
+
+
+def inspected(info: SplitInfo, args: argparse.Namespace, patch: tuple[int, int, int], sheet: Optional[Path]) -> str:
+    """Return the page of one folder."""
+    found = survey(
+        info,
+        limit=args.samples or None,
+        pictures=args.tiles if sheet is not None else 0,
+        require_checksums=not args.no_checksums,
+    )
+    lines = [*shard_lines(found), *content_lines(found)]
+    lines += token_lines(found, patch, pack=args.pack, buffer=args.buffer, multiple_of=args.multiple_of)
+    if sheet is not None:
+        lines.append(write_sheet(found, sheet))
+    return "\n".join(lines)
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    patch = patch_of(args.patch)
+    for name, low in (("samples", 0), ("pack", 1), ("buffer", 1), ("multiple_of", 1), ("tiles", 1)):
+        value = getattr(args, name)
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {low}")
+    infos = check_dataset(args.data, args.split)
+    for number, info in enumerate(infos):
+        sheet = args.sheet if args.sheet is None or number == 0 else args.sheet.with_stem(f"{args.sheet.stem}_{number}")
+        if number:
+            print()
+        print(inspected(info, args, patch, sheet), flush=True)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

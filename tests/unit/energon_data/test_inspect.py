@@ -1,0 +1,187 @@
+"""What `energon_data.inspect` says of a folder is what was written into it, and what the loader makes of it."""
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from small_data import npy, spec, write_dataset
+
+from dit.errors import DataError
+from energon_data.contact_sheet import TILE
+from energon_data.dataset import EnergonData
+from energon_data.folder import check_dataset
+from energon_data.inspect import histogram, main
+from energon_data.survey import expected_packing, survey
+
+
+def page(capsys: pytest.CaptureFixture, *words: str) -> dict[str, list[str]]:
+    """Run the command; return each heading's line and the lines below it."""
+    assert main(list(words)) == 0
+    found, heading = dict[str, list[str]](), ""
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("  "):
+            found[heading].append(" ".join(line.split()))
+        else:
+            heading, _, text = line.partition(" ")
+            found[heading] = [text.strip()]
+    return found
+
+
+def test_the_page_says_what_was_written(mixed_folder: Path, capsys: pytest.CaptureFixture):
+    """75 samples of three sizes in turn, 25 of them clips of two frames at 12 per second, texts of 1 to 8 tokens."""
+    found = page(capsys, str(mixed_folder))
+    size = sum(path.stat().st_size for path in mixed_folder.glob("train-*.tar")) / 2**20
+    assert found["samples"] == [f"75 in 5 shards, {size:.1f} MiB (a shard: 11 to 16, median 16.0 samples)"]
+    assert found["read"] == ["75 of them"]
+    assert found["holds"] == ["aesthetic_score, fps, label, latent, text"]
+    assert found["channels"] == ["2"]
+    sizes = {" ".join(row.split()[:5]): row.split()[5:7] for row in found["sizes"][1:]}
+    assert sizes == {size: ["25", "33.3%"] for size in ("1 x 4 x 4", "2 x 4 x 4", "1 x 6 x 8")}
+    assert found["clips"] == ["25, 2 frames"]
+    assert found["durations"] == [f"0.17 s, {25 * 2 / 12:.1f} s in all; 12 frames per second"]
+    assert found["texts"] == ["1 to 8, median 4.0 tokens"]
+    assert found["captions"] == ["none"]
+    assert found["tokens"][0] == "4 to 12, median 8.0, with patches of 1x2x2"
+    assert [row.split()[:2] for row in found["tokens"][1:]] == [["4", "25"], ["8", "25"], ["12", "25"]]
+    assert "refused" not in found
+    assert "damaged" not in found
+
+
+def test_what_cannot_be_cut_into_patches_is_said(mixed_folder: Path, capsys: pytest.CaptureFixture):
+    """An image fills a patch of two frames by repetition."""
+    found = page(capsys, str(mixed_folder), "--patch", "2x4x4")
+    assert found["refused"][0].startswith("25 cannot be cut into patches of 2x4x4, such as train_clip00002: 1 x 6 x 8")
+    assert [row.split()[:2] for row in found["tokens"][1:]] == [["1", "50"]]
+
+
+@pytest.mark.parametrize(("capacity", "multiple_of"), [(24, 1), (16, 1), (20, 8)])
+def test_packs_fill_as_those_of_the_loader(mixed_folder: Path, capacity: int, multiple_of: int):
+    """In one buffer of all samples both pack the same; tokens are real where no padding is."""
+    (info,) = check_dataset(str(mixed_folder), "train")
+    lengths = [one.tokens((1, 2, 2)) for one in survey(info, limit=None).seen]
+    expected = expected_packing(lengths, capacity, buffer=75, multiple_of=multiple_of)
+    data = EnergonData(
+        path=str(mixed_folder),
+        max_tokens_per_pack=capacity - capacity % multiple_of,
+        packing_buffer_size=75,
+        validation_split="train",
+        validation_micro_batches=None,
+    )
+    wanted = spec(multiple_of=multiple_of, micro_batch_size=1)
+    layouts = [pack.layout for pack in data.build_validation(wanted, dp_rank=0, dp_size=1)]
+    assert expected.packs == len(layouts)
+    assert expected.samples == sum(layout.num_samples for layout in layouts) == 75 * (1 - expected.too_long)
+    assert expected.real == sum(layout.valid_tokens for layout in layouts) / (len(layouts) * capacity)
+
+
+def test_packing_of_few_samples_repeats_them_and_leaves_long_ones_out():
+    """5 + 3 fill a pack of 8; of a buffer of five samples 5, 3, 5, 3, 5 the last is alone."""
+    packing = expected_packing([5, 3, 9], 8, buffer=5)
+    assert (packing.packs, packing.samples, packing.real) == (3, 5, 21 / 24)
+    assert packing.too_long == pytest.approx(1 / 3)
+    with pytest.raises(DataError, match="none of 1 samples fits into packs of 8 tokens; the shortest has 9"):
+        expected_packing([9], 8, buffer=5)
+
+
+def test_a_part_of_a_large_folder_is_read_evenly(mixed_folder: Path, capsys: pytest.CaptureFixture):
+    (info,) = check_dataset(str(mixed_folder), "train")
+    assert [one.key for one in survey(info, limit=5).seen] == [f"train_clip{i:05d}" for i in (0, 15, 30, 45, 60)]
+    assert page(capsys, str(mixed_folder), "--samples", "5")["read"] == ["5 of them, evenly distributed"]
+
+
+def test_damage_is_counted_as_training_counts_it(
+    mixed_folder: Path, copy_of: Callable[[Path], Path], capsys: pytest.CaptureFixture
+):
+    """Changed values of a latent lose one sample, named with its shard; with nothing left there is no page."""
+    folder = copy_of(mixed_folder)
+    shard = folder / "train-000001.tar"
+    written = np.full(4, 20, np.float32).tobytes()  # sample 20 is all 20
+    shard.write_bytes(shard.read_bytes().replace(written, bytes(16), 1))
+    found = page(capsys, str(folder))
+    assert found["read"] == ["75 of them"]
+    assert re.fullmatch(r"checksum: 1, the first: train-000001.tar/train_clip00020: .*CRC32.*", found["damaged"][0])
+    assert sum(int(row.split()[5]) for row in found["sizes"][1:]) == 74
+    for path in folder.glob("train-*.tar"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert main([str(folder)]) == 3
+    assert "none of 75 samples" in capsys.readouterr().err
+
+
+def picture(color: tuple[int, int, int], size: tuple[int, int]) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Three pictures of one colour each, two with captions."""
+    samples = [
+        ("0", {"caption": "a red field"}, {"pixels.png": picture(COLORS[0], (16, 8))}),
+        ("1", {}, {"pixels.png": picture(COLORS[1], (8, 16)), "txt": b"green grass\n"}),
+        ("2", {"note": "no caption"}, {"pixels.png": picture(COLORS[2], (400, 400))}),
+    ]
+    return write_dataset(tmp_path / "pictures", {"train": samples})
+
+
+def test_captions_and_pictures(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Each tile of the sheet has its picture in the middle, at the largest size that fits, undistorted."""
+    sheet = tmp_path / "sheet.png"
+    found = page(capsys, str(pictures), "--sheet", str(sheet))
+    assert found["captions"] == [
+        "66.7% of the samples, 2 different, 2 to 3, median 2.5 words",
+        "'a red field'",
+        "'green grass'",
+    ]
+    assert found["sheet"] == [f"{sheet}: 3 samples"]
+    pixels = np.asarray(Image.open(sheet))
+    for color, area in zip(COLORS, (TILE * TILE // 2, TILE * TILE // 2, TILE * TILE), strict=True):
+        rows, columns = np.nonzero((pixels == color).all(-1))
+        assert len(rows) == area == (np.ptp(rows) + 1) * (np.ptp(columns) + 1)
+
+
+def test_latents_are_shown_in_false_colours(mixed_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    sheet = tmp_path / "sheet.png"
+    found = page(capsys, str(mixed_folder), "--sheet", str(sheet), "--tiles", "4")
+    assert found["sheet"] == [f"{sheet}: 4 samples; latents, by three of their channels, in false colours"]
+    assert Image.open(sheet).size[0] < 3 * TILE
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["--patch", "2x2"], 2, "--patch must be TxHxW such as 1x2x2, got '2x2'"),
+        (["--pack", "0"], 2, "--pack 0 must be at least 1"),
+        (["--pack", "3"], 3, "none of 75 samples fits into packs of 3 tokens; the shortest has 4"),
+        (["--split", "test"], 3, "has no split 'test', only ['train', 'val']"),
+    ],
+)
+def test_a_mistake_is_a_line(mixed_folder: Path, capsys: pytest.CaptureFixture, words, code, expected):
+    assert main([str(mixed_folder), *words]) == code
+    assert expected in capsys.readouterr().err
+
+
+def test_samples_without_checksums_are_read_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture):
+    folder = tmp_path / "data"
+    write_dataset(folder, {"train": [("a", {}, {"latent.npy": npy(np.zeros((2, 1, 4, 4), np.float32))})]})
+    shard = folder / "train-000000.tar"
+    shard.write_bytes(shard.read_bytes().replace(b'"crc32"', b'"other"'))
+    assert main([str(folder)]) == 3
+    assert "no_checksum" in capsys.readouterr().err
+    assert page(capsys, str(folder), "--no-checksums")["read"] == ["1 of them"]
+
+
+def test_bins_cover_every_value_once():
+    values = [1, 2, 3, 5, 8, 13, 21, 34, 55, 55]
+    rows = histogram(values)
+    assert sum(count for _, count in rows) == len(values)
+    assert rows[0] == ("1 to 7", 4)
+    assert rows[-1] == ("50 to 55", 2)
+    assert histogram([4, 4, 9]) == [("4", 2), ("9", 1)]
