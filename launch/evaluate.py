@@ -3,7 +3,8 @@
 `python -m launch.evaluate --checkpoint runs/letters_dit`
 
 For a model of texts, every letter is generated in the styles of the training data, and the effect of style words is
-measured. For a model of moving letters, every frame is read, and the motion is measured.
+measured. For a model of moving letters, every frame is read, and the motion is measured. A model of pictograms is
+judged by how near its pictures are to the drawings that were asked for.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch import Tensor
 from dit.errors import ConfigError, one_line_errors
 from launch.letter_reader import LetterReader, load_reader
 from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
+from launch.pictograms import PictogramScore, description_of, judge_pictograms
 from launch.sample import (
     add_sampling_arguments,
     at_least_one,
@@ -61,6 +63,11 @@ class Score:
     misread: dict[str, int]
     by_frame: tuple[float, ...]
     checks: tuple[Check, ...] = ()
+
+    @property
+    def headline(self) -> tuple[str, float]:
+        """What `--minimum` is compared with."""
+        return "letters read correctly", self.accuracy
 
     def lines(self) -> list[str]:
         what = "letters" if len(self.by_frame) == 1 else "letters in single frames"
@@ -142,7 +149,7 @@ def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
     return readable[0]
 
 
-def evaluate(args: argparse.Namespace) -> Score:
+def evaluate(args: argparse.Namespace) -> Score | PictogramScore:
     """Generate, read and compare.
 
     Raises:
@@ -154,6 +161,8 @@ def evaluate(args: argparse.Namespace) -> Score:
             raise ConfigError(f"--{name.replace('_', '-')} {share} is a share; use a value from 0 to 1, such as 0.9")
     generator = open_generator(args)
     folder = data_folder(args, generator)
+    if pictograms := description_of(folder):
+        return judge_pictograms(args, generator, pictograms)
     reader = load_reader(folder)
     if generator.config.model.num_classes:
         return _judge_classes(args, generator, reader, folder)
@@ -270,9 +279,9 @@ def _write_grid(
     save_png(image_grid(images, captions, columns=2 * (frames if frames > 1 else each)), args.out)
 
 
-def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
+def shortfalls(result: Score | PictogramScore, args: argparse.Namespace) -> list[str]:
     """Return the measurements below their minimum, one line each."""
-    shares = [("letters read correctly", result.accuracy, args.minimum)]
+    shares = [(*result.headline, args.minimum)]
     minimums = {"style": args.minimum_style, "motion": args.minimum_motion}
     shares += [(check.name, check.share, minimums[check.kind]) for check in result.checks]
     lines = [

@@ -65,6 +65,20 @@ def export(arguments: Sequence[str]) -> Ended:
     return command(main, arguments)
 
 
+def prepare(arguments: Sequence[str]) -> Ended:
+    """Do as `python -m energon_data.prepare` does."""
+    from energon_data.prepare.__main__ import main
+
+    return command(main, arguments)
+
+
+def evaluate(arguments: Sequence[str]) -> Ended:
+    """Do as `python -m launch.evaluate` does."""
+    from launch.evaluate import main
+
+    return command(main, arguments)
+
+
 def make_run(run_dir: Path, model: ModelConfig, objective: Objective, class_names: Sequence[str]) -> None:
     """Make a run folder of random weights, which were never trained."""
     from dit.checkpoint.full_weights import write_imported

@@ -1,0 +1,136 @@
+"""How near generated pictograms come to those that were asked for, among all drawings of the data set."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+from energon_data.media_files import pixel_values, pixels_of
+from energon_data.prepare.pictograms import NAME, Pictogram, draw
+from energon_data.prepare.shards import DATASET_FILE
+from launch.letters import Check
+from launch.sample import encode_prompts, sampling_settings
+
+if TYPE_CHECKING:
+    from dit.encoders.vae import VAE
+    from dit.inference.generator import Generator
+
+PROMPTS = 200
+BATCH = 50
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How often the drawing that was asked for is among the nearest to a picture.
+
+    Attributes:
+        first, first_5, first_20: share of the pictures of which it is the nearest, or among the 5 or 20 nearest.
+        error: root mean square difference to the drawing that was asked for, per pixel value in [-1, 1].
+    """
+
+    first: float
+    first_5: float
+    first_20: float
+    error: float
+
+    @classmethod
+    def of(cls, pictures: Tensor, drawings: Tensor, asked: Sequence[int]) -> "Ranks":
+        """Rank all drawings by their distance to each picture.
+
+        Args:
+            pictures: `[N, ...]` in [-1, 1].
+            drawings: `[M, ...]`, of the same shape each.
+            asked: which drawing each picture shall be.
+        """
+        distance_NM = torch.cdist(pictures.flatten(1).double(), drawings.flatten(1).double())
+        own_N1 = distance_NM.gather(1, torch.tensor(asked)[:, None])
+        nearer_N = (distance_NM < own_N1).sum(1)
+        first, first_5, first_20 = ((nearer_N < count).double().mean().item() for count in (1, 5, 20))
+        error = (own_N1.square().mean() / pictures[0].numel()).sqrt().item()
+        return cls(first, first_5, first_20, error)
+
+    def line(self) -> str:
+        """Return the numbers as text."""
+        shares = zip(("nearest", "among 5", "among 20"), (self.first, self.first_5, self.first_20))
+        return ", ".join(f"{what} {100 * share:.1f} %" for what, share in shares) + f"; RMS error {self.error:.3f}"
+
+
+@dataclass(frozen=True)
+class PictogramScore:
+    """Results on generated pictograms.
+
+    Attributes:
+        prompts, pictograms: pictures that were asked for, each by its name, and drawings that they are compared with.
+        samples: of the generated pictures.
+        autoencoder: of the true drawings, encoded and decoded: no sample can be expected to do better.
+        attribution: the authors of the drawings.
+    """
+
+    prompts: int
+    pictograms: int
+    samples: Ranks
+    autoencoder: Ranks
+    attribution: str
+    checks: ClassVar[tuple[Check, ...]] = ()
+
+    @property
+    def headline(self) -> tuple[str, float]:
+        """What `--minimum` is compared with."""
+        return "pictograms among the 20 nearest of their sample", self.samples.first_20
+
+    def lines(self) -> list[str]:
+        return [
+            f"{self.prompts} pictograms by name, each sample compared with {self.pictograms} drawings",
+            f"samples:     the one asked for is {self.samples.line()}",
+            f"autoencoder: the one encoded is {self.autoencoder.line()}",
+            self.attribution,
+        ]
+
+
+def description_of(folder: str | Path) -> dict[str, Any]:
+    """Return what `dataset.json` of a folder says if it is of pictograms, else an empty dictionary."""
+    try:
+        found = json.loads((Path(folder) / DATASET_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and found.get("name") == NAME else {}
+
+
+def judge_pictograms(args: argparse.Namespace, generator: "Generator", description: dict[str, Any]) -> PictogramScore:
+    """Ask for pictograms by their names, decode the samples, and compare them with all drawings.
+
+    Args:
+        description: of the data that the model was trained on.
+
+    Raises:
+        ConfigError: the data name no autoencoder, or it or the text encoder is not here.
+    """
+    from dit.encoders.vae import load_vae
+
+    if not description.get("vae") or not description.get("text_encoder"):
+        raise ConfigError("pictograms are judged by text and decoded: prepare the data with --vae and --text-encoder")
+    known = [Pictogram(**entry) for entry in description["pictograms"]]
+    vae, size = load_vae(description["vae"]), description["prepared"]["size"]
+    drawings = torch.stack([pixel_values(pixels_of([draw(p.code_point, size)])) for p in known])
+    count = min(PROMPTS, len(known))
+    asked = [i * len(known) // count for i in range(count)]
+    contexts = encode_prompts(generator, [known[i].caption() for i in asked])
+    latents = generator.generate(conditions={"context": contexts}, **sampling_settings(args))
+    pictures = _decoded(vae, latents)
+    if args.out:
+        from dit.sampling.grid import image_grid, save_png
+
+        save_png(image_grid(pictures[:, :, 0], [known[i].name for i in asked]), args.out)
+    rebuilt = _decoded(vae, torch.cat([vae.encode(part) for part in drawings[asked].split(BATCH)]))
+    samples, ceiling = (Ranks.of(x, drawings, asked) for x in (pictures, rebuilt))
+    return PictogramScore(count, len(known), samples, ceiling, description["attribution"])
+
+
+def _decoded(vae: "VAE", latents: Tensor) -> Tensor:
+    return torch.cat([vae.decode(part) for part in latents.split(BATCH)]).cpu()
