@@ -40,7 +40,7 @@ DEFAULT_DATA = "data/letters"
 LETTERS = ("letters", "moving_letters")
 """What data sets call themselves that the reader learns from."""
 SAMPLES_PER_CLASS, CLIPS_PER_CLASS, PAIRS_PER_LETTER = 8, 2, 4
-DESCRIPTION = "Let a classifier, trained on real letters only, read generated ones."
+DESCRIPTION = "Let a classifier, trained on real letters only, read generated ones; or rank generated pictograms."
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,6 @@ class Score:
     misread: dict[str, int]
     by_frame: tuple[float, ...]
     checks: tuple[Check, ...] = ()
-
-    @property
-    def headline(self) -> tuple[str, float]:
-        """What `--minimum` is compared with."""
-        return "letters read correctly", self.accuracy
 
     def lines(self) -> list[str]:
         what = "letters" if len(self.by_frame) == 1 else "letters in single frames"
@@ -281,7 +276,9 @@ def _write_grid(
 
 def shortfalls(result: Score | PictogramScore, args: argparse.Namespace) -> list[str]:
     """Return the measurements below their minimum, one line each."""
-    shares = [(*result.headline, args.minimum)]
+    if isinstance(result, PictogramScore):
+        return result.missed(args.minimum)
+    shares = [("letters read correctly", result.accuracy, args.minimum)]
     minimums = {"style": args.minimum_style, "motion": args.minimum_motion}
     shares += [(check.name, check.share, minimums[check.kind]) for check in result.checks]
     lines = [

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from dit.errors import ConfigError
 from energon_data.media_files import pixel_values, pixels_of
 from energon_data.prepare.pictograms import NAME, Pictogram, draw
 from energon_data.prepare.shards import DATASET_FILE
-from launch.letters import Check
 from launch.sample import encode_prompts, sampling_settings
 
 if TYPE_CHECKING:
@@ -77,12 +76,13 @@ class PictogramScore:
     samples: Ranks
     autoencoder: Ranks
     attribution: str
-    checks: ClassVar[tuple[Check, ...]] = ()
 
-    @property
-    def headline(self) -> tuple[str, float]:
-        """What `--minimum` is compared with."""
-        return "pictograms among the 20 nearest of their sample", self.samples.first_20
+    def missed(self, minimum: Optional[float]) -> list[str]:
+        """Return a line if fewer samples than this share have the one asked for among the 20 nearest drawings."""
+        share = self.samples.first_20
+        if minimum is None or share >= minimum:
+            return []
+        return [f"below the minimum of {100 * minimum:.1f} %: asked for and among the 20 nearest, {100 * share:.1f} %"]
 
     def lines(self) -> list[str]:
         return [

@@ -1,13 +1,11 @@
 """How generated pictograms are ranked: by hand-made distances, and the lines and minimum of the command."""
 
-import argparse
 import json
 
 import pytest
 import torch
 
 from energon_data.prepare.pictograms import NAME
-from launch.evaluate import shortfalls
 from launch.pictograms import PictogramScore, Ranks, description_of
 
 
@@ -35,8 +33,8 @@ def score(share: float) -> PictogramScore:
 
 @pytest.mark.parametrize(("share", "missed"), [(0.6, []), (0.59, ["below the minimum of 60.0 %"])])
 def test_the_minimum_is_that_of_the_twenty_nearest(share, missed):
-    args = argparse.Namespace(minimum=0.6, minimum_style=None, minimum_motion=None)
-    assert [line.partition(":")[0] for line in shortfalls(score(share), args)] == missed
+    assert [line.partition(":")[0] for line in score(share).missed(0.6)] == missed
+    assert score(share).missed(None) == []
 
 
 def test_lines_have_the_samples_the_ceiling_and_the_authors():
