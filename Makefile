@@ -8,11 +8,15 @@ DEMO ?= runs/letters_dit
 STEPS ?= 2100
 DEMO_TEXT ?= runs/letters_text
 DEMO_VIDEO ?= runs/moving_letters_dit
+DEMO_LATENT ?= runs/pictograms_latent
+DEMO_AUTOENCODER ?= runs/pictogram_autoencoder
+# 400 colour pictograms, evenly spread over these blocks of Unicode.
+PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental extended --count 400
 
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-video test lint test-parallel benchmark clean help
+.PHONY: demo demo-text demo-video demo-latent test lint test-parallel benchmark clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -57,6 +61,27 @@ demo-video: $(VENV)/.text data/moving_letters/dataset.json ## train letters that
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_VIDEO) --out moving.gif
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_VIDEO) --minimum 0.8 --minimum-motion 0.8
 
+$(VENV)/.pictograms: $(VENV)/.installed
+	$(INSTALL) -e '.[text,pictograms,encoders]'
+	touch $@
+
+data/pictograms/dataset.json: | $(VENV)/.pictograms
+	$(VENV)/bin/python -m energon_data.prepare $(PICTOGRAMS) --out data/pictograms
+
+runs/pictogram_vae/config.json: | data/pictograms/dataset.json
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory pictogram_autoencoder \
+	  training.run_dir=$(DEMO_AUTOENCODER)
+	$(VENV)/bin/python -m launch.export --checkpoint $(DEMO_AUTOENCODER) --format diffusers --out runs/pictogram_vae
+
+data/pictograms_latent/dataset.json: | runs/pictogram_vae/config.json
+	$(VENV)/bin/python -m energon_data.prepare $(PICTOGRAMS) --vae runs/pictogram_vae --text-encoder all-minilm-l6-v2 \
+	  --out data/pictograms_latent
+
+demo-latent: $(VENV)/.pictograms data/pictograms_latent/dataset.json ## train an autoencoder and, on its latents, pictograms by name
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory pictograms_latent \
+	  training.run_dir=$(DEMO_LATENT)
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_LATENT) --metric pictograms --out pictograms.png --minimum 0.6
+
 # Files in their order: what starts many processes comes first, so that the two workers end together.
 test: lint ## lint, types and all tests that need no GPU
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -73,4 +98,4 @@ benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit
 
 clean: ## remove what the commands above made
-	rm -rf runs data samples.png text.png moving.gif
+	rm -rf runs data samples.png text.png moving.gif pictograms.png

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError, one_line_errors
-from launch import environment, held_out, letter_score, loss_score, picture_scores
+from launch import environment, held_out, letter_score, loss_score, pictograms, picture_scores
 from launch.measurement import Measurement
 from launch.sample import add_sampling_arguments, open_generator
 
@@ -44,6 +44,11 @@ METRICS = {
         "how many generated letters does a classifier of real letters read correctly?",
         letter_score.measure,
         letter_score.add_arguments,
+    ),
+    "pictograms": Metric(
+        "how near do pictograms come to the drawings that were asked for by name?",
+        pictograms.measure,
+        pictograms.add_arguments,
     ),
     "loss": Metric(
         "the loss on held-out data, as in training and at fixed times as MLPerf's FLUX.1",

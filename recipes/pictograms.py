@@ -46,8 +46,8 @@ def pictograms_latent() -> run.Partial:
 
     The data are the latents of `pictogram_autoencoder`, and embeddings of the pictograms' Unicode names by a small
     frozen encoder: `python -m energon_data.prepare pictograms --size 64 --vae runs/pictogram_vae --text-encoder
-    all-minilm-l6-v2 --out data/pictograms_latent`. `python -m launch.evaluate --checkpoint runs/pictograms_latent`
-    decodes a sample for each of 200 names and ranks all drawings by their distance to it.
+    all-minilm-l6-v2 --out data/pictograms_latent`. `python -m launch.evaluate --checkpoint runs/pictograms_latent
+    --metric pictograms` decodes a sample for each of 200 names and ranks all drawings by their distance to it.
     """
     recipe = letters_dit()
     recipe.model = run.Config(

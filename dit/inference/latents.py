@@ -8,6 +8,7 @@ import torch
 from dit.backends.device import local_device
 from dit.errors import ConfigError
 from dit.inference.generator import Generator
+from dit.models.autoencoder.model import Autoencoder
 
 SAMPLES = 1024
 
@@ -26,18 +27,16 @@ def measure_latents(autoencoder: Generator, samples: int = SAMPLES) -> tuple[flo
 
     Source: Rombach et al. 2022, arXiv:2112.10752, appendix G, where the latent is scaled to unit deviation.
     """
-    config, device = autoencoder.config, local_device()
+    config, network, device = autoencoder.config, autoencoder.network, local_device()
+    assert isinstance(network, Autoencoder)
     per_batch = config.training.micro_batch_size
     spec = config.model.batch_spec(micro_batch_size=per_batch)
     stream = config.data.build_train(spec, dp_rank=0, dp_size=1, seed=config.training.seed, log_dir=None)
     sums = torch.zeros(3, dtype=torch.float64)
     for batch in islice(iter(stream.__next__, None), -(-samples // per_batch)):
         batch = batch.to(device)
-        time_S = torch.zeros(batch.layout.num_samples, device=device)
-        output_TC = autoencoder.network(batch.latents_TC, time_S, batch)[batch.layout.valid_T]
-        posterior_TC = output_TC[:, config.model.token_channels :].double().cpu()
-        mean_TC = posterior_TC.chunk(2, 1)[0]
-        sums += torch.stack([mean_TC.sum(), mean_TC.square().sum(), torch.tensor(float(mean_TC.numel()))])
+        z_NCHW = network.encode(batch.dense(batch.latents_TC).flatten(0, 1))[0].double().cpu()
+        sums += torch.stack([z_NCHW.sum(), z_NCHW.square().sum(), torch.tensor(float(z_NCHW.numel()))])
     stream.close()
     total, squares, count = sums.tolist()
     mean = total / count

@@ -13,7 +13,7 @@ from dit.monitoring.environment_record import ENV_FILE, append_attempt, environm
 from dit.monitoring.headline import headline
 from dit.monitoring.progress import ConsoleProgress
 from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
-from dit.monitoring.summary import drawing_command, how_it_went
+from dit.monitoring.summary import drawing_command, exporting_command, how_it_went
 from dit.parallel.dims import ParallelDims
 from dit.parallel.implementations import implementations
 from dit.run_config import RunConfig
@@ -91,6 +91,9 @@ class RunLog:
         self._progress.close()  # the live line comes before them
         run_dir, num_steps = config.training.run_dir, config.training.num_steps
         self.message(how_it_went(Path(run_dir) / METRICS_FILE, state.step, num_steps, seconds))
+        if config.objective.reconstructs:
+            self.message(f"export it: {exporting_command(run_dir)}")
+            return
         self.message(f"draw from it: {drawing_command(run_dir, frames, text_encoder, config.sampling.prompts)}")
 
     def close(self) -> None:

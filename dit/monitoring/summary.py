@@ -1,4 +1,4 @@
-"""The last two lines of a run: its result, and the command that samples from it."""
+"""The last two lines of a run: its result, and the command that samples from it or exports it."""
 
 import shlex
 from pathlib import Path
@@ -33,6 +33,13 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str
     if step < num_steps:
         parts.append("the same command goes on")
     return ", ".join(parts)
+
+
+def exporting_command(run_dir: str) -> str:
+    """Return the shell command that writes a run's weights for other programs."""
+    return shlex.join(
+        ["python", "-m", "launch.export", "--checkpoint", run_dir, "--format", "diffusers", "--out", f"{run_dir}_vae"]
+    )
 
 
 def drawing_command(run_dir: str, frames: int, text_encoder: Optional[str], prompts: Optional[list[str]]) -> str:

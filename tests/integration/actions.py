@@ -51,13 +51,6 @@ def draw(arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> Ende
         return command(main, arguments)
 
 
-def evaluate(arguments: Sequence[str]) -> Ended:
-    """Do as `python -m launch.evaluate` does."""
-    from launch.evaluate import main
-
-    return command(main, arguments)
-
-
 def import_weights(arguments: Sequence[str]) -> Ended:
     """Do as `python -m launch.import_weights` does."""
     from launch.import_weights import main
@@ -68,6 +61,20 @@ def import_weights(arguments: Sequence[str]) -> Ended:
 def export(arguments: Sequence[str]) -> Ended:
     """Do as `python -m launch.export` does."""
     from launch.export import main
+
+    return command(main, arguments)
+
+
+def prepare(arguments: Sequence[str]) -> Ended:
+    """Do as `python -m energon_data.prepare` does."""
+    from energon_data.prepare.__main__ import main
+
+    return command(main, arguments)
+
+
+def evaluate(arguments: Sequence[str]) -> Ended:
+    """Do as `python -m launch.evaluate` does."""
+    from launch.evaluate import main
 
     return command(main, arguments)
 

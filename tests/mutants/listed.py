@@ -29,6 +29,8 @@ STORE = "tests/unit/checkpoint/test_checkpoint_store.py"
 FLOPS = "tests/unit/monitoring/test_flops.py"
 CONTEXT_ROWS = "tests/unit/context_parallel/test_partition.py"
 DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "dit_cross", "flux", "moe"))
+AUTOENCODER, AUTOENCODING = "tests/parity/test_convert_autoencoder.py", "tests/unit/objectives/test_autoencoding.py"
+PICTOGRAMS, RANKS = "tests/unit/energon_data/test_pictograms.py", "tests/unit/launch/test_pictograms.py"
 RULES = "tests/unit/convert/test_rules.py"
 LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
 OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/training/test_step.py"
@@ -817,6 +819,49 @@ MUTANTS = (
         "[:, : model.in_channels]",
         "[:, model.in_channels :]",
         (RULES,),
+    ),
+    # The autoencoder, and the pictograms it is trained on.
+    Mutant(
+        "autoencoder: divergence of the variance squared",
+        "dit/objectives/autoencoding.py",
+        "- 1 - log_variance_TC)",
+        "- 1 - 2 * log_variance_TC)",
+        (AUTOENCODING,),
+    ),
+    Mutant(
+        "autoencoder: divergence per latent value",
+        "dit/objectives/autoencoding.py",
+        "self.kl_weight / channels",
+        "self.kl_weight / (posterior_TC.shape[1] // 2)",
+        (AUTOENCODING,),
+    ),
+    Mutant(
+        "autoencoder: noise times the variance",
+        "dit/models/autoencoder/model.py",
+        "torch.exp(log_variance_NCHW / 2)",
+        "torch.exp(log_variance_NCHW)",
+        (AUTOENCODER,),
+    ),
+    Mutant(
+        "autoencoder: padding on both sides before half the resolution",
+        "dit/models/autoencoder/layer.py",
+        "        if self.stride > 1:",
+        "        if self.stride > 2:",
+        (AUTOENCODER,),
+    ),
+    Mutant(
+        "pictograms: the first wording for all",
+        "energon_data/prepare/pictograms.py",
+        "captions=(pictogram.caption(wording),)",
+        "captions=(pictogram.caption(0),)",
+        (PICTOGRAMS,),
+    ),
+    Mutant(
+        "pictograms: a drawing that is as near pushes the one asked for back",
+        "launch/pictograms.py",
+        "distance_NM < own_N1",
+        "distance_NM <= own_N1",
+        (RANKS,),
     ),
     Mutant(
         "flops: recompute counts the ends, too",

@@ -1,0 +1,139 @@
+"""Pictograms end to end: an autoencoder is trained and exported, a model learns its latents, samples are judged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dit.convert.diffusers_autoencoder import DiffusersAutoencoder
+from dit.convert.state_files import read_diffusers
+from dit.encoders.vae import VAE
+from dit.errors import EXIT_OK
+from energon_data.media_files import pixel_values, pixels_of
+from energon_data.prepare.pictograms import ATTRIBUTION, choose_pictograms, draw
+from tests.integration import actions
+from tests.integration.runs import checkpoint, loss_values, overrides, read_tensors, scalars
+from tests.parity.convert_cases import assert_same_bits
+from tests.support.ranks import Job, run_jobs
+
+SIZE, COUNT, STEPS = 32, 8, 12
+DATA = ["pictograms", "--size", str(SIZE), "--blocks", "transport", "--count", str(COUNT), "--processes", "1"]
+TRAINING: dict[str, Any] = {
+    "training__micro_batch_size": 4,
+    "training__global_batch_size": 8,
+    "training__num_steps": STEPS,
+    "training__log_interval": 1,
+    "checkpoint__interval": STEPS,
+    "logging__tensorboard": False,
+}
+ROUNDING = 1e-5  # relative, fp32
+SHUFFLED = 0.02  # of a deviation of 1: the buffer of the stream gives some drawings more often than others
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pictograms")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> dict[str, Any]:
+    def run(factory: str, name: str, **settings: Any) -> dict[str, Any]:
+        words = overrides(folder / name, **{**TRAINING, **settings})
+        return {"arguments": ["--yes", "--factory", factory, *words]}
+
+    autoencoder = {
+        "data__path": folder / "pixels",
+        "model__block_out_channels": "[8,8,8,8]",
+        "model__latent_channels": 4,
+        "model__norm_num_groups": 2,
+        "schedule__warmup_steps": 0,
+    }
+    latent = {
+        "data__path": folder / "latents",
+        "model__in_channels": 4,
+        "model__num_layers": 1,
+        "model__hidden_size": 32,
+        "model__num_attention_heads": 2,
+        "training__num_steps": 2,
+        "schedule__warmup_steps": 0,
+    }
+    encoders = ["--vae", str(folder / "vae"), "--text-encoder", "all-minilm-l6-v2"]
+    encoded = [*DATA, *encoders, "--out", str(folder / "latents")]
+    judged = ["--checkpoint", str(folder / "latent"), "--steps", "2", "--out", str(folder / "drawn.png")]
+    exported = ["--checkpoint", str(folder / "autoencoder"), "--format", "diffusers", "--out"]
+    jobs = {
+        "draw": Job(actions.prepare, {"arguments": [*DATA, "--out", str(folder / "pixels")]}),
+        "autoencoder": Job(actions.train, run("pictogram_autoencoder", "autoencoder", **autoencoder)),
+        "export": Job(actions.export, {"arguments": [*exported, str(folder / "vae")]}),
+        "import": Job(
+            actions.import_weights,
+            {"arguments": ["--from", str(folder / "vae"), "--format", "diffusers", "--out", str(folder / "again")]},
+        ),
+        "encode": Job(actions.prepare, {"arguments": encoded}),
+        "latent": Job(actions.train, run("pictograms_latent", "latent", **latent)),
+        "judge": Job(actions.evaluate, {"arguments": [*judged, "--json"]}),
+    }
+    return run_jobs(folder / "world", jobs)
+
+
+def test_every_command_ends_well(done: dict[str, Any], folder: Path) -> None:
+    codes = {name: ended.code for name, ended in done.items()}
+    assert set(codes.values()) == {EXIT_OK}, done
+    assert ATTRIBUTION in done["draw"].out
+    assert f"export it: python -m launch.export --checkpoint {folder / 'autoencoder'}" in done["autoencoder"].out
+
+
+def test_the_autoencoder_learns_and_logs_both_terms(done: dict[str, Any], folder: Path) -> None:
+    losses = loss_values(folder / "autoencoder")
+    assert losses[-1] < 0.8 * losses[0]
+    parts = [scalars(folder / "autoencoder", name) for name in ("loss_error", "loss_kl")]
+    assert [sum(values) for values in zip(*(part.values() for part in parts))] == pytest.approx(losses, rel=ROUNDING)
+
+
+def drawings() -> torch.Tensor:
+    chosen = choose_pictograms(["transport"], COUNT)
+    return torch.stack([pixel_values(pixels_of([draw(p.code_point, SIZE)])) for p in chosen])
+
+
+def test_the_exported_latents_have_mean_zero_and_deviation_one(done: dict[str, Any], folder: Path) -> None:
+    """The data are these drawings."""
+    latents = VAE(str(folder / "vae")).encode(drawings())
+    assert latents.shape == (COUNT, 4, 1, SIZE // 8, SIZE // 8)
+    assert latents.mean().item() == pytest.approx(0.0, abs=SHUFFLED)
+    assert latents.std(correction=0).item() == pytest.approx(1.0, abs=SHUFFLED)
+
+
+def test_import_gives_back_what_was_exported(done: dict[str, Any], folder: Path) -> None:
+    imported, trained = (
+        read_tensors(checkpoint(folder / "again", 0)),
+        read_tensors(checkpoint(folder / "autoencoder", STEPS)),
+    )
+    average = {name.removeprefix("ema."): x for name, x in trained.items() if name.startswith("ema.")}
+    assert_same_bits({name.removeprefix("weight."): x for name, x in imported.items()}, average)
+    settings, _ = read_diffusers(folder / "vae")
+    model = DiffusersAutoencoder().read_settings(settings).model
+    assert (model.scaling_factor, model.shift_factor) == (settings["scaling_factor"], settings["shift_factor"])
+    assert model.block_out_channels == [8, 8, 8, 8]
+    assert "(z - shift_factor) * scaling_factor" in (folder / "vae" / "README.md").read_text()
+
+
+def test_latents_and_names_are_what_the_model_trains_on(done: dict[str, Any], folder: Path) -> None:
+    from tests.unit.energon_data.test_prepare_media import samples
+
+    expected = VAE(str(folder / "vae")).encode(drawings())
+    for (_, metadata, clip, _), latent, pictogram in zip(
+        samples(folder / "latents"), expected, choose_pictograms(["transport"], COUNT), strict=True
+    ):
+        torch.testing.assert_close(clip.latent, latent, rtol=1e-3, atol=1e-3)  # stored as float16
+        assert metadata["caption"] == pictogram.name
+
+
+def test_samples_are_ranked_beside_the_autoencoders_own(done: dict[str, Any], folder: Path) -> None:
+    found = json.loads(done["judge"].out)
+    assert (found["prompts"], found["pictograms"]) == (COUNT, COUNT)
+    assert found["samples"]["first_20"] == 1.0  # of 8
+    assert 0 < found["autoencoder"]["error"] < found["samples"]["error"]
+    assert found["attribution"] == ATTRIBUTION
+    assert (folder / "drawn.png").stat().st_size > 0
