@@ -136,7 +136,9 @@ def _fake_tensors() -> Any:
     """Return this process's mode of fake tensors: what the program caches in one trace, it uses in the next."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # `Repeats` answers sooner
+    return mode
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ NOT_BY_SHAPE = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.T
 """Operations whose answer depends on values, or that change the shape of an argument."""
 CPU = torch.device("cpu")
 
-Strided = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
-"""Shape, strides, type and offset of a tensor."""
+Strided = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, strides and type of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class _Output:
     Attributes:
         given: the argument that it is; None for another tensor.
         strided: its shape; None for no tensor.
-        of_first: it is a view of the first argument.
+        offset: of a view of the first argument, from that one's own; None for a tensor with memory of its own.
     """
 
     given: Optional[int] = None
     strided: Optional[Strided] = None
-    of_first: bool = False
+    offset: Optional[int] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Repeats:
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Optional[_Answer]:
         """Return how to answer again; None for an operation that must be made."""
-        if not NOT_BY_SHAPE.isdisjoint(func.tags):
+        if func is torch.ops.aten.as_strided.default or not NOT_BY_SHAPE.isdisjoint(func.tags):
             return None
         storages = [x.untyped_storage()._cdata for x in tensors_in((args, tuple(kwargs.values())))]
         several = isinstance(out, list | tuple)
@@ -101,12 +101,14 @@ class Repeats:
             if not isinstance(result, self._fake):
                 return None
             self._mode = result.fake_mode
-            strided, storage = _strided(result), result.untyped_storage()
-            is_view = func.is_view and storage._cdata == storages[0]
-            if not is_view and (storage._cdata in storages or strided[3] or storage.nbytes() != _nbytes(strided)):
+            strided, storage, offset = _strided(result), result.untyped_storage(), result.storage_offset()
+            if func.is_view and storage._cdata == storages[0]:
+                outputs.append(_Output(strided=strided, offset=offset - args[0].storage_offset()))
+                continue
+            if storage._cdata in storages or offset or storage.nbytes() != _nbytes(strided):
                 return None
             storages.append(storage._cdata)
-            outputs.append(_Output(strided=strided, of_first=is_view))
+            outputs.append(_Output(strided=strided))
         return _Answer(tuple(outputs), type(out) if several else None)
 
     def _again(self, answer: _Answer, args: Sequence[Any]) -> Any:
@@ -117,12 +119,12 @@ class Repeats:
         """Return an argument, or a tensor without memory in the shape of an output."""
         if output.strided is None:
             return None if output.given is None else args[output.given]
-        shape, strides, dtype, offset = output.strided
+        shape, strides, dtype = output.strided
         with self._in_kernel(self._mode):
-            if output.of_first:
-                made = args[0].as_strided(shape, strides, offset)
-            else:
+            if output.offset is None:
                 made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            else:
+                made = args[0].as_strided(shape, strides, args[0].storage_offset() + output.offset)
         return self._fake(self._mode, made, CPU)
 
 
@@ -133,12 +135,12 @@ def repeats() -> Repeats:
 
 
 def _strided(tensor: Tensor) -> Strided:
-    return tensor.shape, tensor.stride(), tensor.dtype, int(tensor.storage_offset())
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _nbytes(strided: Strided) -> int:
     """Return the size of the storage that a tensor of its own has."""
-    shape, strides, dtype, _ = strided
+    shape, strides, dtype = strided
     return 0 if 0 in shape else (1 + sum((size - 1) * step for size, step in zip(shape, strides))) * dtype.itemsize
 
 
