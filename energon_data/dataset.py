@@ -1,18 +1,17 @@
 """Energon data sets as a `DataConfig`, checked before anything is built."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
-from dit.encoders.text_config import as_conditions, check_text_encoder
+from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
 from dit.ranges import (
@@ -29,6 +28,8 @@ from dit.ranges import (
 )
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
 from energon_data.folder import SplitInfo, check_dataset, stored_names
+from energon_data.held_out import share_validation
+from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, padded_length
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Delivery, Source, StreamGroup, check_streams
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from energon_data.task_encoder import EncoderOptions
 
 SKIP_FILE = "data_skipped.jsonl"
+PIXEL_CHANNELS = 3
 _SEEDS_APART = 1_000_003  # between the stages of a blend
 
 
@@ -136,11 +138,14 @@ class EnergonData(DataConfig):
         self.check_settings(spec, dp_size, micro_batches_per_step)
         num_streams = self.num_streams or dp_size
         infos = self._folders(self.train_split)
-        stored_channels = spec.latent_channels if self.online_vae is None else self._check_vae(spec)
+        stored_channels = spec.latent_channels
+        if self.online_vae is not None:
+            check_vae(self.online_vae, spec)
+            stored_channels = PIXEL_CHANNELS
         self._check_augmentation(spec, self._pixel_multiple(spec))
         text, label = spec.condition(CONTEXT.name), spec.condition(LABEL.name)
         if self.online_text_encoder is not None:
-            self._check_text_encoder(spec)
+            check_online_texts(self.online_text_encoder, spec)
             text = None  # stored texts are not read
         for info in infos:
             if info.samples < num_streams:
@@ -168,47 +173,6 @@ class EnergonData(DataConfig):
             raise ConfigError(
                 f"{self.origin} has {len(names)} classes, model.num_classes is {known}; raise it to {len(names)}"
             )
-
-    def _check_vae(self, spec: BatchSpec) -> int:
-        """Check the latents of the online autoencoder against the model; return the channels of what is stored.
-
-        Raises:
-            ConfigError: they have another number of channels, or there is no such autoencoder.
-        """
-        found = Geometry.read(str(self.online_vae)).channels
-        if found != spec.latent_channels:
-            raise ConfigError(
-                f"data.online_vae={self.online_vae} makes latents of {found} channels, model.in_channels is "
-                f"{spec.latent_channels}; set model.in_channels={found}"
-            )
-        return 3
-
-    def _check_text_encoder(self, spec: BatchSpec) -> None:
-        """Check what the online text encoders make against the model.
-
-        Raises:
-            ConfigError: the model takes nothing of it or of another width, or there are no such encoders.
-        """
-        made = self._embedded(spec)
-        if not made:
-            raise ConfigError(
-                f"data.online_text_encoder={self.online_text_encoder} makes nothing that the model takes; set "
-                "data.online_text_encoder=none"
-            )
-        for condition in spec.conditions:
-            width = made.get(condition.name)
-            if width is not None and condition.shape not in (None, (width,)):
-                raise ConfigError(
-                    f"data.online_text_encoder={self.online_text_encoder} makes a {condition.what} of {width} "
-                    f"features, the model takes {list(condition.shape)}; set {condition.setting or 'its size'} to "
-                    f"{width}"
-                )
-
-    def _embedded(self, spec: BatchSpec) -> dict[str, int]:
-        """Return the width of each of the model's conditions that is made online."""
-        if self.online_text_encoder is None:
-            return {}
-        return as_conditions(check_text_encoder(self.online_text_encoder).widths, spec.conditions)
 
     def online_encoding(self) -> Optional[OnlineEncoding]:
         """Return what the training device encodes; None if the samples hold latents and embeddings."""
@@ -376,7 +340,7 @@ class EnergonData(DataConfig):
             pad_packs=self.pad_packs,
             bucket_by_shape=self.bucket_by_shape,
             vae=None if self.online_vae is None else Geometry.read(self.online_vae),
-            embedded=frozenset(self._embedded(spec)),
+            embedded=frozenset(embedded_widths(self.online_text_encoder, spec) if self.online_text_encoder else ()),
         )
 
     def build_train(
@@ -500,11 +464,13 @@ class EnergonData(DataConfig):
         return self._agreed("text_encoder", "the model reads the numbers of one encoder")
 
     def autoencoder(self) -> Optional[str]:
-        """Return the autoencoder that `dataset.json` names as `vae`, or None.
+        """Return the online autoencoder, else the one that `dataset.json` names as `vae`, or None.
 
         Raises:
             DataError: the members of a blend were encoded by different autoencoders.
         """
+        if self.online_vae is not None:
+            return self.online_vae
         return self._agreed(
             "vae", "latents of two autoencoders are different numbers; if they are one, name it with sampling.vae"
         )
@@ -517,40 +483,3 @@ class EnergonData(DataConfig):
         if any(value != values[0] for value in values):
             raise DataError(f"the members of {self.origin} differ in {name}: {stated}; {why}")
         return values[0] if values else None
-
-
-def share_validation(
-    read: Callable[[], Iterator[Delivery]], limit: Optional[int], dp_rank: int, dp_size: int, log: SkipLog, origin: str
-) -> Iterator[PackedBatch]:
-    """Split a finite pass over the data-parallel ranks, with equally many micro-batches each.
-
-    Args:
-        read: starts the pass.
-        limit: micro-batches of the pass over all ranks; None for all.
-
-    Raises:
-        DataError: the pass is empty or broken.
-    """
-
-    def batches(count: Optional[int]) -> Iterator[PackedBatch]:
-        for delivery in islice(read(), count):
-            log.record(0, delivery.skips)
-            if delivery.is_bug:
-                raise RuntimeError(f"reading {origin} failed:\n{delivery.failure}")
-            if delivery.batch is None:
-                raise DataError(
-                    f"validation on {origin} ended: {delivery.failure}; skipped: {log.counts() or 'nothing'}"
-                )
-            yield delivery.batch
-
-    total = 0
-    for number, batch in enumerate(batches(limit)):
-        total = number + 1
-        if number % dp_size == dp_rank:
-            yield batch
-    if total == 0:
-        raise DataError(f"validation on {origin} gives no micro-batch; skipped: {log.counts() or 'nothing'}")
-    if total % dp_size and dp_rank >= total % dp_size:
-        again = (total // dp_size * dp_size + dp_rank) % total
-        log = SkipLog(log.budget)
-        yield next(islice(batches(again + 1), again, None))

@@ -15,7 +15,7 @@ from dit.data_api import BatchSpec, DataConfig, sample_id
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid, frames_to_patch
 from dit.ranges import COUNT, PATCHES, POSITIVE, RANKS, check_ranges
-from energon_data.dataset import share_validation
+from energon_data.held_out import share_validation
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
 from energon_data.skip_log import SkipLog

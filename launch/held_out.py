@@ -27,16 +27,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def held_out_batches(args: argparse.Namespace, generator: "Generator") -> Iterator[PackedBatch]:
-    """Return this rank's share of the held-out micro-batches, on the host.
+    """Return this rank's share of the held-out micro-batches, encoded where the run encodes them.
 
     Raises:
         ConfigError: the run has no data, and `--data` names none.
         DataError: they cannot be read.
     """
+    from dit.backends.device import local_device
+    from dit.encoders.online import batch_encoder
+
     config = generator.config
     spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
-    batches = data_of(args, config.data).build_validation(spec, dp_rank=0, dp_size=1)
-    return islice(batches, environment.rank(), None, environment.world_size())
+    data = data_of(args, config.data)
+    encode = batch_encoder(data.online_encoding(), spec, local_device(), None)
+    batches = data.build_validation(spec, dp_rank=0, dp_size=1)
+    return map(encode, islice(batches, environment.rank(), None, environment.world_size()))
 
 
 def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:

@@ -34,7 +34,7 @@ Encode = Callable[[PackedBatch], PackedBatch]
 
 
 def batch_encoder(
-    encoding: Optional[OnlineEncoding], spec: BatchSpec, device: torch.device, peers: dist.ProcessGroup
+    encoding: Optional[OnlineEncoding], spec: BatchSpec, device: torch.device, peers: Optional[dist.ProcessGroup]
 ) -> Encode:
     """Return what encodes the micro-batches of a data source; the identity if its samples are encoded already."""
     return (lambda batch: batch) if encoding is None else OnlineEncoders(encoding, spec, device, peers)
@@ -47,11 +47,11 @@ class OnlineEncoders:
         encoding: which.
         spec: the conditions that the model takes; encoders of others are not loaded.
         device: of the training.
-        peers: the ranks that read the same packs at the same time.
+        peers: the ranks that read the same packs at the same time; None for this rank alone.
     """
 
     def __init__(
-        self, encoding: OnlineEncoding, spec: BatchSpec, device: torch.device, peers: dist.ProcessGroup
+        self, encoding: OnlineEncoding, spec: BatchSpec, device: torch.device, peers: Optional[dist.ProcessGroup]
     ) -> None:
         self.spec, self.device, self.peers = spec, device, peers
         self.max_text_tokens = encoding.max_text_tokens
@@ -148,12 +148,13 @@ class OnlineEncoders:
             for shape in results:
                 parts[-1].append(rest[: prod(shape)].view(*shape))
                 rest = rest[prod(shape) :]
+        count, mine = (1, 0) if self.peers is None else (self.peers.size(), self.peers.rank())
         for number, indices in enumerate(batches):
-            if number % self.peers.size() != self.peers.rank():
+            if number % count != mine:
                 continue
             for place, values in enumerate(encode(indices)):
                 for i, value in zip(indices, values, strict=True):
                     parts[i][place].copy_(value)
-        if self.peers.size() > 1:
+        if count > 1:
             dist.all_reduce(flat, group=self.peers)  # one peer's value plus zeros: exact
         return parts
