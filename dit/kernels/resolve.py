@@ -1,6 +1,7 @@
-"""The ops of this package and their implementations: which of them run is selected here, once per process.
+"""The ops of this package and their implementations, of which `dit.kernels.choice.choose` selects one.
 
-Each op has one file. It has an eager implementation, the reference on every device, and may have faster ones.
+Each op has one file. It has an eager implementation, the reference on every device, and may have faster ones. `auto`
+takes torch's own kernels; those of other packages only once `tests/gpu` has passed with them on a device.
 """
 
 from typing import TypeVar
