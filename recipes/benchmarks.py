@@ -53,7 +53,7 @@ def bench_dit7b_8k_tp2sp() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def bench_dit7b_74k_tp2sp_cp4() -> run.Partial:
-    """DiT-7B (7.19 B) at 73,728 tokens, TP 2 + SP, CP 4: 16 x 141 GB or more, 84 GiB each.
+    """DiT-7B (7.19 B) at 73,728 tokens, TP 2 + SP, CP 4: 16 x 141 GB or more, 85 GiB each.
 
     Published: 3409 tokens/s per GPU, 439 TFLOPS in NeMo's convention, 385 of work. 80 GB need
     `training.recompute=selective`: --dryrun estimates 67 GiB on each of 16 GPUs with it, and without it 77 on 256.
@@ -76,7 +76,7 @@ def bench_dit28b_8k_tp4pp4() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def bench_dit28b_64k_fsdp_ckpt() -> run.Partial:
-    """DiT-28B (28.3 B) at 65,536 tokens, FSDP, every layer recomputed: 64 x 80 GB or more.
+    """DiT-28B (28.3 B) at 65,536 tokens, FSDP, every layer recomputed: 64 x 80 GB or more, 68 GiB each.
 
     Published: 1386 tokens/s per GPU, 445 TFLOPS in NeMo's convention, 357 of work.
     """
@@ -259,7 +259,7 @@ def stage_5b_8k() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_5b_74k() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 3 on synthetic clips of 73,728 tokens, TP 2 + SP, CP 4: 8 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 3 on synthetic clips of 73,728 tokens, TP 2 + SP, CP 4: 8 x 141 GB or more.
 
     A step is 2.1 EFLOP of work: 11 minutes if every GPU reaches 400 TFLOPS. Cheap
     activations are recomputed; --dryrun estimates 64 GiB on each of 8 GPUs, 80 without.
@@ -278,7 +278,7 @@ def stage_30b_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_30b_8k() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 2 on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 2 on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB, 73 GiB each.
 
     A step is 346 PFLOP of work: 14 s if every GPU reaches 400 TFLOPS.
     """
@@ -287,7 +287,7 @@ def stage_30b_8k() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_30b_74k() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 3 on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 3 on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 141 GB.
 
     A step is 7.5 EFLOP of work: 2.4 minutes if every GPU reaches 400 TFLOPS. Cheap
     activations are recomputed; --dryrun estimates 54 GiB on each GPU, 77 without.

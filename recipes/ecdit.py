@@ -28,7 +28,7 @@ def tiny_ecdit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ecditllama1b() -> run.Partial:
-    """EC-DiT-1B (7.18 B, 1.54 B per token) on images of 256 tokens (256 px), FSDP, 2304 to a step: 32 x 80 GB.
+    """EC-DiT-1B (7.18 B, 1.54 B per token) on images of 256 tokens (256 px), FSDP, 2304 to a step: 32 x 141 GB.
 
     Micro-batches of 72 on each of 32 GPUs are one step. Every GPU gathers all 64 experts of a layer in turn. The
     shares of tokens that no expert took, and the load, are logged per layer. NeMo's recipe of this name cannot be
@@ -51,7 +51,7 @@ def pretrain_ecditllama1b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ecditllama1b_ep8() -> run.Partial:
-    """EC-DiT-1B (7.18 B, 1.54 B per token), as pretrain_ecditllama1b, experts shared by 8: 32 x 80 GB, 72 GiB each.
+    """EC-DiT-1B (7.18 B, 1.54 B per token), as pretrain_ecditllama1b, experts shared by 8: 32 x 141 GB, 75 GiB each.
 
     Tokens are sent to the experts (8 of each layer per GPU), instead of gathering the experts; the distributed
     optimizer in place of FSDP.

@@ -60,7 +60,7 @@ def flux_535m() -> run.Partial:
 def flux_12b() -> run.Partial:
     """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two to a step: 8 x 80 GB.
 
-    `--dryrun` estimates 47 GiB on each GPU. The modulations, 3.2 B, are replicated over tensor-parallel
+    `--dryrun` estimates 49 GiB on each GPU. The modulations, 3.2 B, are replicated over tensor-parallel
     rank; FSDP spreads them over the other four.
     """
     recipe = with_fsdp(on_tensor_parallel(_flux("flux_12b", flux_dev()), 2))

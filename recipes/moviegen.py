@@ -84,7 +84,7 @@ def pretrain_ditllama1b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama3b() -> run.Partial:
-    """MovieGen-3B (5.02 B, whatever its name) on images of 256 tokens, 1536 to a step: 32 x 80 GB, 68 GiB each.
+    """MovieGen-3B (5.02 B, whatever its name) on images of 256 tokens, 1536 to a step: 32 x 80 GB, 66 GiB each.
 
     28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
     on each of 32 GPUs is one step; --dryrun estimates 92 GiB with no layer recomputed.
@@ -132,7 +132,7 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_stage3() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 80 GB or more, 71 GiB each.
+    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 141 GB or more, 81 GiB each.
 
     Every GPU has 9216 tokens of a pack; 256 packs to a step at lr 6e-5. Cheap activations are recomputed; --dryrun
     estimates 64 GiB on each of 16 GPUs.
@@ -182,16 +182,16 @@ def _mock_30b(name: str, latent: tuple[int, int, int], tensor_size: int, context
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage2_mock() -> run.Partial:
-    """MovieGen-30B (33.4 B) on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP, 256 to a step: 64 x 80 GB.
+    """MovieGen-30B (33.4 B) on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB, 73 GiB each.
 
-    The layout of stage 2; every GPU has 2048 tokens of a clip.
+    The layout of stage 2, 256 clips to a step; every GPU has 2048 tokens of a clip.
     """
     return with_fsdp(_mock_30b("pretrain_ditllama30b_stage2_mock", CLIP_256, 2, 4))
 
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage3_mock() -> run.Partial:
-    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 80 GB.
+    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 141 GB.
 
     The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe requests them and gets one frame.
     Cheap activations are recomputed; --dryrun estimates 54 GiB on each of 128 GPUs, 77 without.

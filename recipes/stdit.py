@@ -77,7 +77,7 @@ def _on_packs(name: str, model: run.Config) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_stdit_xl() -> run.Partial:
-    """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 80 GB or more, 71 GiB each.
+    """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 141 GB or more, 84 GiB each.
 
     A clip of 24 x 32 x 32 patches fills a pack; images fill the room that shorter clips leave. 64 packs to a step at lr
     1e-4; cheap activations are recomputed. Operations are counted by --dryrun --tokens 24x32x32.
@@ -100,7 +100,7 @@ def pretrain_stdit_xl_full() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def mock_stdit_xl() -> run.Partial:
-    """ST-DiT-XL (1.20 B) on synthetic clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more, 69 GiB of it.
+    """ST-DiT-XL (1.20 B) on synthetic clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more, 68 GiB of it.
 
     24 of its 56 layers are recomputed; the memory is what --dryrun estimates.
     """
@@ -113,7 +113,7 @@ def mock_stdit_xl() -> run.Partial:
 def mock_stdit3b() -> run.Partial:
     """ST-DiT-3B (3.26 B) of the NeMo proposal on synthetic clips of 1024 tokens, TP 4 + SP, 15 steps: 4 x 80 GB.
 
-    --dryrun estimates 16 GiB on each. The proposal's recipe of this name builds XL.
+    --dryrun estimates 14 GiB on each. The proposal's recipe of this name builds XL.
     """
     return on_tensor_parallel(as_mock(as_large_model(_stdit("mock_stdit3b", stdit_3b())), CLIP_1K), 4)
 
@@ -123,7 +123,7 @@ def mock_stdit3b_opensora() -> run.Partial:
     """ST-DiT-3B (3.18 B) of Open-Sora on synthetic clips of 73,728 tokens, TP 2 + SP, CP 2, 15 steps: 4 x 80 GB.
 
     Each GPU has 16 complete frames, so spatial attention sends nothing; temporal attention sends its tokens once and
-    gets them back. Every layer is recomputed; --dryrun estimates 23 GiB on each.
+    gets them back. Every layer is recomputed; --dryrun estimates 22 GiB on each.
     """
     recipe = as_mock(as_large_model(_stdit("mock_stdit3b_opensora", stdit_3b_opensora())), CLIP_74K, text_tokens=300)
     recipe.parallel.context_parallel_size = 2
@@ -150,7 +150,7 @@ def _bench(name: str, comm: str, context_size: int) -> run.Partial:
 def bench_stdit_hybrid_cp1() -> run.Partial:
     """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention made local by all-to-all: one GPU of 80 GB.
 
-    Nothing travels: what one GPU does alone, the measure of the others. --dryrun estimates 53 GiB.
+    Nothing travels: what one GPU does alone, the measure of the others. --dryrun estimates 56 GiB.
     """
     return _bench("bench_stdit_hybrid_cp1", "hybrid", 1)
 
@@ -169,7 +169,7 @@ def bench_stdit_hybrid_cp2() -> run.Partial:
     """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 2, attention made local by all-to-all: 2 x 80 GB.
 
     A forward pass sends 151 MB (bf16) per GPU and temporal attention, 1/2 of the ring, and nothing for spatial
-    attention. --dryrun estimates 28 GiB on each.
+    attention. --dryrun estimates 29 GiB on each.
     """
     return _bench("bench_stdit_hybrid_cp2", "hybrid", 2)
 
@@ -207,7 +207,7 @@ def bench_stdit_hybrid_cp8() -> run.Partial:
     """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 8, attention made local by all-to-all: 8 x 80 GB.
 
     A forward pass sends 66 MB (bf16) per GPU and temporal attention, 1/8 of the ring, and nothing for spatial
-    attention. --dryrun estimates 9.4 GiB on each.
+    attention. --dryrun estimates 9.7 GiB on each.
     """
     return _bench("bench_stdit_hybrid_cp8", "hybrid", 8)
 

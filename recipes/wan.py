@@ -51,7 +51,7 @@ def _mock(name: str, model: run.Config[ModelConfig], samples: int) -> run.Partia
 
 @run.cli.factory(target=pretrain)
 def wan_1_3b_mock() -> run.Partial:
-    """Wan 2.1 1.3B (1.42 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, 15 steps: 8 x 24 GB.
+    """Wan 2.1 1.3B (1.42 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, 15 steps: 8 x 40 GB.
 
     Every GPU works on 9360 tokens of a clip. Cheap activations are recomputed; `--dryrun` estimates 19 GiB on each, 23
     without.
@@ -63,7 +63,7 @@ def wan_1_3b_mock() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def wan_14b_mock() -> run.Partial:
-    """Wan 2.1 14B (14.3 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP: 32 x 80 GB or more, 71 GiB each.
+    """Wan 2.1 14B (14.3 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP: 32 x 141 GB or more.
 
     15 steps. Of the memory that `--dryrun` estimates, 64 GiB are activations; 16 GPUs need
     `training.recompute=selective` (67 GiB). DFM publishes 325.8 TFLOP/s

@@ -7,9 +7,12 @@ from benchmarks.parallel_training import tiny_model
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.plan import plan
-from dit.planner.trace import Job, _fused_rms_norm, trace
+from dit.planner.trace import Job, _fused_rms_norm, steady_state, trace
 from dit.settings import OptimizerConfig, TrainingConfig
+from dit.tracing.counter import StepTrace
 from dit.tracing.packs import PackShape
+from launch.config_file import built
+from launch.train import call_recipe
 
 PACK = PackShape(((1, 4, 8), (1, 4, 8)), text_lengths=(4, 4))
 OF_PEAK = 0.01
@@ -47,6 +50,33 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
         assert planned.sent_bytes[kind] == pytest.approx(sent, rel=OF_PEAK)
     assert planned.live == pytest.approx(full.live, rel=OF_PEAK)
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "layers"),
+    [
+        # 2 and 3 layers of three ranks: in a first step once, then in 5, 4 and 3 micro-batches.
+        ("pretrain_ditllama30b_stage3_mock_with_pp", 128, (2 + 3) * (6 + 5 + 4)),
+        # Layers of 0.18 B parameters over 2 ranks: the gradients of 11 wait for their reduction.
+        ("mock_ditllama5b_8k", 8, (13 + 14) * 4),
+    ],
+)
+def test_a_dry_run_traces_few_layers(monkeypatch, recipe, ranks, layers):
+    """Its time is that of a layer in a micro-batch, so often, whatever the depth and the batch."""
+    traced = []
+
+    def counted(jobs):
+        for job in jobs:
+            steady = steady_state(job.parallel, job.rank * job.parallel.pipeline_model_parallel_size // job.world_size)
+            micro_batches = steady.unit + min(job.micro_batches, steady.micro_batches)
+            traced.append(sum(len(stage.layers) for stage in job.stages) * micro_batches)
+        return [StepTrace() for _ in jobs]
+
+    monkeypatch.setattr("dit.planner.plan.trace", counted)
+    config = built(call_recipe(recipe))
+    dims, _ = config.check(ranks)
+    plan(config.model, config.objective, config.optimizer, config.parallel, config.training, PACK, dims)
+    assert sum(traced) == layers
 
 
 def test_an_accelerators_rms_norm_saves_its_input_its_weight_and_a_number_per_row():

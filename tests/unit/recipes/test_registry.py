@@ -103,32 +103,8 @@ def test_a_recipe_divides_into_the_ranks_that_its_line_names(entry):
 ON_GPUS = [entry for entry in registry.recipes() if (match := RANKS.search(entry.line)) and any(match.group(*SIZES))]
 
 
-# GiB that are planned for these recipes; their lines name the GPUs that formulas found enough for them.
-LINES_TO_CORRECT = {
-    "bench_dit7b_74k_tp2sp_cp4": 85,
-    "bench_dit28b_64k_fsdp_ckpt": 140,
-    "stage_5b_74k": 77,
-    "stage_30b_256": 133,
-    "stage_30b_8k": 96,
-    "stage_30b_74k": 112,
-    "pretrain_7b_256p_joint_pack": 65,
-    "pretrain_ecditllama1b_ep8": 75,
-    "flux_12b": 68,
-    "pretrain_ditllama3b": 66,
-    "pretrain_ditllama5b_stage3": 81,
-    "pretrain_ditllama30b": 134,
-    "pretrain_ditllama30b_stage2_mock": 96,
-}
-
-
-def to_fit():
-    """Return the recipes that name GPUs; those whose line is wrong are known to be."""
-    wrong = pytest.mark.xfail(strict=True, reason="the line states what formulas counted")
-    return [pytest.param(e, marks=[wrong] if e.name in LINES_TO_CORRECT else [], id=e.name) for e in ON_GPUS]
-
-
 @pytest.mark.matrix
-@pytest.mark.parametrize("entry", to_fit())
+@pytest.mark.parametrize("entry", ON_GPUS, ids=lambda entry: entry.name)
 def test_a_recipe_fits_the_gpus_that_its_line_names(entry):
     """The planned step fits, or the line says how much it needs."""
     match = RANKS.search(entry.line)
