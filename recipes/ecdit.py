@@ -30,9 +30,9 @@ def tiny_ecdit() -> run.Partial:
 def pretrain_ecditllama1b() -> run.Partial:
     """EC-DiT-1B (7.18 B, 1.54 B per token) on images of 256 tokens (256 px), FSDP, 2304 to a step: 32 x 141 GB.
 
-    Micro-batches of 72 on each of 32 GPUs are one step. Every GPU gathers all 64 experts of a layer in turn. The
-    shares of tokens that no expert took, and the load, are logged per layer. NeMo's recipe of this name cannot be
-    built: its router is in no public Megatron-Core.
+    Micro-batches of 72 on each of 32 GPUs are one step (78 GiB each; 41 with micro-batches of 36).
+    Every GPU gathers all 64 experts of a layer in turn. The shares of tokens that no expert took, and the load, are
+    logged per layer. NeMo's recipe of this name cannot be built: its router is in no public Megatron-Core.
     """
     recipe = with_fsdp(as_large_model(text_conditional("pretrain_ecditllama1b", ec_dit_1b())))
     recipe.data = run.Config(
@@ -54,7 +54,7 @@ def pretrain_ecditllama1b_ep8() -> run.Partial:
     """EC-DiT-1B (7.18 B, 1.54 B per token), as pretrain_ecditllama1b, experts shared by 8: 32 x 141 GB, 75 GiB each.
 
     Tokens are sent to the experts (8 of each layer per GPU), instead of gathering the experts; the distributed
-    optimizer in place of FSDP.
+    optimizer in place of FSDP. With micro-batches of 36 it takes 44 GiB.
     """
     recipe = pretrain_ecditllama1b()
     recipe.training.run_dir = "runs/pretrain_ecditllama1b_ep8"

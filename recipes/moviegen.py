@@ -134,8 +134,8 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
 def pretrain_ditllama5b_stage3() -> run.Partial:
     """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 141 GB or more, 81 GiB each.
 
-    Every GPU has 9216 tokens of a pack; 256 packs to a step at lr 6e-5. Cheap activations are recomputed; --dryrun
-    estimates 64 GiB on each of 16 GPUs.
+    Every GPU has 9216 tokens of a pack; 256 packs to a step at lr 6e-5. Cheap activations are recomputed; with
+    `training.recompute=full` --dryrun estimates 39 GiB.
     """
     recipe = pretrain_ditllama5b_stage2()
     recipe.training.run_dir = "runs/pretrain_ditllama5b_stage3"
@@ -194,7 +194,7 @@ def pretrain_ditllama30b_stage3_mock() -> run.Partial:
     """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 141 GB.
 
     The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe requests them and gets one frame.
-    Cheap activations are recomputed; --dryrun estimates 54 GiB on each of 128 GPUs, 77 without.
+    Cheap activations are recomputed; --dryrun estimates 99 GiB on each of 128 GPUs, 56 with `training.recompute=full`.
     """
     recipe = with_fsdp(_mock_30b("pretrain_ditllama30b_stage3_mock", CLIP_768, 2, 8))
     recipe.training.recompute = "selective"

@@ -80,7 +80,8 @@ def pretrain_stdit_xl() -> run.Partial:
     """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 141 GB or more, 84 GiB each.
 
     A clip of 24 x 32 x 32 patches fills a pack; images fill the room that shorter clips leave. 64 packs to a step at lr
-    1e-4; cheap activations are recomputed. Operations are counted by --dryrun --tokens 24x32x32.
+    1e-4; cheap activations are recomputed; `training.recompute=full` takes 12 GiB. Operations are counted by
+    --dryrun --tokens 24x32x32.
     """
     return _on_packs("pretrain_stdit_xl", stdit_xl())
 
@@ -91,7 +92,7 @@ def pretrain_stdit_xl_full() -> run.Partial:
 
     28 layers with spatial, full and temporal attention in each. The hybrid of context parallelism: full attention
     runs on the ring, spatial and temporal attention become local by one all-to-all each way. Data and settings of
-    pretrain_stdit_xl; --dryrun --tokens 24x32x32 --world-size 8 estimates 36 GiB on each.
+    pretrain_stdit_xl; --dryrun --tokens 24x32x32 --world-size 8 estimates 39 GiB on each.
     """
     recipe = _on_packs("pretrain_stdit_xl_full", stdit_xl_full())
     recipe.parallel.context_parallel_size = 2

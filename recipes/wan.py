@@ -53,7 +53,7 @@ def _mock(name: str, model: run.Config[ModelConfig], samples: int) -> run.Partia
 def wan_1_3b_mock() -> run.Partial:
     """Wan 2.1 1.3B (1.42 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, 15 steps: 8 x 40 GB.
 
-    Every GPU works on 9360 tokens of a clip. Cheap activations are recomputed; `--dryrun` estimates 19 GiB on each, 23
+    Every GPU works on 9360 tokens of a clip. Cheap activations are recomputed; `--dryrun` estimates 22 GiB on each, 23
     without.
     """
     recipe = _mock("wan_1_3b_mock", wan_1_3b(), 8)
@@ -65,8 +65,7 @@ def wan_1_3b_mock() -> run.Partial:
 def wan_14b_mock() -> run.Partial:
     """Wan 2.1 14B (14.3 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP: 32 x 141 GB or more.
 
-    15 steps. Of the memory that `--dryrun` estimates, 64 GiB are activations; 16 GPUs need
-    `training.recompute=selective` (67 GiB). DFM publishes 325.8 TFLOP/s
-    for each of 128 H100 with this model, clip and layout: 1974 tokens/s.
+    15 steps. `--dryrun` estimates 75 GiB on each GPU, 65 with `training.recompute=selective`.
+    DFM publishes 325.8 TFLOP/s for each of 128 H100 with this model, clip and layout: 1974 tokens/s.
     """
     return with_fsdp(_mock("wan_14b_mock", wan_14b(), 16))

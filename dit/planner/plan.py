@@ -155,12 +155,12 @@ def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingCon
                 weights = np.linalg.lstsq(
                     np.array([_row(c, target) for _, c in chosen]).T, np.array(_row(target, target)), rcond=None
                 )[0]
-                found = [
+                few = [
                     _Probe(part, None if redone is None else _redone(part, chunks, redone), float(weight))
                     for (part, _), weight in zip(chosen, weights)
                 ]
-                probed = sum(_num_layers(probe.stages) for probe in found)
-                return found if probed < _num_layers(chunks) else [everything]
+                probed = sum(_num_layers(probe.stages) for probe in few)
+                return few if probed < _num_layers(chunks) else [everything]
     return [everything]
 
 

@@ -102,7 +102,7 @@ class Repeats:
                 return None
             self._mode = result.fake_mode
             strided, storage, offset = _strided(result), result.untyped_storage(), result.storage_offset()
-            if func.is_view and storage._cdata == storages[0]:
+            if func.is_view and storage._cdata == storages[0] and result.dtype == args[0].dtype:
                 outputs.append(_Output(strided=strided, offset=offset - args[0].storage_offset()))
                 continue
             if storage._cdata in storages or offset or storage.nbytes() != _nbytes(strided):

@@ -53,16 +53,17 @@ def bytes_sent(groups: Sequence[Any], *, reductions: bool = False) -> Iterator[C
         return all_reduce(tensor, *args, group=group, **kwargs)
 
     def watching(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(output: Tensor, given: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
             ranks = _ranks(group)
             if ranks in watched:
+                given = args[1] if args else next(kwargs[key] for key in ("input_tensor", "input") if key in kwargs)
                 others = len(ranks) - 1
-                if len(args) == 2:  # an all-to-all of uneven shares: all but what stays
-                    sent[name] += given[:1].nbytes * (sum(args[1]) - args[1][group.rank()])
+                if len(args) == 4:  # an all-to-all of uneven shares: all but what stays
+                    sent[name] += given[:1].nbytes * (sum(args[3]) - args[3][group.rank()])
                 else:
                     # A gather sends all that is given to each other rank, the two others a part of it to each.
                     sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else len(ranks))
-            return original(output, given, *args, group=group, **kwargs)
+            return original(*args, group=group, **kwargs)
 
         return call
 
