@@ -29,14 +29,16 @@ def pictogram_autoencoder() -> run.Partial:
     )
     recipe.objective = run.Config(Autoencoding, kl_weight=1e-4)
     recipe.data = run.Config(EnergonData, path="data/pictograms", num_streams=2, bucket_by_shape=True)
-    recipe.optimizer.lr = 2e-3
+    # Few pictures and little time: small batches learn most from each picture.
+    recipe.optimizer.lr = 3e-3
     recipe.training.run_dir = "runs/pictogram_autoencoder"
-    recipe.training.num_steps = 1000
-    recipe.training.micro_batch_size = 16
-    recipe.training.global_batch_size = 32
+    recipe.training.num_steps = 2400
+    recipe.training.micro_batch_size = 4
+    recipe.training.global_batch_size = 8
+    recipe.training.ema_decay = 0.98
     recipe.training.validation_interval = 0
     recipe.training.sample_interval = 0
-    recipe.checkpoint.interval = 500
+    recipe.checkpoint.interval = 600
     return recipe
 
 
@@ -56,7 +58,7 @@ def pictograms_latent() -> run.Partial:
         num_layers=6,
         num_attention_heads=6,
         in_channels=16,
-        patch_spatial=1,
+        patch_spatial=2,
         context_size=384,
         context_dropout=0.1,
         add_bias=True,
@@ -65,10 +67,10 @@ def pictograms_latent() -> run.Partial:
     )
     recipe.data = run.Config(EnergonData, path="data/pictograms_latent", num_streams=2)
     recipe.training.run_dir = "runs/pictograms_latent"
-    recipe.training.num_steps = 1500
+    recipe.training.num_steps = 2400
     recipe.training.validation_interval = 0
     recipe.training.sample_interval = 0
-    recipe.checkpoint.interval = 500
+    recipe.checkpoint.interval = 600
     recipe.sampling.guidance_scale = 3.0
     recipe.sampling.prompts = [
         "red heart",
