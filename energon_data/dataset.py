@@ -48,7 +48,7 @@ class EnergonData(DataConfig):
 
     Attributes:
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml` that blends several.
-        blend: in place of `path`, several of them with their weights: `[{path: DIR, weight: 3}, ...]`.
+        blend: read in place of `path`: several of them with their weights, `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; a weight is then a list of one number for each stage.
         num_streams: global streams of the run; None for one per data-parallel rank. With a fixed number, the order of
             the data does not depend on the number of ranks.
@@ -137,7 +137,7 @@ class EnergonData(DataConfig):
         """
         self.check_settings(spec, dp_size, micro_batches_per_step)
         num_streams = self.num_streams or dp_size
-        infos = self._folders(self.train_split)
+        infos = self.folders(self.train_split)
         stored_channels = spec.latent_channels
         if self.online_vae is not None:
             check_vae(self.online_vae, spec)
@@ -216,10 +216,6 @@ class EnergonData(DataConfig):
         self._check_augmentation(spec, spec.patch_spatial)
         check_choice("data.online_precision", self.online_precision, Literal["fp32", "bf16"])
         check_streams(self.num_streams, dp_size, micro_batches_per_step)
-        if self.blend is not None and self.path:
-            raise ConfigError(
-                f"data.path={self.path} and data.blend exclude each other; set data.path='' or blend=null"
-            )
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
         self._members()
@@ -244,12 +240,12 @@ class EnergonData(DataConfig):
     @property
     def origin(self) -> str:
         """Name of the data, for messages."""
-        return self.path or ", ".join(member.path for member in self._members())
+        return self.path if self.blend is None else ", ".join(member.path for member in self._members())
 
     def _members(self) -> list[Member]:
         return [] if self.blend is None else read_blend(self.blend, self.blend_steps or [])
 
-    def _folders(self, split: str) -> list[SplitInfo]:
+    def folders(self, split: str) -> list[SplitInfo]:
         """Check all folders; arguments and errors as of `check_dataset`."""
         paths = [self.path] if self.blend is None else [member.path for member in self._members()]
         return [info for path in paths for info in check_dataset(path, split)]
@@ -359,7 +355,7 @@ class EnergonData(DataConfig):
             ConfigError: the stream count does not fit the data-parallel size.
             DataError: the data set is missing, incomplete, or could execute code.
         """
-        self._folders(self.train_split)
+        self.folders(self.train_split)
         num_streams = check_streams(self.num_streams, dp_size, self.num_streams or dp_size)
         sources = {
             stream: self._source(spec, stream, num_streams, seed, micro_batches_per_step)
@@ -409,7 +405,7 @@ class EnergonData(DataConfig):
         """
         from energon_data.energon_source import validation_pass
 
-        self._folders(self.validation_split)
+        self.folders(self.validation_split)
 
         def read() -> Iterator[Delivery]:
             with self._read_as(self.validation_split, None) as path:
@@ -435,7 +431,7 @@ class EnergonData(DataConfig):
         Raises:
             ConfigError: captions are to be embedded, and none of the first samples has one.
         """
-        stored = stored_names(self._folders(self.train_split))
+        stored = stored_names(self.folders(self.train_split))
         if stored is None or self.online_text_encoder is None:
             return stored
         if "caption" not in stored:
@@ -477,7 +473,7 @@ class EnergonData(DataConfig):
 
     def _agreed(self, name: str, why: str) -> Any:
         """Return an entry of `dataset.json` on which all members that have it must agree."""
-        infos = self._folders(self.train_split)
+        infos = self.folders(self.train_split)
         stated = {str(i.path): i.description[name] for i in infos if i.description.get(name)}
         values = list(stated.values())
         if any(value != values[0] for value in values):

@@ -55,6 +55,8 @@ def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
         changes["validation_micro_batches"] = args.micro_batches
     if args.data is not None:
         changes["path"] = args.data
+        if getattr(data, "blend", None) is not None:
+            changes |= {"blend": None, "blend_steps": None}
     if args.data is not None and not hasattr(data, "path"):
         from energon_data.dataset import EnergonData
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dit.errors import ConfigError
+from energon_data.dataset import EnergonData
 from launch.letter_reader import LetterReader, load_reader
 from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
 from launch.measurement import Measurement
@@ -104,17 +105,17 @@ def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
     """
     if args.data:
         return args.data
-    path = getattr(generator.config.data, "path", "") or DEFAULT_DATA
-    if Path(path).suffix not in (".yaml", ".yml"):
+    data = generator.config.data
+    path = getattr(data, "path", "") or DEFAULT_DATA
+    if getattr(data, "blend", None) is None and Path(path).suffix not in (".yaml", ".yml"):
         return path
-    from energon_data.folder import check_dataset
-
-    members = {str(member.path): member.description.get("name") in LETTERS for member in check_dataset(path, "train")}
+    assert isinstance(data, EnergonData)  # other data are not blended
+    members = {str(member.path): member.description.get("name") in LETTERS for member in data.folders("train")}
     readable = [member for member, is_letters in members.items() if is_letters]
     if len(readable) != 1:
         raise ConfigError(
-            f"the run trained on {path}, a blend with {len(readable)} data sets of letters, and the reader learns from "
-            f"one; name the one whose letters the samples shall be, as in --data {(readable or list(members))[0]} "
+            f"the run trained on {data.origin}, a blend with {len(readable)} data sets of letters, and the reader learns "
+            f"from one; name the one whose letters the samples shall be, as in --data {(readable or list(members))[0]} "
             f"(the blend has {', '.join(members)})"
         )
     return readable[0]

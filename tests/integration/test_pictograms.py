@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from dit.batch import pixel_values
 from dit.convert.diffusers_autoencoder import DiffusersAutoencoder
 from dit.convert.state_files import read_diffusers
 from dit.encoders.vae import VAE
 from dit.errors import EXIT_OK
-from energon_data.media_files import pixel_values, pixels_of
+from energon_data.media_files import pixels_of
 from energon_data.prepare.pictograms import ATTRIBUTION, choose_pictograms, draw
 from tests.integration import actions
 from tests.integration.runs import checkpoint, loss_values, overrides, read_tensors, scalars

@@ -368,8 +368,8 @@ MUTANTS = (
     Mutant(
         "noise: the same for every purpose",
         "dit/objectives/addressed_noise.py",
-        "(self.seed ^ zlib.crc32(purpose.encode())) & MASK32",
-        "self.seed & MASK32",
+        "(seed ^ zlib.crc32(purpose.encode())) & MASK32",
+        "seed & MASK32",
         (NOISE,),
     ),
     Mutant(

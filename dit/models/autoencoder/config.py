@@ -5,6 +5,7 @@ from typing import ClassVar, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.ranges import FINITE, LAYERS, POSITIVE, SHARE, WIDTH, check_ranges
 
 
 @dataclass(kw_only=True)
@@ -54,9 +55,17 @@ class AutoencoderConfig(ModelConfig):
                 raise ConfigError(
                     f"model.{name}={getattr(self, name)}: an autoencoder takes no condition; set it to null"
                 )
-        counts = {name: getattr(self, name) for name in ("in_channels", "latent_channels", "layers_per_block")}
-        if wrong := [f"model.{name}={count}" for name, count in counts.items() if count < 1]:
-            raise ConfigError(f"{', '.join(wrong)}: must be at least 1")
+        check_ranges(
+            "model",
+            self,
+            {
+                **dict.fromkeys(("in_channels", "latent_channels", "block_out_channels", "norm_num_groups"), WIDTH),
+                **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
+                "layers_per_block": LAYERS,
+                "scaling_factor": POSITIVE,
+                "shift_factor": FINITE,
+            },
+        )
         if self.patch_temporal != 1:
             raise ConfigError(
                 f"model.patch_temporal={self.patch_temporal}: each frame is encoded by itself; set it to 1"

@@ -135,9 +135,7 @@ def test_a_blend_that_says_nothing_is_refused(blend: list, steps: list, message:
         read_blend(blend, steps)
 
 
-def test_path_and_blend_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"data\.path=x and data.blend exclude each other"):
-        EnergonData(path="x", blend=[{"path": "a"}]).check_settings(spec(), 1, 1)
+def test_steps_without_a_blend_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.blend_steps changes the weights"):
         EnergonData(path="x", blend_steps=[3]).check_settings(spec(), 1, 1)
 

@@ -194,7 +194,10 @@ def with_record(path: Path, text: str) -> Path:
         ({"model": {**MODEL, "num_attention_heads": 5}}, "hidden_size=48 is not a multiple"),
         ({"model": ["os.system"]}, "must be settings by name"),
         ({"model": {**MODEL, "num_layers": 2}}, "missing: blocks.1"),
-        ({"objective": {"name": "os.system"}}, "objective 'os.system' is unknown; use one of ddpm, edm, flow_matching"),
+        (
+            {"objective": {"name": "os.system"}},
+            "'os.system' is unknown; use one of autoencoding, ddpm, edm, flow_matching",
+        ),
         ({"objective": "edm"}, "objective 'edm' is unknown"),
         ({"objective": {"name": ["ddpm"]}}, "is unknown"),
         ({"objective": {"name": "edm", "p_mean": "x"}}, "cannot have p_mean='x'"),

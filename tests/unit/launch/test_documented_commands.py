@@ -35,7 +35,7 @@ VARIABLES = [
     (re.compile(r"^ *for (\w+) in ([^;\n]+); do", re.MULTILINE), None),
     (re.compile(r"^#SBATCH --nodes=(\d+)", re.MULTILINE), "SLURM_NNODES"),
 ]
-OVERRIDE = re.compile(r"[a-z_.]+[-+*/]?=\S+")
+OVERRIDE = re.compile(r"[a-z_.]+[-+*/]?=(\S+|\[.+\])")
 PLACEHOLDER = re.compile(r"[A-Z]+")
 
 

@@ -45,6 +45,7 @@ BASES = {
     ("tiny_flux",): ("model",),
     ("tiny_wan",): ("model",),
     ("letters_dit",): ("data",),
+    ("pictogram_autoencoder",): ("model", "objective"),
 }
 
 MAY_BE_ZERO = {
@@ -57,15 +58,25 @@ MAY_BE_ZERO = {
     *("sampling.guidance_scale", "sampling.seed"),
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
-    *("objective.logit_mean", "objective.p_mean", "objective.vlb_weight"),
-    *("model.class_dropout", "model.context_dropout", "model.time_frequency_shift", "model.guidance"),
+    *("objective.logit_mean", "objective.p_mean", "objective.vlb_weight", "objective.kl_weight"),
+    *(
+        "model.shift_factor",
+        "model.class_dropout",
+        "model.context_dropout",
+        "model.time_frequency_shift",
+        "model.guidance",
+    ),
 }
-MAY_BE_NEGATIVE = {"sampling.guidance_scale", "objective.logit_mean", "objective.p_mean", "data.min_aesthetic_score"}
+MAY_BE_NEGATIVE = {
+    *("sampling.guidance_scale", "objective.logit_mean", "objective.p_mean", "data.min_aesthetic_score"),
+    "model.shift_factor",
+}
 MAY_BE_HUGE = {
     *("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_grad", "sampling.guidance_scale"),
     *("schedule.div_factor", "schedule.final_div_factor"),
     *("objective.logit_mean", "objective.logit_std", "objective.time_shift"),
-    *("objective.min_snr_gamma", "objective.vlb_weight"),
+    *("objective.min_snr_gamma", "objective.vlb_weight", "objective.kl_weight"),
+    *("model.scaling_factor", "model.shift_factor"),
     *("objective.p_mean", "objective.p_std", "objective.sigma_data", "objective.sigma_max", "objective.rho"),
     *("data.fps", "data.max_abs_latent", "data.min_aesthetic_score", "data.max_aspect_ratio"),
     *("data.min_seconds", "data.max_seconds"),
