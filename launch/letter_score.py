@@ -115,8 +115,8 @@ def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
     if len(readable) != 1:
         raise ConfigError(
             f"the run trained on {data.origin}, a blend with {len(readable)} data sets of letters, and the reader "
-            f"learns from one; name the one whose letters the samples shall be, as in --data {(readable or list(members))[0]} "
-            f"(the blend has {', '.join(members)})"
+            f"learns from one; name the one whose letters the samples shall be, as in --data "
+            f"{(readable or list(members))[0]} (the blend has {', '.join(members)})"
         )
     return readable[0]
 
