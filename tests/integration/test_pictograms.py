@@ -11,7 +11,7 @@ from dit.batch import pixel_values
 from dit.convert.diffusers_autoencoder import DiffusersAutoencoder
 from dit.convert.state_files import read_diffusers
 from dit.encoders.vae import VAE
-from dit.errors import EXIT_OK
+from dit.errors import EXIT_DATA, EXIT_OK
 from energon_data.media_files import pixels_of
 from energon_data.prepare.pictograms import ATTRIBUTION, choose_pictograms, draw
 from tests.integration import actions
@@ -62,7 +62,8 @@ def done(folder: Path) -> dict[str, Any]:
     }
     encoders = ["--vae", str(folder / "vae"), "--text-encoder", "all-minilm-l6-v2"]
     encoded = [*DATA, *encoders, "--out", str(folder / "latents")]
-    judged = ["--checkpoint", str(folder / "latent"), "--steps", "2", "--out", str(folder / "drawn.png")]
+    judged = ["--checkpoint", str(folder / "latent"), "--metric", "pictograms"]
+    judged += ["--steps", "2", "--out", str(folder / "drawn.png")]
     exported = ["--checkpoint", str(folder / "autoencoder"), "--format", "diffusers", "--out"]
     jobs = {
         "draw": Job(actions.prepare, {"arguments": [*DATA, "--out", str(folder / "pixels")]}),
@@ -75,12 +76,15 @@ def done(folder: Path) -> dict[str, Any]:
         "encode": Job(actions.prepare, {"arguments": encoded}),
         "latent": Job(actions.train, run("pictograms_latent", "latent", **latent)),
         "judge": Job(actions.evaluate, {"arguments": [*judged, "--json"]}),
+        "letters": Job(actions.evaluate, {"arguments": ["--checkpoint", str(folder / "latent")]}),
     }
     return run_jobs(folder / "world", jobs)
 
 
 def test_every_command_ends_well(done: dict[str, Any], folder: Path) -> None:
     codes = {name: ended.code for name, ended in done.items()}
+    assert codes.pop("letters") == EXIT_DATA
+    assert "which letters have; choose another --metric" in done["letters"].err
     assert set(codes.values()) == {EXIT_OK}, done
     assert ATTRIBUTION in done["draw"].out
     assert f"export it: python -m launch.export --checkpoint {folder / 'autoencoder'}" in done["autoencoder"].out
