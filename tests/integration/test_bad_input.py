@@ -216,6 +216,7 @@ def test_lost_samples_within_the_budget_are_counted_wherever_they_were_met(
     assert scalars(folder / "budget", "skipped_samples")[2] == len(skipped)
 
 
+@pytest.mark.matrix
 def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged: tuple[Path, str, str]) -> None:
     """One rank reads the damaged shard; the other one only loses its peer."""
     data, shard, key = damaged

@@ -10,7 +10,7 @@ from energon_data.prepare.__main__ import main as prepare
 from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors, scalars
 from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, save_clip, save_t5, save_vae
-from tests.support.ranks import Job, rows, run_jobs, selected
+from tests.support.ranks import Job, run_jobs, selected
 
 STORED = 1e-3  # relative: stored latents and embeddings are float16
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
@@ -88,7 +88,8 @@ def test_online_losses_are_those_of_stored_latents_and_embeddings(runs: Path) ->
     assert held_out[1] == pytest.approx(held_out[0], rel=STORED)
 
 
-@pytest.mark.parametrize("name", rows(((name,) for name in LAYOUTS), lambda name: name == "cp2"))
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_online_losses_are_those_of_one_rank(runs: Path, name: str) -> None:
     assert loss_values(runs / name) == pytest.approx(loss_values(runs / "online"), rel=ROUNDING)
 
