@@ -78,7 +78,7 @@ def test_the_network_gets_the_pixels_and_noise_by_address():
         (["model.latent_channels=96"], "latent_channels=96: .* its 192 pixel values; use at most 95"),
         (["model.context_size=384"], "model.context_size=384: an autoencoder takes no condition"),
         (["model.patch_temporal=2"], "model.patch_temporal=2: each frame is encoded by itself"),
-        (["model.layers_per_block=0"], "model.layers_per_block=0: must be at least 1"),
+        (["model.layers_per_block=0"], "model.layers_per_block=0 must be a whole number of at least 1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(settings, says):
