@@ -59,13 +59,18 @@ def test_a_crop_is_a_window_and_every_window_is_as_likely() -> None:
 
 
 def test_flips_have_their_share_and_are_independent_of_the_crop() -> None:
-    mirrored = {size: [] for size in (6, 9)}
+    mirrored: dict[int, list[bool]] = {size: [] for size in (6, 9)}
+    upper: list[bool] = []
     for size, found in mirrored.items():
         augment = Augmentation(crop=(4, 4), flip=0.3)
         for visit in visits(3000):
             cut = augment(ramp(size, size), visit)
             found.append(bool(cut[1, 0, 0, 0] > cut[1, 0, 0, -1]))
+            upper += [bool(cut[0, 0, 0, 0] < 3)] * (size == 9)
     assert mirrored[6] == mirrored[9]
+    for half in (True, False):  # places of the crop; four standard deviations
+        flips = [flip for flip, above in zip(mirrored[9], upper) if above == half]
+        assert abs(sum(flips) / len(flips) - 0.3) < 0.05
     assert abs(sum(mirrored[6]) / 3000 - 0.3) < 0.033  # four standard deviations
     assert torch.equal(Augmentation(flip=0.0)(ramp(4, 4), Visit(0, 0, 0, 0)), ramp(4, 4))
     assert torch.equal(Augmentation(flip=1.0)(ramp(4, 4), Visit(0, 0, 0, 0)), ramp(4, 4).flip(-1))
