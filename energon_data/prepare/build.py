@@ -197,7 +197,7 @@ def build(
 
     Raises:
         ConfigError: the folder exists, or unfinished work is of another command, and `force` is not set.
-        DataError: no sample is left for training.
+        DataError: no sample is left for training, or the ranks do not share the folder.
     """
     if ranks.is_first:
         check_replaceable(job.out, force=force)
@@ -215,7 +215,11 @@ def build(
     for number in numbers:
         if number not in records:  # of another rank
             found = _finished(job, number)
-            assert found is not None, f"unit {number} is not finished on the shared folder {job.partial}"
+            if found is None:
+                raise DataError(
+                    f"unit {number} of another rank is not in {job.partial}; all {ranks.count} ranks must see one "
+                    "folder: give --out on a file system that the nodes share"
+                )
             records[number] = found
     ranks.wait()
     total = UnitRecord()
