@@ -844,9 +844,9 @@ MUTANTS = (
     ),
     Mutant(
         "autoencoder: padding on both sides before half the resolution",
-        "dit/models/autoencoder/layer.py",
-        "        if self.stride > 1:",
-        "        if self.stride > 2:",
+        "dit/layers/convolution.py",
+        "        if self.pad_after:",
+        "        if self.pad_after and self.stride == 1:",
         (AUTOENCODER,),
     ),
     Mutant(

@@ -8,48 +8,14 @@ from itertools import pairwise
 from typing import Literal, Optional
 
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, group_norm, interpolate, pad, silu
+from torch.nn.functional import interpolate, silu
 
-from dit.backends.init import ONES, ZEROS, Init
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import segment_sdpa
+from dit.layers.convolution import Convolution, GroupNorm, torch_init
 from dit.layout import SequenceLayout
 
 NORM_EPSILON = 1e-6
-
-
-def _usual(fan_in: int) -> Init:
-    """Return the initialisation of torch's own convolutions and linear layers."""
-    return Init("uniform", fan_in**-0.5)
-
-
-class Convolution(nn.Module):
-    """A convolution; with stride 2 it pads on the right and below only, as the latent diffusion code does."""
-
-    def __init__(self, inputs: int, outputs: int, provider: LayerProvider, *, size: int = 3, stride: int = 1) -> None:
-        super().__init__()
-        self.size, self.stride = size, stride
-        self.weight = provider.parameter((outputs, inputs, size, size), _usual(inputs * size**2))
-        self.bias = provider.parameter((outputs,), ZEROS)
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        padding = self.size // 2
-        if self.stride > 1:
-            x_NCHW, padding = pad(x_NCHW, (0, self.size - self.stride, 0, self.size - self.stride)), 0
-        return conv2d(x_NCHW, self.weight, self.bias, stride=self.stride, padding=padding)
-
-
-class GroupNorm(nn.Module):
-    """A group norm with a learned scale and shift."""
-
-    def __init__(self, channels: int, groups: int, provider: LayerProvider) -> None:
-        super().__init__()
-        self.groups = groups
-        self.weight = provider.parameter((channels,), ONES)
-        self.bias = provider.parameter((channels,), ZEROS)
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return group_norm(x_NCHW, self.groups, self.weight, self.bias, NORM_EPSILON)
 
 
 class ResidualBlock(nn.Module):
@@ -57,9 +23,9 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, groups: int, provider: LayerProvider) -> None:
         super().__init__()
-        self.norm1 = GroupNorm(inputs, groups, provider)
+        self.norm1 = GroupNorm(inputs, groups, provider, epsilon=NORM_EPSILON)
         self.conv1 = Convolution(inputs, outputs, provider)
-        self.norm2 = GroupNorm(outputs, groups, provider)
+        self.norm2 = GroupNorm(outputs, groups, provider, epsilon=NORM_EPSILON)
         self.conv2 = Convolution(outputs, outputs, provider)
         self.conv_shortcut: Optional[Convolution] = None
         if inputs != outputs:
@@ -76,9 +42,9 @@ class AttentionBlock(nn.Module):
 
     def __init__(self, channels: int, groups: int, provider: LayerProvider) -> None:
         super().__init__()
-        self.group_norm = GroupNorm(channels, groups, provider)
+        self.group_norm = GroupNorm(channels, groups, provider, epsilon=NORM_EPSILON)
         self.to_q, self.to_k, self.to_v, self.to_out = (
-            provider.replicated_linear(channels, channels, bias=True, init=_usual(channels)) for _ in range(4)
+            provider.replicated_linear(channels, channels, bias=True, init=torch_init(channels)) for _ in range(4)
         )
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
@@ -119,7 +85,9 @@ class Resolution(nn.Module):
         self.resnets = nn.ModuleList(
             ResidualBlock(outputs if i else inputs, outputs, groups, provider) for i in range(layers)
         )
-        self.downsampler = Convolution(outputs, outputs, provider, stride=2) if resample == "down" else None
+        self.downsampler = (
+            Convolution(outputs, outputs, provider, stride=2, pad_after=True) if resample == "down" else None
+        )
         self.upsampler = Convolution(outputs, outputs, provider) if resample == "up" else None
 
     def forward(self, x_NCHW: Tensor) -> Tensor:

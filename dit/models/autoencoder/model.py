@@ -8,11 +8,11 @@ from torch.nn.functional import silu
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
+from dit.layers.convolution import Convolution, GroupNorm
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.autoencoder.layer import (
+    NORM_EPSILON,
     AttentionBlock,
-    Convolution,
-    GroupNorm,
     MidBlock,
     ResidualBlock,
     resolutions,
@@ -32,7 +32,7 @@ class Encoder(nn.Module):
         self.conv_in = Convolution(config.in_channels, channels[0], provider)
         self.down_blocks = resolutions(channels, config.layers_per_block, groups, provider, "down")
         self.mid_block = MidBlock(channels[-1], groups, provider, attention=config.mid_block_add_attention)
-        self.conv_norm_out = GroupNorm(channels[-1], groups, provider)
+        self.conv_norm_out = GroupNorm(channels[-1], groups, provider, epsilon=NORM_EPSILON)
         self.conv_out = Convolution(channels[-1], 2 * config.latent_channels, provider)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         self.conv_in = Convolution(config.latent_channels, channels[0], provider)
         self.mid_block = MidBlock(channels[0], groups, provider, attention=config.mid_block_add_attention)
         self.up_blocks = resolutions(channels, config.layers_per_block + 1, groups, provider, "up")
-        self.conv_norm_out = GroupNorm(channels[-1], groups, provider)
+        self.conv_norm_out = GroupNorm(channels[-1], groups, provider, epsilon=NORM_EPSILON)
         self.conv_out = Convolution(channels[-1], config.in_channels, provider)
 
     def forward(self, z_NCHW: Tensor) -> Tensor:
