@@ -32,10 +32,14 @@ class Visit:
     number: int
     sample: int
 
-    def generator(self) -> np.random.Generator:
-        """Return random numbers that belong to this visit alone: Philox (Salmon et al. 2011), keyed by the address."""
-        address = f"{self.seed}/{self.stream}/{self.number}/{self.sample}".encode()
+    def generator(self, purpose: str = "") -> np.random.Generator:
+        """Return random numbers that belong to this visit and one use of it: Philox (Salmon et al. 2011), keyed so."""
+        address = f"{self.seed}/{self.stream}/{self.number}/{self.sample}{purpose}".encode()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(blake2b(address, digest_size=16).digest())))
+
+    def caption(self, count: int) -> int:
+        """Return which of `count` captions is read, each as likely."""
+        return int(self.generator("/caption").integers(count))
 
 
 @dataclass(frozen=True, kw_only=True)

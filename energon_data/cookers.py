@@ -20,7 +20,7 @@ from dit.data_api import sample_id
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, page_of
 from energon_data.media_files import PICTURES, VIDEOS, read_pixels
-from energon_data.samples import LATENT, META_PART, PIXELS, Clip, SampleError, finite_number
+from energon_data.samples import CAPTIONS, LATENT, META_PART, PIXELS, Clip, SampleError, finite_number, stem_of_wording
 
 LOSS_WEIGHT_RANGE = (0.0, 1e3)
 """Allowed loss weights of a sample: none is negative, none dominates all others."""
@@ -111,7 +111,9 @@ def _range(condition: Condition) -> str:
 
 def _read_array(condition: Condition, clip: Clip) -> Tensor:
     """Read an array part; a picture gets the frames of the latent."""
-    tensors = (_tensor(clip.parts, name) for name in condition.stored_as)
+    # What is stored once belongs to all captions.
+    stems = [stem_of_wording(name, i) for i in dict.fromkeys((clip.wording, 0)) for name in condition.stored_as]
+    tensors = (_tensor(clip.parts, stem) for stem in stems)
     value = next((x for x in tensors if x is not None), None)
     if value is None:
         sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[condition.axis]
@@ -131,13 +133,13 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
     return value if condition.dtype is None else value.to(condition.dtype)
 
 
-def read_caption(metadata: dict[str, Any]) -> str:
+def read_caption(clip: Clip) -> str:
     """Return the caption that the training device embeds.
 
     Raises:
         SampleError: the metadata has none.
     """
-    caption = metadata.get("caption")
+    caption = clip.metadata[CAPTIONS][clip.wording] if clip.wording else clip.metadata.get("caption")
     if not isinstance(caption, str):
         raise SampleError("no_caption", f"the caption is {caption!r:.60}, and data.online_text_encoder embeds a text")
     return caption

@@ -76,6 +76,7 @@ class EnergonData(DataConfig):
         crop_size: height and width in pixels to cut out while reading; None for the full picture.
         random_crop: whether the place of the crop is random; else, and in held-out data, the centre.
         flip: probability that a picture or clip is mirrored; never in held-out data.
+        vary_captions: draw one of a sample's captions each time it is read; else, and in held-out data, the first.
         max_lost_samples: damaged samples the streams of one data-parallel rank may lose before the run ends.
         require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Existing
             checksums are always verified.
@@ -115,6 +116,7 @@ class EnergonData(DataConfig):
     crop_size: Optional[list[int]] = None
     random_crop: bool = True
     flip: float = 0.0
+    vary_captions: bool = True
     max_lost_samples: int = 0
     require_checksums: bool = True
     online_vae: Optional[str] = None
@@ -327,6 +329,7 @@ class EnergonData(DataConfig):
                 max_tokens=min(lengths) if lengths else None,
             ),
             augmentation=augmentation,
+            vary_captions=self.vary_captions and not held_out,
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,
             max_tokens_per_pack=self.max_tokens_per_pack,

@@ -19,6 +19,7 @@ from dit.errors import DataError, page_of
 
 META_PART = "json"
 LATENT, PIXELS = "latent", "pixels"
+CAPTIONS = "captions"
 _SELF = re.compile(rb'"json": "([0-9a-f]{8})"')
 _BLANK = b'"json": "00000000"'
 
@@ -33,6 +34,7 @@ class Clip:
         parts: decoded array parts besides the latent, by part name; empty once encoded.
         conditions: those of the model, by name, without missing optional ones.
         pixels: `[3, T, H, W]` uint8, if the training device is to encode them; `latent` is then zeros of its shape.
+        wording: which of its captions, and of their embeddings, is used; 0 is the first.
         caption: if the training device is to embed it.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
@@ -47,6 +49,7 @@ class Clip:
     parts: dict[str, Any] = field(default_factory=dict)
     conditions: dict[str, Value] = field(default_factory=dict)
     pixels: Optional[Tensor] = None
+    wording: int = 0
     caption: Optional[str] = None
     shard: str = ""
     id: int = 0
@@ -124,6 +127,11 @@ def unseal(raw: bytes) -> dict[str, Any]:
         if match is None or checksum(raw[: match.start()] + _BLANK + raw[match.end() :]) != match[1].decode():
             raise SampleError("checksum", "the metadata differs from what was written (CRC32)")
     return metadata
+
+
+def stem_of_wording(stem: str, wording: int) -> str:
+    """Return the name of the part `stem` that belongs to a caption: `text` of the first, then `text-1`, `text-2`."""
+    return f"{stem}-{wording}" if wording else stem
 
 
 def finite_number(metadata: dict[str, Any], name: str) -> float:

@@ -29,7 +29,7 @@ from energon_data.cookers import COOKERS, read_caption, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
 from energon_data.packing import CostLimit, collate, greedy_knapsack, padded_length
-from energon_data.samples import Clip, SampleError
+from energon_data.samples import CAPTIONS, Clip, SampleError
 from energon_data.skip_log import Ledger, Skip
 from energon_data.tar_index import READ_ERROR, SampleReader
 
@@ -41,6 +41,7 @@ class EncoderOptions:
     Attributes:
         filters: which samples are used.
         augmentation: how pictures and clips are changed; None for not at all.
+        vary_captions: read any of a sample's captions, rather than the first.
         require_checksums: refuse samples whose metadata does not name the CRC32 of every part.
         max_text_tokens: longer texts are truncated; None for no limit.
         max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
@@ -53,6 +54,7 @@ class EncoderOptions:
 
     filters: Filters = field(default_factory=Filters)
     augmentation: Optional[Augmentation] = None
+    vary_captions: bool = False
     require_checksums: bool = True
     max_text_tokens: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
@@ -128,13 +130,15 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded = decode_sample(key, parts, require_checksums=self.options.require_checksums)
             for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
                 decoded[name] = sample[name]
-            change = None
-            if self.options.augmentation is not None:
-                # Energon restores the number of a sample with the sample, so a resumed run augments alike.
-                number = worker_config.active_worker_sample_index
-                visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(key))
-                change = partial(self.options.augmentation, visit=visit)
+            # Energon restores the number of a sample with the sample, so a resumed run draws alike.
+            number = worker_config.active_worker_sample_index
+            visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(key))
+            augmentation = self.options.augmentation
+            change = None if augmentation is None else partial(augmentation, visit=visit)
             clip = cook(decoded, vae=self.options.vae, change=change)
+            captions = clip.metadata.get(CAPTIONS)
+            if self.options.vary_captions and isinstance(captions, list) and captions:
+                clip.wording = visit.caption(len(captions))
             self.options.filters.check(clip)
             clip = self.encode_sample(clip)
         except SampleError as error:
@@ -181,7 +185,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             if value is not None:
                 clip.conditions[condition.name] = value
         if self.options.embedded:
-            clip.caption = read_caption(clip.metadata)
+            clip.caption = read_caption(clip)
         clip.parts = {}
         return clip
 

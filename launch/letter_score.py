@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from dit.errors import ConfigError
-from energon_data.dataset import EnergonData
 from launch.letter_reader import LetterReader, load_reader
 from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
-from launch.measurement import Measurement
+from launch.measurement import Measurement, folder_to_compare
 from launch.sample import at_least_one, encode_prompts, names_of_classes, sampling_settings
 
 if TYPE_CHECKING:
@@ -97,28 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
-    """Return the data set of the classifier: the flag, else that of the run; of a blend, the letters in it.
-
-    Raises:
-        ConfigError: the run trained on a blend with several data sets of letters, or none.
-        DataError: it cannot be read.
-    """
-    if args.data:
-        return args.data
-    data = generator.config.data
-    path = getattr(data, "path", "") or DEFAULT_DATA
-    if getattr(data, "blend", None) is None and Path(path).suffix not in (".yaml", ".yml"):
-        return path
-    assert isinstance(data, EnergonData)  # other data are not blended
-    members = {str(member.path): member.description.get("name") in LETTERS for member in data.folders("train")}
-    readable = [member for member, is_letters in members.items() if is_letters]
-    if len(readable) != 1:
-        raise ConfigError(
-            f"the run trained on {data.origin}, a blend with {len(readable)} data sets of letters, and the reader "
-            f"learns from one; name the one whose letters the samples shall be, as in --data "
-            f"{(readable or list(members))[0]} (the blend has {', '.join(members)})"
-        )
-    return readable[0]
+    """Return the data set of the classifier; arguments and errors as of `folder_to_compare`."""
+    return folder_to_compare(args, generator, LETTERS, "letters") or DEFAULT_DATA
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:

@@ -1,7 +1,16 @@
-"""What a metric of `launch.evaluate` returns."""
+"""What a metric of `launch.evaluate` compares samples with, and what it returns."""
 
+import argparse
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dit.errors import ConfigError
+from energon_data.dataset import EnergonData
+
+if TYPE_CHECKING:
+    from dit.inference.generator import Generator
 
 
 @dataclass(frozen=True)
@@ -17,3 +26,35 @@ class Measurement:
     lines: list[str]
     record: dict[str, Any]
     missed: list[str] = field(default_factory=list)
+
+
+def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: Collection[str], what: str) -> str:
+    """Return the data set whose samples a metric compares with: the flag, else the run's; of a blend, the one member.
+
+    Args:
+        names: what suitable data sets call themselves in `dataset.json`.
+        what: they hold, for messages.
+
+    Returns:
+        Its folder; empty if the run read none.
+
+    Raises:
+        ConfigError: the run trained on a blend with several suitable data sets, or none.
+        DataError: it cannot be read.
+    """
+    if args.data:
+        return args.data
+    data = generator.config.data
+    path = getattr(data, "path", "")
+    if getattr(data, "blend", None) is None and Path(path).suffix not in (".yaml", ".yml"):
+        return path
+    assert isinstance(data, EnergonData)  # other data are not blended
+    members = {str(member.path): member.description.get("name") in names for member in data.folders("train")}
+    readable = [member for member, suits in members.items() if suits]
+    if len(readable) != 1:
+        raise ConfigError(
+            f"the run trained on {data.origin}, a blend with {len(readable)} data sets of {what}, and samples are "
+            f"compared with one; name it, as in --data {(readable or list(members))[0]} (the blend has "
+            f"{', '.join(members)})"
+        )
+    return readable[0]

@@ -12,7 +12,7 @@ from dit.batch import pixel_values
 from dit.errors import ConfigError
 from energon_data.media_files import pixels_of
 from energon_data.prepare.pictograms import NAME, Pictogram, draw
-from launch.measurement import Measurement
+from launch.measurement import Measurement, folder_to_compare
 from launch.sample import encode_prompts, sampling_settings
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from dit.encoders.vae import load_vae
     from energon_data.folder import check_dataset
 
-    folder = args.data or getattr(generator.config.data, "path", "")
+    folder = folder_to_compare(args, generator, (NAME,), "pictograms")
     (description, *_) = (member.description for member in check_dataset(folder, "train"))
     if description.get("name") != NAME:
         raise ConfigError(f"{folder} holds no pictograms; give those that the model was trained on with --data")

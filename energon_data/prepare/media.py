@@ -34,7 +34,7 @@ from energon_data.prepare.listing import (
 from energon_data.prepare.pictures import Fit
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import npy_bytes
-from energon_data.prepare.texts import text_parts, text_record
+from energon_data.prepare.texts import caption_parts, text_record
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
 
@@ -157,7 +157,7 @@ class MakeSamples:
         if self.options.text_encoder is None:
             return [{} for _ in clips]
         encoders = load_text_encoders(self.options.text_encoder, self.options.device, self.options.precision)
-        return text_parts(encoders.encode([clip.source.captions[0] for clip in clips]))
+        return caption_parts(encoders, [clip.source.captions for clip in clips])
 
 
 def _metadata(clip: _Decoded) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """What text encoders make of captions, as parts of samples and as the record of a data set."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from torch import Tensor
 
 from dit.encoders.text_config import check_text_encoder
 from energon_data.prepare.shards import npy_bytes
+from energon_data.samples import stem_of_wording
+
+if TYPE_CHECKING:
+    from dit.encoders.text import TextEncoders
 
 
 def text_parts(encoded: Mapping[str, Sequence[Tensor]]) -> list[dict[str, bytes]]:
@@ -17,6 +21,19 @@ def text_parts(encoded: Mapping[str, Sequence[Tensor]]) -> list[dict[str, bytes]
     """
     entries = [[(f"{entry}.npy", row) for row in rows] for entry, rows in encoded.items()]
     return [{name: npy_bytes(row.half().cpu().numpy()) for name, row in parts} for parts in zip(*entries, strict=True)]
+
+
+def caption_parts(encoders: "TextEncoders", captions: Sequence[Sequence[str]]) -> list[dict[str, bytes]]:
+    """Return the parts of samples with one or more captions each: `text.npy` of the first, then `text-1.npy`, ..."""
+    rows = iter(text_parts(encoders.encode([caption for several in captions for caption in several])))
+    return [
+        {
+            f"{stem_of_wording(name.removesuffix('.npy'), i)}.npy": data
+            for i in range(len(several))
+            for name, data in next(rows).items()
+        }
+        for several in captions
+    ]
 
 
 def text_record(line: Optional[str]) -> dict[str, Any]:

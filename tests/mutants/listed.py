@@ -850,6 +850,13 @@ MUTANTS = (
         (AUTOENCODER,),
     ),
     Mutant(
+        "captions: the tokens of one caption, the vector of another",
+        "energon_data/cookers.py",
+        "for i in dict.fromkeys((clip.wording, 0)) for name",
+        "for i in dict.fromkeys((clip.wording if condition.axis == 'text' else 0, 0)) for name",
+        ("tests/unit/energon_data/test_data_encoders.py",),
+    ),
+    Mutant(
         "pictograms: the first wording for all",
         "energon_data/prepare/pictograms.py",
         "captions=(pictogram.caption(wording),)",

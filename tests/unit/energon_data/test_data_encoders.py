@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from dit.errors import BatchError, ConfigError
 from dit.models.flux.config import FluxConfig
 from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
+from energon_data.prepare.__main__ import main as prepare
 from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, prepare_twice
 from tests.unit.energon_data.small_data import npy, write_dataset
 
@@ -149,3 +152,73 @@ def test_data_without_captions_are_refused_before_the_run(folder, tmp_path):
         data.stored_conditions()
     data.path = str(folder / "pixels")
     assert {"text", "pooled", "caption"} <= set(data.stored_conditions())
+
+
+CAPTIONS = ["a red circle", "blue", "square of red left"]
+
+
+@pytest.fixture(scope="module")
+def several(folder) -> Path:
+    """Four pictures with three captions each and two with one, and embeddings of all by two encoders."""
+    source = folder / "several"
+    source.mkdir()
+    for i in range(6):
+        shutil.copy(folder / "in" / "0.png", source / f"{i}.png")
+        words = [f"{'abcdef'[i]} {caption}" for caption in CAPTIONS]
+        (source / f"{i}.json").write_text(json.dumps({"caption": words if i < 4 else words[0]}))
+    texts = ["--text-encoder", f"text={folder}/t5", "--text-encoder", f"pooled={folder}/clip"]
+    common = ["images", "--in", str(source), "--multiple-of", "8", "--validation", "0", "--processes", "1"]
+    assert prepare([*common, "--out", str(folder / "several_data"), *texts]) == 0
+    return folder / "several_data"
+
+
+def read_captions(data: EnergonData, samples: int, held_out: bool = False) -> list[tuple[str, str]]:
+    """Return key and caption of each sample read; its embeddings must all be those of one of its captions."""
+    known = [f"{letter} {caption}" for letter in "abcdef" for caption in CAPTIONS]
+    made = TextEncoders(data.text_encoder()).encode(known)
+    wanted = spec(in_channels=3)
+    if held_out:
+        batches = data.build_validation(wanted, dp_rank=0, dp_size=1)
+    else:
+        batches = data.build_train(wanted, dp_rank=0, dp_size=1, seed=4, log_dir=None)
+    read = []
+    for batch in batches:
+        if batch.raw is not None:
+            read += list(zip(batch.keys, batch.raw.captions))
+        else:
+            texts = batch.conditions["context"]
+            rows = texts.values.split(list(texts.layout.lengths))
+            pooled = batch.conditions["pooled"].values
+            for key, row, vector in zip(batch.keys, rows, pooled):
+                (near,) = [
+                    caption
+                    for caption, tokens, whole in zip(known, made["text"], made["pooled"])
+                    if len(tokens) == len(row)
+                    and torch.allclose(tokens, row.float(), **HALF)
+                    and torch.allclose(whole, vector, **HALF)
+                ]
+                assert near[0] == "abcdef"[int(key[0])]
+                read.append((key, near))
+        if len(read) >= samples:
+            break
+    batches.close()
+    return read[:samples]
+
+
+@pytest.mark.parametrize("kind", ["stored", "online"])
+def test_each_reading_draws_one_of_the_captions(folder, several, kind):
+    """Every caption of a sample, all its embeddings alike; one caption is always read; held out, the first."""
+    settings = {"max_tokens_per_pack": 256, "packing_buffer_size": 1, "shuffle_buffer": 0, "validation_split": "train"}
+    if kind == "online":
+        settings["online_text_encoder"] = f"text={folder}/t5,pooled={folder}/clip"
+    data = EnergonData(path=str(several), **settings)
+    read = read_captions(data, 6 * 20)
+    assert read == read_captions(data, 6 * 20)
+    for i in range(6):
+        found = Counter(caption[2:] for key, caption in read if key[0] == str(i))
+        assert sum(found.values()) == 20
+        assert set(found) == (set(CAPTIONS) if i < 4 else {CAPTIONS[0]})
+    drawn = Counter(caption[2:] for key, caption in read if int(key[0]) < 4)
+    assert all(abs(count - 80 / 3) < 17 for count in drawn.values())  # four standard deviations
+    for first_only in (read_captions(data, 6, held_out=True), read_captions(replace(data, vary_captions=False), 24)):
+        assert {caption[2:] for _, caption in first_only} == {CAPTIONS[0]}
