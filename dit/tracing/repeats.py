@@ -118,7 +118,7 @@ class Repeats:
     def _by_shape(self, func: Any, tensors: Sequence[Tensor]) -> bool:
         """Tell whether the shapes of the arguments say all about the result."""
         tables = [not isinstance(x, self._fake) for x in tensors]
-        if any(tables) and (all(tables) or tables[0] and (func.is_view or func._schema.is_mutable)):
+        if any(tables) and (all(tables) or (tables[0] and (func.is_view or func._schema.is_mutable))):
             return False  # real results, or a part of a table
         # Indexing has such a tag for masks, on which torch raises an error.
         return func is torch.ops.aten.index.Tensor or NOT_BY_SHAPE.isdisjoint(func.tags)

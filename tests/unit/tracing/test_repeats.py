@@ -75,7 +75,7 @@ def test_a_mask_is_no_table_of_rows():
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.ones(4, 6)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="dynamic|nonzero"):
+        with pytest.raises(RuntimeError, match=r"dynamic|nonzero"):
             repeats.run(aten.index.Tensor, (x, [FACTORS[:, 0] > 0]), {})
 
 
