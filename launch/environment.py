@@ -4,10 +4,11 @@ Only defaults are set: a variable the user has exported is never changed. torchr
 it starts several ranks on a machine; a single process uses torch's default (all cores).
 """
 
+import contextlib
 import os
 import sys
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Protocol
 
 
@@ -28,6 +29,23 @@ def quiet_libraries() -> None:
     """
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
+
+
+@contextlib.contextmanager
+def without_optional_packages() -> Iterator[None]:
+    """Let Megatron-Core be imported without two packages that it takes if they are there: they cost two seconds.
+
+    Its inference engine logs to wandb, and its checkpoints may lie in object stores; neither is used here. Afterwards
+    they can be imported as ever.
+    """
+    hidden = [name for name in ("wandb", "multistorageclient") if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 class Layout(Protocol):

@@ -74,7 +74,8 @@ def _execute(options: cli.Options) -> int:
     environment.prepare()
     if not options.verbose:
         environment.quiet_libraries()
-    from launch import config_file
+    with environment.without_optional_packages():
+        from launch import config_file
 
     task = resolve(options)
     # Every rank resolves the same configuration; rank 0 prints it.

@@ -282,8 +282,37 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     def of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
         return lambda *args, **_: formula(*(x.shape for x in args if isinstance(x, Tensor)))
 
+    attention = torch.ops.torch_attn
     return {
         **flop_registry,
+        **{op: _of_segments(flop_registry[op], 3) for op in (aten._flash_attention_forward, attention._varlen_attn)},
+        **{
+            op: _of_segments(flop_registry[op], 6)
+            for op in (aten._flash_attention_backward, attention._varlen_attn_backward)
+        },
         aten._scaled_dot_product_flash_attention_for_cpu: of_shapes(sdpa_flop),
         aten._scaled_dot_product_flash_attention_for_cpu_backward: of_shapes(sdpa_backward_flop),
     }
+
+
+def _of_segments(formula: Callable[..., int], at: int) -> Callable[..., int]:
+    """Return a formula of packed attention that takes as long for thousands of segments as for one.
+
+    The cost is proportional to the pairs of a query and a key, and torch's formula adds it up segment by segment:
+
+        queries 0 2 5 6, keys 0 1 3 7  ->  2 * 1 + 3 * 2 + 1 * 4 = 12 pairs  ->  queries 0 12, keys 0 1
+
+    Args:
+        formula: torch's.
+        at: index of the arguments cu_seqlens_q and cu_seqlens_k.
+    """
+
+    def flops(*args: Any, **kwargs: Any) -> int:
+        ends = args[at : at + 2]
+        if any(type(x) is not Tensor or x.is_meta for x in ends):  # no segments, or no values
+            return formula(*args, **kwargs)
+        pairs = math.prod(x.diff().long() for x in ends).sum()
+        one_segment = torch.tensor([0, pairs]), torch.tensor([0, 1])
+        return formula(*args[:at], *one_segment, *args[at + 2 :], **kwargs)
+
+    return flops

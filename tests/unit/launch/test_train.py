@@ -1,5 +1,6 @@
 """The training command: correct exit codes, and mistakes with their cure."""
 
+import importlib.util
 import subprocess
 import sys
 import typing
@@ -162,6 +163,17 @@ def test_prepare_keeps_what_the_user_has_set():
     empty: dict[str, str] = {}
     environment.prepare(empty)
     assert empty == {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_optional_packages_of_others_are_hidden_only_while_those_are_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setitem(sys.modules, "multistorageclient", sys)  # imported before
+    with environment.without_optional_packages():
+        with pytest.raises(ImportError):
+            importlib.import_module("wandb")
+        assert importlib.import_module("multistorageclient") is sys
+    assert "wandb" not in sys.modules
+    assert importlib.util.find_spec("wandb")
 
 
 def test_one_hardware_queue_for_tensor_parallelism_only():

@@ -7,6 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dit.tracing.repeats import Repeats
 
 aten = torch.ops.aten
+ROWS, FACTORS = torch.tensor([3, 0, 3]), torch.ones(4, 6)  # with values
+NOT_ANSWERED = ("view as a type", "shape of an argument", "view of a table", "into a table")
 
 
 def cases(x, y):
@@ -23,12 +25,17 @@ def cases(x, y):
         "list": (aten.cat.default, ([x, y],)),
         "none": (aten._foreach_add_.Scalar, ([x, y], 1)),
         "shape of an argument": (aten.unsqueeze_.default, (x, 0)),
+        "table": (aten.mul.Tensor, (FACTORS, x)),
+        "into a tensor": (aten.index_copy_.default, (y, 0, ROWS[:2], FACTORS[:2])),
+        "rows": (aten.index.Tensor, (x, [ROWS])),
+        "view of a table": (aten.t.default, (FACTORS,)),
+        "into a table": (aten.add_.Tensor, (FACTORS, x)),
     }
 
 
 @pytest.mark.parametrize("name", cases(None, None))
 def test_an_answer_is_like_the_result(name):
-    repeats, mode, found = Repeats(), FakeTensorMode(), []
+    repeats, mode, found = Repeats(), FakeTensorMode(allow_non_fake_inputs=True), []
     for _ in range(2):
         with mode:
             storage = torch.zeros(4, 12, dtype=torch.bfloat16)
@@ -38,7 +45,7 @@ def test_an_answer_is_like_the_result(name):
             found.append(described(out, (x, y)))
     assert found[0] == found[1]
     assert len(repeats._known) == 1
-    assert (None in repeats._known.values()) == (name in ("view as a type", "shape of an argument"))
+    assert (None in repeats._known.values()) == (name in NOT_ANSWERED)
 
 
 def described(out, given):
@@ -60,4 +67,22 @@ def test_values_on_the_host_are_not_taken_for_shapes():
     repeats = Repeats()
     for ends in ([2], [2, 4]):
         assert repeats.run(aten.add.Tensor, (torch.tensor(ends), 1), {}).tolist() == [end + 1 for end in ends]
-    assert not repeats._known
+    assert not any(repeats._known.values())
+
+
+def test_a_mask_is_no_table_of_rows():
+    repeats = Repeats()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.ones(4, 6)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"dynamic|nonzero"):
+            repeats.run(aten.index.Tensor, (x, [FACTORS[:, 0] > 0]), {})
+
+
+def test_an_answer_has_all_attributes_of_a_fake_tensor():
+    repeats, made = Repeats(), []
+    with FakeTensorMode():
+        x = torch.ones(4, 6)
+        for _ in range(2):
+            made.append(repeats.run(aten.add.Tensor, (x, 1), {}))
+    assert vars(made[1]) == vars(made[0])
