@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from dit.conditions import Condition, Conditions
+from dit.conditions import Condition, Conditions, moved
 from dit.errors import BatchError
 from dit.layout import SequenceLayout
 
@@ -64,7 +64,7 @@ class PackedBatch:
     raw: Optional[RawSamples] = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
-        """Move every tensor to `device`.
+        """Move every tensor to `device`; with `non_blocking` the device goes on with earlier work meanwhile.
 
         Raises:
             BatchError: the pack is still to be encoded.
@@ -74,14 +74,16 @@ class PackedBatch:
                 f"the pack of {', '.join(self.keys[:3])}, ... holds pixels or captions; encode it first "
                 "(dit.encoders.online.batch_encoder)"
             )
-        moved: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         for part in fields(self):
             value = getattr(self, part.name)
-            if isinstance(value, Tensor | Conditions):
-                moved[part.name] = value.to(device, non_blocking=non_blocking)
+            if isinstance(value, Tensor):
+                parts[part.name] = moved(value, device, non_blocking)
+            elif isinstance(value, Conditions):
+                parts[part.name] = value.to(device, non_blocking=non_blocking)
             elif isinstance(value, SequenceLayout):
-                moved[part.name] = value.to(device)
-        return replace(self, **moved)
+                parts[part.name] = value.to(device)
+        return replace(self, **parts)
 
     def validate(self, wanted: Sequence[Condition] = (), *, patch_volume: int = 1) -> "PackedBatch":
         """Check the batch against its own layout and the conditions a model takes; return it.

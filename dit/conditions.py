@@ -148,6 +148,18 @@ class Condition:
         return Entry(self.axis, torch.full((layout.num_samples, *self.shape), value, dtype=self.dtype))
 
 
+def moved(value: Tensor, device: torch.device | str, non_blocking: bool) -> Tensor:
+    """Copy a tensor to `device`.
+
+    Args:
+        non_blocking: do not wait for the device. A copy from ordinary memory waits until all earlier work on the device
+            is done, whatever it is asked for; one from page-locked memory is queued behind that work.
+    """
+    if non_blocking and value.device.type == "cpu" != torch.device(device).type:
+        value = value.pin_memory()
+    return value.to(device, non_blocking=non_blocking)
+
+
 @dataclass(frozen=True)
 class Entry:
     """The values of one condition for the samples of a pack.
@@ -168,9 +180,9 @@ class Entry:
         """Move every tensor to `device`."""
         return Entry(
             self.axis,
-            self.values.to(device, non_blocking=non_blocking),
+            moved(self.values, device, non_blocking),
             None if self.layout is None else self.layout.to(device),
-            None if self.dropped_S is None else self.dropped_S.to(device, non_blocking=non_blocking),
+            None if self.dropped_S is None else moved(self.dropped_S, device, non_blocking),
         )
 
     def select(self, indices_T: Tensor) -> "Entry":

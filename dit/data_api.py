@@ -78,6 +78,9 @@ class DataStream(Protocol):
     def skipped(self) -> dict[str, int]:
         """Return how many samples were lost or dropped so far, by reason."""
 
+    def samples_per_s(self) -> float:
+        """Return how many samples this rank's loader makes in a second of work, since the last call."""
+
     def close(self) -> None: ...
 
 

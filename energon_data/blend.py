@@ -19,7 +19,7 @@ import yaml
 
 from dit.errors import ConfigError
 from dit.ranges import NOT_NEGATIVE
-from energon_data.streams import Delivery, Source
+from energon_data.streams import Delivery, Position, Source
 
 _KEYS = {"path", "weight"}
 
@@ -126,9 +126,10 @@ class StagedSource:
             self.close()
         return delivery
 
-    def state(self) -> dict[str, Any]:
-        """Return the position in plain containers: the deliveries, and the position in the stage."""
-        return {"delivered": self._delivered, "stage": self._open().state()}
+    def state(self) -> Position:
+        """Return the deliveries, and the state of the stage."""
+        state, behind = self._open().state()
+        return Position({"delivered": self._delivered, "stage": state}, behind)
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state`; called before the first `next`."""
@@ -137,7 +138,7 @@ class StagedSource:
         self._open().load(state["stage"])
 
     def close(self) -> None:
-        """Stop the worker process of the open stage."""
+        """Close the open stage."""
         if self._source is not None:
             self._source.close()
         self._source = None

@@ -52,7 +52,7 @@ class EnergonData(DataConfig):
         blend_steps: steps at which the weights change; a weight is then a list of one number for each stage.
         num_streams: global streams of the run; None for one per data-parallel rank. With a fixed number, the order of
             the data does not depend on the number of ranks.
-        background: read every stream in a worker process of its own.
+        background: read every stream in a worker process of its own, ahead of training.
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
             complete shards.
@@ -93,7 +93,7 @@ class EnergonData(DataConfig):
     blend: Optional[list[dict[str, Any]]] = None
     blend_steps: Optional[list[int]] = None
     num_streams: Optional[int] = None
-    background: bool = False
+    background: bool = True
     shuffle_buffer: int = 1000
     max_samples_per_sequence: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
@@ -369,6 +369,8 @@ class EnergonData(DataConfig):
 
     def _source(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:
         """Build one global stream, with a stage for each set of weights."""
+        from energon_data.background import BackgroundSource
+
         steps = self.blend_steps or []
 
         def open_stage(stage: int) -> Source:
@@ -382,7 +384,6 @@ class EnergonData(DataConfig):
                     split=self.train_split,
                     stream=stream,
                     num_streams=num_streams,
-                    background=self.background,
                     seed=seed + stage * _SEEDS_APART,
                     budget=self.max_lost_samples,
                     shuffle_buffer=self.shuffle_buffer,
@@ -390,11 +391,11 @@ class EnergonData(DataConfig):
                     packing_buffer_size=self.packing_buffer_size,
                 )
 
-        if not steps:
-            return open_stage(0)
         # A step takes as many micro-batches from each stream.
         ends = [step * micro_batches_per_step // num_streams for step in steps]
-        return StagedSource([partial(open_stage, stage) for stage in range(len(steps) + 1)], ends)
+        stages = [partial(open_stage, stage) for stage in range(len(steps) + 1)]
+        source = StagedSource(stages, ends) if steps else open_stage(0)
+        return BackgroundSource(source, f"stream {stream} of {self.origin}") if self.background else source
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Build a pass over the held-out split.

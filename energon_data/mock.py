@@ -19,7 +19,7 @@ from energon_data.held_out import share_validation
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
 from energon_data.skip_log import SkipLog
-from energon_data.streams import Delivery, StreamGroup, check_streams
+from energon_data.streams import Delivery, Position, StreamGroup, check_streams
 
 _CACHED = 64
 """A data set of at most this many samples is cached, so that benchmarks do not time its generation."""
@@ -251,9 +251,9 @@ class MockSource:
             return low + (high - low) * float(torch.rand((), generator=generator))
         return torch.randn(*shape, generator=generator)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Position:
         """Return the number of samples read so far."""
-        return {"taken": self._taken, "seed": self._seed}
+        return Position({"taken": self._taken, "seed": self._seed})
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue after the samples that were read.

@@ -13,9 +13,10 @@ Every draw of a sample has a unique number: the k-th sample of stream `s` is dra
 larger than the data, copies of a sample have different numbers, and therefore different noise.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 
@@ -26,12 +27,24 @@ from energon_data.skip_log import Skip, SkipLog
 
 @dataclass
 class Delivery:
-    """One item of a stream: a micro-batch, or the reason why there is none, and the samples skipped before it."""
+    """One item of a stream: a micro-batch, or the reason why there is none, and the samples skipped before it.
+
+    Attributes:
+        seconds: that it took to make, where it was made in a worker process; None if it was made while training waited.
+    """
 
     batch: Optional[PackedBatch]
     skips: list[Skip]
     failure: Optional[str] = None
     is_bug: bool = False
+    seconds: Optional[float] = None
+
+
+class Position(NamedTuple):
+    """Where a stream is: `behind` deliveries after `state`, which is in plain containers."""
+
+    state: dict[str, Any]
+    behind: int = 0
 
 
 class Source(Protocol):
@@ -39,10 +52,11 @@ class Source(Protocol):
 
     def next(self) -> Delivery: ...
 
-    def state(self) -> dict[str, Any]:
-        """Return the position after the last delivery, in plain containers."""
+    def state(self) -> Position:
+        """Return the position after the last delivery."""
 
-    def load(self, state: dict[str, Any]) -> None: ...
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from the state of a position; called before the first `next`."""
 
     def close(self) -> None: ...
 
@@ -91,13 +105,21 @@ class StreamGroup:
         self._log, self._origin = log, origin
         self._cursor = 0
         self._drawn = dict.fromkeys(self._order, 0)  # samples by stream
+        self._behind: dict[int, int] = {}  # deliveries by stream that were consumed before the state was saved
+        self._made, self._made_in_s, self._at_once = 0, 0.0, 1
 
     def __iter__(self) -> "StreamGroup":
         return self
 
     def __next__(self) -> PackedBatch:
         number = self._order[self._cursor]
-        delivery = self._sources[number].next()
+        source = self._sources[number]
+        began = time.perf_counter()
+        delivery = source.next()
+        for _ in range(self._behind.pop(number, 0)):
+            if delivery.batch is not None:
+                delivery = source.next()
+        waited = time.perf_counter() - began
         self._log.record(number, delivery.skips)
         if delivery.is_bug:
             raise RuntimeError(f"reading stream {number} of {self._origin} failed:\n{delivery.failure}")
@@ -110,6 +132,9 @@ class StreamGroup:
         count = delivery.batch.layout.num_samples
         draws_S = (torch.arange(count) + self._drawn[number]) * self._num_streams + number
         self._drawn[number] += count
+        self._made += count
+        self._made_in_s += waited if delivery.seconds is None else delivery.seconds
+        self._at_once = 1 if delivery.seconds is None else len(self._order)
         return replace(delivery.batch, draws_S=draws_S)
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,8 +145,13 @@ class StreamGroup:
             "dp_size": self._dp_size,
             "next": self._cursor * self._dp_size,
             "streams": {
-                s: {"position": source.state(), "skipped": self._log.state(s), "drawn": self._drawn[s]}
-                for s, source in self._sources.items()
+                s: {
+                    "position": position.state,
+                    "behind": position.behind + self._behind.get(s, 0),
+                    "skipped": self._log.state(s),
+                    "drawn": self._drawn[s],
+                }
+                for s, position in ((s, source.state()) for s, source in self._sources.items())
             },
         }
 
@@ -151,11 +181,17 @@ class StreamGroup:
             raise DataError(f"the data state lacks the streams {missing}; merge the states of all data-parallel ranks")
         for s, source in self._sources.items():
             source.load(streams[s]["position"])
+            self._behind[s] = streams[s].get("behind", 0)
             self._log.load(s, streams[s]["skipped"])
-            self._drawn[s] = streams[s].get(
-                "drawn", 0
-            )  # older states have no count; any other number is valid for the noise
+            # Older states have no count; any other number is valid for the noise.
+            self._drawn[s] = streams[s].get("drawn", 0)
         self._cursor = state["next"] // self._dp_size
+
+    def samples_per_s(self) -> float:
+        """Return how many samples this rank's streams make in a second, since the last call; all workers at work."""
+        rate = self._at_once * self._made / self._made_in_s if self._made_in_s else 0.0
+        self._made, self._made_in_s = 0, 0.0
+        return rate
 
     def skipped(self) -> dict[str, int]:
         """Return how many samples were lost or dropped so far, by reason."""

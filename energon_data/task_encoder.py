@@ -253,7 +253,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return collate(samples, self.spec)
 
 
-def worker_config(*, stream: int, num_streams: int, background: bool, seed: int) -> WorkerConfig:
-    """Return Energon's description of one global stream; with Energon's own error handling off."""
-    config = WorkerConfig(rank=stream, world_size=num_streams, num_workers=int(background), seed_offset=seed)
+def worker_config(*, stream: int, num_streams: int, seed: int) -> WorkerConfig:
+    """Return Energon's description of one global stream; without its workers, and with its error handling off."""
+    config = WorkerConfig(rank=stream, world_size=num_streams, num_workers=0, seed_offset=seed)
     return replace(config, global_error_handler=reraise_exception, restore_error_handler=reraise_exception)

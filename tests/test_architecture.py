@@ -150,7 +150,7 @@ HEAVY_HOMES = {
         *("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/optimizer/", "dit/checkpoint/"),
         *("dit/training/", "dit/planner/", "dit/tracing/"),
     ),
-    "megatron.energon": ("energon_data/",),
+    "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
     "nemo_run": ("recipes/", "launch/"),
     "wandb": ("dit/monitoring/sinks.py",),
 }

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dit.batch import PackedBatch, pixel_values
-from dit.conditions import Conditions, pack_conditions
+from dit.conditions import Conditions, moved, pack_conditions
 from dit.data_api import BatchSpec, OnlineEncoding
 from dit.encoders.batching import in_batches
 from dit.encoders.text import TextEncoder
@@ -86,7 +86,7 @@ class OnlineEncoders:
         assert vae is not None
 
         def encode(indices: list[int]) -> list[Tensor]:
-            together = torch.stack([pixels[i] for i in indices]).to(self.device)
+            together = moved(torch.stack([pixels[i] for i in indices]), self.device, non_blocking=True)
             return [vae.encode(pixel_values(together))]
 
         shapes = [clip.shape[1:] for clip in pixels]

@@ -21,6 +21,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "tflops_per_rank": ("TFLOPS/rank", "{:.4g}"),
 }
 
+WAITS = 0.05  # share of the time from which on a line says that the steps wait for data
+
 
 def format_duration(seconds: float) -> str:
     """Write a duration as `42s`, `3m05s`, `2h07m` or `4d03h`."""
@@ -42,6 +44,9 @@ def format_progress(step: int, num_steps: int, values: Mapping[str, float], rema
     width = len(str(num_steps))
     parts = [f"step {step:>{width}}/{num_steps}"]
     parts += [f"{label} {shape.format(values[name])}" for name, (label, shape) in COLUMNS.items() if name in values]
+    if values.get("data_wait_share", 0.0) >= WAITS:
+        share, rate = values["data_wait_share"], values["loader_samples_per_s"]
+        parts.append(f"waited {share:.0%} for data (the loader makes {rate:,.0f} samples/s)")
     if remaining_s is not None:
         parts.append(f"ETA {format_duration(remaining_s)}")
     return "  ".join(parts)

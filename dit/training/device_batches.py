@@ -1,5 +1,6 @@
 """From the loader to the device: check every micro-batch, move it, and count its samples, tokens and FLOPs."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -20,12 +21,14 @@ class Consumed:
     Attributes:
         valid_tokens, padded_tokens: real tokens, and all with padding.
         flops: of each micro-batch.
+        waited_s: seconds in which the next micro-batch was not there.
     """
 
     samples: int = 0
     valid_tokens: int = 0
     padded_tokens: int = 0
     flops: list[int] = field(default_factory=list)
+    waited_s: float = 0.0
     keys: list[str] = field(default_factory=list)
 
 
@@ -63,7 +66,10 @@ class DeviceBatches(Iterator[PackedBatch]):
         self.fps = DEFAULT_FPS
 
     def __next__(self) -> PackedBatch:
-        batch = self._encode(next(self._stream))
+        began = time.perf_counter()
+        read = next(self._stream)
+        self.consumed.waited_s += time.perf_counter() - began
+        batch = self._encode(read)
         batch.validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
         self.consumed.samples += batch.layout.num_samples
         self.consumed.valid_tokens += batch.layout.valid_tokens

@@ -306,16 +306,16 @@ class Run:
         terms, state, ranks = self.mean_terms(loss_sums), self.state, self.groups.world_size
         mine, lost = self.batches.reset(), sum(state.stream.skipped().values())
         counts = torch.tensor(
-            [mine.samples, mine.valid_tokens, mine.padded_tokens, sum(mine.flops), lost],
+            [mine.samples, mine.valid_tokens, mine.padded_tokens, sum(mine.flops), lost, state.stream.samples_per_s()],
             dtype=torch.float64,
             device=self.device,
         )
         dist.all_reduce(counts, group=self.groups.dp)
-        samples, valid, padded, flops, skipped = counts.tolist()
+        samples, valid, padded, flops, skipped, made_per_s = counts.tolist()
         state.consumed_samples += int(samples)
         # Replicas wait for each other at the end of each step: the step lasts as long as the most work of one of them.
         steps = torch.tensor(mine.flops, dtype=torch.float64, device=self.device).view(-1, self.dims.micro_batches)
-        slowest = steps.sum(1)
+        slowest = torch.cat([steps.sum(1), steps.new_tensor([mine.waited_s])])
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.groups.dp)
         load = expert_load(state.chunks, self.device)
         values = {
@@ -327,7 +327,9 @@ class Run:
             "padded_tokens_per_s_per_rank": padded / seconds / ranks,
             "tflops_per_rank": flops / seconds / ranks / 1e12,
             "padding_share": 1 - valid / padded,
-            "work_imbalance": slowest.sum().item() * self.groups.dp_size / flops,
+            "work_imbalance": slowest[:-1].sum().item() * self.groups.dp_size / flops,
+            "data_wait_share": slowest[-1].item() / seconds,
+            "loader_samples_per_s": made_per_s,
             "skipped_samples": skipped,
             **load,
         }

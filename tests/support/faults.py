@@ -214,6 +214,22 @@ def before_step(step: int, happens: Callable[..., Any], *arguments: Any) -> Iter
         yield
 
 
+@contextlib.contextmanager
+def samples_noted(file: Path) -> Iterator[None]:
+    """Append to a file, after every step, the keys of the samples that it has consumed on this rank."""
+    original = Run.step
+
+    def noted(self: Run, loss_sums: Tensor) -> float:
+        seen = len(self.batches.consumed.keys)
+        grad_norm = original(self, loss_sums)
+        with file.open("a") as out:
+            out.write(json.dumps({"step": self.state.step, "keys": self.batches.consumed.keys[seen:]}) + "\n")
+        return grad_norm
+
+    with mock.patch.object(Run, "step", noted):
+        yield
+
+
 def deleted(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Delete the run folder before the third step."""
     return before_step(3, shutil.rmtree, run_dir)

@@ -49,6 +49,13 @@ def run(stream):
     return stream.getvalue()
 
 
+def test_a_line_says_that_steps_wait_for_data_if_they_do():
+    waits = {"loss": 1.0, "data_wait_share": 0.123, "loader_samples_per_s": 3104.2}
+    line = "step 3/9  loss 1.0000  waited 12% for data (the loader makes 3,104 samples/s)  ETA 2s"
+    assert format_progress(3, 9, waits, 2.0) == line
+    assert format_progress(3, 9, {**waits, "data_wait_share": 0.04}, 2.0) == "step 3/9  loss 1.0000  ETA 2s"
+
+
 def test_log_file_gets_plain_lines():
     """One header, one line per interval, no control codes; the time left counts training steps only."""
     lines = run(io.StringIO()).splitlines()

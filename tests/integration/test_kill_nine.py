@@ -1,0 +1,205 @@
+"""Kill -9 at random moments of a run on pictures and clips: every step consumes what an undisturbed run's step does."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dit.verify.ranks import FORKS, free_port
+from energon_data.media_files import video_bytes
+from energon_data.prepare.__main__ import main as prepare
+from tests.integration import actions
+from tests.integration.runs import loss_values, losses, overrides
+from tests.support import faults
+
+pytestmark = pytest.mark.matrix
+
+KILLS, KILLS_ON_TWO_RANKS = 20, 3
+NUM_STEPS, CLIPS_FROM = 100, 12
+SEED = 9
+ROUNDING = 1e-4  # relative, fp32: two ranks sum in another order, and the updates carry it on
+SETTINGS: dict[str, Any] = {
+    "data": "energon",
+    "data__num_streams": 2,
+    "data__background": True,
+    "data__max_tokens_per_pack": 64,
+    "data__packing_buffer_size": 12,
+    "data__shuffle_buffer": 10,
+    "data__flip": 0.5,
+    "model__in_channels": 3,
+    "model__patch_spatial": 4,
+    "model__hidden_size": 16,
+    "model__num_layers": 1,
+    "model__num_attention_heads": 2,
+    "model__num_classes": "null",
+    "model__context_size": "null",
+    "training__num_steps": NUM_STEPS,
+    "training__micro_batch_size": 1,
+    "training__global_batch_size": 4,
+    "checkpoint__interval": 3,
+    "logging__tensorboard": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare 48 pictures of three sizes and 16 clips, of which the second half are longer."""
+    folder = tmp_path_factory.mktemp("kill")
+    rng = np.random.default_rng(0)
+
+    def pixels(height: int, width: int) -> Image.Image:
+        return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+
+    for name in ("pictures", "films"):
+        (folder / f"in_{name}").mkdir()
+    for i in range(48):
+        pixels(*((16, 16), (16, 32), (24, 16))[i % 3]).save(folder / "in_pictures" / f"p{i:02d}.png")
+    for i in range(16):
+        frames = [pixels(16, 16) for _ in range(2 + i // 8)]
+        (folder / "in_films" / f"f{i:02d}.mp4").write_bytes(video_bytes(frames, 8.0))
+    for kind, name in (("images", "pictures"), ("videos", "films")):
+        words = ["--in", str(folder / f"in_{name}"), "--out", str(folder / name), "--processes", "1"]
+        assert prepare([kind, *words, "--samples-per-shard", "10", "--validation", "0"]) == 0
+    return folder
+
+
+def arguments(folder: Path, run_dir: Path) -> list[str]:
+    """Return a run on a blend whose first steps are pictures only."""
+    blend = f"[{{path: {folder / 'pictures'}, weight: [1, 3]}}, {{path: {folder / 'films'}, weight: [0, 1]}}]"
+    mixed = {"data__blend": blend, "data__blend_steps": [CLIPS_FROM]}
+    return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, **SETTINGS, **mixed)]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A started run: one process for each rank, each in a session of its own with its workers."""
+
+    ranks: list[BaseProcess]
+
+    def kill(self, *, workers: bool) -> None:
+        """Kill all ranks at once, with their workers or leaving those behind."""
+        threads = [task for rank in self.ranks for task in Path(f"/proc/{rank.pid}/task").glob("*/children")]
+        left = [int(number) for task in threads for number in task.read_text().split()]
+        for rank in self.ranks:
+            (os.killpg if workers else os.kill)(rank.pid, signal.SIGKILL)
+        for rank in self.ranks:
+            rank.join()
+        deadline = time.monotonic() + 10
+        while any(map(_runs, left)):
+            assert time.monotonic() < deadline, "workers outlive their run"
+            time.sleep(0.01)
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process is alive, and no zombie whose parent has not asked for its exit code."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _train(words: list[str], steps: Path, log: Path, world: dict[str, str]) -> None:
+    """Train in this process, a fork of one that has imported everything, in a session of its own."""
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    os.environ |= {"DIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **world}
+    sys.exit(actions.train(words, partial(faults.samples_noted, steps)).code)
+
+
+@contextmanager
+def started(words: list[str], run_dir: Path, number: int, ranks: int = 1) -> Iterator[Attempt]:
+    """Start an attempt at a run; nothing of it stays."""
+    port, processes = str(free_port()), []
+    for rank in range(ranks):
+        world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port}
+        files = (run_dir.with_name(f"{run_dir.name}_{kind}_{number}_{rank}") for kind in ("steps", "log"))
+        processes.append(FORKS.Process(target=_train, args=(words, *files, world if ranks > 1 else {})))
+    for process in processes:
+        process.start()
+    try:
+        yield Attempt(processes)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def steps_of(run_dir: Path, number: int, rank: int = 0) -> dict[int, list[str]]:
+    """Return the keys of the samples by step, of one attempt on one rank; a line that was cut off is left out."""
+    file = run_dir.with_name(f"{run_dir.name}_steps_{number}_{rank}")
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return {record["step"]: record["keys"] for record in map(json.loads, lines)}
+
+
+def log_of(run_dir: Path, number: int, rank: int = 0) -> str:
+    file = run_dir.with_name(f"{run_dir.name}_log_{number}_{rank}")
+    return file.read_text()[-3000:] if file.exists() else ""
+
+
+def kill_one(words: list[str], run_dir: Path, number: int, rng: random.Random, ranks: int = 1) -> None:
+    """Start the run again, and kill it some steps later, at no particular moment of a step."""
+    after, moment, workers = rng.randrange(3), 0.1 * rng.random(), rng.random() < 0.5
+    with started(words, run_dir, number, ranks) as attempt:
+        deadline = time.monotonic() + 120
+        while len(steps_of(run_dir, number)) < after + 1:
+            assert all(rank.is_alive() for rank in attempt.ranks), log_of(run_dir, number)
+            assert time.monotonic() < deadline, log_of(run_dir, number)
+            time.sleep(0.002)
+        time.sleep(moment)
+        assert all(rank.is_alive() for rank in attempt.ranks), log_of(run_dir, number)
+        attempt.kill(workers=workers)
+
+
+def finish(words: list[str], run_dir: Path, number: int, ranks: int = 1) -> None:
+    with started(words, run_dir, number, ranks) as attempt:
+        for rank, process in enumerate(attempt.ranks):
+            process.join(240)
+            assert process.exitcode == 0, log_of(run_dir, number, rank)
+
+
+def test_a_run_killed_at_twenty_moments_consumes_what_an_undisturbed_run_does(folder: Path) -> None:
+    """Two workers, packs, flips, a blend that changes its weights; then on two ranks, and back on one."""
+    rng = random.Random(SEED)
+    calm, killed = folder / "calm", folder / "killed"
+    finish(arguments(folder, calm), calm, 0)
+    expected = steps_of(calm, 0)
+    assert list(expected) == list(range(1, NUM_STEPS + 1))
+    clips = [sum(key.startswith("f") for key in expected[step]) for step in expected]
+    assert not any(clips[:CLIPS_FROM])
+    assert sum(clips[CLIPS_FROM:]) > NUM_STEPS // 2
+
+    words = arguments(folder, killed)
+    for number in range(KILLS):
+        kill_one(words, killed, number, rng)
+    for number in range(KILLS):
+        assert steps_of(killed, number).items() <= expected.items(), number
+    assert losses(killed).items() <= losses(calm).items()
+
+    last = KILLS + KILLS_ON_TWO_RANKS
+    for number in range(KILLS, last):
+        kill_one(words, killed, number, rng, ranks=2)
+    finish(words, killed, last)
+    for number in range(KILLS, last):
+        some, others = (steps_of(killed, number, rank) for rank in range(2))
+        for step in some.keys() & others.keys():
+            assert sorted(some[step] + others[step]) == sorted(expected[step]), (number, step)
+    assert steps_of(killed, last).items() <= expected.items()
+    reached = {step for number in range(last + 1) for step in steps_of(killed, number)}
+    assert reached == set(expected)
+    assert loss_values(killed) == pytest.approx(loss_values(calm), rel=ROUNDING)
