@@ -140,7 +140,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
     from energon_data.mock import MockData
 
     parallel, model = config.parallel, config.model
-    multiple, total = pack_tokens(parallel)
+    multiple, total = pack_tokens(model, parallel)
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,

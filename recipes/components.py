@@ -9,6 +9,7 @@ import nemo_run as run
 from dit.data_api import DataConfig
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import ModelConfig
+from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
@@ -201,6 +202,18 @@ def stdit_3b_opensora() -> run.Config[STDiTConfig]:
 def autoencoder_kl_f8() -> run.Config[AutoencoderConfig]:
     """KL-f8 autoencoder (83.7 M) of latent diffusion: 8 times smaller sides, 4 channels, width 128 to 512."""
     return run.Config(AutoencoderConfig)
+
+
+@run.cli.factory(target=ModelConfig)
+def ddpm_unet() -> run.Config[DDPMUNetConfig]:
+    """Conditional DDPM UNet (15.66 M): pictures of 3 channels, 10 classes, 64 to 256 channels at 4 resolutions."""
+    return run.Config(DDPMUNetConfig)
+
+
+@run.cli.factory(target=ModelConfig)
+def ddpm_unet_512() -> run.Config[DDPMUNetConfig]:
+    """Conditional DDPM UNet with 512 channels in the middle (23.34 M); otherwise as ddpm_unet."""
+    return run.Config(DDPMUNetConfig, mid_out_channels=[512, 512, 256])
 
 
 @run.cli.factory(target=Objective)

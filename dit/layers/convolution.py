@@ -10,6 +10,8 @@ from torch.nn.functional import conv2d, group_norm, pad
 
 from dit.backends.init import ONES, ZEROS, Init
 from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
 
 
 def torch_init(fan_in: int) -> Init:
@@ -75,3 +77,25 @@ class GroupNorm(nn.Module):
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         return group_norm(x_NCHW, self.groups, self.weight, self.bias, self.epsilon)
+
+
+def as_pictures(x_TC: Tensor, batch: PackedBatch) -> Tensor:
+    """Return the tokens of a pack as pictures `[N, C, H, W]`; each frame of a clip is one of its own.
+
+    Without padding they are a channels-last view.
+
+    Raises:
+        BatchError: the samples differ in shape, or they are split over ranks.
+    """
+    return batch.dense(x_TC).flatten(0, 1).permute(0, 3, 1, 2)
+
+
+def as_tokens(x_NCHW: Tensor, batch: PackedBatch) -> Tensor:
+    """Undo `as_pictures`; padding is zeros."""
+    return batch.layout.insert_padding(x_NCHW.permute(0, 2, 3, 1).flatten(0, 2))
+
+
+def picture_layout(x_NCHW: Tensor) -> SequenceLayout:
+    """Return the layout of all positions of pictures as tokens, row by row, one segment a picture."""
+    pictures, _, height, width = x_NCHW.shape
+    return SequenceLayout.from_lengths([height * width] * pictures, device=x_NCHW.device)

@@ -236,6 +236,11 @@ class ModelConfig(ABC):
         """Most patches of a sample along t, h and w; None where the positions have no end."""
         return None
 
+    @property
+    def halvings(self) -> int:
+        """How often the backbone halves the sides of a sample; its smallest picture has a side of 2**-halvings."""
+        return 0
+
     def layer_kind(self, layer: int) -> Hashable:
         """Return a key of a layer's cost: layers with the same key cost the same.
 

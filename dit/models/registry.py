@@ -28,6 +28,7 @@ class Entry:
 
 BACKBONES = {
     "autoencoder": Entry("dit.models.autoencoder.config:AutoencoderConfig", "dit.models.autoencoder.model:Autoencoder"),
+    "ddpm_unet": Entry("dit.models.ddpm_unet.config:DDPMUNetConfig", "dit.models.ddpm_unet.model:DDPMUNet"),
     "dit": Entry("dit.models.dit.config:DiTConfig", "dit.models.dit.model:DiT"),
     "dit_cross": Entry("dit.models.dit_cross.config:DiTCrossConfig", "dit.models.dit_cross.model:DiTCross"),
     "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.flux.model:Flux"),

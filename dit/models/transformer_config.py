@@ -39,6 +39,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
     **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k"), WIDTH),
+    **dict.fromkeys(("block_out_channels", "mid_out_channels"), WIDTH),
     "rope_theta": Range(1, 10**12, open_low=True),
     "rope_factors": Range(0, 10**6, open_low=True),
     "num_classes": COUNT,

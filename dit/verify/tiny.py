@@ -16,8 +16,15 @@ GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 2, 4), (3, 2, 2))
 
 
 def tiny_grids(model: ModelConfig) -> tuple[Grid, ...]:
-    """Return the shapes of the samples: of one shape where the backbone takes no others in a micro-batch."""
-    return GRIDS if model.supports.mixed_shapes else GRIDS[:1]
+    """Return the shapes of the samples: of one shape where the backbone takes no others in a micro-batch.
+
+    Pictures that a backbone halves are large enough to be 2 x 2 in the end: among fewer positions nothing is learned of
+    queries and keys.
+    """
+    if model.supports.mixed_shapes:
+        return GRIDS
+    side = max(4, 2 ** (model.halvings + 1))
+    return ((1, side, side),)
 
 
 def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
@@ -46,7 +53,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         "context_size": 12,
         "pooled_size": 6,
         "latent_channels": 4,
-        "block_out_channels": [HEAD_SIZE] * len(given.get("block_out_channels") or ()),
+        **{name: [HEAD_SIZE] * len(given.get(name) or ()) for name in ("block_out_channels", "mid_out_channels")},
         "norm_num_groups": HEAD_SIZE // 2,
         "adaln_lora_rank": 4,
         "class_dropout": 0.3,
@@ -70,13 +77,14 @@ def tiny_layout(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, pipeline_layers=None)
 
 
-def pack_tokens(parallel: ParallelConfig) -> tuple[int, int]:
+def pack_tokens(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, int]:
     """Return what the samples of a tiny pack are padded to a multiple of, and the tokens of the pack.
 
-    Both fit the layout, and layouts of equally many ranks have the same, so that they share the reference.
+    A pack has room for two and a half of the largest samples. Both numbers fit the layout, and layouts of equally many
+    ranks have the same, so that they share the reference.
     """
     multiple = max(4, 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size)
-    return multiple, multiple_of(multiple, 40)
+    return multiple, multiple_of(multiple, 5 * max(map(math.prod, tiny_grids(model))) // 2)
 
 
 def _depth(given: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]:

@@ -37,6 +37,13 @@ def _moving_letters(args: argparse.Namespace) -> None:
     print(prepare_moving_letters(args.out, frames=args.frames, stills=args.stills, **_common(args)).summary())
 
 
+def _cifar10(args: argparse.Namespace) -> None:
+    from energon_data.prepare.cifar10 import prepare_cifar10
+
+    counts = prepare_cifar10(args.source, args.out, samples_per_shard=args.samples_per_shard, force=args.force)
+    print(f"{args.out}: {', '.join(f'{split}: {count:,} pictures' for split, count in counts.items())}")
+
+
 def _media(args: argparse.Namespace) -> None:
     from energon_data.prepare.media import Options, Preparation
     from energon_data.prepare.pictures import Fit
@@ -231,6 +238,16 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_tensors, command="tensors")
 
 
+def _add_cifar10(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--in", dest="source", type=Path, required=True, metavar="DIR", help="cifar-10-batches-py or -bin, unpacked"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--samples-per-shard", type=int, default=2000, metavar="N", help="(%(default)s)")
+    parser.add_argument("--force", action="store_true", help="replace an older data set")
+    parser.set_defaults(run=_cifar10)
+
+
 def _add_text_encoder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-encoder",
@@ -266,6 +283,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_media(commands.add_parser("webdataset", help="tar files of pictures or videos with captions"), "webdataset")
     _add_tensors(commands.add_parser("tensors", help="tar files of older systems: .pth latents, .pickle texts"))
     _add_pictograms(commands.add_parser("pictograms", help="colour pictograms of Unicode characters, with their names"))
+    _add_cifar10(commands.add_parser("cifar10", help="CIFAR-10 from its own files, for Python or binary"))
     letters = commands.add_parser("letters", help="capitals A-Z of every text font on this machine")
     _add_common(letters, variations=16, what="pictures per glyph and font face")
     letters.set_defaults(run=_letters)

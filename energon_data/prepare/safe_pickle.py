@@ -87,7 +87,8 @@ def read_pickle(data: bytes) -> Any:
     Raises:
         SampleError: it names anything else, is damaged, or is larger than `MAX_BYTES`.
     """
-    return _read(data, lambda: _Reader(io.BytesIO(data)).load())
+    # Python 2 wrote texts and bytes alike; latin1 loses none of them.
+    return _read(data, lambda: _Reader(io.BytesIO(data), encoding="latin1").load())
 
 
 def read_torch_file(data: bytes) -> Any:

@@ -17,6 +17,7 @@ from dit.layout import SequenceLayout
 from dit.models.base import Backbone, ModelConfig
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
@@ -152,6 +153,15 @@ BACKBONES = {
         text_tokens=1,  # a dropped text keeps its length in joint attention, a missing one is one null token
     ),
     "wan": Row(recipe="wan_14b_mock", quick=("tp2_sp",)),
+    "ddpm_unet": Row(
+        recipe="ddpm_fonts",
+        quick=("dp2", "distributed2", "fsdp2", "fsdp2_mixed", "tp2_sp"),
+        other={"block_out_channels": [8, 16, 8, 24], "mid_out_channels": [8, 24, 8]},
+        refused=("context_size",),
+        given={"context_dropout": {}},
+        without_effect={"context_dropout": "it takes no text"},
+        objective=DDPM(discrete_steps=1000),
+    ),
     "unet": Row(
         recipe="tests.laws.trial_unet.trial_unet",
         quick=("dp2", "fsdp2", "tp2_sp"),
@@ -211,15 +221,17 @@ def build(build_model: BuildModel, one_rank_world: ProcessGroups) -> Any:
 
 
 def pack(
-    config: ModelConfig, numbers: list[int], *, multiple_of: int = 1, total: int | None = None, text_tokens: int = 5
+    config: ModelConfig, numbers: list[int], *, multiple_of: int = 1, tail: int = 0, text_tokens: int = 5
 ) -> PackedBatch:
-    """Lay synthetic samples side by side; the grids of successive numbers differ, if the backbone takes such."""
+    """Lay synthetic samples side by side, padding behind them; the grids of successive numbers differ, if they may."""
     t, s = config.patch_temporal, config.patch_spatial
     shapes = [f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(config)]
     spec = config.batch_spec(multiple_of=multiple_of)
     data = MockData(shapes=shapes, text_tokens=text_tokens)
     source = MockSource(data, spec, seed=0, split="train", stream=0, num_streams=1)
-    return collate([source.sample(number) for number in numbers], spec, total_tokens=total)
+    clips = [source.sample(number) for number in numbers]
+    padded = sum(-(-clip.num_tokens // multiple_of) * multiple_of for clip in clips)
+    return collate(clips, spec, total_tokens=padded + tail)
 
 
 SAMPLES = [0, 1, 2, 3]
@@ -250,7 +262,7 @@ def padded_texts(batch: PackedBatch, fill: float) -> PackedBatch:
 def test_padding_may_hold_anything(build: Any, name: str) -> None:
     """Outputs of real tokens and every gradient are the same to the bit, whatever padding of tokens and texts holds."""
     config, found = config_of(name), []
-    batch = half_dropped(config, pack(config, SAMPLES, multiple_of=10, total=96))
+    batch = half_dropped(config, pack(config, SAMPLES, multiple_of=10, tail=16))
     valid_T = batch.layout.valid_T
     assert not valid_T.all()
     for fill in (0.0, float("nan"), 1e30):
@@ -268,7 +280,7 @@ def test_padding_may_hold_anything(build: Any, name: str) -> None:
 def test_packed_is_alone(build: Any, name: str) -> None:
     """No sample feels another one of its pack, nor the padding between."""
     config = config_of(name)
-    model, batch = build(config), pack(config, SAMPLES, multiple_of=10, total=96)
+    model, batch = build(config), pack(config, SAMPLES, multiple_of=10, tail=16)
     together_TC = model(batch.latents_TC, times(batch), batch)
     assert len(set(batch.grids)) > 1 or not config.supports.mixed_shapes
     for i, (number, start, length) in enumerate(zip(SAMPLES, batch.layout.starts, batch.layout.lengths)):
@@ -340,7 +352,9 @@ def test_every_setting_acts_or_says_why_not(build: Any, name: str, setting: str)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"data_parallel": "ddp"},
+    "distributed2": {"data_parallel": "distributed_optimizer"},
     "fsdp2": {"data_parallel": "fsdp"},
+    "fsdp2_mixed": {"data_parallel": "fsdp"},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
@@ -348,15 +362,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 LAYOUT_ROW = ("name", "layout")
 
 
+CONVOLUTIONAL = [name for name in NAMES if not config_of(name).supports.mixed_shapes]
+ROWS = [(name, layout) for name in NAMES for layout in LAYOUTS if layout != "fsdp2_mixed" or name in CONVOLUTIONAL]
+
+
+def norms_in_fp32(chunks: list[Backbone]) -> None:
+    """Keep the norms of a bf16 model in fp32."""
+    for chunk in chunks:
+        for norm in (module for module in chunk.modules() if "Norm" in type(module).__name__):
+            norm.float()
+        assert {parameter.dtype for parameter in chunk.parameters()} == {torch.float32, torch.bfloat16}
+
+
 def pair_of(name: str, layout: str) -> Pair:
     """Return the tiny form of a recipe under a layout of two ranks, in place of the recipe's own."""
-    return tiny_pair(replace(run_of(name), parallel=ParallelConfig(**LAYOUTS[layout])), 2)
+    pair = tiny_pair(replace(run_of(name), parallel=ParallelConfig(**LAYOUTS[layout])), 2)
+    if layout != "fsdp2_mixed":
+        return pair
+    # One step: in the second, weights that were rounded to another side would differ by a rounding of bf16.
+    one, many = (replace(x, precision="bf16", alter=norms_in_fp32, steps=1) for x in (pair.one, pair.many))
+    return replace(pair, one=one, many=many)
 
 
 def supported(name: str, layout: str) -> bool:
     """Tell whether the backbone says that it supports the layout."""
-    flags = {"fsdp2": "fsdp", "tp2_sp": "tensor", "cp2": "context", "pp2": "pipeline"}
-    return layout == "dp2" or getattr(config_of(name).supports, flags[layout])
+    flags = {"fsdp2": "fsdp", "fsdp2_mixed": "fsdp", "tp2_sp": "tensor", "cp2": "context", "pp2": "pipeline"}
+    return layout not in flags or getattr(config_of(name).supports, flags[layout])
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +409,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(
     LAYOUT_ROW,
     rows(
-        [(name, layout) for name in NAMES for layout in LAYOUTS],
+        ROWS,
         lambda name, layout: layout in BACKBONES[name].quick or not supported(name, layout),
     ),
 )

@@ -46,6 +46,7 @@ BASES = {
     ("tiny_wan",): ("model",),
     ("letters_dit",): ("data",),
     ("pictogram_autoencoder",): ("model", "objective"),
+    ("tiny_ddpm_unet",): ("model",),
 }
 
 MAY_BE_ZERO = {

@@ -1,0 +1,65 @@
+"""Sizes of the conditional DDPM UNet."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Optional
+
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.models.transformer_config import check_numbers
+
+
+@dataclass(kw_only=True)
+class DDPMUNetConfig(ModelConfig):
+    """A small UNet of pictures, conditioned on time and class; each frame of a clip is a picture of its own.
+
+    Attributes:
+        num_classes: classes; one more learned vector stands for "no class". None for a model without classes.
+        hidden_size: width of the conditioning vector: a sinusoid of the time, plus the vector of the class.
+        block_out_channels: channels at each resolution, the full one first.
+        mid_out_channels: channels of each pair of convolutions at the lowest resolution. [256, 256] makes the model of
+            15.66 M parameters, [512, 512, 256] that of 23.34 M.
+        num_attention_heads: of the attention behind every block down and up.
+    """
+
+    supports: ClassVar[Supports] = Supports(
+        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False
+    )
+
+    in_channels: int = 3
+    patch_spatial: int = 1
+    num_classes: Optional[int] = 10
+    hidden_size: int = 256
+    block_out_channels: list[int] = field(default_factory=lambda: [64, 128, 256, 256])
+    mid_out_channels: list[int] = field(default_factory=lambda: [256, 256])
+    num_attention_heads: int = 4
+
+    @property
+    def halvings(self) -> int:
+        return len(self.block_out_channels) - 1
+
+    def validate(self) -> None:
+        if self.context_size is not None:
+            raise ConfigError(
+                f"model.context_size={self.context_size}: this UNet takes a class and no text; set it to null, or use "
+                "another backbone"
+            )
+        check_numbers(self)
+        if self.hidden_size % 2:
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size}: half of it are sines, half cosines; use an even number"
+            )
+        if len(self.block_out_channels) < 2 or not self.mid_out_channels:
+            raise ConfigError(
+                f"model.block_out_channels={self.block_out_channels}, model.mid_out_channels={self.mid_out_channels}: "
+                "a UNet has at least two resolutions and one pair of convolutions in the middle"
+            )
+        if any(count % self.num_attention_heads for count in self.block_out_channels):
+            raise ConfigError(
+                f"model.block_out_channels={self.block_out_channels} must be multiples of "
+                f"model.num_attention_heads={self.num_attention_heads}"
+            )
+
+    def megatron_sizes(self) -> TransformerSizes:
+        return TransformerSizes(
+            num_layers=1, hidden_size=self.block_out_channels[-1], num_attention_heads=self.num_attention_heads
+        )

@@ -1,0 +1,155 @@
+"""The conditional DDPM UNet: the published counts, module by module, and torch's own modules give the same numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_sample
+from dit.errors import ConfigError
+from dit.layout import SequenceLayout
+from dit.models.ddpm_unet.config import DDPMUNetConfig
+from dit.parallel.build import build_on_meta, count_parameters
+from dit.patchify import grid_positions
+from tests.conftest import BuildModel
+from tests.parity.reference_ddpm_unet import ReferenceDDPMUNet
+from tests.support.reference import RTOL, relative_error
+
+# By hand: convolutions i -> m -> o have 9 i m + 9 m o weights and 2 m + 2 o of their norms; attention of c channels has
+# 4 c^2 + 4 c, its MLP 2 c^2 + 2 c, their norms 4 c. A block i -> o is i -> i -> i, i -> m -> o, 257 o for the
+# condition (256 of its weights and a bias) and attention of o; m is o on the way down and i / 2 on the way up.
+COUNTS = {
+    "label": 2_816,  # 10 classes and none, of 256
+    "first": 38_848,  # 3 -> 64 -> 64
+    "down_blocks.0": 428_160,  # 64 -> 128
+    "down_blocks.1": 1_642_752,  # 128 -> 256
+    "down_blocks.2": 2_822_912,  # 256 -> 256
+    "mid_blocks": 2_361_344,  # twice 256 -> 256 -> 256
+    "up_blocks.0": 6_328_448,  # 256 + 256 -> 256 -> 128
+    "up_blocks.1": 1_591_360,  # 128 + 128 -> 128 -> 64
+    "up_blocks.2": 447_936,  # 64 + 64 -> 64 -> 64
+    "last": 195,  # 64 -> 3
+}
+WIDE = {"mid_blocks": 10_032_128}  # 256 -> 512 -> 512, 512 -> 512 -> 512, 512 -> 256 -> 256
+SIZES = {
+    "three": {"block_out_channels": [8, 12, 16], "mid_out_channels": [20, 8]},
+    "two": {"block_out_channels": [16, 8], "mid_out_channels": [12], "num_attention_heads": 2, "in_channels": 1},
+}
+
+
+def counts(config: DDPMUNetConfig) -> dict[str, int]:
+    model = build_on_meta(config)
+    return {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in COUNTS}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "total"),
+    [
+        ({}, COUNTS, 15_664_771),
+        ({"mid_out_channels": [512, 512, 256]}, {**COUNTS, **WIDE}, 23_335_555),
+        (
+            {"in_channels": 1, "num_classes": 26},
+            {**COUNTS, "label": 27 * 256, "first": 38_848 - 2 * 9 * 64, "last": 65},
+            15_667_585,
+        ),
+    ],
+    ids=["cifar10", "cifar10_512", "fonts"],
+)
+def test_counts_are_those_of_the_description(changes: dict, expected: dict[str, int], total: int):
+    """15.66 M and, with the wide middle, 23.34 M."""
+    config = DDPMUNetConfig(**changes)
+    config.validate()
+    assert counts(config) == expected
+    assert sum(expected.values()) == count_parameters(config) == total
+
+
+def batch_of(config: DDPMUNetConfig, height: int, width: int, labels: list[int]) -> PackedBatch:
+    generator = torch.Generator().manual_seed(4)
+    grids = [(1, height, width)] * len(labels)
+    layout = SequenceLayout.from_lengths([height * width] * len(labels))
+    conditions = Conditions(label=per_sample(torch.tensor(labels)))
+    return PackedBatch(
+        latents_TC=torch.randn(layout.total_tokens, config.token_channels, generator=generator),
+        positions_T3=torch.cat([grid_positions(grid) for grid in grids]),
+        layout=layout,
+        sample_ids_S=torch.arange(len(labels)),
+        grids=tuple(grids),
+        keys=tuple(map(str, labels)),
+        conditions=conditions,
+    )
+
+
+def their_name(name: str) -> str:
+    """Return the reference's name of one of our parameters."""
+    for ours, theirs in (
+        ("label.", "classes."),
+        ("down_blocks", "down"),
+        ("up_blocks", "up"),
+        ("mid_blocks", "middle"),
+        ("condition.", "condition.1."),
+        ("conv1.", "body.0."),
+        ("attention.norm1.", "attention.norm."),
+        ("attention.norm2.", "attention.mlp.0."),
+        ("norm1.", "body.1."),
+        ("conv2.", "body.3."),
+        ("norm2.", "body.4."),
+        ("to_qkv.", "heads.in_proj_"),
+        ("to_out.", "heads.out_proj."),
+        ("linear1.", "mlp.1."),
+        ("linear2.", "mlp.3."),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_torchs_own_modules_compute_the_same(build_model: BuildModel, name: str):
+    """Outputs and every gradient, for pictures higher than wide, each with its own time and class, one without."""
+    config = DDPMUNetConfig(num_classes=3, hidden_size=10, **SIZES[name])
+    config.validate()
+    model = build_model(config, perturb=0.1)
+    theirs = ReferenceDDPMUNet(
+        pixels=config.in_channels,
+        classes=3,
+        condition=config.hidden_size,
+        channels=config.block_out_channels,
+        middle=config.mid_out_channels,
+        heads=config.num_attention_heads,
+    ).double()
+    theirs.load_state_dict({their_name(n): p.detach() for n, p in model.named_parameters()})
+    batch, step = batch_of(config, 8, 4, labels=[2, 0, 3]), torch.tensor([1.0, 500.0, 999.0])
+    out_TC = model(batch.latents_TC, step / 1000, batch)
+    pictures = batch.dense(batch.latents_TC)[:, 0].permute(0, 3, 1, 2).double()
+    exact = theirs(pictures, step.double(), batch.conditions["label"].values)
+    exact_TC = exact.permute(0, 2, 3, 1).flatten(0, 2)
+    assert relative_error(out_TC, exact_TC) <= RTOL
+    cotangent_TC = torch.randn(out_TC.shape, generator=torch.Generator().manual_seed(6))
+    out_TC.backward(cotangent_TC)
+    exact_TC.backward(cotangent_TC.double())
+    gradients = {n: p.grad for n, p in theirs.named_parameters()}
+    errors = {n: relative_error(p.grad, gradients[their_name(n)]) for n, p in model.named_parameters()}
+    assert {n: error for n, error in errors.items() if not error <= RTOL} == {}
+
+
+@pytest.mark.parametrize("side", [1, 7])
+def test_odd_sides_come_back(build_model: BuildModel, side: int):
+    """A picture that cannot be halved evenly is padded below and on the right, and cut again."""
+    config = DDPMUNetConfig(num_classes=3, **SIZES["three"])
+    batch = batch_of(config, side, 5, labels=[0])
+    assert build_model(config, perturb=0.1)(batch.latents_TC, torch.zeros(1), batch).shape == batch.latents_TC.shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": 9}, "hidden_size=9"),
+        ({"block_out_channels": [8]}, r"block_out_channels=\[8\].* at least two resolutions"),
+        ({"mid_out_channels": []}, "mid_out_channels="),
+        ({"block_out_channels": [8, 6]}, "must be multiples of model.num_attention_heads=4"),
+        ({"context_size": 8}, "context_size=8: this UNet takes a class and no text"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict, says: str):
+    with pytest.raises(ConfigError, match=says):
+        replace(DDPMUNetConfig(), **changes).validate()
