@@ -13,9 +13,11 @@ from dit.tracing.counter import StepTrace
 from dit.tracing.packs import PackShape
 from launch.config_file import built
 from launch.train import call_recipe
+from recipes import registry
 
 PACK = PackShape(((1, 4, 8), (1, 4, 8)), text_lengths=(4, 4))
 OF_PEAK = 0.01
+MOST_LAYERS = 150
 CASES = {
     "pp2": ({"num_layers": 12}, {"pipeline_model_parallel_size": 2}, 4),
     "pp2_vpp2": (
@@ -52,17 +54,9 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "ranks", "layers"),
-    [
-        # 2 and 3 layers of three ranks: in a first step once, then in 5, 4 and 3 micro-batches.
-        ("pretrain_ditllama30b_stage3_mock_with_pp", 128, (2 + 3) * (6 + 5 + 4)),
-        # Layers of 0.18 B parameters over 2 ranks: the gradients of 11 wait for their reduction.
-        ("mock_ditllama5b_8k", 8, (13 + 14) * 4),
-    ],
-)
-def test_a_dry_run_traces_few_layers(monkeypatch, recipe, ranks, layers):
-    """Its time is that of a layer in a micro-batch, so often, whatever the depth and the batch."""
+@pytest.fixture
+def traced_layers(monkeypatch):
+    """Return a function from a recipe to how many layers its dry run traces, each in every micro-batch that it does."""
     traced = []
 
     def counted(jobs):
@@ -72,11 +66,36 @@ def test_a_dry_run_traces_few_layers(monkeypatch, recipe, ranks, layers):
             traced.append(sum(len(stage.layers) for stage in job.stages) * micro_batches)
         return [StepTrace() for _ in jobs]
 
+    def layers(recipe, ranks=None):
+        config = built(call_recipe(recipe))
+        dims, _ = config.check(ranks)
+        traced.clear()
+        plan(config.model, config.objective, config.optimizer, config.parallel, config.training, PACK, dims)
+        return sum(traced)
+
     monkeypatch.setattr("dit.planner.plan.trace", counted)
-    config = built(call_recipe(recipe))
-    dims, _ = config.check(ranks)
-    plan(config.model, config.objective, config.optimizer, config.parallel, config.training, PACK, dims)
-    assert sum(traced) == layers
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "layers"),
+    [
+        # 2 and 3 layers of three ranks: in a first step once, then in 5, 4 and 3 micro-batches.
+        ("pretrain_ditllama30b_stage3_mock_with_pp", 128, (2 + 3) * (6 + 5 + 4)),
+        # Layers of 0.18 B parameters over 2 ranks: the gradients of 11 wait for their reduction.
+        ("mock_ditllama5b_8k", 8, (13 + 14) * 4),
+    ],
+)
+def test_a_dry_run_traces_few_layers(traced_layers, recipe, ranks, layers):
+    """Its time is that of a layer in a micro-batch, so often, whatever the depth and the batch."""
+    assert traced_layers(recipe, ranks) == layers
+
+
+def test_no_dry_run_traces_many_layers(traced_layers):
+    """The bound on the time of `--dryrun`, in what it is made of: a layer takes a fraction of a second."""
+    most = {entry.name: traced_layers(entry.name) for entry in registry.recipes()}
+    assert {name: layers for name, layers in most.items() if layers > MOST_LAYERS} == {}
+    assert max(most, key=lambda name: most[name]) == "flux_12b"
 
 
 def test_an_accelerators_rms_norm_saves_its_input_its_weight_and_a_number_per_row():
