@@ -187,10 +187,22 @@ def load_masters(directory: Path, slot: str, shards: Sequence[MasterShard], grou
 
 
 @torch.no_grad()
-def load_weights(directory: Path, chunks: Sequence[nn.Module], groups: ProcessGroups, *, slot: str = "ema") -> None:
-    """Read the weights (`weight`) or their average (`ema`) into unwrapped model chunks, for sampling and export."""
+def load_weights(
+    directory: Path,
+    chunks: Sequence[nn.Module],
+    groups: ProcessGroups,
+    *,
+    slot: str = "ema",
+    frozen: Optional[bool] = None,
+) -> None:
+    """Read the weights (`weight`) or their average (`ema`) into unwrapped model chunks.
+
+    Args:
+        frozen: read the frozen parameters only, or only the others; None for all.
+    """
     reader = StateReader(directory)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            part = part_of(parameter, groups)
-            reader.read(f"{slot}.{name}", part.shape, part.views(parameter, 0))
+            if frozen is None or frozen != parameter.requires_grad:
+                part = part_of(parameter, groups)
+                reader.read(f"{slot}.{name}", part.shape, part.views(parameter, 0))
