@@ -12,6 +12,7 @@ from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
@@ -201,6 +202,12 @@ def stdit_3b_opensora() -> run.Config[STDiTConfig]:
 def autoencoder_kl_f8() -> run.Config[AutoencoderConfig]:
     """KL-f8 autoencoder (83.7 M) of latent diffusion: 8 times smaller sides, 4 channels, width 128 to 512."""
     return run.Config(AutoencoderConfig)
+
+
+@run.cli.factory(target=LoRAConfig)
+def lora() -> run.Config[LoRAConfig]:
+    """Low-rank adapters of rank 16 in attention and MLP of every block; `model.lora=lora model.lora.rank=4`."""
+    return run.Config(LoRAConfig)
 
 
 @run.cli.factory(target=Objective)

@@ -17,12 +17,11 @@ from dit.checkpoint.full_weights import read_full_weights
 from dit.checkpoint.manifest import Manifest, check_same_model, model_fingerprint, read_manifest
 from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint
 from dit.checkpoint.records import read_record
-from dit.checkpoint.sharded_state import load_weights
+from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
 from dit.errors import CheckpointError, ConfigError
 from dit.models.base import UNCERTAINTY
 from dit.models.lora import merge_adapters
-from dit.parallel.build import parameter_shapes
 from dit.run_config import RunConfig
 
 
@@ -88,7 +87,8 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
         return None
     assert config.checkpoint.start_from is not None  # `RunConfig.check`
     folder = find_folder_together(config.checkpoint.start_from, groups)
-    slot = check_start(folder, model_fingerprint(parameter_shapes(config.model.without_adapters())))
+    frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
+    slot = check_start(folder, model_fingerprint(global_shapes(frozen, groups)))
     load_weights(folder, chunks, groups, slot=slot, frozen=True)
     return {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
 

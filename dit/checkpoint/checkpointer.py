@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -12,32 +11,18 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from dit.backends.process_groups import ProcessGroups
-from dit.backends.sharding import sharding_of
 from dit.checkpoint.manifest import BASE, CURE, FileRecord, HeldOut, check_same_base, hash_file
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record
 from dit.checkpoint.resume_check import check_same_experiment
-from dit.checkpoint.sharded_state import fails_together, load_state, save_state
+from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
 from dit.data_api import merge_states
 from dit.errors import CheckpointError, ConfigError, DataError
-from dit.optimizer.master_weights import MasterShard
 from dit.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
-
-
-def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
-    """Return the unsharded shape of every parameter by global name; equal on every layout and rank."""
-    shapes = {
-        shard.name: list(sharding_of(shard.parameter, shard.name).global_shape(shard.parameter.shape, groups.tp.size()))
-        for shard in shards
-    }
-    parts: list[Any] = [None] * groups.different_parameters.size()
-    dist.all_gather_object(parts, shapes, group=groups.different_parameters)
-    return {name: shape for part in parts for name, shape in part.items()}
 
 
 class Checkpointer:
@@ -153,7 +138,7 @@ class Checkpointer:
         return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
-        check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
+        check_same_model(manifest, model_fingerprint(global_shapes(parameters_of(state.shards), state.groups)))
         check_same_base(folder, manifest, state.base)
         saved = read_record(folder)
         self._check_ema(state, folder, saved)

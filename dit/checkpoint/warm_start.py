@@ -3,8 +3,7 @@
 import torch
 
 from dit.checkpoint.base_model import check_start, find_folder_together
-from dit.checkpoint.checkpointer import global_shapes
-from dit.checkpoint.sharded_state import load_masters
+from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
 from dit.checkpoint.store import model_fingerprint
 from dit.checkpoint.train_state import TrainState
 from dit.models.base import UNCERTAINTY
@@ -29,7 +28,7 @@ def start_from(path: str, state: TrainState) -> None:
     """
     folder = find_folder_together(path, state.groups)
     shards = [shard for shard in state.shards if not shard.name.startswith(UNCERTAINTY)]
-    slot = check_start(folder, model_fingerprint(global_shapes(shards, state.groups)))
+    slot = check_start(folder, model_fingerprint(global_shapes(parameters_of(shards), state.groups)))
     load_masters(folder, slot, shards, state.groups)
     if state.ema is not None:
         for average, shard in zip(state.ema.values, state.shards, strict=True):

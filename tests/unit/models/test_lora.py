@@ -10,7 +10,7 @@ from benchmarks.parallel_training import micro_batch, tiny_model
 from dit.backends.provider import LayerProvider
 from dit.errors import ConfigError
 from dit.models.base import Backbone
-from dit.models.lora import merge_adapters
+from dit.models.lora import adapter_pairs, merge_adapters
 from dit.models.lora_config import LoRAConfig
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import relative_error
@@ -58,7 +58,10 @@ def test_adapters_start_as_nothing_and_merge_into_the_weights(build_model: Build
     give(adapted, trained)
     changed = predict(adapted)
     assert relative_error(changed, predict(base)) > 1e-2
-    merged = merge_adapters(parameters(base), trained, LORA)
+    before = parameters(base)
+    merged = merge_adapters(before, trained, LORA)
+    for layer, (a, b) in adapter_pairs(trained).items():
+        torch.testing.assert_close(merged[f"{layer}.weight"], before[f"{layer}.weight"] + 6.0 / 3 * b @ a)
     give(base, merged)
     assert relative_error(predict(base), changed) <= MERGED
 
