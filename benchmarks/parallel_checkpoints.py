@@ -13,7 +13,7 @@ from dit.verify.trial import Built, gathered, named_parameters, of_all_stages, w
 
 def state_of(it: Built, ema: EMA) -> dict[str, Any]:
     """Return every global tensor of the training state by name, and the fingerprint of the model."""
-    from dit.checkpoint.checkpointer import global_shapes
+    from dit.checkpoint.sharded_state import global_shapes, parameters_of
     from dit.checkpoint.store import model_fingerprint
     from dit.optimizer.master_weights import SLOTS, get_step_count
 
@@ -23,7 +23,7 @@ def state_of(it: Built, ema: EMA) -> dict[str, Any]:
         named += [
             (f"{k}.{shard.name}", whole(gathered(shard, v), shard.parameter, it.groups)) for k, v in slots.items()
         ]
-    fingerprint = model_fingerprint(global_shapes(it.shards, it.groups))
+    fingerprint = model_fingerprint(global_shapes(parameters_of(it.shards), it.groups))
     tensors, drifted = of_all_stages(named, it.groups)
     return {**tensors, "drifted": drifted, "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}
 

@@ -88,6 +88,11 @@ class RunConfig:
         check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
+        if self.model.adapters is not None and self.checkpoint.start_from is None:
+            raise ConfigError(
+                "model.lora trains adapters beside the weights of a trained model, and checkpoint.start_from names "
+                "none; set checkpoint.start_from=RUN_DIR (launch.import_weights writes one), or model.lora=none"
+            )
         if not self.objective.reconstructs:
             check_sampling(self.sampling, self.objective, self.model)
         elif self.training.sample_interval:

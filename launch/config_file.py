@@ -18,7 +18,7 @@ import fiddle
 import yaml
 from nemo_run.config import Config, Partial
 
-from dit.checkpoint.checkpointer import CONFIG_FILE
+from dit.checkpoint.records import CONFIG_FILE
 from dit.config_record import CLASS_KEY, TRUST_VARIABLE, current, current_module, trusted_packages
 from dit.errors import ConfigError
 from dit.run_config import RunConfig

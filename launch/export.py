@@ -24,12 +24,20 @@ if TYPE_CHECKING:
     from dit.run_config import RunConfig
 
 FORMATS = ("diffusers", "dit")
-DESCRIPTION = "Write a run's averaged weights as a folder of diffusers, or as a state dict of facebookresearch/DiT."
+ADAPTER_FORMATS = ("diffusers-lora", "comfyui-lora")
+DESCRIPTION = (
+    "Write a run's averaged weights as a folder of diffusers, or as a state dict of facebookresearch/DiT; its adapters "
+    "(LoRA) alone for diffusers and peft, or for ComfyUI."
+)
 EXAMPLES = """\
 examples
   python -m launch.export --checkpoint runs/dit_xl2_imagenet --format diffusers --out DiT-XL-2/transformer
   python -m launch.export --checkpoint runs/dit_xl2_imagenet --format diffusers --pipeline --out DiT-XL-2
   python -m launch.export --checkpoint runs/dit_xl2_imagenet --format dit --out DiT-XL-2.safetensors
+  python -m launch.export --checkpoint runs/finetune_lora --format diffusers-lora --out my-lora
+  python -m launch.export --checkpoint runs/finetune_lora --format comfyui-lora --out my-lora.safetensors
+
+diffusers and dit are full models: the adapters of a run that trained some are merged into the weights.
 
 Objective, class names, latent size and sampling defaults are written with the weights (in config.json, or in the header
 of the .safetensors file), and launch.import_weights reads them. A README.md next to diffusers' files has a sampling
@@ -47,9 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder, or one checkpoint in it")
     parser.add_argument("--raw-weights", action="store_true", help="the raw weights instead of their average (EMA)")
-    parser.add_argument("--format", required=True, choices=FORMATS, help="format to write")
+    parser.add_argument("--format", required=True, choices=FORMATS + ADAPTER_FORMATS, help="format to write")
     parser.add_argument(
-        "--out", required=True, metavar="PATH", help="new folder (diffusers), or new .safetensors or .pt file (dit)"
+        "--out",
+        required=True,
+        metavar="PATH",
+        help="new folder (diffusers, diffusers-lora), or new .safetensors file (comfyui-lora, dit) or .pt file (dit)",
     )
     parser.add_argument(
         "--pipeline",
@@ -66,7 +77,7 @@ def run(args: argparse.Namespace) -> list[str]:
         What the other code base computes differently, one sentence each.
 
     Raises:
-        CheckpointError: there is no valid checkpoint, or it has no average.
+        CheckpointError: there is no valid checkpoint, it has no average, or the base of its adapters is missing.
         ConfigError: the format does not support this model, or the output cannot be written.
     """
     folder, out = Path(args.checkpoint), Path(args.out)
@@ -78,18 +89,57 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--pipeline is for --format diffusers, not {args.format}; leave it out")
     environment.prepare()
     environment.quiet_libraries()
-    from dit.checkpoint.full_weights import read_full_weights
+    from dit.checkpoint.base_model import read_run
     from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 
     found, _ = find_checkpoint(folder)
     config, metadata = read_settings(found)
     if config.objective.reconstructs:
         config.model = with_latent_scale(config.model, found, raw_weights=args.raw_weights)
-    trained = trained_model(config, metadata)
     slot = slot_of(found, config, "raw" if args.raw_weights else "ema")
+    trained = trained_model(config, metadata)
+    if args.format in ADAPTER_FORMATS:
+        return write_adapters(args.format, found, slot, config, trained, out)
+    merged = [] if config.model.adapters is None else ["the adapters (LoRA) are merged into the weights"]
     if args.format == "dit":
-        return write_original(trained, lambda: read_full_weights(found, slot), out)
-    return write_diffusers_folder(trained, lambda: read_full_weights(found, slot), out, pipeline=args.pipeline)
+        return merged + write_original(trained, lambda: read_run(found, config, slot), out)
+    return merged + write_diffusers_folder(trained, lambda: read_run(found, config, slot), out, pipeline=args.pipeline)
+
+
+def write_adapters(
+    form_name: str, folder: Path, slot: str, config: "RunConfig", trained: "TrainedModel", out: Path
+) -> list[str]:
+    """Write the adapters of a run, without the base's weights; return the notes.
+
+    Args:
+        form_name: one of `ADAPTER_FORMATS`.
+        folder: a verified checkpoint.
+        slot: `ema` or `weight`.
+        trained: the base model.
+
+    Raises:
+        ConfigError: the run has none, the format does not support the model, or the output cannot be written.
+    """
+    from dit.checkpoint.full_weights import read_full_weights
+    from dit.convert.diffusers_format import format_of_model
+    from dit.convert.lora import DIFFUSERS_FILE, comfyui_tensors, diffusers_tensors, to_their_layers
+    from dit.convert.state_files import write_tensor_folder, write_tensors
+    from dit.parallel.build import parameter_shapes
+
+    if config.model.adapters is None:
+        raise ConfigError(
+            f"--format {form_name}: {folder} has a full model and no adapters (LoRA); use diffusers or dit"
+        )
+    form = format_of_model(trained.model)
+    rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
+    layers = to_their_layers(rules, read_full_weights(folder, slot), config.model.adapters.scale)
+    if form_name == "diffusers-lora":
+        write_tensor_folder(diffusers_tensors(layers), out, DIFFUSERS_FILE)
+    elif out.suffix != ".safetensors":
+        raise ConfigError(f"--out {out} must end in .safetensors")
+    else:
+        write_tensors(comfyui_tensors(layers, form.comfyui), out)
+    return [f"{len(layers)} layers of {form.class_name}; alpha is their rank, so that their scale is 1"]
 
 
 def with_latent_scale(model: "ModelConfig", folder: Path, *, raw_weights: bool) -> "ModelConfig":
@@ -115,7 +165,7 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
 
     frames, height, width = metadata["latent_size"]
     return TrainedModel(
-        model=config.model,
+        model=config.model.without_adapters(),
         objective=config.objective,
         latent_size=(frames, height, width),
         sampling=asdict(config.sampling),

@@ -30,7 +30,7 @@ examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
   python -m launch.sample --checkpoint runs/dit_xl2 --label 207
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
-  torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart
+  torchrun ... -m launch.train ... --factory "finetune(base='runs/pixart')" data.path=data/mine
 
 Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
 defaults are assumed and printed.
@@ -59,6 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
     )
     parser.add_argument(
+        "--text-encoder",
+        metavar="[ENTRY=]NAME",
+        help="encoder of prompts, as energon_data.prepare takes it, if the files do not state it",
+    )
+    parser.add_argument(
         "--objective",
         metavar="NAME",
         help="objective of the weights, if the files do not state it: ddpm, edm or flow_matching, with settings "
@@ -74,7 +79,8 @@ def run(args: argparse.Namespace) -> list[str]:
         What our network computes differently, one sentence each.
 
     Raises:
-        ConfigError: the files cannot be read, have another model than they state, or `--out` cannot be used.
+        ConfigError: the files cannot be read, have another model than they state, there is no such text encoder, or
+            `--out` cannot be used.
     """
     source = Path(args.source)
     if not source.exists():
@@ -86,6 +92,7 @@ def run(args: argparse.Namespace) -> list[str]:
     from dit.checkpoint.full_weights import write_imported
     from dit.convert.run_record import build
     from dit.convert.variance import drop_variance
+    from dit.encoders.text_config import check_text_encoder
     from dit.monitoring.run_lock import RunLock
     from dit.settings import SamplingConfig
 
@@ -96,6 +103,8 @@ def run(args: argparse.Namespace) -> list[str]:
         mean, weights = drop_variance(found.trained, weights)
         found = replace(found, trained=mean)
     trained, notes = settle(found, objective)
+    if args.text_encoder is not None:
+        trained = replace(trained, text_encoder=check_text_encoder(args.text_encoder).recorded)
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     with RunLock(args.out, setting="--out") as lock:
         lock.check()

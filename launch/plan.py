@@ -157,12 +157,13 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample) -> list[
     shape = sample.shape(dims)
     need = plan(model, config.objective, config.optimizer, parallel, training, shape, dims).fullest
     count = count_parameters(model)
-    state = checkpoint_bytes(count, averaged=training.ema_decay is not None)
+    trained = count if model.adapters is None else count_parameters(model, trained=True)
+    state = checkpoint_bytes(trained, averaged=training.ema_decay is not None)
     rows = {**need.state_bytes, "activations and temporaries": need.peak - need.live, "total": need.peak}
     width = max(map(len, rows))
     fullest = " (the fullest of the pipeline)" if parallel.pipeline_model_parallel_size > 1 else ""
     return [
-        f"parameters  {count:,}",
+        f"parameters  {count:,}" + ("" if trained == count else f", of which {trained:,} are trained (LoRA)"),
         f"work        {flops / sample.tokens / 1e9:,.4g} GFLOP per token ({_described(sample)}), "
         f"{step / 1e12:,.4g} TFLOP per step",
         f"checkpoint  {state / GIB:,.3f} GiB on disk, {state / GIB / dims.world_size:,.3f} GiB from each rank through "

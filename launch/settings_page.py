@@ -21,6 +21,7 @@ from dit.objectives import OBJECTIVES
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 PARTS = {
     "model": [entry.config for entry in BACKBONES.values()],
+    "model.lora": ["dit.models.lora_config:LoRAConfig"],
     "data": ["energon_data.dataset:EnergonData", "energon_data.mock:MockData"],
     "objective": list(OBJECTIVES.values()),
     "optimizer": ["dit.settings:OptimizerConfig"],
@@ -72,7 +73,9 @@ def _type(annotation: object) -> str:
         return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
     if typing.get_origin(annotation) is typing.Union:
         return " or ".join("None" if part is type(None) else _type(part) for part in typing.get_args(annotation))
-    return str(annotation).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
+    if inspect.isclass(annotation) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")
 
 
 def rows(kind: type) -> Iterator[str]:

@@ -13,6 +13,7 @@ from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
@@ -214,6 +215,12 @@ def ddpm_unet() -> run.Config[DDPMUNetConfig]:
 def ddpm_unet_512() -> run.Config[DDPMUNetConfig]:
     """Conditional DDPM UNet with 512 channels in the middle (23.34 M); otherwise as ddpm_unet."""
     return run.Config(DDPMUNetConfig, mid_out_channels=[512, 512, 256])
+
+
+@run.cli.factory(target=LoRAConfig)
+def lora() -> run.Config[LoRAConfig]:
+    """Low-rank adapters of rank 16 in attention and MLP of every block; `model.lora=lora model.lora.rank=4`."""
+    return run.Config(LoRAConfig)
 
 
 @run.cli.factory(target=Objective)

@@ -308,23 +308,6 @@ def mock_dit7b_8k() -> run.Partial:
 
 
 @run.cli.factory(target=pretrain)
-def dreambooth() -> run.Partial:
-    """DiT-S with text (51 M) on a few pictures of one subject: 1000 steps at lr 1e-6, one GPU.
-
-    It starts from the weights of `pretrain` (`checkpoint.start_from`), with a fresh optimizer; only a run of its own
-    that was stopped is resumed. NeMo's recipe has TP 8, which does not divide the 6 heads of this model.
-    """
-    recipe = text_conditional("dreambooth", dit_cross_s())
-    recipe.data.path = "data/subject"
-    recipe.checkpoint.start_from = "runs/pretrain"
-    recipe.optimizer.lr = 1e-6
-    recipe.training.num_steps = 1000
-    recipe.training.validation_interval = 0
-    recipe.checkpoint.interval = 200
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
 def tiny_dit_cross() -> run.Partial:
     """Synthetic images and clips with texts, a 2-layer DiT with cross-attention: trains in seconds on any machine.
 

@@ -36,9 +36,14 @@ def normal(std: float) -> Init:
     return Init("normal", std)
 
 
+def uniform(bound: float) -> Init:
+    """Return a uniform initialisation in +-bound."""
+    return Init("uniform", bound)
+
+
 def xavier_uniform(fan_in: int, fan_out: int) -> Init:
     """Return the uniform initialisation of Glorot and Bengio 2010, Eq. 16, from the global sizes of a linear layer."""
-    return Init("uniform", math.sqrt(6.0 / (fan_in + fan_out)))
+    return uniform(math.sqrt(6.0 / (fan_in + fan_out)))
 
 
 def draw(init: Init, seed: int, name: str, rows: range, columns: range, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 Layers request a linear by its sharding (split outputs, split inputs, replicated), not by its library.
 """
 
+import math
 from copy import copy
 from typing import Any, Optional
 
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from dit.backends.device import local_device
 from dit.backends.expert_dispatch import ExpertDispatch
-from dit.backends.init import ZEROS, Init, with_init
-from dit.backends.sharding import GradientCovers, ParameterSharding, state
+from dit.backends.init import ZEROS, Init, uniform, with_init
+from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, sharding_of, state
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, installed, on_cuda
 
@@ -124,7 +125,10 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
-        _start(layer, ParameterSharding(split_dim=0), ParameterSharding(split_dim=0), init)
+        sharding = ParameterSharding(
+            split_dim=0, gradient_covers="all_tokens" if replicated_input else "sequence_shard"
+        )
+        _start(layer, sharding, sharding, init)
         return layer
 
     def row_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> RowLinear:
@@ -162,6 +166,40 @@ class LayerProvider:
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
         sharding = ParameterSharding(gradient_covers=gradient_covers)
         _start(layer, sharding, sharding, init)
+        return layer
+
+    def is_linear(self, module: nn.Module) -> bool:
+        """Return whether a module is a linear layer of a kind that this provider builds."""
+        return isinstance(module, (nn.Linear, self._column, self._row))
+
+    def adapter(self, layer: nn.Module, rank: int) -> tuple[nn.Module, nn.Module]:
+        """Build the linears A and B of a low-rank adapter beside a linear layer, sharded as `adapter_shardings` states.
+
+        A starts uniform in +-1 / sqrt(in), B at zero (Hu et al. 2021, arXiv:2106.09685, section 4.1, with the uniform
+        distribution of peft).
+        """
+        weight = layer.get_parameter("weight")
+        base = sharding_of(weight)
+        out_features, in_features = base.global_shape(weight.shape, self.tp_size)
+        a, b = adapter_shardings(base)
+        start = uniform(1 / math.sqrt(in_features))
+        return self._linear_of(a, in_features, rank, start), self._linear_of(b, rank, out_features, ZEROS)
+
+    def _linear_of(self, sharding: ParameterSharding, in_features: int, out_features: int, init: Init) -> nn.Module:
+        """Build a linear layer without bias whose weight is sharded as stated."""
+        covers = sharding.gradient_covers
+        layer: nn.Module
+        if sharding.expert:
+            layer = self.expert_linear(in_features, out_features, bias=False, init=init)
+        elif sharding.split_dim == 0:
+            layer = self.column_linear(
+                in_features, out_features, bias=False, init=init, replicated_input=covers == "all_tokens"
+            )
+        elif sharding.split_dim == 1:
+            layer = self.row_linear(in_features, out_features, bias=False, init=init)
+        else:
+            layer = self.replicated_linear(in_features, out_features, bias=False, init=init, gradient_covers=covers)
+        state(layer.get_parameter("weight"), sharding)
         return layer
 
     def local_experts(self, num_experts: int) -> range:

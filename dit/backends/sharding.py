@@ -95,6 +95,23 @@ class ParameterSharding:
         return tuple(size * tp_rank if i == self.split_dim else 0 for i, size in enumerate(shape))
 
 
+def adapter_shardings(base: ParameterSharding) -> tuple[ParameterSharding, ParameterSharding]:
+    """Return the statements of A `[rank, in]` and B `[out, rank]` of a low-rank adapter beside a weight `[out, in]`.
+
+    A is split over what the inputs are split over, B over what the outputs are; the tokens are those of the weight:
+
+        base                            A                                    B
+        column parallel, split_dim=0    replicated; covers sequence shard    split_dim=0
+                                        (all_tokens: input is replicated)
+        row parallel, split_dim=1       split_dim=1                          replicated; covers sequence shard
+        replicated                      as the base                          as the base
+        expert                          as the base                          as the base
+    """
+    a = replace(base, split_dim=None) if base.split_dim == 0 else base
+    b = replace(base, split_dim=None) if base.split_dim == 1 else base
+    return a, b
+
+
 def state(parameter: nn.Parameter, sharding: ParameterSharding) -> nn.Parameter:
     """Set the sharding of a parameter; it replaces an earlier one."""
     parameter.sharding = sharding  # type: ignore[attr-defined]

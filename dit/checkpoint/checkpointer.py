@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import pickle
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -12,35 +11,18 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from dit.backends.process_groups import ProcessGroups
-from dit.backends.sharding import sharding_of
-from dit.checkpoint.manifest import CURE, FileRecord, HeldOut, hash_file
+from dit.checkpoint.manifest import BASE, CURE, FileRecord, HeldOut, check_same_base, hash_file
+from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record
 from dit.checkpoint.resume_check import check_same_experiment
-from dit.checkpoint.sharded_state import fails_together, load_state, save_state
+from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
 from dit.data_api import merge_states
-from dit.durable_files import read_regular
 from dit.errors import CheckpointError, ConfigError, DataError
-from dit.optimizer.master_weights import MasterShard
 from dit.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
-
-CONFIG_FILE = "config.yaml"
-METADATA_FILE = "facts.json"
-
-
-def global_shapes(shards: Sequence[MasterShard], groups: ProcessGroups) -> dict[str, list[int]]:
-    """Return the unsharded shape of every parameter by global name; equal on every layout and rank."""
-    shapes = {
-        shard.name: list(sharding_of(shard.parameter, shard.name).global_shape(shard.parameter.shape, groups.tp.size()))
-        for shard in shards
-    }
-    parts: list[Any] = [None] * groups.different_parameters.size()
-    dist.all_gather_object(parts, shapes, group=groups.different_parameters)
-    return {name: shape for part in parts for name, shape in part.items()}
 
 
 class Checkpointer:
@@ -96,6 +78,7 @@ class Checkpointer:
                     **held_out_meta(state.held_out),
                     "fingerprint": fingerprint,
                     "torch": torch.__version__,
+                    **({} if state.base is None else {BASE: state.base}),
                 }
                 self.store.publish(step, meta, {name: record for part in parts for name, record in part.items()})
         return self.store.path(step)
@@ -155,7 +138,8 @@ class Checkpointer:
         return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
-        check_same_model(manifest, model_fingerprint(global_shapes(state.shards, state.groups)))
+        check_same_model(manifest, model_fingerprint(global_shapes(parameters_of(state.shards), state.groups)))
+        check_same_base(folder, manifest, state.base)
         saved = read_record(folder)
         self._check_ema(state, folder, saved)
         changes = check_same_experiment(folder, saved, self.config, self.config.checkpoint.accept_changes or [])
@@ -180,35 +164,6 @@ class Checkpointer:
                 f"{folder} holds no weight average but training.ema_decay={state.ema.decay} asks for one; "
                 "set training.ema_decay=None or start in a new training.run_dir"
             )
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """Return the settings in a checkpoint's config.yaml, as plain values, see `RunConfig.to_record`.
-
-    Raises:
-        CheckpointError: the file is missing or is no such record.
-    """
-    return _read_table(folder / CONFIG_FILE, yaml.safe_load, ("model", "objective", "training", "sampling"))
-
-
-def read_metadata(folder: Path) -> dict[str, Any]:
-    """Return the metadata that sampling needs besides the settings.
-
-    Raises:
-        CheckpointError: the file is missing or is no such record.
-    """
-    return _read_table(folder / METADATA_FILE, json.loads, ("class_names", "latent_size"))
-
-
-def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:
-    try:
-        table = parse(read_regular(path).decode())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; {CURE}") from error
-    missing = [name for name in required if not isinstance(table, dict) or name not in table]
-    if missing:
-        raise CheckpointError(f"{path} has no {', '.join(missing)}; {CURE}")
-    return table
 
 
 def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from dit.checkpoint.checkpointer import CONFIG_FILE, METADATA_FILE
+from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
 from dit.checkpoint.state_files import StateReader, write_full_state
 from dit.checkpoint.store import CheckpointStore, model_fingerprint
 from dit.config_record import to_record

@@ -21,6 +21,8 @@ from dit.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+BASE = "base"
+"""Entry of the metadata: the checkpoint whose weights the adapters go with, by `folder` and `digest` of its files."""
 CHUNK_BYTES = 1 << 20
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
 NUM_DIFFERENCES = 5  # differences listed in a message; the others are counted
@@ -85,6 +87,11 @@ class Manifest:
     def is_imported(self) -> bool:
         """Whether it has imported weights, without optimizer state and data position to resume."""
         return "imported_from" in self.meta
+
+    @property
+    def base(self) -> Optional[Mapping[str, str]]:
+        """The checkpoint that has the other weights, where this one has adapters alone; None for a full model."""
+        return self.meta.get(BASE)
 
     def to_text(self) -> str:
         """Return the canonical text of this manifest, with its own digest."""
@@ -169,6 +176,24 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
         f"{len(saved.keys() | asked.keys())} parameters differ: {shown}{more}; give the model settings it was trained "
         "with, or another training.run_dir"
     )
+
+
+def check_same_base(folder: Path, manifest: Manifest, base: Optional[Mapping[str, str]]) -> None:
+    """Check that the adapters of a checkpoint go on beside the weights that they were trained with.
+
+    Args:
+        folder, manifest: of the checkpoint.
+        base: what the run has read, as in `Manifest.base`.
+
+    Raises:
+        ConfigError: `checkpoint.start_from` has other weights.
+    """
+    saved = manifest.base
+    if saved is not None and base is not None and saved["digest"] != base["digest"]:
+        raise ConfigError(
+            f"{folder} has adapters (LoRA) beside the weights of {saved['folder']}, and checkpoint.start_from gives "
+            f"those of {base['folder']}; set checkpoint.start_from={saved['folder']}, or another training.run_dir"
+        )
 
 
 def tree_files(folder: Path) -> Iterator[str]:

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from dit.checkpoint.checkpointer import read_metadata, read_record
 from dit.checkpoint.manifest import read_manifest
+from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
 from dit.run_config import RunConfig

@@ -13,7 +13,7 @@ depend on the optimizer or on the layout that wrote them. Each rank writes and r
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,26 @@ from dit.optimizer.master_weights import SLOTS, MasterShard, copy_masters_to_mod
 
 ADAM_STEP = "adam_step"
 MIN_SHARE_ELEMENTS = 1024
+
+
+def parameters_of(shards: Iterable[MasterShard]) -> Iterator[tuple[str, nn.Parameter]]:
+    """List the parameters of master shards with their names."""
+    return ((shard.name, shard.parameter) for shard in shards)
+
+
+def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: ProcessGroups) -> dict[str, list[int]]:
+    """Return the unsharded shape of every parameter by global name; equal on every layout and rank.
+
+    Args:
+        parameters: of this rank, by global name.
+    """
+    shapes = {
+        name: list(sharding_of(parameter, name).global_shape(parameter.shape, groups.tp.size()))
+        for name, parameter in parameters
+    }
+    parts: list[Any] = [None] * groups.different_parameters.size()
+    dist.all_gather_object(parts, shapes, group=groups.different_parameters)
+    return {name: shape for part in parts for name, shape in part.items()}
 
 
 def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop: Optional[int] = None) -> Part:
@@ -187,10 +207,22 @@ def load_masters(directory: Path, slot: str, shards: Sequence[MasterShard], grou
 
 
 @torch.no_grad()
-def load_weights(directory: Path, chunks: Sequence[nn.Module], groups: ProcessGroups, *, slot: str = "ema") -> None:
-    """Read the weights (`weight`) or their average (`ema`) into unwrapped model chunks, for sampling and export."""
+def load_weights(
+    directory: Path,
+    chunks: Sequence[nn.Module],
+    groups: ProcessGroups,
+    *,
+    slot: str = "ema",
+    frozen: Optional[bool] = None,
+) -> None:
+    """Read the weights (`weight`) or their average (`ema`) into unwrapped model chunks.
+
+    Args:
+        frozen: read the frozen parameters only, or only the others; None for all.
+    """
     reader = StateReader(directory)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            part = part_of(parameter, groups)
-            reader.read(f"{slot}.{name}", part.shape, part.views(parameter, 0))
+            if frozen is None or frozen != parameter.requires_grad:
+                part = part_of(parameter, groups)
+                reader.read(f"{slot}.{name}", part.shape, part.views(parameter, 0))

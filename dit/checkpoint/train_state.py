@@ -1,12 +1,13 @@
 """The training state: all that a step changes and a checkpoint saves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.base_model import load_base
 from dit.checkpoint.manifest import HeldOut
 from dit.data_api import BatchSpec, DataStream
 from dit.models.base import Backbone
@@ -25,6 +26,7 @@ class TrainState:
         step: optimizer steps done.
         consumed_samples: samples trained on by all ranks.
         held_out: the newest held-out loss; None before the first.
+        base: the checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
     """
 
     wrapped: Sequence[Any]
@@ -37,6 +39,7 @@ class TrainState:
     step: int = 0
     consumed_samples: int = 0
     held_out: Optional[HeldOut] = None
+    base: Optional[Mapping[str, str]] = None
 
     @property
     def is_validated(self) -> bool:
@@ -49,10 +52,15 @@ class TrainState:
 
 
 def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> TrainState:
-    """Build the state of this rank at step 0."""
+    """Build the state of this rank at step 0; frozen weights are read from the base model.
+
+    Raises:
+        CheckpointError, ConfigError: see `load_base`.
+    """
     training = config.training
     learned = config.objective.learns_uncertainty
     chunks = build_model(config.model, config.parallel, training, groups, uncertainty=learned)
+    base = load_base(config, chunks, groups)
     wrapped = wrap(chunks, config.parallel, groups)
     optimizer = build_optimizer(wrapped, config.optimizer, config.parallel, training.precision, groups)
     shards = master_shards(optimizer, chunks)
@@ -65,4 +73,4 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         log_dir=training.run_dir if groups.is_data_reader else None,
         micro_batches_per_step=training.global_batch_size // spec.micro_batch_size,
     )
-    return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups)
+    return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups, base=base)

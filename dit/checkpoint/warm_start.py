@@ -1,19 +1,11 @@
 """Start a new run from the weights of another one: the next stage of a training, or fine-tuning."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import torch
 
-from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.checkpointer import global_shapes, read_record
-from dit.checkpoint.manifest import Manifest, read_manifest
-from dit.checkpoint.reading import candidates, no_checkpoint
-from dit.checkpoint.sharded_state import load_masters
-from dit.checkpoint.store import check_same_model, model_fingerprint
+from dit.checkpoint.base_model import check_start, find_folder_together
+from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
+from dit.checkpoint.store import model_fingerprint
 from dit.checkpoint.train_state import TrainState
-from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
-from dit.errors import CheckpointError
 from dit.models.base import UNCERTAINTY
 from dit.optimizer.master_weights import copy_masters_to_model
 
@@ -32,36 +24,13 @@ def start_from(path: str, state: TrainState) -> None:
 
     Raises:
         CheckpointError: there is no valid checkpoint.
-        ConfigError: it belongs to another model.
+        ConfigError: it belongs to another model, or has adapters alone.
     """
     folder = find_folder_together(path, state.groups)
-    manifest = without_uncertainty(read_manifest(folder))
     shards = [shard for shard in state.shards if not shard.name.startswith(UNCERTAINTY)]
-    check_same_model(manifest, model_fingerprint(global_shapes(shards, state.groups)))
-    slot = "weight" if read_record(folder)["training"]["ema_decay"] is None else "ema"
+    slot = check_start(folder, model_fingerprint(global_shapes(parameters_of(shards), state.groups)))
     load_masters(folder, slot, shards, state.groups)
     if state.ema is not None:
         for average, shard in zip(state.ema.values, state.shards, strict=True):
             average.copy_(shard.main)
     copy_masters_to_model(state.optimizer, state.wrapped)
-
-
-def without_uncertainty(manifest: Manifest) -> Manifest:
-    """Return the manifest of a checkpoint as if the run's objective had learned no uncertainty."""
-    stored = manifest.meta.get("fingerprint")
-    if not stored:
-        return manifest
-    network = {name: shape for name, shape in stored["parameters"].items() if not name.startswith(UNCERTAINTY)}
-    return replace(manifest, meta={**manifest.meta, "fingerprint": model_fingerprint(network)})
-
-
-def find_folder_together(path: str, groups: ProcessGroups) -> Path:
-    """Find the checkpoint and verify it; every rank hashes its share of the files.
-
-    Raises:
-        CheckpointError: there is no valid checkpoint.
-    """
-    found = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups)
-    if found is None:
-        raise CheckpointError(f"checkpoint.start_from: {no_checkpoint(path)}")
-    return found[0]

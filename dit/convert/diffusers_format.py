@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Optional, TypeVar
 
@@ -54,6 +54,7 @@ class DiffusersFormat(ABC, Generic[Model]):
         defaults: every argument of their constructor with its default.
         fixed: those whose other values our backbone cannot follow.
         samples_by_class: the model takes noise, time and class alone.
+        comfyui: ComfyUI's names of the linear layers, those of the original code, by patterns of diffusers' names.
     """
 
     class_name: str
@@ -62,6 +63,7 @@ class DiffusersFormat(ABC, Generic[Model]):
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
     samples_by_class: bool = False
+    comfyui: Sequence[tuple[str, str]] = ()
 
     @abstractmethod
     def read(self, published: Mapping[str, Any]) -> TrainedModel:

@@ -78,6 +78,15 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         "norm_eps": 1e-6,
         "attention_type": "default",
     }
+    comfyui = (
+        (r"transformer_blocks\.(\d+)\.attn1\.to_[qkv]", r"blocks.\1.attn.qkv"),
+        (r"transformer_blocks\.(\d+)\.attn1\.to_out\.0", r"blocks.\1.attn.proj"),
+        (r"transformer_blocks\.(\d+)\.attn2\.to_q", r"blocks.\1.cross_attn.q_linear"),
+        (r"transformer_blocks\.(\d+)\.attn2\.to_[kv]", r"blocks.\1.cross_attn.kv_linear"),
+        (r"transformer_blocks\.(\d+)\.attn2\.to_out\.0", r"blocks.\1.cross_attn.proj"),
+        (r"transformer_blocks\.(\d+)\.ff\.net\.0\.proj", r"blocks.\1.mlp.fc1"),
+        (r"transformer_blocks\.(\d+)\.ff\.net\.2", r"blocks.\1.mlp.fc2"),
+    )
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         size, width = published["sample_size"], published["num_attention_heads"] * published["attention_head_dim"]

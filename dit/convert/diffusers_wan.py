@@ -70,6 +70,14 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         "added_kv_proj_dim": None,
         "pos_embed_seq_len": None,
     }
+    comfyui = (
+        (r"blocks\.(\d+)\.attn1\.to_([qkv])", r"blocks.\1.self_attn.\2"),
+        (r"blocks\.(\d+)\.attn1\.to_out\.0", r"blocks.\1.self_attn.o"),
+        (r"blocks\.(\d+)\.attn2\.to_([qkv])", r"blocks.\1.cross_attn.\2"),
+        (r"blocks\.(\d+)\.attn2\.to_out\.0", r"blocks.\1.cross_attn.o"),
+        (r"blocks\.(\d+)\.ffn\.net\.0\.proj", r"blocks.\1.ffn.0"),
+        (r"blocks\.(\d+)\.ffn\.net\.2", r"blocks.\1.ffn.2"),
+    )
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         patch_temporal, *patch = published["patch_size"]

@@ -6,7 +6,7 @@ rules, so a round trip gives every bit back, and a name that no rule knows, on e
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Optional, Protocol
 
 import torch
 from einops import EinopsError, rearrange
@@ -22,6 +22,10 @@ NUM_SHOWN = 5  # names in a message before it says how many more there are
 class Form(Protocol):
     """How the same numbers are laid out on the two sides."""
 
+    @property
+    def axis(self) -> Optional[int]:
+        """The axis of a matrix whose entries change places: 0 for outputs, 1 for inputs; None for other changes."""
+
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         """Join their tensors into ours."""
 
@@ -32,6 +36,8 @@ class Form(Protocol):
 @dataclass(frozen=True)
 class Same:
     """One tensor, the same on both sides."""
+
+    axis: ClassVar[Optional[int]] = 0
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         return theirs[0]
@@ -44,6 +50,7 @@ class Same:
 class Copies:
     """We hold once what they hold `count` times; copies that differ cannot be imported."""
 
+    axis: ClassVar[Optional[int]] = 0
     count: int
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
@@ -66,6 +73,10 @@ class Axes:
 
     pattern: str
     sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def axis(self) -> Optional[int]:
+        return 0 if self.pattern.endswith("...") else None
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         return rearrange(theirs[0], self.pattern, **self.sizes)
@@ -93,6 +104,10 @@ class ByHead:
     turned: tuple[int, ...] = ()
     fused: bool = False
     dim: int = 0
+
+    @property
+    def axis(self) -> Optional[int]:
+        return self.dim
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         sizes = [self.heads * share for share in self.shares]
@@ -126,6 +141,7 @@ class Chunks:
         order: which of their chunks each of ours is.
     """
 
+    axis: ClassVar[Optional[int]] = 0
     order: tuple[int, ...]
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:

@@ -188,6 +188,17 @@ def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[st
             save_file(dict(tensors), part, metadata={"format": "pt", **metadata})
 
 
+def write_tensor_folder(tensors: Mapping[str, Tensor], out: Path, name: str) -> None:
+    """Write tensors to one safetensors file in a new folder.
+
+    Raises:
+        ConfigError: `out` exists, or the disk refused.
+    """
+    with written_atomically(out) as part:
+        part.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), part / name, metadata={"format": "pt"})
+
+
 def write_diffusers(
     settings: Mapping[str, Any],
     tensors: Mapping[str, Tensor],

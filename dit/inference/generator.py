@@ -11,8 +11,8 @@ from torch import Tensor
 from dit.backends import process_groups
 from dit.backends.device import local_device
 from dit.batch import PackedBatch
+from dit.checkpoint.base_model import load_run
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
-from dit.checkpoint.sharded_state import load_weights
 from dit.checkpoint.verify_together import on_first_rank
 from dit.condition_table import DEFAULT_FPS, FPS, LABEL
 from dit.conditions import Value
@@ -178,11 +178,13 @@ class Generator:
 def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") -> Generator:
     """Build the model of a checkpoint with its averaged or its raw weights; every rank calls this and gets all of it.
 
+    Adapters (LoRA) run beside the weights of the base, which is read from its own checkpoint.
+
     Args:
         path: a run folder (its newest valid checkpoint is taken) or one checkpoint folder.
 
     Raises:
-        CheckpointError: there is no valid checkpoint, or it holds no average.
+        CheckpointError: there is no valid checkpoint, it holds no average, or the base of its adapters is missing.
     """
     groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
     # A run that goes on may save a newer one while the ranks look.
@@ -193,7 +195,7 @@ def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") 
     config, metadata = read_settings(folder)
     slot = slot_of(folder, config, weights)
     chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
-    load_weights(folder, chunks, groups, slot=slot)
+    load_run(folder, config, chunks, groups, slot)
     network = chunks[0].eval()
     return Generator(config, metadata, network, step)
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Optional
+from typing import TYPE_CHECKING, ClassVar, Optional, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from dit.condition_table import CONTEXT, FPS, LABEL
 from dit.conditions import Condition
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
+from dit.models.lora_config import LoRAConfig
 
 if TYPE_CHECKING:
     from dit.backends.megatron_types import MegatronConfig, MegatronModelType
@@ -183,6 +184,15 @@ class ModelConfig(ABC):
     def posterior_features(self) -> int:
         """Numbers per token, among `output_features`, that describe the posterior of an autoencoder; 0 for others."""
         return 0
+
+    @property
+    def adapters(self) -> Optional[LoRAConfig]:
+        """Low-rank adapters, which alone are trained; None where all parameters are."""
+        return None
+
+    def without_adapters(self) -> Self:
+        """Return the settings of the base model."""
+        return self
 
     def conditions(self) -> tuple[Condition, ...]:
         """Return the conditions of each sample: the inputs of the model besides the noised latent.

@@ -11,6 +11,7 @@ from dit.backends.provider import LayerProvider
 from dit.errors import ConfigError
 from dit.kernels.attention import Attention
 from dit.models.base import Backbone, ModelConfig, Stage
+from dit.models.lora import add_adapters
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def config_class(name: str) -> type[ModelConfig]:
 
 
 def build_backbone(config: ModelConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> Backbone:
-    """Build the part of a backbone of one stage.
+    """Build the part of a backbone of one stage, with its adapters.
 
     Args:
         config: its settings; their class, or the nearest base class of it in the table, selects the backbone.
@@ -67,4 +68,7 @@ def build_backbone(config: ModelConfig, provider: LayerProvider, attention: Atte
             f"{paths[0]} is in no line of dit/models/registry.py ({', '.join(BACKBONES)}); add one that names its "
             "model, or give the class a `model_path`"
         )
-    return _load(found)(config, provider, attention, stage)
+    backbone: Backbone = _load(found)(config, provider, attention, stage)
+    if config.adapters is not None:
+        add_adapters(backbone, config.adapters, provider)
+    return backbone

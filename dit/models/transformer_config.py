@@ -2,11 +2,12 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Literal, Optional, get_type_hints
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, Optional, Self, get_type_hints
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, TransformerSizes
+from dit.models.lora_config import LoRAConfig
 from dit.ranges import (
     COUNT,
     EXPERTS,
@@ -85,6 +86,8 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         layernorm_epsilon: of all norms.
         position_embedding: where the tokens are; a subclass annotates the kinds that it has.
         time_scale: factor on the objective's time before its sinusoid.
+        lora: train low-rank adapters beside linear layers of a model that `checkpoint.start_from` names, and nothing
+            else; None trains all parameters.
     """
 
     hidden_size: int = 384
@@ -94,6 +97,14 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     layernorm_epsilon: float = 1e-6
     position_embedding: KnownPositions = "sincos_2d"
     time_scale: float = 1000.0
+    lora: Optional[LoRAConfig] = None
+
+    @property
+    def adapters(self) -> Optional[LoRAConfig]:
+        return self.lora
+
+    def without_adapters(self) -> Self:
+        return replace(self, lora=None)
 
     @property
     @abstractmethod
@@ -126,6 +137,8 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
             ConfigError: one lies outside its range, or they do not fit each other.
         """
         check_numbers(self)
+        if self.lora is not None:
+            self.lora.validate()
         if self.hidden_size % self.num_attention_heads:
             fits = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0 and n <= 64]
             raise ConfigError(

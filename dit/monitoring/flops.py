@@ -8,7 +8,8 @@
 
 All count two operations per multiply-add. The first two are read from the forward pass of the program, so that
 attention counts the pairs of tokens that it visits; `nemo` counts every pair of a sample. A step's backward pass costs
-twice its forward pass. Counts are for the full pack: divide by the ranks that share it.
+twice its forward pass; once where adapters (LoRA) alone are trained, for frozen weights have no gradients (those of the
+adapters, a few percent, are left out). Counts are for the full pack: divide by the ranks that share it.
 """
 
 from collections.abc import Sequence
@@ -73,7 +74,8 @@ class PackFlops:
                 `hardware` convention alone, for it adds work and no result.
         """
         again = self._forward(layout, grids, context_layout, convention, recomputed)
-        return 2 * self.forward(layout, grids, context_layout, convention=convention) + again
+        backward = 2 if self.model.adapters is None else 1
+        return backward * self.forward(layout, grids, context_layout, convention=convention) + again
 
     def _forward(
         self,

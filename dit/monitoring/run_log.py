@@ -6,7 +6,8 @@ from typing import Any, Optional
 
 import yaml
 
-from dit.checkpoint.checkpointer import CONFIG_FILE, held_out_meta
+from dit.checkpoint.checkpointer import held_out_meta
+from dit.checkpoint.records import CONFIG_FILE
 from dit.checkpoint.train_state import TrainState
 from dit.durable_files import write_record
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record

@@ -95,14 +95,16 @@ def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor,
 
 
 def master_shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[MasterShard]:
-    """List this rank's master shards in the order of the model's parameters.
+    """List this rank's master shards in the order of the model's parameters, frozen ones left out.
 
     Args:
         optimizer: Megatron-Core's optimizer over `chunks`.
         chunks: this rank's unwrapped model chunks. Their parameter names are global; a parameter of every pipeline
             stage is listed once per chunk, under the same name.
     """
-    names = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
+    names = {
+        parameter: name for chunk in chunks for name, parameter in chunk.named_parameters() if parameter.requires_grad
+    }
     found: dict[nn.Parameter, MasterShard] = {}
     for part in sub_optimizers(optimizer):
         if _is_fsdp(part):

@@ -133,9 +133,9 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in build_on_meta(model).named_parameters()}
 
 
-def count_parameters(model: ModelConfig) -> int:
-    """Count the parameters of the full model."""
-    return sum(p.numel() for p in build_on_meta(model).parameters())
+def count_parameters(model: ModelConfig, *, trained: bool = False) -> int:
+    """Count the parameters of the full model; with `trained` those that are not frozen."""
+    return sum(p.numel() for p in build_on_meta(model).parameters() if p.requires_grad or not trained)
 
 
 def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Target, asked: str = AUTO) -> Attention:

@@ -11,6 +11,7 @@ freed as needed. Three parameters a, b, c of one bucket on 2 ranks:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -70,6 +71,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
         # Without Transformer Engine this is a mock, which the adapter passes to `isinstance` under tensor parallelism.
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
     shard_between_rows()
+    _prepare_frozen(backbone)
     wrapped = FullyShardedDataParallel(
         backbone.config,
         DistributedDataParallelConfig(
@@ -90,6 +92,28 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
     for parameter in sharded_parameters(wrapped):
         write_shard_attributes(parameter.owner, sharding_of(parameter.raw, parameter.name))
     return wrapped
+
+
+def _prepare_frozen(backbone: Backbone) -> None:
+    """Make a backbone with frozen parameters ready for Megatron-FSDP 0.16.1.
+
+    It registers a hook for the gradient of every parameter, which torch refuses for frozen ones. And it frees the
+    gathered weights of a unit when the gradient of its input is there: behind a frozen embedding there would be none,
+    and the next step would compute with the adapters of the step before.
+    """
+    frozen = [parameter for parameter in backbone.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.register_post_accumulate_grad_hook = lambda hook: None  # type: ignore[assignment]
+    for unit in backbone.units() if frozen else ():
+        unit.register_forward_pre_hook(_differentiable_input)
+
+
+def _differentiable_input(unit: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let the first input of a unit have a gradient."""
+    first, *others = args
+    if torch.is_grad_enabled() and not first.requires_grad:
+        first = first.detach().requires_grad_()
+    return first, *others
 
 
 def reduces_in_backward(wrapped: FullyShardedDataParallel) -> bool:

@@ -206,7 +206,7 @@ class Run:
         store = CheckpointStore(Path(config.training.run_dir) / "checkpoints", config.checkpoint)
         self.checkpointer = Checkpointer(store, config)
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
-        if not resumed and config.checkpoint.start_from is not None:
+        if not resumed and config.checkpoint.start_from is not None and self.state.base is None:
             start_from(config.checkpoint.start_from, self.state)
         flops = PackFlops(config.model)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp)

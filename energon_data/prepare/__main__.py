@@ -62,6 +62,7 @@ def _media(args: argparse.Namespace) -> None:
         device=args.device,
         text_encoder=_text_encoder(args),
         batch=args.batch,
+        caption=args.caption,
     )
     preparation = Preparation.of(
         args.command,
@@ -184,6 +185,7 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument("--clips", type=int, metavar="N", help="most clips of one video (all)")
     if command != "webdataset":
         parser.add_argument("--labels", action="store_true", help="the folders right below --in are classes")
+    parser.add_argument("--caption", metavar="TEXT", help="of every file without one of its own")
     parser.add_argument(
         "--format", choices=("png", "webp", "jpg"), default="png", help="of stored pixels (%(default)s)"
     )

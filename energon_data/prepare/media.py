@@ -1,7 +1,7 @@
 """Pictures and videos of a user become samples: kept as pixels, or encoded by a VAE; captions embedded if asked for."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -56,6 +56,7 @@ class Options:
         text_encoder: encoders as in `dit.encoders.text_config`; samples then hold what these make of their (first)
             caption, and need one.
         batch: samples decoded and encoded together.
+        caption: of every file without one of its own.
     """
 
     fit: Fit = field(default_factory=Fit)
@@ -67,6 +68,7 @@ class Options:
     device: str = "cpu"
     text_encoder: Optional[str] = None
     batch: int = 8
+    caption: Optional[str] = None
 
 
 @dataclass
@@ -106,9 +108,11 @@ class MakeSamples:
             if isinstance(source, tuple):
                 record.skip(*source)
                 continue
+            if self.options.caption is not None and not source.captions:
+                source = replace(source, captions=(self.options.caption,))
             try:
                 if self.options.text_encoder is not None and not source.captions:
-                    raise SampleError("no_caption", "it has no caption, and --text-encoder needs one")
+                    raise SampleError("no_caption", "it has no caption, and --text-encoder needs one; see --caption")
                 yield from self._clips(source)
             except SampleError as error:
                 record.skip(source.name, error)

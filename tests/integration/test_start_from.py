@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.warm_start import find_folder_together
+from dit.checkpoint.base_model import find_folder_together
 from dit.errors import CheckpointError
 from tests.integration import actions
 from tests.integration.runs import overrides

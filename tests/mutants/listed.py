@@ -34,7 +34,8 @@ PICTOGRAMS, RANKS = "tests/unit/energon_data/test_pictograms.py", "tests/unit/la
 RULES = "tests/unit/convert/test_rules.py"
 LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
 OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/training/test_step.py"
-RESUME = "tests/integration/test_resume.py"
+RESUME, FINETUNE = "tests/integration/test_resume.py", "tests/integration/test_finetune.py"
+LORA, CONVERT_LORA = "tests/unit/models/test_lora.py", "tests/parity/test_convert_lora.py"
 BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
     f"tests/unit/checkpoint/test_{name}.py" for name in ("boxes", "state_files", "hostile_checkpoint", "resume_check")
 )
@@ -698,6 +699,48 @@ MUTANTS = (
         '"allreduce": not sharding.expert',
         '"allreduce": True',
         (EXPERTS,),
+    ),
+    # Adapters.
+    Mutant(
+        "adapters: all weights train", "dit/models/lora.py", "requires_grad_(False)", "requires_grad_(True)", (LORA,)
+    ),
+    Mutant(
+        "adapters: alpha for alpha / rank", "dit/models/lora_config.py", "self.alpha / self.rank", "self.alpha", (LORA,)
+    ),
+    Mutant(
+        "adapters: B of a row-parallel layer covers all tokens",
+        "dit/backends/sharding.py",
+        "replace(base, split_dim=None) if base.split_dim == 1 else base",
+        'replace(base, split_dim=None, gradient_covers="all_tokens") if base.split_dim == 1 else base',
+        (LAYOUTS,),
+    ),
+    Mutant(
+        "adapters: the text's A covers a sequence shard",
+        "dit/backends/provider.py",
+        '"all_tokens" if replicated_input else "sequence_shard"',
+        '"sequence_shard"',
+        (LAYOUTS,),
+    ),
+    Mutant(
+        "adapters: FSDP's first layer keeps old ones",
+        "dit/parallel/fsdp.py",
+        "first.detach().requires_grad_()",
+        "first.detach()",
+        (LAYOUTS,),
+    ),
+    Mutant(
+        "adapters: exported without their scale",
+        "dit/convert/lora.py",
+        "_split(layer, rule, a, scale * b)",
+        "_split(layer, rule, a, b)",
+        (CONVERT_LORA,),
+    ),
+    Mutant(
+        "adapters: any base will do",
+        "dit/checkpoint/manifest.py",
+        'saved["digest"] != base["digest"]',
+        "False",
+        (FINETUNE,),
     ),
     # Checkpoints and data positions.
     Mutant(

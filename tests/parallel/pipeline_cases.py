@@ -98,7 +98,7 @@ def predict(case: dict) -> dict:
 
 def _state(it: Built, ema) -> dict:
     """Return every full tensor of a checkpoint, and the shapes of its fingerprint."""
-    from dit.checkpoint.checkpointer import global_shapes
+    from dit.checkpoint.sharded_state import global_shapes, parameters_of
     from dit.optimizer.master_weights import SLOTS, get_step_count
 
     named = []
@@ -110,7 +110,7 @@ def _state(it: Built, ema) -> dict:
     for chunk in it.chunks:
         named += [(f"model.{name}", whole(p.data, p, it.groups)) for name, p in chunk.named_parameters()]
     tensors, drifted = of_all_stages(named, it.groups)
-    shapes = global_shapes(it.shards, it.groups)
+    shapes = global_shapes(parameters_of(it.shards), it.groups)
     return {"tensors": tensors, "drifted": drifted, "step": get_step_count(it.optimizer), "shapes": shapes}
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.parallel_world import run_world
+from dit.models.lora_config import LoRAConfig
 from dit.objectives.edm import EDM
 from tests.support.reference import assert_equal_training
 
@@ -35,6 +36,32 @@ UNCERTAINTY = {
     "cp2": {"context_parallel_size": 2},
     "fsdp2": {"data_parallel": "fsdp"},
 }
+# Adapters in the blocks, behind a frozen embedding; beside every linear layer; and beside those that read a text, which
+# is replicated under sequence parallelism.
+ALL = LoRAConfig(rank=3, alpha=6.0, targets=["*"])
+ADAPTERS = {
+    "blocks": {"lora": LoRAConfig(rank=3)},
+    "all": {"lora": ALL},
+    "text": {"backbone": "dit_cross", "lora": ALL},
+}
+ADAPTED = {
+    2: {
+        "dp2": {"data_parallel": "ddp"},
+        "distributed_optimizer2_overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        "tp2_sp": TP2SP,
+        "pp2": {"pipeline_model_parallel_size": 2},
+        "cp2": {"context_parallel_size": 2},
+        "fsdp2": {"data_parallel": "fsdp"},
+    },
+    4: {"tp2_sp_fsdp2": {"data_parallel": "fsdp", **TP2SP}},
+}
+ADAPTED_CASES = [
+    (world, name, kind)
+    for world, named in ADAPTED.items()
+    for name in named
+    for kind in ADAPTERS
+    if kind != "text" or name == "tp2_sp"
+]
 CASES = [(world, name, packed) for world, named in LAYOUTS.items() for name in named for packed in (False, True)]
 
 
@@ -53,6 +80,9 @@ def results(tmp_path_factory):
     learns = {"packed": True, "objective": EDM(uncertainty=True)}
     kinds = {False: {"packed": False}, True: {"packed": True}, "uncertainty": learns}
     one = [{"parallel": {"data_parallel": "ddp"}, **kind} for kind in kinds.values()]
+    for name, model in ADAPTERS.items():
+        kinds[name] = {"packed": True, "model": model}
+        one.append({"parallel": {"data_parallel": "ddp"}, **kinds[name]})
     for kind, result in zip(kinds, run_world(1, one, folder / "1")):
         found["one", kind] = result
     for world, named in LAYOUTS.items():
@@ -66,6 +96,9 @@ def results(tmp_path_factory):
         if world == 4:
             keys += [("traffic", name) for name in TRAFFIC]
             cases += [{"task": "tests.parallel.traffic:of_a_step", "parallel": p} for p in TRAFFIC.values()]
+        adapted = [(name, kind) for ranks, name, kind in ADAPTED_CASES if ranks == world]
+        keys += adapted
+        cases += [{"parallel": ADAPTED[world][name], **kinds[kind]} for name, kind in adapted]
         found |= dict(zip(keys, run_world(world, cases, folder / str(world))))
     return found
 
@@ -79,6 +112,16 @@ def test_layout_equals_one_rank(results, world, name, packed):
 def test_learned_uncertainty_equals_one_rank(results, name):
     assert_equal_training(results["one", "uncertainty"], results[name, "uncertainty"])
     assert results["one", "uncertainty"]["gradients"]["uncertainty.weight"].any()
+
+
+@pytest.mark.parametrize(("world", "name", "kind"), ADAPTED_CASES)
+def test_adapters_equal_those_of_one_rank(results, world, name, kind):
+    """Every gradient of A and B, and no other; `compare_training` refuses gradients that are zero."""
+    assert_equal_training(results["one", kind], results[name, kind])
+    gradients = results[name, kind]["gradients"]
+    assert all("lora_" in parameter for parameter in gradients)
+    if kind == "blocks":
+        assert len(gradients) == LAYERS * 4 * 2  # qkv, proj, fc1 and fc2; A and B
 
 
 @pytest.mark.parametrize("world", LAYOUTS)

@@ -500,3 +500,15 @@ def test_the_summary_counts_samples_shapes_and_skips(tmp_path, capsys):
     assert "11 samples in 1 shards" in said
     assert "6 of 3x1x32x16, 5 of 3x1x32x32" in said
     assert "skipped, too_small: 1; p03.png" in said
+
+
+def test_one_caption_for_all_files_without_their_own(tmp_path):
+    source = folder_of_pictures(tmp_path / "in", 3)
+    (source / "p01.txt").unlink()
+    options = Options(fit=Fit(multiple_of=16), caption="a photo of sks dog")
+    prepare(source, tmp_path / "out", options=options, validation=0.0)
+    assert [metadata["caption"] for metadata, _ in samples(tmp_path / "out")] == [
+        "noise 0",
+        "a photo of sks dog",
+        "noise 2",
+    ]

@@ -61,4 +61,5 @@ def run_line(line: str, folder: Path) -> Ended:
         if first != "-m":
             runpy.run_path(first, run_name="__main__")
             return Ended(0, "", "")
-        return command(import_module(words[0]).main, words[1:])
+        name = f"{words[0]}.__main__" if hasattr(import_module(words[0]), "__path__") else words[0]
+        return command(import_module(name).main, words[1:])

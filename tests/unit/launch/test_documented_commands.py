@@ -75,6 +75,7 @@ def parsed(page: Path, line: str) -> Optional[Command]:
     recipe, *rest = text.split() if page.suffix == ".py" else shlex.split(text)  # Python's lines hold prose, too
     if PLACEHOLDER.fullmatch(recipe) or "." in recipe:  # the reader's own: tests/unit/launch/test_extending_pages.py
         return None
+    recipe = recipe.partition("(")[0]  # its arguments name folders of the reader's: test_fine_tuning_page.py
     planned = re.search(r"--world-size (\d+)", line)
     ranks, nodes = (re.search(rf'--{flag} "?(\d+)', before) for flag in ("nproc-per-node", "nnodes"))
     started = (int(ranks[1]) if ranks else 1) * (int(nodes[1]) if nodes else 1)

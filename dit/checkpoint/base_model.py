@@ -1,0 +1,152 @@
+"""The weights that a run starts from, and the base model of a run that trains adapters (LoRA).
+
+A checkpoint of such a run has the adapters alone, with their average and optimizer state. The base's weights stay in
+its own checkpoint; the manifest names that folder and a digest of its files, so that no others are taken for them.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+from torch import Tensor, nn
+
+from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.full_weights import read_full_weights
+from dit.checkpoint.manifest import Manifest, check_same_model, model_fingerprint, read_manifest
+from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint
+from dit.checkpoint.records import read_record
+from dit.checkpoint.sharded_state import global_shapes, load_weights
+from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
+from dit.errors import CheckpointError, ConfigError
+from dit.models.base import UNCERTAINTY
+from dit.models.lora import merge_adapters
+from dit.run_config import RunConfig
+
+
+def find_folder_together(path: str, groups: ProcessGroups) -> Path:
+    """Find the checkpoint of `checkpoint.start_from` and verify it; every rank hashes its share of the files.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint.
+    """
+    found = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups)
+    if found is None:
+        raise CheckpointError(f"checkpoint.start_from: {no_checkpoint(path)}")
+    return found[0]
+
+
+def check_start(folder: Path, fingerprint: dict[str, Any]) -> str:
+    """Check that a run can start from a checkpoint, and return the slot of its weights: the average if it has one.
+
+    Args:
+        fingerprint: of the model without its adapters and without an uncertainty.
+
+    Raises:
+        ConfigError: it has adapters alone, or belongs to another model.
+    """
+    manifest = read_manifest(folder)
+    if manifest.base is not None:
+        raise ConfigError(
+            f"checkpoint.start_from: {folder} has adapters (LoRA) alone, beside the weights of "
+            f"{manifest.base['folder']}; start from those, or from the merged model that launch.export --format "
+            "diffusers writes and launch.import_weights reads"
+        )
+    check_same_model(_without_uncertainty(manifest), fingerprint)
+    return _slot(folder)
+
+
+def _slot(folder: Path) -> str:
+    """Return the name of the weights that other runs start from."""
+    return "weight" if read_record(folder)["training"]["ema_decay"] is None else "ema"
+
+
+def _without_uncertainty(manifest: Manifest) -> Manifest:
+    """Return the manifest of a checkpoint as if the run's objective had learned no uncertainty."""
+    stored = manifest.meta.get("fingerprint")
+    if not stored:
+        return manifest
+    network = {name: shape for name, shape in stored["parameters"].items() if not name.startswith(UNCERTAINTY)}
+    return replace(manifest, meta={**manifest.meta, "fingerprint": model_fingerprint(network)})
+
+
+def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups) -> Optional[dict[str, str]]:
+    """Read the frozen weights of a model with adapters from the checkpoint of `checkpoint.start_from`, on any layout.
+
+    Every rank calls this before the model is wrapped: the wrappers' optimizers have no frozen weights to read into.
+
+    Returns:
+        What the manifests of the run say of the base: `folder` and `digest`; None for a model without adapters.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint.
+        ConfigError: it has adapters alone, or belongs to another model.
+    """
+    if config.model.adapters is None:
+        return None
+    assert config.checkpoint.start_from is not None  # `RunConfig.check`
+    folder = find_folder_together(config.checkpoint.start_from, groups)
+    frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
+    slot = check_start(folder, model_fingerprint(global_shapes(frozen, groups)))
+    load_weights(folder, chunks, groups, slot=slot, frozen=True)
+    return {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
+
+
+def digest_of(manifest: Manifest) -> str:
+    """Return a digest of a checkpoint's files."""
+    files = sorted((name, record.sha256) for name, record in manifest.files.items())
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
+def find_base(folder: Path, config: RunConfig) -> Optional[tuple[Path, str]]:
+    """Return the verified checkpoint of the base of a run, and the slot of its weights; None for a full model.
+
+    It is looked for where it was in training, and under `checkpoint.start_from`.
+
+    Args:
+        folder: a verified checkpoint of the run.
+        config: its settings.
+
+    Raises:
+        CheckpointError: there is none with the weights that the adapters were trained with.
+    """
+    saved = read_manifest(folder).base
+    if saved is None:
+        return None
+    for path in (saved["folder"], config.checkpoint.start_from or saved["folder"]):
+        try:
+            found, _ = find_checkpoint(path)
+        except CheckpointError:
+            continue
+        if digest_of(read_manifest(found)) == saved["digest"]:
+            return found, _slot(found)
+    raise CheckpointError(
+        f"{folder} has adapters (LoRA) beside the weights of {saved['folder']}, which are not there any more; restore "
+        "that folder"
+    )
+
+
+def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:
+    """Read the weights of a run into unwrapped model chunks: all of them, or base and adapters.
+
+    Raises:
+        CheckpointError: a tensor or the base is missing.
+    """
+    base = find_base(folder, config)
+    if base is not None:
+        load_weights(base[0], chunks, groups, slot=base[1], frozen=True)
+    load_weights(folder, chunks, groups, slot=slot, frozen=None if base is None else False)
+
+
+def read_run(folder: Path, config: RunConfig, slot: str) -> dict[str, Tensor]:
+    """Read every parameter of a run in full, float32, with its adapters merged into the weights beside them.
+
+    Raises:
+        CheckpointError: they cannot be read, or the base is missing.
+    """
+    weights, base = read_full_weights(folder, slot), find_base(folder, config)
+    if base is None:
+        return weights
+    assert config.model.adapters is not None
+    return merge_adapters(read_full_weights(*base), weights, config.model.adapters)

@@ -1,0 +1,79 @@
+"""Low-rank adapters (LoRA) beside the linear layers of any backbone.
+
+An adapter is two linears, `lora_A` and `lora_B`, below the layer that it changes. The names of the layer's own
+parameters stay, so a base model's weights are read under the names that they were saved with:
+
+    layers.0.attention.linear_qkv.weight            frozen
+    layers.0.attention.linear_qkv.lora_A.weight     [rank, in], uniform in +-1 / sqrt(in)
+    layers.0.attention.linear_qkv.lora_B.weight     [out, rank], zeros: the first prediction is the base model's
+
+`dit.backends.sharding.adapter_shardings` states how they are split.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dit.backends.provider import LayerProvider
+from dit.errors import ConfigError
+from dit.models.lora_config import LoRAConfig
+
+A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
+UNUSED_FORWARD = "*.router"
+"""Linears whose weight is used without their `forward`, where an adapter would have no effect."""
+
+
+def add_adapters(backbone: nn.Module, lora: LoRAConfig, provider: LayerProvider) -> None:
+    """Add an adapter to every linear layer that a pattern names, and freeze all other parameters.
+
+    Args:
+        backbone: the part of a model on this rank, with global parameter names.
+        provider: that built its linear layers.
+
+    Raises:
+        ConfigError: no linear layer here has such a name.
+    """
+    linears = {
+        name: module
+        for name, module in backbone.named_modules()
+        if provider.is_linear(module) and not fnmatchcase(name, UNUSED_FORWARD)
+    }
+    backbone.requires_grad_(False)
+    targets = [layer for name, layer in linears.items() if any(fnmatchcase(name, p) for p in lora.targets)]
+    if not targets:
+        raise ConfigError(
+            f"model.lora.targets={lora.targets} names no linear layer of {type(backbone).__name__} on this pipeline "
+            f"stage, which would have nothing to train; its linear layers are {', '.join(linears) or 'none'}"
+        )
+    for layer in targets:
+        layer.lora_A, layer.lora_B = provider.adapter(layer, lora.rank)
+        layer.lora_scale = lora.scale
+        layer.register_forward_hook(_add_low_rank)
+
+
+def _add_low_rank(layer: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
+    """Add (alpha / rank) B A x to the output W x of a layer."""
+    return output + layer.lora_scale * layer.lora_B(layer.lora_A(given[0]))
+
+
+@torch.no_grad()
+def merge_adapters(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoRAConfig) -> dict[str, Tensor]:
+    """Return W + (alpha / rank) B A for every weight that has an adapter, and the other parameters as they are.
+
+    Args:
+        base: parameters of the base model, by global name.
+        adapters: A and B, by global name.
+    """
+    merged = dict(base)
+    for layer, (a, b) in adapter_pairs(adapters).items():
+        merged[f"{layer}.weight"] = base[f"{layer}.weight"] + lora.scale * (b @ a)
+    return merged
+
+
+def adapter_pairs(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A `[rank, in]` and B `[out, rank]` by the name of the layer beside which they are."""
+    layers = [name.removesuffix(A_WEIGHT) for name in adapters if name.endswith(A_WEIGHT)]
+    return {layer: (adapters[layer + A_WEIGHT], adapters[layer + B_WEIGHT]) for layer in layers}

@@ -1,0 +1,99 @@
+"""Fine-tuning: the model of a run folder, trained or imported, goes on with a folder of one's own pictures.
+
+A recipe reads model, objective and sampling defaults from the run folder that `base` names
+(`--factory "finetune(base='runs/pixart')"`), and starts from its weights. docs/fine-tuning.md has the commands.
+"""
+
+from dataclasses import fields, is_dataclass
+from typing import Any, Optional
+
+import nemo_run as run
+
+from dit.checkpoint.reading import candidates, no_checkpoint, read_settings
+from dit.errors import ConfigError
+from dit.models.lora_config import LoRAConfig
+from dit.training.pretrain import pretrain
+from energon_data.dataset import EnergonData
+from recipes.components import dit_cross_s
+from recipes.dit import text_conditional
+
+
+def _as_config(part: Any) -> Any:
+    """Return the configuration that builds a settings object."""
+    if not is_dataclass(part):
+        return part
+    return run.Config(type(part), **{field.name: _as_config(getattr(part, field.name)) for field in fields(part)})
+
+
+def _on_base(name: str, base: Optional[str]) -> run.Partial:
+    """Return a training on `data/mine` from the weights of `base`; of the model of `pretrain` if none is given.
+
+    Raises:
+        ConfigError: `base` has no checkpoint.
+    """
+    recipe = text_conditional(name, dit_cross_s())
+    if base is not None:
+        newest = candidates(base)
+        if not newest:
+            raise ConfigError(f"base={base!r}: {no_checkpoint(base)}")
+        settings, _ = read_settings(newest[0])
+        for part in ("model", "objective", "sampling"):
+            setattr(recipe, part, _as_config(getattr(settings, part)))
+    recipe.checkpoint.start_from = base or "runs/pretrain"
+    recipe.checkpoint.interval = 250
+    recipe.data = run.Config(EnergonData, path="data/mine")
+    recipe.optimizer.lr = 1e-5
+    recipe.training.num_steps = 2000
+    recipe.training.global_batch_size = 4
+    # An average over so few steps must be short: it starts at the base's weights.
+    recipe.training.ema_decay = 0.99
+    recipe.training.validation_interval = 0
+    return recipe
+
+
+def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
+    """Train adapters alone, at the learning rate that they take."""
+    recipe.model.lora = run.Config(LoRAConfig, rank=rank)
+    recipe.optimizer.lr = 1e-4
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def finetune(base: Optional[str] = None) -> run.Partial:
+    """All weights of the model in a run folder, on one's own pictures: 2000 steps at lr 1e-5, batch 4, one GPU or more.
+
+    `--factory "finetune(base='runs/pixart')" data.path=data/mine`: the model, its objective and sampling are those of
+    the folder, which `launch.import_weights` or a training wrote. Without `base`: the model of `pretrain` (51 M), from
+    `runs/pretrain`. The optimizer is fresh; only a run of its own that was stopped is resumed.
+    """
+    return _on_base("finetune", base)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_lora(base: Optional[str] = None) -> run.Partial:
+    """Adapters of rank 16 (LoRA) beside the model in a run folder, on one's own pictures: lr 1e-4, one GPU or more.
+
+    As finetune, but the weights of the base are frozen: optimizer state and checkpoints are those of the adapters. Runs
+    under every layout. `launch.export --format diffusers-lora` or `comfyui-lora` writes the adapters for others.
+    """
+    return _with_lora(_on_base("finetune_lora", base), rank=16)
+
+
+@run.cli.factory(target=pretrain)
+def dreambooth(base: Optional[str] = None) -> run.Partial:
+    """The model in a run folder learns one subject from about five pictures: 1000 steps at lr 1e-6, batch 2, one GPU.
+
+    Each picture has the caption "a photo of sks dog": a rare word for the subject, and its class. Prior preservation is
+    a blend with pictures of the class that the base draws: `data.blend=[{path: data/subject, weight: 1}, {path:
+    data/class, weight: 1}]`. `model.lora=lora optimizer.lr=1e-4` trains adapters alone. The learning rate is that of
+    NeMo's recipe, whose TP 8 does not divide the 6 heads of the model of `pretrain`.
+
+    Source: Ruiz et al. 2022, arXiv:2208.12242, sections 3.2 and 3.3; the blend gives both terms the same weight.
+    """
+    recipe = _on_base("dreambooth", base)
+    recipe.data.path = "data/subject"
+    recipe.optimizer.lr = 1e-6
+    recipe.training.num_steps = 1000
+    recipe.training.global_batch_size = 2
+    recipe.checkpoint.interval = 200
+    return recipe

@@ -1,0 +1,64 @@
+"""docs/fine-tuning.md: every command works as shown, in order, on a tiny PixArt; training and sampling in few steps."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+from PIL import Image
+
+from tests.integration import actions
+from tests.parity.convert_cases import random_weights
+from tests.support.encoders import T5_WIDTH, save_t5, save_vae
+from tests.support.ranks import Job, run_jobs
+from tests.unit.launch.pages import run_line, shown_commands
+
+LINES = shown_commands(Path("docs/fine-tuning.md"))
+SHORT = {
+    "launch.train": "training.num_steps=2 training.precision=fp32 logging.tensorboard=False",
+    "launch.sample": "--count 3 --steps 2",
+    "energon_data.prepare": "--multiple-of 16 --processes 1",
+}
+"""What a command gets besides: later words win."""
+MADE = (
+    *("runs/pixart", "data/mine", "runs/finetune_lora", "runs/finetune", "lora.png", "lora.safetensors"),
+    *("lora/pytorch_lora_weights.safetensors", "merged/config.json", "data/subject", "class", "data/class"),
+    *("runs/dreambooth", "dog.png"),
+)
+
+
+def models_and_pictures(folder: Path) -> None:
+    """Write what the page's reader has: a published model with its encoders, and pictures."""
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 1, "cross_attention_dim": 48}
+    model = PixArtTransformer2DModel(**sizes, out_channels=4, sample_size=8, caption_channels=T5_WIDTH)
+    model.load_state_dict(random_weights({n: tuple(x.shape) for n, x in model.state_dict().items()}))
+    model.save_pretrained(folder / "models" / "pixart" / "transformer")
+    save_vae(folder / "models" / "pixart" / "vae")
+    save_t5(folder / "models" / "pixart" / "text_encoder", folder / "models" / "pixart" / "tokenizer")
+    for name in ("pictures", "subject"):
+        (folder / name).mkdir()
+        for i in range(5):
+            Image.new("RGB", (32, 32), (200, 40 * i, 30)).save(folder / name / f"{i}.png")
+            if name == "pictures":
+                (folder / name / f"{i}.txt").write_text("a red circle")
+
+
+def follow(folder: Path) -> list[actions.Ended]:
+    """Run every line of the page."""
+    torch.set_num_threads(1)
+    return [run_line(f"{line} {SHORT.get(shlex.split(line)[2], '')}", folder) for line in LINES]
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    models_and_pictures(folder)
+    ended = run_jobs(folder / "world", {"page": Job(follow, {"folder": folder})})["page"]
+    assert [(line, end.err) for line, end in zip(LINES, ended, strict=True) if end.code] == []
+    return folder
+
+
+def test_every_command_of_the_page_works(followed: Path) -> None:
+    assert len(LINES) == 13
+    assert [name for name in MADE if not (followed / name).exists()] == []

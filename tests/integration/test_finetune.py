@@ -1,0 +1,221 @@
+"""Fine-tuning as people do it: imported weights, five pictures with one caption, adapters or all weights, and out.
+
+The base is a PixArt of diffusers with random weights. Its run folder is never written to.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.integration import actions
+from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors
+from tests.parity.convert_cases import random_weights, relative_error
+from tests.support.encoders import T5_WIDTH, save_t5
+from tests.support.ranks import Job, run_jobs
+
+STEPS, LONG = 6, 60
+ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+MERGED = 1e-4  # W + B A rounds at another place than W x + B (A x), through five solver steps
+LAYOUTS = {
+    "tp2_sp": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
+    "fsdp2": {"parallel__data_parallel": "fsdp"},
+    "pp2": {"parallel__pipeline_model_parallel_size": 2},
+}
+REQUEST = {"count": 2, "num_steps": 5, "guidance_scale": 1.5, "conditions": {"context": [torch.ones(2, T5_WIDTH)] * 2}}
+
+
+def pictures(folder: Path, count: int, colour: tuple[int, int, int]) -> Path:
+    """Write noisy pictures of one colour, without captions."""
+    folder.mkdir()
+    for i in range(count):
+        noise = np.random.default_rng(i).integers(0, 40, (16, 16, 3))
+        Image.fromarray((np.array(colour) + noise).astype(np.uint8)).save(folder / f"{i}.png")
+    return folder
+
+
+def published(folder: Path) -> None:
+    """Save a PixArt for pictures of 16 x 16 pixels as diffusers does."""
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2, "cross_attention_dim": 48}
+    inputs = {"in_channels": 3, "out_channels": 3, "sample_size": 16, "patch_size": 4, "caption_channels": T5_WIDTH}
+    model = PixArtTransformer2DModel(**sizes, **inputs)
+    model.load_state_dict(random_weights({n: tuple(x.shape) for n, x in model.state_dict().items()}))
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("finetune")
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, Any]:
+    published(folder / "published")
+    encoder = f"text={save_t5(folder / 't5')}"
+    pictures(folder / "subject_in", 5, (200, 30, 30)), pictures(folder / "class_in", 8, (30, 30, 200))
+
+    def prepare(name: str, caption: str) -> Job:
+        read = ["--in", folder / f"{name}_in", "--out", folder / name, "--caption", caption, "--multiple-of", 16]
+        words = ["images", *read, "--text-encoder", encoder, "--validation", 0, "--processes", 1]
+        return Job(actions.prepare, {"arguments": [str(word) for word in words]})
+
+    def train(recipe: str, name: str, ranks: int = 1, base: str = "base", **settings: Any) -> Job:
+        own = {
+            **{"data__path": folder / "subject", "data__num_streams": 2, "data__shuffle_buffer": 8},
+            **{"training__num_steps": STEPS, "training__log_interval": 1, "training__precision": "fp32"},
+            **{"training__micro_batch_size": 2, "training__global_batch_size": 4, "optimizer__lr": 1e-2},
+            **{"logging__tensorboard": False, "model__context_dropout": 0.2},
+        }
+        words = overrides(folder / name, **{**own, **settings})
+        factory = f"{recipe}(base='{folder / base}')"
+        return Job(actions.train, {"arguments": ["--yes", "--factory", factory, *words]}, ranks)
+
+    def export(run: str, form: str, out: str, *words: str) -> Job:
+        given = ["--checkpoint", folder / run, "--format", form, "--out", folder / out, *words]
+        return Job(actions.export, {"arguments": [str(word) for word in given]})
+
+    def import_weights(source: str, out: str) -> Job:
+        given = ["--from", folder / source, "--format", "diffusers", "--out", folder / out]
+        return Job(actions.import_weights, {"arguments": [str(word) for word in given]})
+
+    def sample(run: str) -> Job:
+        return Job(actions.sample, {"run_dir": folder / run, "requests": [REQUEST]})
+
+    blend = f"[{{path: {folder}/subject, weight: 1}}, {{path: {folder}/class, weight: 1}}]"
+    long = {"training__num_steps": LONG, "training__global_batch_size": 8}
+    # The other rank reads the base as soon as it starts, so it is made before.
+    made = {
+        "subject": prepare("subject", "a red circle"),
+        "class": prepare("class", "a circle"),
+        "import": import_weights("published", "base"),
+        "files before": Job(actions.contents, {"folder": folder / "base"}),
+    }
+    jobs = {
+        "adapters": train("finetune_lora", "adapters"),
+        "first half": train("finetune_lora", "halves", training__stop_at_step=STEPS // 2),
+        "second half": train("finetune_lora", "halves"),
+        **{name: train("finetune_lora", name, 2, **layout) for name, layout in LAYOUTS.items()},
+        "long": train("finetune_lora", "long", **long, model__lora__rank=4),
+        "full": train("finetune", "full", optimizer__lr=1e-3, training__ema_decay="none"),
+        "dreambooth": train("dreambooth", "dreambooth", data__blend=blend, optimizer__lr=1e-3, **long),
+        "files after": Job(actions.contents, {"folder": folder / "base"}),
+        "merged": export("adapters", "diffusers", "merged"),
+        "lora": export("adapters", "diffusers-lora", "lora"),
+        "comfyui": export("adapters", "comfyui-lora", "comfyui.safetensors"),
+        "back": import_weights("merged", "back"),
+        "full as adapters": export("full", "diffusers-lora", "none", "--raw-weights"),
+        "no base": train("finetune_lora", "no_base", checkpoint__start_from="none"),
+        "on adapters": train("finetune", "on_adapters", base="adapters", model__lora="none"),
+        "other base": train("finetune_lora", "halves", checkpoint__start_from=folder / "back", training__num_steps=9),
+        **{f"sample {run}": sample(run) for run in ("base", "adapters", "back", "dreambooth")},
+    }
+    return {**run_jobs(folder / "made", made), **run_jobs(folder / "world", jobs)}
+
+
+def code(ended: dict[str, Any], name: str) -> Any:
+    result = ended[name]
+    return [rank.code for rank in result] if isinstance(result, list) else result.code
+
+
+WORKS = (
+    "subject",
+    "class",
+    "import",
+    "adapters",
+    "second half",
+    "long",
+    "full",
+    "dreambooth",
+    "merged",
+    "lora",
+    "back",
+)
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_commands_end_well(ended: dict[str, Any], name: str) -> None:
+    assert code(ended, name) == 0, ended[name].err
+
+
+def test_the_base_is_not_touched_and_not_copied(ended: dict[str, Any], folder: Path) -> None:
+    """Its files stay; a run of adapters samples with the base's bits, and saves adapters alone."""
+    assert ended["files before"] == ended["files after"]
+    base, adapted = ended["sample base"][0], ended["sample adapters"][0]
+    assert_same_bits({name: x for name, x in adapted.items() if "lora_" not in name}, base)
+    saved = read_tensors(checkpoint(folder / "adapters", STEPS))
+    assert {name.partition(".")[0] for name in saved} == {"weight", "ema", "exp_avg", "exp_avg_sq"}
+    assert all("lora_" in name for name in saved)
+    assert saved["weight.layers.1.mlp.linear_fc2.lora_B.weight"].any()
+    assert not torch.equal(ended["sample adapters"][1][0], ended["sample base"][1][0])
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(ended: dict[str, Any], folder: Path) -> None:
+    assert code(ended, "first half") == 75
+    assert loss_values(folder / "halves") == loss_values(folder / "adapters")
+    assert_same_bits(*(read_tensors(checkpoint(folder / name, STEPS)) for name in ("halves", "adapters")))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_base_is_read_on_every_layout(ended: dict[str, Any], folder: Path, name: str) -> None:
+    assert code(ended, name) == [0, 0], ended[name][0].err
+    assert loss_values(folder / name) == pytest.approx(loss_values(folder / "adapters"), rel=ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["long", "dreambooth"])
+def test_the_loss_falls(ended: dict[str, Any], folder: Path, name: str) -> None:
+    """Adapters on five pictures; all weights on five pictures and eight of the class."""
+    assert code(ended, name) == 0
+    losses = loss_values(folder / name)
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
+
+
+def test_the_first_loss_is_that_of_the_base(ended: dict[str, Any], folder: Path) -> None:
+    """Adapters start as nothing: the same first loss as that of all weights, to the bit."""
+    assert loss_values(folder / "adapters")[:1] == loss_values(folder / "full")[:1]
+
+
+def test_merged_weights_draw_what_adapters_draw(ended: dict[str, Any], folder: Path) -> None:
+    """Also through diffusers' file of adapters: W + B A are the merged weights."""
+    (here,), (there,) = ended["sample adapters"][1], ended["sample back"][1]
+    assert relative_error(there, here) <= MERGED
+    base = load_file(folder / "published" / "diffusion_pytorch_model.safetensors")
+    merged = load_file(folder / "merged" / "diffusion_pytorch_model.safetensors")
+    adapters = load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+
+    def changed(name: str) -> Tensor:
+        layer = f"transformer.{name.removesuffix('.weight')}"
+        a, b = (adapters.get(f"{layer}.lora_{kind}.weight") for kind in "AB")
+        return base[name] if a is None or b is None else base[name] + b @ a
+
+    assert len(adapters) == 2 * 10 * 2  # A and B of q, k, v, out twice and the MLP's two, in two blocks
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, changed(name), rtol=1e-5, atol=1e-6)
+    assert "merged into the weights" in ended["merged"].err
+
+
+def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], folder: Path) -> None:
+    """Their values: tests/parity/test_convert_lora.py."""
+    assert code(ended, "comfyui") == 0, ended["comfyui"].err
+    tensors = load_file(folder / "comfyui.safetensors")
+    assert tensors["diffusion_model.blocks.1.attn.qkv.lora_up.weight"].shape == (144, 16)
+    assert tensors["diffusion_model.blocks.0.cross_attn.kv_linear.alpha"] == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("full as adapters", ["has a full model, no adapters"]),
+        ("no base", ["model.lora trains adapters beside", "checkpoint.start_from=RUN_DIR"]),
+        ("on adapters", ["has adapters (LoRA) alone", "/base/"]),
+        ("other base", ["has adapters (LoRA) beside the weights of", "checkpoint.start_from="]),
+    ],
+)
+def test_what_does_not_go_together_is_refused(ended: dict[str, Any], name: str, said: list[str]) -> None:
+    assert code(ended, name) == 2
+    assert all(words in ended[name].err for words in said), ended[name].err

@@ -1,0 +1,202 @@
+"""Exported adapters, applied to diffusers' weights as peft's and ComfyUI's loaders do, give our adapted prediction.
+
+peft adds B A to the weight of each layer that a name of `lora_A` and `lora_B` gives. ComfyUI adds alpha / rank times
+up down to the layers of the model's original code, whose names and fused matrices are written out here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dit.convert.diffusers_flux import DiffusersFlux
+from dit.convert.diffusers_format import DiffusersFormat
+from dit.convert.diffusers_pixart import DiffusersPixArt
+from dit.convert.diffusers_wan import DiffusersWan
+from dit.convert.lora import comfyui_tensors, diffusers_tensors, to_their_layers
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.models.lora_config import LoRAConfig
+from dit.parallel.build import parameter_shapes
+from tests.conftest import BuildModel
+from tests.parity import test_convert_flux, test_convert_pixart, test_convert_wan
+from tests.parity.convert_cases import load, random_weights, relative_error, run
+
+RTOL = 4e-5  # float32: W + B A and B (A x) round at other places; equal models differ by 1e-5
+LORA = LoRAConfig(rank=3, alpha=12.0, targets=["layers.*"])
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def flux(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    images, texts, pooled = drawn(2, 4, 8, 6), drawn(2, 5, 20), drawn(2, 12)
+    time, others = test_convert_flux.TIME, {"pooled": pooled}
+    here = run(network, model, images[:, :, None], time, texts=list(texts), others=others)[:, :, 0]
+    return here, test_convert_flux.predict(theirs, images, texts, pooled)
+
+
+def pixart(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    images, texts, steps = drawn(3, 4, 8, 8), drawn(3, 5, 20), test_convert_pixart.STEPS
+    here = run(network, model, images[:, :, None], steps / 1000, texts=list(texts))[:, :, 0]
+    return here, theirs(images, texts, steps).sample
+
+
+def wan(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    clips, texts, steps = drawn(2, 4, 4, 8, 6), drawn(2, 5, 20), test_convert_wan.STEPS
+    return run(network, model, clips, steps / 1000, texts=list(texts)), theirs(clips, steps, texts).sample
+
+
+def fused(block: str, theirs: str, parts: list[str]) -> tuple[str, list[str]]:
+    return block, [f"{theirs}.{part}" for part in parts]
+
+
+QKV = ["attn1.to_q", "attn1.to_k", "attn1.to_v"]
+FLUX = dict(
+    [
+        entry
+        for i in range(2)
+        for joint, single in [(f"transformer_blocks.{i}", f"single_transformer_blocks.{i}")]
+        for entry in [
+            fused(f"double_blocks.{i}.img_attn.qkv", joint, ["attn.to_q", "attn.to_k", "attn.to_v"]),
+            fused(f"double_blocks.{i}.txt_attn.qkv", joint, ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"]),
+            fused(f"double_blocks.{i}.img_attn.proj", joint, ["attn.to_out.0"]),
+            fused(f"double_blocks.{i}.txt_attn.proj", joint, ["attn.to_add_out"]),
+            fused(f"double_blocks.{i}.img_mlp.0", joint, ["ff.net.0.proj"]),
+            fused(f"double_blocks.{i}.img_mlp.2", joint, ["ff.net.2"]),
+            fused(f"double_blocks.{i}.txt_mlp.0", joint, ["ff_context.net.0.proj"]),
+            fused(f"double_blocks.{i}.txt_mlp.2", joint, ["ff_context.net.2"]),
+            fused(f"double_blocks.{i}.img_mod.lin", joint, ["norm1.linear"]),
+            fused(f"double_blocks.{i}.txt_mod.lin", joint, ["norm1_context.linear"]),
+            fused(f"single_blocks.{i}.linear1", single, ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]),
+            fused(f"single_blocks.{i}.linear2", single, ["proj_out"]),
+            fused(f"single_blocks.{i}.modulation.lin", single, ["norm.linear"]),
+        ]
+    ]
+)
+PIXART = dict(
+    [
+        entry
+        for i in range(2)
+        for entry in [
+            fused(f"blocks.{i}.attn.qkv", f"transformer_blocks.{i}", QKV),
+            fused(f"blocks.{i}.attn.proj", f"transformer_blocks.{i}", ["attn1.to_out.0"]),
+            fused(f"blocks.{i}.cross_attn.q_linear", f"transformer_blocks.{i}", ["attn2.to_q"]),
+            fused(f"blocks.{i}.cross_attn.kv_linear", f"transformer_blocks.{i}", ["attn2.to_k", "attn2.to_v"]),
+            fused(f"blocks.{i}.cross_attn.proj", f"transformer_blocks.{i}", ["attn2.to_out.0"]),
+            fused(f"blocks.{i}.mlp.fc1", f"transformer_blocks.{i}", ["ff.net.0.proj"]),
+            fused(f"blocks.{i}.mlp.fc2", f"transformer_blocks.{i}", ["ff.net.2"]),
+        ]
+    ]
+)
+WAN = dict(
+    [
+        entry
+        for i in range(2)
+        for entry in [
+            *(fused(f"blocks.{i}.self_attn.{part}", f"blocks.{i}", [f"attn1.to_{part}"]) for part in "qkv"),
+            *(fused(f"blocks.{i}.cross_attn.{part}", f"blocks.{i}", [f"attn2.to_{part}"]) for part in "qkv"),
+            fused(f"blocks.{i}.self_attn.o", f"blocks.{i}", ["attn1.to_out.0"]),
+            fused(f"blocks.{i}.cross_attn.o", f"blocks.{i}", ["attn2.to_out.0"]),
+            fused(f"blocks.{i}.ffn.0", f"blocks.{i}", ["ffn.net.0.proj"]),
+            fused(f"blocks.{i}.ffn.2", f"blocks.{i}", ["ffn.net.2"]),
+        ]
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model class of diffusers.
+
+    Attributes:
+        module: builds it, small.
+        predict: returns our prediction and theirs.
+        native: layers of the original code that have adapters, and those of diffusers that they fuse.
+    """
+
+    form: DiffusersFormat
+    module: Callable[[], nn.Module]
+    predict: Callable[[Any, Any, ModelConfig], tuple[Tensor, Tensor]]
+    native: dict[str, list[str]]
+
+
+CASES = {
+    "flux": Case(DiffusersFlux(), test_convert_flux.diffusers_model, flux, FLUX),
+    "pixart": Case(DiffusersPixArt(), test_convert_pixart.diffusers_model, pixart, PIXART),
+    "wan": Case(DiffusersWan(), test_convert_wan.diffusers_model, wan, WAN),
+}
+
+
+def as_peft(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add B A to the weights of the layers that the names give; every tensor is used."""
+    found, used = dict(state), 0
+    for name in state:
+        layer = f"transformer.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in tensors:
+            found[name] = state[name] + tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"]
+            used += 2
+    assert used == len(tensors) > 0
+    return found
+
+
+def as_comfyui(state: dict[str, Tensor], tensors: dict[str, Tensor], native: dict[str, list[str]]) -> dict[str, Tensor]:
+    """Add alpha / rank times up down to the fused matrices of the original code, and split them again."""
+    found, used = dict(state), 0
+    for layer, parts in native.items():
+        key = f"diffusion_model.{layer}"
+        up, down, alpha = (tensors[f"{key}.{name}"] for name in ("lora_up.weight", "lora_down.weight", "alpha"))
+        weights = [state[f"{part}.weight"] for part in parts]
+        matrix = torch.cat(weights) + alpha.item() / down.shape[0] * (up @ down)
+        pieces = matrix.split([len(weight) for weight in weights])
+        found |= {f"{part}.weight": piece for part, piece in zip(parts, pieces)}
+        used += 3
+    assert used == len(tensors) > 0
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported_adapters_are_ours(build_model: BuildModel, name: str) -> None:
+    case = CASES[name]
+    theirs = case.module()
+    imported = case.form.read_settings(theirs.config)
+    model, lora = imported.model, LORA if name == "flux" else replace(LORA, targets=["layers.*.linear_*"])
+    rules = case.form.rules(model, parameter_shapes(model), imported.latent_size)
+    base = random_weights(rules.shapes) | {n: torch.zeros(rules.shapes[n]) for n in rules.only_ours}
+    shapes = parameter_shapes(replace(model, lora=lora))
+    adapters = random_weights({n: shape for n, shape in shapes.items() if "lora_" in n}, seed=1, scale=0.2)
+    layers = to_their_layers(rules, adapters, lora.scale)
+    network = load(build_model(replace(model, lora=lora)), {**base, **adapters})
+    state = rules.to_theirs(base)
+
+    exported = diffusers_tensors(layers), comfyui_tensors(layers, case.form.comfyui)
+    for changed in (as_peft(state, exported[0]), as_comfyui(state, exported[1], case.native)):
+        theirs.load_state_dict(changed)
+        with torch.no_grad():
+            here, there = case.predict(network, theirs, model)
+        assert relative_error(here, there) <= RTOL
+    theirs.load_state_dict(state)
+    with torch.no_grad():
+        here, there = case.predict(network, theirs, model)
+    assert relative_error(here, there) > 1e-2
+
+
+def test_a_layer_without_a_counterpart_is_named() -> None:
+    """The patch embedding is a convolution there; ComfyUI's name of a text projection is not known."""
+    case = CASES["pixart"]
+    imported = case.form.read_settings(case.module().config)
+    rules = case.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+
+    def exported(target: str) -> dict[str, Tensor]:
+        shapes = parameter_shapes(replace(imported.model, lora=replace(LORA, targets=[target])))
+        adapters = random_weights({n: shape for n, shape in shapes.items() if "lora_" in n})
+        return comfyui_tensors(to_their_layers(rules, adapters, LORA.scale), case.form.comfyui)
+
+    with pytest.raises(ConfigError, match=r"adapter of embed\.linear cannot be one of pos_embed\.proj"):
+        exported("embed.linear")
+    with pytest.raises(ConfigError, match=r"ComfyUI's name of caption_projection\.linear_1 is not known"):
+        exported("text_projection.linear_1")

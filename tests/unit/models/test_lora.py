@@ -1,0 +1,106 @@
+"""Low-rank adapters: what they change at the start, what they are merged into, and where they sit."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.parallel_training import micro_batch, tiny_model
+from dit.backends.provider import LayerProvider
+from dit.errors import ConfigError
+from dit.models.base import Backbone
+from dit.models.lora import adapter_pairs, merge_adapters
+from dit.models.lora_config import LoRAConfig
+from tests.conftest import BuildModel
+from tests.parity.convert_cases import relative_error
+
+LORA = LoRAConfig(rank=3, alpha=6.0, targets=["*"])
+BACKBONES = ("dit", "dit_cross", "stdit", "flux", "moviegen", "wan")
+OPTIONS = {
+    "flux": {"num_joint_layers": 1, "num_single_layers": 1, "pooled_size": 6, "rope_axes": [4, 2, 2]},
+    "moviegen": {"num_query_groups": 2},
+}
+MERGED = 1e-5  # float32: W x + s B (A x) and (W + s B A) x round at other places
+
+
+def forward(network: Backbone) -> torch.Tensor:
+    batch = micro_batch(0, packed=True, multiple_of=4)
+    return network(batch.latents_TC, torch.tensor([0.3, 0.7]), batch)
+
+
+@torch.no_grad()
+def predict(network: Backbone) -> torch.Tensor:
+    return forward(network)
+
+
+def parameters(network: Backbone) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+
+
+def give(network: Backbone, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            parameter.copy_(values.get(name, parameter))
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_adapters_start_as_nothing_and_merge_into_the_weights(build_model: BuildModel, backbone: str) -> None:
+    """To the bit at first; after training a model of the merged weights predicts the same, to rounding."""
+    model = tiny_model(backbone, **OPTIONS.get(backbone, {}))
+    base = build_model(model, perturb=0.1)
+    adapted = build_model(replace(model, lora=LORA))
+    give(adapted, parameters(base))
+    assert torch.equal(predict(adapted), predict(base))
+
+    adapters = {name: x for name, x in parameters(adapted).items() if "lora_" in name}
+    trained = {name: x + 0.1 * torch.randn(x.shape) for name, x in adapters.items()}
+    give(adapted, trained)
+    changed = predict(adapted)
+    assert relative_error(changed, predict(base)) > 1e-2
+    before = parameters(base)
+    merged = merge_adapters(before, trained, LORA)
+    for layer, (a, b) in adapter_pairs(trained).items():
+        torch.testing.assert_close(merged[f"{layer}.weight"], before[f"{layer}.weight"] + 6.0 / 3 * b @ a)
+    give(base, merged)
+    assert relative_error(predict(base), changed) <= MERGED
+
+
+def test_only_adapters_are_trained_and_those_named(build_model: BuildModel) -> None:
+    lora = LoRAConfig(rank=2, targets=["layers.*.linear_qkv", "layers.1.mlp.linear_fc?"])
+    model = build_model(tiny_model(lora=lora))
+    layers = [f"layers.{i}.attention.linear_qkv" for i in range(4)] + [f"layers.1.mlp.linear_fc{n}" for n in (1, 2)]
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"{layer}.lora_{kind}.weight" for layer in layers for kind in "AB"}
+    bounds = [p.abs().max() for n, p in model.named_parameters() if n.endswith("linear_qkv.lora_A.weight")]
+    assert all(0.9 / 32**0.5 < bound <= 1 / 32**0.5 for bound in bounds)
+
+
+def test_names_that_nothing_has_are_refused(build_model: BuildModel) -> None:
+    with pytest.raises(ConfigError, match=r"to_q.* names no linear layer.*layers\.0\.attention\.linear_qkv"):
+        build_model(tiny_model(lora=LoRAConfig(targets=["*.to_q"])))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        *(({"rank": value}, f"rank={value}") for value in (0, -1, 0.5, 10**30)),
+        *(({"alpha": value}, f"alpha={value}") for value in (0.0, -1.0, math.inf, math.nan)),
+        ({"targets": []}, "targets is empty"),
+    ],
+)
+def test_impossible_adapters_are_refused(wrong: dict, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.lora\.{named}"):
+        tiny_model(lora=LoRAConfig(**wrong)).validate()
+
+
+def test_the_router_of_experts_has_none(build_model: BuildModel) -> None:
+    """Its weight is used without its forward, so an adapter would get no gradient."""
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+    model = build_model(tiny_model(**experts, lora=LORA))
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert sum(".experts." in name for name in names) == 4 * 4 * 2 * 2  # layers, experts, linears, A and B
+    assert not any("router" in name for name in names)
+    forward(model).square().sum().backward()
+    assert isinstance(model.provider, LayerProvider)
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
