@@ -39,8 +39,8 @@ POSITION_EVERY = 32
 """Deliveries from one position to the next. A resumed run reads up to as many again."""
 AHEAD, AHEAD_IF_SMALL = 2, 32
 """Deliveries that are received ahead, and how many if they are small: packs come in bursts, a buffer at a time."""
-SMALL_BYTES = 32 * 2**20
-"""Of all that were received ahead."""
+SMALL_BYTES = 2**25
+"""Of all deliveries that were received ahead, together."""
 
 _ALIGNED = 64
 _REFERENCES_IF_FREE = 3  # of a block: the list of blocks, the loop over it, and the call that counts
@@ -183,9 +183,9 @@ def _messages(source: Source) -> Iterator[_Message]:
 def _keep_memory() -> None:
     """Let the C library use freed memory again, however large a piece, in place of returning it to the system."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
-    for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-        if mallopt is not None:
-            mallopt(option, 2**30)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the largest that older versions take
+        mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
 def _work(source: Source, channel: socket.socket, other_end: socket.socket, parent: int) -> None:
