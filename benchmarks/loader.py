@@ -94,7 +94,7 @@ class Read(NamedTuple):
 
 def write(case: Case, folder: Path) -> Path:
     """Write random samples into four shards."""
-    rng, written = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
     with shards.published_folder(folder, force=True) as out:
         writer = shards.ShardWriter(out, "train", -(-case.samples // 4))
         for i in range(case.samples):
@@ -104,9 +104,8 @@ def write(case: Case, folder: Path) -> Path:
             arrays = {name: shards.npy_bytes(array.astype(np.float16)) for name, array in parts.items()}
             writer.add(f"s{i:06d}", {"label": i % CLASSES}, arrays)
         writer.close()
-        written |= writer.shards
-        shards.write_dataset_file(out, {"format": 1, "shards": written})
-        shards.write_energon_metadata(out, written, ["train"])
+        shards.write_dataset_file(out, {"format": 1, "shards": writer.shards})
+        shards.write_energon_metadata(out, writer.shards, ["train"])
     return folder
 
 
@@ -148,9 +147,9 @@ def plain_energon(case: Case, folder: Path) -> Iterator[tuple[Iterator[Any], Non
     def cook(sample: dict[str, Any]) -> Latent:
         text = torch.as_tensor(sample["text.npy"]) if case.text is not None else torch.empty(0, 1)
         keys, label = basic_sample_keys(sample), sample["json"]["label"]
-        return Latent(**keys, tokens=_patches(sample["latent.npy"], case.patch), text=text.float(), label=label)
+        return Latent(**keys, tokens=_patches(sample["latent.npy"], case.patch), text=text, label=label)
 
-    class Encoder(DefaultTaskEncoder):  # type: ignore[type-arg]
+    class Encoder(DefaultTaskEncoder):
         cookers = (Cooker(cook),)
 
         @stateless
@@ -183,8 +182,7 @@ def webdataset(case: Case, folder: Path) -> Iterator[tuple[Iterator[Any], None]]
     names = ["latent.npy", "json", *(["text.npy"] if case.text is not None else [])]
 
     def encode(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        texts = (torch.as_tensor(text).float() for text in parts[2:])
-        return _patches(parts[0], case.patch), parts[1]["label"], *texts
+        return _patches(parts[0], case.patch), parts[1]["label"], *map(torch.as_tensor, parts[2:])
 
     def batch(samples: list[tuple[Any, ...]]) -> tuple[Any, ...]:
         tokens, labels, *texts = zip(*samples)

@@ -10,12 +10,14 @@ that was passed, and the number of deliveries since. Saving does not wait, whate
 A message is one pickle and one block with the values of all its tensors; a receiver's tensors are views of the block.
 """
 
+import ctypes
 import io
 import os
 import pickle
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 import traceback
@@ -27,6 +29,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, Optional
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,11 +39,13 @@ POSITION_EVERY = 32
 """Deliveries from one position to the next. A resumed run reads up to as many again."""
 AHEAD, AHEAD_IF_SMALL = 2, 32
 """Deliveries that are received ahead, and how many if they are small: packs come in bursts, a buffer at a time."""
-SMALL_BYTES = 32 * 2**20
-"""Of all that were received ahead."""
+SMALL_BYTES = 2**25
+"""Of all deliveries that were received ahead, together."""
 
 _ALIGNED = 64
+_REFERENCES_IF_FREE = 3  # of a block: the list of blocks, the loop over it, and the call that counts
 _HEAD = struct.Struct("<QQ")  # bytes of the pickle, and of the block
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _VIEWS_PER_CALL = 512  # the kernel takes at most 1,024
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What a scheduler or terminal sends to all processes of a run: the training process decides when its workers end."""
@@ -65,7 +70,7 @@ class _Packer(pickle.Pickler):
         if type(value) is not Tensor:
             return None
         start = self.size
-        raw = memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         self.parts.append(raw)
         gap = -len(raw) % _ALIGNED
         if gap:
@@ -132,14 +137,31 @@ def _fill(channel: socket.socket, target: memoryview) -> None:
         target = target[count:]
 
 
-def _receive(channel: socket.socket) -> tuple[Any, int]:
+class _Blocks:
+    """Memory of received messages, which is used again: the system takes longer to give new memory than copies take."""
+
+    def __init__(self) -> None:
+        self._blocks: list[np.ndarray] = []
+
+    def take(self, size: int) -> Tensor:
+        """Return `[size]` bytes to which no earlier message's tensors refer."""
+        free = [block for block in self._blocks if sys.getrefcount(block) == _REFERENCES_IF_FREE]
+        fitting = next((block for block in free if len(block) >= size), None)
+        if fitting is None:
+            # Room for somewhat longer packs; what is free is too short for those that come now.
+            fitting = np.empty(size + size // 4, np.uint8)
+            self._blocks = [block for block in self._blocks if not any(block is one for one in free)] + [fitting]
+        return torch.from_numpy(fitting)[:size]
+
+
+def _receive(channel: socket.socket, blocks: _Blocks) -> tuple[Any, int]:
     """Receive a message; return it, and its size in bytes."""
     head = bytearray(_HEAD.size)
     _fill(channel, memoryview(head))
     pickle_bytes, block_bytes = _HEAD.unpack(head)
-    pickled, block = bytearray(pickle_bytes), torch.empty(block_bytes, dtype=torch.uint8)
+    pickled, block = bytearray(pickle_bytes), blocks.take(block_bytes)
     _fill(channel, memoryview(pickled))
-    _fill(channel, memoryview(block.numpy()))
+    _fill(channel, block.numpy().data)
     return _Unpacker(memoryview(pickled), block).load(), pickle_bytes + block_bytes
 
 
@@ -158,11 +180,20 @@ def _messages(source: Source) -> Iterator[_Message]:
         yield _Message(delivery, pickle.dumps(source.state()) if noted else None)
 
 
+def _keep_memory() -> None:
+    """Let the C library use freed memory again, however large a piece, in place of returning it to the system."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the largest that older versions take
+        mallopt(_M_TRIM_THRESHOLD, 2**30)
+
+
 def _work(source: Source, channel: socket.socket, other_end: socket.socket, parent: int) -> None:
     """Be the worker."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     other_end.close()
+    _keep_memory()
     channel.settimeout(1.0)
     torch.set_num_threads(1)  # one core for each stream; and threads of the parent's pool are not in a fork
     with suppress(OSError):
@@ -209,9 +240,10 @@ class _Queue:
 
 def _listen(channel: socket.socket, queue: _Queue) -> None:
     """Receive messages until the end of the stream."""
+    blocks = _Blocks()
     while not queue.is_closed:
         try:
-            message, size = _receive(channel)
+            message, size = _receive(channel, blocks)
         except Exception as error:
             queue.put(error, 0)
             return

@@ -29,8 +29,11 @@ def _npy_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
     return dtype, shape, bool(fortran)
 
 
-def read_npy(data: bytes) -> np.ndarray:
+def read_npy(data: bytes | memoryview) -> np.ndarray:
     """Read an `.npy` part without ever unpickling; about thirty times faster than `numpy.load` for small arrays.
+
+    Args:
+        data: bytes, or a view of memory that the array may take over.
 
     Raises:
         SampleError: the part is damaged, or holds Python objects.
@@ -42,14 +45,15 @@ def read_npy(data: bytes) -> np.ndarray:
             raise ValueError("no .npy magic")
         start = 10 if data[6] == 1 else 12
         end = start + int.from_bytes(data[8:start], "little")
-        dtype, shape, fortran = _npy_header(data[start:end])
+        dtype, shape, fortran = _npy_header(bytes(data[start:end]))
         count = math.prod(shape)
         if len(data) != end + count * dtype.itemsize:
             raise ValueError(
                 f"{len(data) - end} bytes of values, shape {shape} of {dtype} needs {count * dtype.itemsize}"
             )
-        # bytearray: torch requires writable memory.
-        array = np.frombuffer(bytearray(data[end:]), dtype=dtype)
+        values = memoryview(data)[end:]
+        # torch requires writable memory
+        array = np.frombuffer(bytearray(values) if values.readonly else values, dtype=dtype)
         return array.reshape(shape, order="F" if fortran else "C")
     except SampleError:
         raise

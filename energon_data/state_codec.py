@@ -40,7 +40,7 @@ def to_plain(value: object) -> Any:
     if type(value) is list:
         return [to_plain(v) for v in value]
     if type(value) is tuple:
-        return {_TAG: "tuple", "value": [to_plain(v) for v in value]}
+        return tuple(map(to_plain, value))
     name = type(value).__name__
     if type(value) is dict or (isinstance(value, dict) and _classes().get(name) is type(value)):
         tag = "dict" if type(value) is dict else name
@@ -61,12 +61,14 @@ def from_plain(value: object) -> Any:
         return value
     if type(value) is list:
         return [from_plain(v) for v in value]
+    if type(value) is tuple:
+        return tuple(map(from_plain, value))
     if type(value) is not dict or set(value) != {_TAG, "value"}:
         raise DataError(f"the loader state is damaged: a {type(value).__name__} where tagged data is expected")
     tag, content = value[_TAG], value["value"]
     if tag == "bytes":
         return bytes(content.to(torch.uint8).numpy())
-    if tag == "tuple":
+    if tag == "tuple":  # of older versions
         return tuple(from_plain(v) for v in content)
     items = {from_plain(k): from_plain(v) for k, v in content}
     if tag == "dict":

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from dit.errors import DataError
 if TYPE_CHECKING:
     from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
+Bytes = TypeVar("Bytes", bytes, memoryview)
 BLOCK = 512
 READ_ERROR = "__read_error__"
 """Part name of the reason why a sample could not be read."""
@@ -31,8 +32,8 @@ class UnusualTarError(Exception):
     """A member uses a tar extension that only `tarfile` reads."""
 
 
-def parse_members(data: bytes) -> list[tuple[str, bytes]]:
-    """Return name and content of the regular files in a part of a ustar archive.
+def parse_members(data: Bytes) -> list[tuple[str, Bytes]]:
+    """Return name and content of the regular files in a part of a ustar archive; of a view, the contents are views.
 
     Raises:
         ValueError: a header does not match its own checksum, or the part ends inside a member.
@@ -41,7 +42,7 @@ def parse_members(data: bytes) -> list[tuple[str, bytes]]:
     members = []
     at, end = 0, len(data)
     while at + BLOCK <= end:
-        header = data[at : at + BLOCK]
+        header = bytes(data[at : at + BLOCK])
         if not header.strip(b"\0"):
             break
         try:
@@ -64,13 +65,13 @@ def parse_members(data: bytes) -> list[tuple[str, bytes]]:
     return members
 
 
-def group_members(members: Sequence[tuple[str, bytes]]) -> tuple[str, dict[str, bytes]]:
+def group_members(members: Sequence[tuple[str, Bytes]]) -> tuple[str, dict[str, Bytes]]:
     """Return the sample's name and its parts by extension (all that follows the first dot of the file name).
 
     Raises:
         ValueError: the members belong to different samples, or there is none.
     """
-    key, parts = None, {}
+    key, parts = None, dict[str, Bytes]()
     for name, content in members:
         folder, slash, file = name.rpartition("/")
         stem, dot, extension = file.partition(".")
@@ -153,13 +154,16 @@ class SampleReader:
                 os.close(self._open.popitem(last=False)[1][0])
         return entry
 
-    def _read(self, number: int, position: int) -> tuple[str, dict[str, bytes]]:
+    def _read(self, number: int, position: int) -> tuple[str, dict[str, bytes | memoryview]]:
+        """Read a sample; its arrays are views of the memory into which it was read."""
         descriptor, offsets = self._shard(number)
         start, end = int(offsets[position]), int(offsets[position + 1])
-        data = os.pread(descriptor, end - start, start)
-        if len(data) != end - start:
-            raise ValueError(f"the shard is truncated: {len(data)} of {end - start} bytes at offset {start}")
-        return group_members(parse_members(data))
+        data = bytearray(end - start)
+        count = os.preadv(descriptor, [data], start)
+        if count != end - start:
+            raise ValueError(f"the shard is truncated: {count} of {end - start} bytes at offset {start}")
+        key, parts = group_members(parse_members(memoryview(data)))
+        return key, {name: part if name.endswith(".npy") else bytes(part) for name, part in parts.items()}
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         from megatron.energon import SourceInfo

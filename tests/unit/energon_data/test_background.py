@@ -68,7 +68,7 @@ def received(message: object) -> Any:
     # More than the socket takes at once, so the sender is a thread.
     thread = threading.Thread(target=background._send, args=(theirs, background.packed(message), os.getppid()))
     thread.start()
-    found, size = background._receive(ours)
+    found, size = background._receive(ours, background._Blocks())
     thread.join()
     assert size + background._HEAD.size == len(sent)
     ours.close()
@@ -110,6 +110,20 @@ def test_a_message_has_its_tensors_beside_the_pickle() -> None:
     _, pickled, *parts = background.packed([torch.zeros(10_000), torch.zeros(3)])
     assert len(pickled) < 500
     assert sum(map(len, parts)) == 40_000 + 64
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
+    blocks = background._Blocks()
+    first, second = blocks.take(100), blocks.take(80)
+    part, places = first[64:96].view(torch.float32), [first.data_ptr(), second.data_ptr()]
+    assert len(set(places)) == 2
+    del first, second
+    assert blocks.take(90).data_ptr() == places[1]
+    third, fourth = blocks.take(90), blocks.take(90)
+    assert places[0] not in (third.data_ptr(), fourth.data_ptr()), "a part of the first is in use"
+    del part
+    assert blocks.take(125).data_ptr() == places[0]
+    assert len(blocks.take(10_000)) == 10_000
 
 
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["dense", "packed"])

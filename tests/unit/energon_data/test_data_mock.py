@@ -136,5 +136,5 @@ def test_packs_want_micro_batches_of_one_and_resume_wants_the_seed() -> None:
         MockData(max_tokens_per_pack=64).validate(spec(), 1, 1)
     reader = source(MockData(), spec())
     with pytest.raises(DataError, match="seed 1, this run has 2"):
-        source(MockData(), spec(), seed=2).load(reader.state())
+        source(MockData(), spec(), seed=2).load(reader.state().state)
     assert MockData().class_names() is None
