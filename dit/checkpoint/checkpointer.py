@@ -52,7 +52,7 @@ class Checkpointer:
         """
         groups, step = state.groups, state.step
         records: dict[str, FileRecord] = {}
-        fingerprint = model_fingerprint(global_shapes(state.shards, groups))
+        fingerprint = model_fingerprint(global_shapes(parameters_of(state.shards), groups))
         with fails_together():
             if groups.rank == 0:
                 self.store.begin(step)

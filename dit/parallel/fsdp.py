@@ -103,7 +103,7 @@ def _prepare_frozen(backbone: Backbone) -> None:
     """
     frozen = [parameter for parameter in backbone.parameters() if not parameter.requires_grad]
     for parameter in frozen:
-        parameter.register_post_accumulate_grad_hook = lambda hook: None  # type: ignore[assignment]
+        parameter.register_post_accumulate_grad_hook = lambda hook: None  # type: ignore[method-assign]
     for unit in backbone.units() if frozen else ():
         unit.register_forward_pre_hook(_differentiable_input)
 

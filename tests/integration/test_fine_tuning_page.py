@@ -4,11 +4,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 from PIL import Image
 
-from tests.integration import actions
 from tests.parity.convert_cases import random_weights
 from tests.support.encoders import T5_WIDTH, save_t5, save_vae
 from tests.support.ranks import Job, run_jobs
@@ -44,18 +42,16 @@ def models_and_pictures(folder: Path) -> None:
                 (folder / name / f"{i}.txt").write_text("a red circle")
 
 
-def follow(folder: Path) -> list[actions.Ended]:
-    """Run every line of the page."""
-    torch.set_num_threads(1)
-    return [run_line(f"{line} {SHORT.get(shlex.split(line)[2], '')}", folder) for line in LINES]
-
-
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     models_and_pictures(folder)
-    ended = run_jobs(folder / "world", {"page": Job(follow, {"folder": folder})})["page"]
-    assert [(line, end.err) for line, end in zip(LINES, ended, strict=True) if end.code] == []
+    jobs = {
+        line: Job(run_line, {"line": f"{line} {SHORT.get(shlex.split(line)[2], '')}", "folder": folder})
+        for line in LINES
+    }
+    ended = run_jobs(folder / "world", jobs)
+    assert {line: end.err for line, end in ended.items() if end.code} == {}
     return folder
 
 

@@ -18,11 +18,11 @@ from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors
 from tests.parity.convert_cases import random_weights, relative_error
 from tests.support.encoders import T5_WIDTH, save_t5
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, rows, run_jobs, selected
 
-STEPS, LONG = 6, 60
+STEPS, LONG = 6, 40
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
-MERGED = 1e-4  # W + B A rounds at another place than W x + B (A x), through five solver steps
+MERGED = 1e-3  # W + B A rounds at another place than W x + B (A x); at most noise, DDPM's x0 has 150 times that error
 LAYOUTS = {
     "tp2_sp": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
     "fsdp2": {"parallel__data_parallel": "fsdp"},
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(folder: Path) -> dict[str, Any]:
+def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     published(folder / "published")
     encoder = f"text={save_t5(folder / 't5')}"
     pictures(folder / "subject_in", 5, (200, 30, 30)), pictures(folder / "class_in", 8, (30, 30, 200))
@@ -100,7 +100,10 @@ def ended(folder: Path) -> dict[str, Any]:
         "adapters": train("finetune_lora", "adapters"),
         "first half": train("finetune_lora", "halves", training__stop_at_step=STEPS // 2),
         "second half": train("finetune_lora", "halves"),
-        **{name: train("finetune_lora", name, 2, **layout) for name, layout in LAYOUTS.items()},
+        **{
+            layout: train("finetune_lora", layout, 2, **LAYOUTS[layout])
+            for (layout,) in sorted(selected(request, ("layout",)))
+        },
         "long": train("finetune_lora", "long", **long, model__lora__rank=4),
         "full": train("finetune", "full", optimizer__lr=1e-3, training__ema_decay="none"),
         "dreambooth": train("dreambooth", "dreambooth", data__blend=blend, optimizer__lr=1e-3, **long),
@@ -113,7 +116,7 @@ def ended(folder: Path) -> dict[str, Any]:
         "no base": train("finetune_lora", "no_base", checkpoint__start_from="none"),
         "on adapters": train("finetune", "on_adapters", base="adapters", model__lora="none"),
         "other base": train("finetune_lora", "halves", checkpoint__start_from=folder / "back", training__num_steps=9),
-        **{f"sample {run}": sample(run) for run in ("base", "adapters", "back", "dreambooth")},
+        **{f"sample {run}": sample(run) for run in ("base", "adapters", "back")},
     }
     return {**run_jobs(folder / "made", made), **run_jobs(folder / "world", jobs)}
 
@@ -161,10 +164,10 @@ def test_a_resumed_run_is_the_same_to_the_bit(ended: dict[str, Any], folder: Pat
     assert_same_bits(*(read_tensors(checkpoint(folder / name, STEPS)) for name in ("halves", "adapters")))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_base_is_read_on_every_layout(ended: dict[str, Any], folder: Path, name: str) -> None:
-    assert code(ended, name) == [0, 0], ended[name][0].err
-    assert loss_values(folder / name) == pytest.approx(loss_values(folder / "adapters"), rel=ROUNDING)
+@pytest.mark.parametrize("layout", rows([(name,) for name in LAYOUTS], lambda name: name == "tp2_sp"))
+def test_the_base_is_read_on_every_layout(ended: dict[str, Any], folder: Path, layout: str) -> None:
+    assert code(ended, layout) == [0, 0], ended[layout][0].err
+    assert loss_values(folder / layout) == pytest.approx(loss_values(folder / "adapters"), rel=ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["long", "dreambooth"])
