@@ -113,6 +113,8 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
     """Read an array part; a picture gets the frames of the latent."""
     tensors = (_tensor(clip.parts, name) for name in condition.stored_as)
     value = next((x for x in tensors if x is not None), None)
+    if value is None and condition.derive is not None:
+        return condition.derive(clip.latent)
     if value is None:
         sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[condition.axis]
         shape = sides.format("*" if condition.shape is None else condition.shape[0])

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from dit.inference.drawing import Request
     from dit.inference.generator import Generator
 
-SOLVERS, VARIANCES = (get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance"))
+SOLVERS, VARIANCES, THRESHOLDINGS = (
+    get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance", "thresholding")
+)
 MAX_DEFAULT_CLASSES = 36
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or film, and as files of their own."
 EXAMPLES = """\
@@ -54,6 +56,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
     group.add_argument(
         "--guidance-channels", type=at_least_one, metavar="N", help="guide the first N channels of a latent only"
+    )
+    group.add_argument(
+        "--thresholding", choices=THRESHOLDINGS, help="of the clean estimate at every step, for models of pixels"
     )
     group.add_argument("--seed", type=int, metavar="N", help="addresses the initial noise")
     group.add_argument("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
@@ -178,6 +183,7 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
         "variance": args.variance,
         "guidance_scale": args.guidance_scale,
         "guidance_channels": args.guidance_channels,
+        "thresholding": args.thresholding,
         "seed": args.seed,
         "fps": args.fps,
     }
