@@ -160,8 +160,9 @@ class PictureAttention(nn.Module):
         self.norm = GroupNorm(channels, groups, provider, fp32=True)
         self.to_q = linear(channels, channels)
         if kind != "cross":
-            self.norm_kv = GroupNorm(channels, groups, provider, fp32=True) if kind == "fused" else None
             self.to_kv = linear(channels, 2 * channels)
+        if kind == "fused":
+            self.norm_kv = GroupNorm(channels, groups, provider, fp32=True)
         if kind != "self":
             assert context_size is not None
             self.norm_context = TextGroupNorm(context_size, groups, provider)
@@ -169,24 +170,33 @@ class PictureAttention(nn.Module):
         self.to_out = provider.replicated_linear(channels, channels, bias=True, init=ZEROS)
 
     def forward(self, x_NCHW: Tensor, context_KD: Optional[Tensor], texts: Optional[SequenceLayout]) -> Tensor:
-        layout = layout_kv = picture_layout(x_NCHW)
+        layout = picture_layout(x_NCHW)
         normed_TC = tokens_of(self.norm(x_NCHW))
-        q_TC = self.to_q(normed_TC)
-        kv_TC = context_kv_KC = None
-        if self.kind != "cross":
-            kv_TC = self.to_kv(normed_TC if self.norm_kv is None else tokens_of(self.norm_kv(x_NCHW)))
-        if self.kind != "self":
-            assert context_KD is not None
-            assert texts is not None
-            context_kv_KC = self.context_to_kv(self.norm_context(context_KD, texts))
-            layout_kv = texts
-        if kv_TC is not None and context_kv_KC is not None and texts is not None:
-            joint = joint_layout(texts, layout)
-            kv_TC, layout_kv = joint.join(context_kv_KC, kv_TC), joint
-        k_KC, v_KC = (context_kv_KC if kv_TC is None else kv_TC).chunk(2, -1)
-        q_TNH, k_KNH, v_KNH = (x.unflatten(-1, (self.num_heads, -1)) for x in (q_TC, k_KC, v_KC))
+        kv_KC, layout_kv = self._keys_and_values(x_NCHW, normed_TC, layout, context_KD, texts)
+        q_TNH, k_KNH, v_KNH = (
+            x.unflatten(-1, (self.num_heads, -1)) for x in (self.to_q(normed_TC), *kv_KC.chunk(2, -1))
+        )
         out_TC = self.attention(q_TNH, k_KNH, v_KNH, layout, layout_kv).flatten(1)
         return x_NCHW + pictures_of(self.to_out(out_TC), x_NCHW)
+
+    def _keys_and_values(
+        self,
+        x_NCHW: Tensor,
+        normed_TC: Tensor,
+        layout: SequenceLayout,
+        context_KD: Optional[Tensor],
+        texts: Optional[SequenceLayout],
+    ) -> tuple[Tensor, SequenceLayout]:
+        """Return keys and values, side by side, and their layout."""
+        if self.kind == "self":
+            return self.to_kv(normed_TC), layout
+        assert context_KD is not None
+        assert texts is not None
+        of_text_KC = self.context_to_kv(self.norm_context(context_KD, texts))
+        if self.kind == "cross":
+            return of_text_KC, texts
+        joint = joint_layout(texts, layout)
+        return joint.join(of_text_KC, self.to_kv(tokens_of(self.norm_kv(x_NCHW)))), joint
 
 
 class GatedFeedForward(nn.Module):
