@@ -46,5 +46,5 @@ class Dropout(nn.Module):
             _PURPOSE,
         )
         uniform_NE = torch.stack([to_uniform(word) for word in words], -1).flatten(1)[:, :elements]
-        kept = uniform_NE.view(len(x_NCHW), *x_NCHW.shape[1:]) >= self.share
-        return torch.where(kept, x_NCHW / (1 - self.share), 0.0)
+        passes = uniform_NE.view(len(x_NCHW), *x_NCHW.shape[1:]) >= self.share
+        return torch.where(passes, x_NCHW / (1 - self.share), 0.0)

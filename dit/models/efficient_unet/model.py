@@ -29,9 +29,9 @@ class EfficientUNet(ImagenNetwork):
         self, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention, stage: Stage
     ) -> None:
         super().__init__(config, config.text_width or 0, provider, stage)
-        chosen, levels = select_attention(config, attention), range(len(config.channels))
-        self.down = nn.ModuleList(down_level(level, config, provider, chosen) for level in levels)
-        self.up = nn.ModuleList(up_level(level, config, provider, chosen) for level in levels)
+        selected, levels = select_attention(config, attention), range(len(config.channels))
+        self.down = nn.ModuleList(down_level(level, config, provider, selected) for level in levels)
+        self.up = nn.ModuleList(up_level(level, config, provider, selected) for level in levels)
         self.last = Convolution(config.channels[0], config.output_features, provider, size=1)
 
     def predict(self, x_NCHW: Tensor, given: Given) -> Tensor:

@@ -54,14 +54,14 @@ class UNet(ImagenNetwork):
 
     def __init__(self, config: UNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, config.condition_size, provider, stage)
-        chosen, places = select_attention(config, attention), iter(range(10_000))
+        selected, places = select_attention(config, attention), iter(range(10_000))
 
         def block(inputs: int, outputs: int, resample: Optional[Resample] = None) -> ResidualBlock:
             return ResidualBlock(inputs, outputs, config, provider, place=next(places), resample=resample)
 
         def attend(channels: int) -> nn.Module:
             heads, groups = config.heads(channels), config.norm_num_groups
-            return AttentionBlock(config.attention_type, channels, config.text_width, heads, groups, provider, chosen)
+            return AttentionBlock(config.attention_type, channels, config.text_width, heads, groups, provider, selected)
 
         def resample(kind: Resample, channels: int) -> nn.Module:
             if config.resample_blocks:

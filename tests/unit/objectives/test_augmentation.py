@@ -51,7 +51,7 @@ def test_enlarging_is_linear() -> None:
 
 
 def test_a_low_resolution_picture_shows_no_more_than_the_small_one() -> None:
-    """A constant stays; detail finer than the factor is lost; sides that are no multiples of it are kept."""
+    """A constant stays; detail finer than the factor is lost; sides that are no multiples of it stay as they are."""
     torch.testing.assert_close(LowResolution(4)(torch.full((3, 1, 10, 6), 0.7)), torch.full((3, 1, 10, 6), 0.7))
     checks = torch.ones(1, 1, 16, 16)
     checks[..., ::2] = -1

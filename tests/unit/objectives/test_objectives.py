@@ -464,9 +464,9 @@ def test_a_network_may_get_the_log_snr(schedule, prediction):
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, and lucidrains/imagen-pytorch for the schedules.
     """
-    plain, told = (DDPM(schedule=schedule, prediction=prediction, network_time=t) for t in ("time", "log_snr"))
+    plain, other_time = (DDPM(schedule=schedule, prediction=prediction, network_time=t) for t in ("time", "log_snr"))
     batch = pack([3, 5, 2])
-    one, other = (x.prepare(batch, AddressedNoise(1, 0, batch.sample_ids_S, batch.layout)) for x in (plain, told))
+    one, other = (x.prepare(batch, AddressedNoise(1, 0, batch.sample_ids_S, batch.layout)) for x in (plain, other_time))
     t = one.time_S.double()
     if schedule == "cosine":
         expected = -torch.log(torch.cos((t + 0.008) / 1.008 * math.pi / 2) ** -2 - 1)
@@ -481,7 +481,7 @@ def test_a_network_may_get_the_log_snr(schedule, prediction):
         seen.append(time_S[0].item())
         return torch.zeros_like(inputs_TC)
 
-    for u in told.sampling_grid(7)[:-1]:
-        told.denoise(network, torch.zeros(2, 4), u, SequenceLayout.from_lengths([1, 1]))
+    for u in other_time.sampling_grid(7)[:-1]:
+        other_time.denoise(network, torch.zeros(2, 4), u, SequenceLayout.from_lengths([1, 1]))
     assert seen == sorted(seen), "towards the data, the log SNR grows"
     assert all(abs(x) <= 20 for x in seen)
