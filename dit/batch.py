@@ -48,6 +48,7 @@ class PackedBatch:
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
         draws_S: number of each sample's draw from the training data, int64; it is unique in a step and distinguishes
             copies of a sample. None for data that are read once, such as held-out data.
+        dropout_S: key of each sample's dropout of activations, int64; None outside training, where nothing is dropped.
         raw: what is still to be encoded; None for nothing. Until then `latents_TC` are zeros where pixels are to become
             latents, and the texts' conditions are missing.
     """
@@ -61,6 +62,7 @@ class PackedBatch:
     conditions: Conditions = field(default_factory=Conditions)
     loss_weight_S: Optional[Tensor] = None
     draws_S: Optional[Tensor] = None
+    dropout_S: Optional[Tensor] = None
     raw: Optional[RawSamples] = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
@@ -103,7 +105,7 @@ class PackedBatch:
             "grids": (len(self.grids), S),
             "keys": (len(self.keys), S),
         }
-        for name in ("loss_weight_S", "draws_S"):
+        for name in ("loss_weight_S", "draws_S", "dropout_S"):
             value = getattr(self, name)
             if value is not None:
                 sizes[name] = (len(value), S)

@@ -99,7 +99,8 @@ def match_conditions(wanted: Sequence[Condition], stored: Optional[Collection[st
     if stored is None:
         return []
     for condition in wanted:
-        if condition.default is None and not set(condition.stored_as) & set(stored):
+        optional = condition.default is not None or condition.derive is not None
+        if not optional and not set(condition.stored_as) & set(stored):
             raise ConfigError(
                 f"the model takes the condition {condition.name!r} ({condition.what}), and none of the first samples "
                 f"stores {' or '.join(map(repr, condition.stored_as))}, only {sorted(stored)}; add it to the data"

@@ -53,6 +53,7 @@ class Condition:
         beside: another condition that must be given together with this one.
         default: value of the samples that store none; None: each must store one.
         limits: valid values of a number.
+        derive: makes the value of a sample that stores none from its latent `[C, T, H, W]`; None: nothing does.
         stored_as: its names in a sample, of which the first existing one is used: a key of the metadata if it is one
             number, else an array part (`NAME.npy` or `NAME.safetensors`).
         setting: the setting of the model that requires it, for messages.
@@ -71,6 +72,7 @@ class Condition:
     beside: Optional[str] = None
     default: Optional[float] = None
     limits: tuple[float, float] = (-math.inf, math.inf)
+    derive: Optional[Callable[[Tensor], Tensor]] = None
     stored_as: tuple[str, ...]
     setting: Optional[str] = None
     hint: str = ""
@@ -416,7 +418,7 @@ def check_given(
             if fault is not None:
                 raise ConfigError(f"{name} {fault}" if condition.is_number else fault)
     for condition in wanted:
-        if condition.beside in given and condition.name not in given:
+        if condition.beside in given and condition.name not in given and condition.default is None:
             raise ConfigError(
                 f"{condition.beside!r} is given without {condition.name!r}, which this model takes beside it; give one "
                 f"of {list(condition.shape or ())} features for each sample"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional, Self
 
-from dit.condition_table import match_conditions
+from dit.condition_table import AUGMENTATION, match_conditions
 from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import ConfigError
@@ -153,6 +153,11 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
         raise ConfigError(
             f"objective {objective} and model {type(model).__name__} do not go together: objective=autoencoding trains "
             "an autoencoder, and nothing else does; select both, or neither"
+        )
+    if not objective.augments and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
+        raise ConfigError(
+            f"objective {objective} does not noise low-resolution pictures, which model.noise_augmentation=True asks "
+            "for; select objective=edm, or set model.noise_augmentation=False"
         )
     predicted, wanted = model.output_features - model.posterior_features, objective.num_outputs * model.token_channels
     if predicted != wanted:

@@ -68,6 +68,8 @@ class TrainingConfig:
         attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
             scaled-dot-product attention elsewhere. `megatron-dit kernels` says which can run here.
         linears: library of the parallel linears; `auto` selects Megatron-Core's.
+        compile: compile the residual blocks of Imagen's UNets by torch.compile; numbers change by rounding. Not under
+            FSDP.
         recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
             (`selective`: modulated norms, activation functions), or all (`full`: only layer inputs are saved).
         recompute_layers: number of layers of each pipeline stage (or virtual chunk) to recompute, from the first one;
@@ -88,6 +90,7 @@ class TrainingConfig:
     precision: Literal["bf16", "fp32"] = "bf16"
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
+    compile: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: Optional[int] = None
     seed: int = 1234
@@ -196,6 +199,8 @@ class SamplingConfig:
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         guidance_channels: guide the first so many channels of a latent, the others stay those of the conditional
             network; None for all. 3 in facebookresearch/DiT, whose latents have 4.
+        thresholding: of the clean estimate at every step, for pixels: `static` clamps it to [-1, 1]; `dynamic` clamps
+            each sample to its 99.5 % quantile and divides by it, if that is above 1 (Imagen, at a large scale).
         samples_per_class: rows of the grid.
         prompts: texts to sample instead of classes, for a model of texts; None for none.
         vae: autoencoder that decodes the samples of a latent model: a folder in diffusers' layout, or a name on the
@@ -208,6 +213,7 @@ class SamplingConfig:
     variance: Literal["small", "large", "learned"] = "small"
     guidance_scale: float = 2.0
     guidance_channels: Optional[int] = None
+    thresholding: Literal["none", "static", "dynamic"] = "none"
     samples_per_class: int = 1
     prompts: Optional[list[str]] = None
     vae: Optional[str] = None
@@ -227,5 +233,5 @@ class SamplingConfig:
             },
         )
         hints = get_type_hints(SamplingConfig)
-        for name in ("solver", "variance"):
+        for name in ("solver", "variance", "thresholding"):
             check_choice(f"sampling.{name}", getattr(self, name), hints[name])

@@ -115,6 +115,8 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
     stems = [stem_of_wording(name, i) for i in dict.fromkeys((clip.wording, 0)) for name in condition.stored_as]
     tensors = (_tensor(clip.parts, stem) for stem in stems)
     value = next((x for x in tensors if x is not None), None)
+    if value is None and condition.derive is not None:
+        return condition.derive(clip.latent)
     if value is None:
         sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[condition.axis]
         shape = sides.format("*" if condition.shape is None else condition.shape[0])

@@ -224,7 +224,8 @@ class MockSource:
             given[FPS.name] = self._data.fps
         for condition in spec.conditions:
             if condition.name not in given and condition.default is None:
-                given[condition.name] = self._draw(condition, size, generator)
+                made = None if condition.derive is None else condition.derive(latent)
+                given[condition.name] = self._draw(condition, size, generator) if made is None else made
         return Clip(
             __key__=key,
             __restore_key__=(),

@@ -10,7 +10,7 @@ from dit.batch import PackedBatch
 from dit.data_api import DataConfig, NoData
 from dit.errors import ConfigError
 from launch import environment
-from launch.sample import at_least_one
+from launch.argument_types import at_least_one
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError, one_line_errors
 from launch import environment
+from launch.argument_types import at_least_one
 from launch.export import FORMATS, original_rules
-from launch.sample import at_least_one
 
 if TYPE_CHECKING:
     from torch import Tensor

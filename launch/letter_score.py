@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from dit.errors import ConfigError
+from launch.argument_types import at_least_one
 from launch.letter_reader import LetterReader, load_reader
 from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
 from launch.measurement import Measurement, folder_to_compare
-from launch.sample import at_least_one, encode_prompts, names_of_classes, sampling_settings
+from launch.sample import encode_prompts, names_of_classes, sampling_settings
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator

@@ -6,7 +6,6 @@ Started by torchrun, the ranks share the samples; these do not depend on the num
 
 import argparse
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +21,17 @@ from dit.sampling.grid import spread
 from dit.sampling.prompt_file import Prompt, read_prompts
 from dit.settings import SamplingConfig
 from launch import environment
+from launch.argument_types import at_least_one, frame_rate, height_and_width
+from launch.cascade import add_cascade_arguments, enlarging, read_pictures, read_stages
 
 if TYPE_CHECKING:
     from dit.encoders.vae import Geometry
     from dit.inference.drawing import Request
     from dit.inference.generator import Generator
 
-SOLVERS, VARIANCES = (get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance"))
+SOLVERS, VARIANCES, THRESHOLDINGS = (
+    get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance", "thresholding")
+)
 MAX_DEFAULT_CLASSES = 36
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or film, and as files of their own."
 EXAMPLES = """\
@@ -39,14 +42,21 @@ examples
   python -m launch.sample --checkpoint runs/letters_text --prompt "the letter Q in a bold serif font" --out q.png
   python -m launch.sample --checkpoint runs/moving_letters_dit --prompt "the letter Q moving left fast" --out q.gif
   python -m launch.sample --checkpoint RUN --prompts prompts.txt --size 512x768 --vae VAE --files pictures
+  python -m launch.sample --cascade base=RUN_64 sr256=RUN_256 --stage sr256 steps=20 --prompt "a red kite"
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
 """
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose a checkpoint and how to sample from it."""
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, cascade: bool = False) -> None:
+    """Add the flags that choose a checkpoint, or a cascade of them, and how to sample from it."""
     group = parser.add_argument_group("sampling", "defaults are those of the run")
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder, or one checkpoint in it")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", metavar="DIR", help="run folder, or one checkpoint in it")
+    if cascade:
+        source.add_argument(
+            "--cascade", nargs="+", metavar="NAME=DIR", help="several: each enlarges the pictures of the one before"
+        )
+        add_cascade_arguments(parser)
     parser.add_argument("--raw-weights", action="store_true", help="use the raw weights instead of their average (EMA)")
     group.add_argument("--solver", choices=SOLVERS, help="how the sampling equation is integrated")
     group.add_argument("--steps", type=at_least_one, metavar="N", help="solver steps")
@@ -54,6 +64,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
     group.add_argument(
         "--guidance-channels", type=at_least_one, metavar="N", help="guide the first N channels of a latent only"
+    )
+    group.add_argument(
+        "--thresholding", choices=THRESHOLDINGS, help="of the clean estimate at every step, for models of pixels"
     )
     group.add_argument("--seed", type=int, metavar="N", help="addresses the initial noise")
     group.add_argument("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
@@ -67,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, cascade=True)
     add_request_arguments(parser)
     parser.add_argument(
         "--size",
@@ -127,32 +140,6 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
 
 
-def height_and_width(text: str) -> tuple[int, int]:
-    """Read a command-line argument such as 512x768; a single number is both."""
-    sides = text.lower().split("x")
-    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
-        raise argparse.ArgumentTypeError(f"must be a height and a width such as 512x768, got {text!r}")
-    return int(sides[0]), int(sides[-1])
-
-
-def at_least_one(text: str) -> int:
-    """Read a command-line argument that is a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def frame_rate(text: str) -> float:
-    """Read a command-line argument that is a number of frames per second."""
-    try:
-        fps = float(text)
-    except ValueError:
-        fps = 0.0
-    if not 0 < fps < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of frames per second greater than 0, got {text!r}")
-    return fps
-
-
 def open_generator(args: argparse.Namespace) -> "Generator":
     """Load what samples from the checkpoint the arguments name.
 
@@ -178,6 +165,7 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
         "variance": args.variance,
         "guidance_scale": args.guidance_scale,
         "guidance_channels": args.guidance_channels,
+        "thresholding": args.thresholding,
         "seed": args.seed,
         "fps": args.fps,
     }
@@ -402,7 +390,26 @@ def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator
 
 
 def run(args: argparse.Namespace) -> None:
-    """Draw the samples and write them."""
+    """Draw the samples and write them; of a cascade, those of every stage."""
+    pictures = None if args.low_resolution is None else read_pictures(args.low_resolution)
+    if not args.cascade:
+        draw_and_write(args, pictures)
+        return
+    if environment.world_size() > 1:
+        raise ConfigError("--cascade runs on one rank; start it without torchrun")
+    for stage in read_stages(args.cascade, args.stage):
+        pictures = draw_and_write(stage.arguments(args), pictures)
+
+
+def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]]) -> list[Tensor]:
+    """Draw the samples of one checkpoint and write them.
+
+    Args:
+        pictures: that a super-resolution model enlarges, `[C, 1, h, w]` of each sample; None for none.
+
+    Returns:
+        The latent of each sample that this rank has drawn, `[C, T, H, W]`.
+    """
     from dit.inference.gallery import Gallery, check_ending, default_clip_ending
     from dit.sampling.clips import CLIP_WRITERS
 
@@ -422,7 +429,8 @@ def run(args: argparse.Namespace) -> None:
         print(note, file=sys.stderr)
     decode = Decoder(name, local_device())
     settings = sampling_settings(args) | read_size(args, generator, decode.geometry)
-    requests = what_to_draw(args, generator)
+    requests, size = enlarging(generator, what_to_draw(args, generator), pictures, args.augmentation)
+    settings |= size
     gallery = Gallery(
         [request.caption for request in requests],
         [request.record for request in requests],
@@ -434,6 +442,7 @@ def run(args: argparse.Namespace) -> None:
     batch_size = args.batch or generator.batch_size(settings.get("frames"), settings.get("size"))
     mine = len(batches(requests, batch_size)[rank::world_size])
     num_steps = args.steps or generator.config.sampling.num_steps
+    drawn: dict[int, Tensor] = {}
     started = time.monotonic()
     with progress_bar(len(requests), mine, num_steps) as on_step:
         for indices, latents in draw(
@@ -446,8 +455,10 @@ def run(args: argparse.Namespace) -> None:
             **settings,
         ):
             gallery.add(indices, latents, decode(latents))
+            drawn |= dict(zip(indices, latents.cpu()))
+    made = [drawn[index] for index in sorted(drawn)]
     if not gallery.gather():
-        return
+        return made
     seconds = time.monotonic() - started
     gallery.save_record()
     if args.save_latents is not None:
@@ -458,6 +469,7 @@ def run(args: argparse.Namespace) -> None:
     for path in (args.files, args.save_latents):
         if path is not None:
             print(f"{path}: all {len(requests)}")
+    return made
 
 
 @one_line_errors

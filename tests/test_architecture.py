@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},
     "dit.patchify": {"dit.errors"},
+    "dit.resize": set(),
     "dit.settings": {"dit.errors", "dit.ranges"},
     "dit.layout": {"dit.errors"},
     "dit.joint_layout": {"dit.layout"},
@@ -30,7 +31,10 @@ MAY_IMPORT = {
     "dit.condition_table": {"dit.errors", "dit.conditions"},
     "dit.batch": {"dit.errors", "dit.patchify", "dit.layout", "dit.conditions"},
     "dit.data_api": {"dit.errors", "dit.batch", "dit.conditions"},
-    "dit.objectives": {"dit.errors", "dit.ranges", "dit.philox", "dit.layout", "dit.batch"},
+    "dit.objectives": {
+        *("dit.errors", "dit.ranges", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.resize"),
+        *("dit.conditions", "dit.condition_table"),
+    },
     "dit.sampling": {
         *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
         "dit.conditions",
@@ -40,7 +44,9 @@ MAY_IMPORT = {
     "dit.backends": {"dit.errors", "dit.philox", "dit.kernels"},
     "dit.layers": {
         "dit.errors",
+        "dit.philox",
         "dit.layout",
+        "dit.joint_layout",
         "dit.batch",
         "dit.conditions",
         "dit.condition_table",
@@ -48,7 +54,7 @@ MAY_IMPORT = {
         "dit.backends",
     },
     "dit.models": {
-        *("dit.errors", "dit.ranges", "dit.layout", "dit.joint_layout", "dit.batch", "dit.patchify"),
+        *("dit.errors", "dit.ranges", "dit.layout", "dit.joint_layout", "dit.batch", "dit.patchify", "dit.resize"),
         *(
             "dit.conditions",
             "dit.condition_table",

@@ -256,14 +256,20 @@ class LayerProvider:
         return with_init(state(nn.Parameter(empty), ParameterSharding(split_dim=0)), init)
 
     def parameter(
-        self, shape: tuple[int, ...], init: Init, *, gradient_covers: GradientCovers = "sequence_shard"
+        self,
+        shape: tuple[int, ...],
+        init: Init,
+        *,
+        gradient_covers: GradientCovers = "sequence_shard",
+        dtype: Optional[torch.dtype] = None,
     ) -> nn.Parameter:
         """Build a parameter that is replicated over tensor-parallel ranks.
 
         Args:
             gradient_covers: see `ParameterSharding`.
+            dtype: None for that of the model's weights.
         """
-        empty = torch.empty(shape, dtype=self.config.params_dtype, device=self._device)
+        empty = torch.empty(shape, dtype=dtype or self.config.params_dtype, device=self._device)
         return with_init(state(nn.Parameter(empty), ParameterSharding(gradient_covers=gradient_covers)), init)
 
 

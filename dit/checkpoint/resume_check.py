@@ -44,8 +44,8 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "training": (
         "global_batch_size precision seed ema_decay ema_start_step",
         # The stream itself refuses another micro-batch than it saved, by the number that fits the layout.
-        "run_dir num_steps micro_batch_size attention linears recompute recompute_layers log_interval "
-        "validation_interval sample_interval stop_at_step",
+        "run_dir num_steps micro_batch_size attention linears compile recompute recompute_layers "
+        "log_interval validation_interval sample_interval stop_at_step",
     ),
     "checkpoint": ("", EVERY),
     "logging": ("", EVERY),

@@ -66,6 +66,7 @@ class Generator:
         variance: Optional[str] = None,
         guidance_scale: Optional[float] = None,
         guidance_channels: Optional[int] = None,
+        thresholding: Optional[str] = None,
         seed: Optional[int] = None,
         seeds: Optional[Sequence[Optional[int]]] = None,
         numbers: Optional[Sequence[int]] = None,
@@ -100,6 +101,7 @@ class Generator:
             variance=variance,
             guidance_scale=guidance_scale,
             guidance_channels=guidance_channels,
+            thresholding=thresholding,
             seed=seed,
         )
         frames, height, width = check_size(self.spec, self.config.model, self.size_of(frames, size))
@@ -157,6 +159,7 @@ class Generator:
             variance=sampling.variance,
             guidance_scale=sampling.guidance_scale,
             guidance_channels=sampling.guidance_channels,
+            thresholding=sampling.thresholding,
             seed=seed.to(batch.layout.device),
             negative=negative,
             on_step=on_step,

@@ -129,6 +129,7 @@ class PictureWriter:
             variance=self.sampling.variance,
             guidance_scale=self.sampling.guidance_scale,
             guidance_channels=self.sampling.guidance_channels,
+            thresholding=self.sampling.thresholding,
             seed=self.sampling.seed,
         )
         return clip_grid(self._decoder(latents), captions, columns) if lay_out else []

@@ -62,14 +62,30 @@ def segment_sdpa(
 
     Runs on every device of torch. A dense batch is one call and copies no tokens.
     """
+    return attend_densely(_grouped_sdpa, q_TNH, k_KNH, v_KNH, layout_q, layout_k)
+
+
+def attend_densely(
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q_TNH: Tensor,
+    k_KNH: Tensor,
+    v_KNH: Tensor,
+    layout_q: SequenceLayout,
+    layout_k: SequenceLayout,
+) -> Tensor:
+    """Run a kernel without masks on groups of equally long segments, each group as one dense batch.
+
+    Args:
+        kernel: attention of queries, keys and values `[batch, N, n, H]`.
+    """
     layout_q, layout_k = layout_q.gathered, layout_k.gathered
     if layout_q.uniform_length and layout_k.uniform_length:
-        return _dense(q_TNH, k_KNH, v_KNH, layout_q.num_samples).flatten(0, 1)
+        return _dense(kernel, q_TNH, k_KNH, v_KNH, layout_q.num_samples).flatten(0, 1)
     if nothing_attends(layout_q, layout_k):
         return zeros_of(q_TNH, k_KNH, v_KNH)
     out = torch.zeros_like(q_TNH)
     for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
-        attended = _dense(q_TNH[rows_q], k_KNH[rows_k], v_KNH[rows_k], count)
+        attended = _dense(kernel, q_TNH[rows_q], k_KNH[rows_k], v_KNH[rows_k], count)
         out = out.index_copy(0, rows_q, attended.flatten(0, 1))
     return out
 
@@ -93,10 +109,14 @@ def _indices(layout: SequenceLayout, samples: list[int], length: int) -> Tensor:
     return (starts[:, None] + torch.arange(length, device=layout.device)).flatten()
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
+def _dense(kernel: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
     """Attend inside `batch` equal segments; returns `[batch, n, N, H]`."""
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
-    return sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    return kernel(q, k, v).transpose(1, 2)
+
+
+def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def varlen_attention(

@@ -5,8 +5,9 @@ Parameters have the names, the shapes and the order of torch's own modules.
 
 from typing import Optional
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, group_norm, pad
+from torch.nn.functional import conv2d, conv_transpose2d, group_norm, pad
 
 from dit.backends.init import ONES, ZEROS, Init
 from dit.backends.provider import LayerProvider
@@ -29,7 +30,7 @@ class Convolution(nn.Module):
     Args:
         inputs: channels.
         outputs: channels.
-        size: of the kernel in pixels, odd.
+        size: of the kernel in pixels; odd, or even with a stride of 2.
         stride: in pixels.
         bias: whether a bias is added.
         init: of the weight; as torch's if None.
@@ -54,10 +55,28 @@ class Convolution(nn.Module):
         self.bias = provider.parameter((outputs,), ZEROS) if bias else None
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        padding = self.size // 2
+        padding = (self.size - self.stride + 1) // 2
         if self.pad_after:
             x_NCHW, padding = pad(x_NCHW, (0, self.size - self.stride, 0, self.size - self.stride)), 0
         return conv2d(x_NCHW, self.weight, self.bias, stride=self.stride, padding=padding)
+
+
+class TransposedConvolution(nn.Module):
+    """A transposed convolution of 4 x 4 with stride 2, which doubles the size of a picture.
+
+    Args:
+        inputs: channels.
+        outputs: channels.
+    """
+
+    def __init__(self, inputs: int, outputs: int, provider: LayerProvider) -> None:
+        super().__init__()
+        # Each output sees 2 x 2 of the 4 x 4 taps; the bound of torch's own counts all of them, of the outputs.
+        self.weight = provider.parameter((inputs, outputs, 4, 4), torch_init(16 * outputs))
+        self.bias = provider.parameter((outputs,), ZEROS)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return conv_transpose2d(x_NCHW, self.weight, self.bias, stride=2, padding=1)
 
 
 class GroupNorm(nn.Module):
@@ -67,16 +86,21 @@ class GroupNorm(nn.Module):
         channels: of a picture.
         groups: of channels that are normed together.
         epsilon: added to the variance; diffusers uses 1e-6 in autoencoders and 1e-5 in UNets.
+        fp32: weights and arithmetic are float32, also in a bf16 model.
     """
 
-    def __init__(self, channels: int, groups: int, provider: LayerProvider, *, epsilon: float = 1e-5) -> None:
+    def __init__(
+        self, channels: int, groups: int, provider: LayerProvider, *, epsilon: float = 1e-5, fp32: bool = False
+    ) -> None:
         super().__init__()
         self.groups, self.epsilon = groups, epsilon
-        self.weight = provider.parameter((channels,), ONES)
-        self.bias = provider.parameter((channels,), ZEROS)
+        dtype = torch.float32 if fp32 else None
+        self.weight = provider.parameter((channels,), ONES, dtype=dtype)
+        self.bias = provider.parameter((channels,), ZEROS, dtype=dtype)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        return group_norm(x_NCHW, self.groups, self.weight, self.bias, self.epsilon)
+        normed_NCHW = group_norm(x_NCHW.to(self.weight.dtype), self.groups, self.weight, self.bias, self.epsilon)
+        return normed_NCHW.to(x_NCHW.dtype)
 
 
 def as_pictures(x_TC: Tensor, batch: PackedBatch) -> Tensor:

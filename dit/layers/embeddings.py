@@ -1,5 +1,8 @@
 """Embedders of the conditioning vector: time, sizes, class, pooled text; replicated over tensor-parallel ranks."""
 
+import math
+from typing import Optional
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +10,7 @@ from dit.backends.init import ZEROS, normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT
+from dit.layers.convolution import torch_init
 
 
 def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0, *, shift: int = 0) -> Tensor:
@@ -59,6 +63,37 @@ class TimestepEmbedder(nn.Module):
         time_S = time_S.double() * self.time_scale
         features = timestep_features(time_S, self.features, shift=self.frequency_shift).to(self.linear_1.weight.dtype)
         return self.linear_2(nn.functional.silu(self.linear_1(features)))
+
+
+class TimeEmbedder(nn.Module):
+    """A sinusoid of the time as it is, of fixed or of learned frequencies, then Linear-SiLU-Linear.
+
+    Args:
+        hidden_size: width of the conditioning vector.
+        features: width of the fixed sinusoid.
+        learned: features by learned frequencies w, in place of the fixed ones: t, sin(2 pi w t), cos(2 pi w t); None
+            for fixed ones.
+
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, appendix F, as of NVIDIA NeMo.
+    """
+
+    def __init__(
+        self, hidden_size: int, provider: LayerProvider, *, features: int, learned: Optional[int] = None
+    ) -> None:
+        super().__init__()
+        self.features = features
+        self.frequencies = None if learned is None else provider.parameter((learned // 2,), normal(1.0))
+        inputs = features if learned is None else learned + 1
+        self.linear_1 = provider.replicated_linear(inputs, hidden_size, bias=True, init=torch_init(inputs))
+        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=torch_init(hidden_size))
+
+    def forward(self, time_S: Tensor) -> Tensor:
+        if self.frequencies is None:
+            features = timestep_features(time_S, self.features)
+        else:
+            angles = time_S.float()[:, None] * self.frequencies.float() * (2 * math.pi)
+            features = torch.cat([time_S.float()[:, None], angles.sin(), angles.cos()], -1)
+        return self.linear_2(nn.functional.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
 
 
 class ScalarEmbedder(nn.Module):

@@ -145,6 +145,8 @@ class ModelConfig(ABC):
 
     model_path: ClassVar[Optional[str]] = None
     supports: ClassVar[Supports] = Supports()
+    compiles: ClassVar[bool] = False
+    """Whether the network names `Backbone.compiled_units`."""
 
     in_channels: int = 4
     patch_spatial: int = 2
@@ -174,6 +176,11 @@ class ModelConfig(ABC):
     def token_channels(self) -> int:
         """Width of a patchified latent."""
         return self.in_channels * self.patch_temporal * self.patch_spatial**2
+
+    @property
+    def activation_dropout(self) -> float:
+        """Share of activations that the network drops in training."""
+        return 0.0
 
     @property
     def output_features(self) -> int:
@@ -274,6 +281,8 @@ class Backbone(nn.Module, ABC):
 
     Their weights are used only inside their own `forward`.
     """
+    compiled_units: tuple[type[nn.Module], ...] = ()
+    """Classes of layers that `training.compile` compiles one by one; they take and return tensors, and no layouts."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()

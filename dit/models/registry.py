@@ -32,9 +32,13 @@ BACKBONES = {
     "ddpm_unet": Entry("dit.models.ddpm_unet.config:DDPMUNetConfig", "dit.models.ddpm_unet.model:DDPMUNet"),
     "dit": Entry("dit.models.dit.config:DiTConfig", "dit.models.dit.model:DiT"),
     "dit_cross": Entry("dit.models.dit_cross.config:DiTCrossConfig", "dit.models.dit_cross.model:DiTCross"),
+    "efficient_unet": Entry(
+        "dit.models.efficient_unet.config:EfficientUNetConfig", "dit.models.efficient_unet.model:EfficientUNet"
+    ),
     "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.flux.model:Flux"),
     "moviegen": Entry("dit.models.moviegen.config:MovieGenConfig", "dit.models.moviegen.model:MovieGen"),
     "stdit": Entry("dit.models.stdit.config:STDiTConfig", "dit.models.stdit.model:STDiT"),
+    "unet": Entry("dit.models.unet.config:UNetConfig", "dit.models.unet.model:UNet"),
     "wan": Entry("dit.models.wan.config:WanConfig", "dit.models.wan.model:Wan"),
 }
 

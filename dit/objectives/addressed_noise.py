@@ -58,6 +58,11 @@ class AddressedNoise:
         """Draw one number in (0, 1) per sample, float32 `[S]`."""
         return to_uniform(self._words_S(purpose)[0])
 
+    def keys_S(self, purpose: str) -> Tensor:
+        """Draw one key per sample for counter-based numbers elsewhere, int64 `[S]` of 63 bits."""
+        words = self._words_S(purpose)
+        return words[0] | (words[1] >> 1) << 32
+
     def normal_S(self, purpose: str) -> Tensor:
         """Draw one standard normal number per sample, float32 `[S]`."""
         return to_normal(self._words_S(purpose))[0]

@@ -4,7 +4,7 @@ Network, loss and solver meet only here: the step, the backbones and the solvers
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Optional
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
+from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
@@ -27,7 +28,8 @@ class Prepared:
 
     Attributes:
         inputs_TC: what the network sees.
-        time_S: conditioning value per sample; in [0, 1] for flow matching and DDPM, log(sigma) / 4 for EDM.
+        time_S: conditioning value per sample; in [0, 1] for flow matching and DDPM (or its log SNR), log(sigma) / 4 for
+            EDM.
         target_TC: what the network must output.
         weight_S: weight of each sample's error.
         bound_weight_S: weight of each sample's variational bound; None where the loss has none.
@@ -111,6 +113,22 @@ class Objective(ABC):
     def reconstructs(self) -> bool:
         """Whether the network is an autoencoder, which also outputs a posterior; nothing is sampled from it alone."""
         return False
+
+    @property
+    def augments(self) -> bool:
+        """Whether `augment` noises low-resolution pictures."""
+        return False
+
+    def augment(
+        self, batch: PackedBatch, wanted: Sequence[Condition], noise: AddressedNoise, *, draw: bool
+    ) -> PackedBatch:
+        """Noise the low-resolution picture of each sample, for a model that is conditioned on the level.
+
+        Args:
+            wanted: conditions of the model; without `augmentation` among them nothing is done.
+            draw: draw the level of each sample, as in training; else take the one that is given.
+        """
+        return batch
 
     @abstractmethod
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:

@@ -28,6 +28,9 @@ from dit.objectives.variational_bound import VariationalBound
 from dit.ranges import NOT_NEGATIVE, POSITIVE, check_choice, check_ranges, whole
 
 Prediction = Literal["noise", "x0", "v"]
+NetworkTime = Literal["time", "log_snr"]
+MAX_LOG_SNR = 20.0
+"""Of a network's time, either sign: beyond, x_t is x0 or the noise to the precision of float32."""
 
 # A noise prediction is divided by alpha to get x0. Sampling from it starts here, just below where the linear schedule
 # ends anyway (0.0064); a cosine schedule goes on to 0 and would multiply the network's error without bound.
@@ -56,6 +59,8 @@ class DDPM(Objective):
             sampling both follow it.
         discrete_steps: length of the table of steps; the network gets step k as k / discrete_steps. None for
             continuous time in [0, 1].
+        network_time: what the network gets as the time: the time in [0, 1], or the log SNR ln(alpha^2 / sigma^2), as
+            Imagen's networks do.
         loss_kind: pointwise error.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), 5 in the paper; None for the simple loss.
         learned_variance: the network predicts a second output for every channel, v: the reverse steps have the variance
@@ -75,6 +80,7 @@ class DDPM(Objective):
     schedule: ScheduleName = "linear"
     prediction: Prediction = "noise"
     discrete_steps: Optional[int] = None
+    network_time: NetworkTime = "time"
     loss_kind: LossKind = "l2"
     min_snr_gamma: Optional[float] = None
     learned_variance: bool = False
@@ -84,6 +90,7 @@ class DDPM(Objective):
         self.path = AnglePath()
         check_choice("prediction", self.prediction, Prediction)
         check_choice("loss_kind", self.loss_kind, LossKind)
+        check_choice("network_time", self.network_time, NetworkTime)
         ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "vlb_weight": NOT_NEGATIVE}
         check_ranges("objective", self, ranges)
         self.noise_schedule = make_schedule(self.schedule, self.discrete_steps)
@@ -118,7 +125,8 @@ class DDPM(Objective):
         x0_TC = batch.latents_TC.float()
         # The scalars of each sample are computed in float64: alpha = cos(phi) has few digits left near pure noise.
         t_S = self.noise_schedule.training_time(noise.level_S().double())
-        alpha_S, sigma_S = self.path.alpha_sigma(self.noise_schedule.angle(t_S))
+        angle_S = self.noise_schedule.angle(t_S)
+        alpha_S, sigma_S = self.path.alpha_sigma(angle_S)
         alpha_T1, sigma_T1 = (batch.layout.per_token(x.float()) for x in (alpha_S, sigma_S))
         eps_TC = noise.normal_TC("eps", x0_TC.shape[-1])
         if self.prediction == "noise":
@@ -134,7 +142,7 @@ class DDPM(Objective):
             weight_S = own_S * min_snr_weight(alpha_S, sigma_S, slope_S, self.min_snr_gamma).float()
         return Prepared(
             inputs_TC=alpha_T1 * x0_TC + sigma_T1 * eps_TC,
-            time_S=t_S.float(),
+            time_S=self._network_time(t_S, angle_S).float(),
             target_TC=target_TC,
             weight_S=weight_S,
             bound_weight_S=self.vlb_weight * own_S if self.learned_variance else None,
@@ -180,10 +188,18 @@ class DDPM(Objective):
             return -sigma / alpha.clamp(min=TINY_ALPHA)
         return torch.ones_like(sigma) if self.prediction == "x0" else -sigma
 
+    def _network_time(self, t: Tensor, angle: Tensor) -> Tensor:
+        """Return what the network gets at time `t`, the angle of which is `angle`."""
+        if self.network_time == "time":
+            return t
+        return (-2 * angle.tan().log()).clamp(-MAX_LOG_SNR, MAX_LOG_SNR)
+
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return x0 from the network's noise, x0 or v at the angle `u`."""
         alpha, sigma = self.path.alpha_sigma(u)
-        output_TC = network(x_TC.float(), shared_time(self.noise_schedule.time(u), layout)).to(x_TC.dtype)
+        output_TC = network(x_TC.float(), shared_time(self._network_time(self.noise_schedule.time(u), u), layout)).to(
+            x_TC.dtype
+        )
         return self._clean(x_TC, output_TC, alpha, sigma)
 
     def denoise_with_variance(
@@ -192,7 +208,9 @@ class DDPM(Objective):
         """Return x0 as `denoise` does, and (v + 1) / 2 of the network's second output."""
         if not self.learned_variance:
             return super().denoise_with_variance(network, x_TC, u, layout)
-        both_TC = network(x_TC.float(), shared_time(self.noise_schedule.time(u), layout)).to(x_TC.dtype)
+        both_TC = network(x_TC.float(), shared_time(self._network_time(self.noise_schedule.time(u), u), layout)).to(
+            x_TC.dtype
+        )
         output_TC, v_TC = both_TC.chunk(2, dim=-1)
         return self._clean(x_TC, output_TC, *self.path.alpha_sigma(u)), (v_TC + 1) / 2
 

@@ -1,15 +1,18 @@
 """EDM: a preconditioner scales the input and the target of the network to unit variance."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
+from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.augmentation import noised_low_resolution
 from dit.objectives.base import (
     LossKind,
     Network,
@@ -98,6 +101,17 @@ class EDM(Objective):
     @property
     def learns_uncertainty(self) -> bool:
         return self.uncertainty
+
+    @property
+    def augments(self) -> bool:
+        return True
+
+    def augment(
+        self, batch: PackedBatch, wanted: Sequence[Condition], noise: AddressedNoise, *, draw: bool
+    ) -> PackedBatch:
+        """Noise low-resolution pictures by sigma', drawn as sigma is, and scale them by c_in(sigma')."""
+        levels = self.level if draw else None
+        return noised_low_resolution(batch, wanted, noise, levels, lambda sigma: self.scalings(sigma)[2])
 
     def level(self, quantile_S: Tensor) -> Tensor:
         """Return sigma drawn by each quantile."""

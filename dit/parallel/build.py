@@ -19,6 +19,7 @@ from dit.backends.sharding import write_attributes
 from dit.context_parallel.attention import ContextAttention
 from dit.kernels.attention import Attention
 from dit.kernels.choice import AUTO, Target, choose
+from dit.kernels.compiled import compile_layers
 from dit.kernels.recompute import recompute_activations
 from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS
 from dit.models.base import Backbone, ModelConfig, Stage
@@ -209,6 +210,8 @@ def build_model(
             first_stage=chunk.stage.first,
             sums_head_norms=config.qk_layernorm,
         )
+        if training.compile:
+            compile_layers(module for module in chunk.modules() if isinstance(module, chunk.compiled_units))
         for layer in list(chunk.units())[: training.recompute_layers]:
             recompute_activations(layer, training.recompute)
     return chunks

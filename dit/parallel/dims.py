@@ -190,6 +190,12 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
     if parallel.data_parallel == "fsdp":
         cure = "parallel.data_parallel=distributed_optimizer"
         model.check_supports(Ability.FSDP, "parallel.data_parallel=fsdp", cure)
+    if training.compile and (not model.compiles or parallel.data_parallel == "fsdp"):
+        raise ConfigError(
+            "training.compile=True compiles blocks of pictures, whose weights stay where they are; "
+            f"model={type(model).__name__} with parallel.data_parallel={parallel.data_parallel} "
+            f"{'gathers and frees them' if model.compiles else 'has no such blocks'}; use training.compile=False"
+        )
     if training.precision == "bf16":
         model.check_supports(Ability.BF16, "training.precision=bf16", "training.precision=fp32")
 

@@ -15,7 +15,7 @@ from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
 from dit.patchify import grid_positions, split_outputs
-from dit.sampling.guidance import guided_columns, guided_pair, needs_unconditional
+from dit.sampling.guidance import guided_columns, guided_pair, needs_unconditional, threshold
 from dit.sampling.solvers import solve
 
 ConditionalNetwork = Callable[[Tensor, Tensor, PackedBatch], Tensor]
@@ -127,6 +127,7 @@ def generate_each(
     seed: int | Tensor,
     variance: str = "small",
     guidance_channels: Optional[int] = None,
+    thresholding: str = "none",
     negative: Optional[Mapping[str, Sequence[Value]]] = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> list[Tensor]:
@@ -136,7 +137,7 @@ def generate_each(
 
     Args:
         seed: of all samples, or of each, int64 `[S]`.
-        variance: see `SamplingConfig`, as for `guidance_channels`.
+        variance: see `SamplingConfig`, as for `guidance_channels` and `thresholding`.
         negative: conditions of the unconditional branch, by name, a value for each sample; for the others it is their
             null.
         on_step: called with the number of each solver step, from 0, when it starts.
@@ -145,8 +146,8 @@ def generate_each(
         The latent of each sample `[C, T, H, W]`, float32.
 
     Raises:
-        ConfigError: the solver or the variance is unknown, the objective learned no variance, or there are not so many
-            channels.
+        ConfigError: the solver, the variance or the thresholding is unknown, the objective learned no variance, or
+            there are not so many channels.
     """
     layout, channels = batch.layout, batch.latents_TC.shape[1]
     learned = solver == "ancestral" and variance == "learned"
@@ -156,6 +157,7 @@ def generate_each(
         prediction_TC = split_outputs(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
         return prediction_TC[:, : num_outputs * channels]
 
+    batch = objective.augment(batch, spec.conditions, AddressedNoise(seed, 0, batch.sample_ids_S, layout), draw=False)
     if needs_unconditional(guidance_scale):
         pair = join(batch, without_conditions(batch, spec, negative))
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, guidance_channels)
@@ -170,11 +172,14 @@ def generate_each(
 
     grid = objective.sampling_grid(num_steps)
     _, sigma = objective.path.alpha_sigma(grid[0])
-    denoise: Callable[..., Any] = objective.denoise_with_variance if learned else objective.denoise
+    limited = threshold(thresholding, layout)
 
     def denoised(x_TC: Tensor, u: Tensor) -> Any:
         on_step(int((grid > u).sum()))
-        return denoise(bound, x_TC, u, layout)
+        if not learned:
+            return limited(objective.denoise(bound, x_TC, u, layout))
+        x0_TC, fraction = objective.denoise_with_variance(bound, x_TC, u, layout)
+        return limited(x0_TC), fraction
 
     start_TC = float(sigma) * AddressedNoise(seed, 0, batch.sample_ids_S, layout).normal_TC("start", channels)
     x0_TC = solve(

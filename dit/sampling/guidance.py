@@ -11,6 +11,7 @@ Source: Ho and Salimans 2022, arXiv:2207.12598, Eq. 6 (their w is this scale min
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Optional
 
 import torch
@@ -19,10 +20,9 @@ from torch import Tensor
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.base import Network
-from dit.sampling.solvers import Denoiser
 
 Branch = Callable[[Tensor, Tensor], Tensor]
-"""A `Network` (inputs_TC, time_S) or a `Denoiser` (x_TC, u)."""
+"""A `Network` (inputs_TC, time_S) or a denoiser (x_TC, u)."""
 
 
 def needs_unconditional(scale: float) -> bool:
@@ -97,12 +97,17 @@ def guided_pair(network: Network, scale: float, columns: Optional[Tensor] = None
     return call
 
 
-def statically_thresholded(denoiser: Denoiser, limit: float = 1.0) -> Denoiser:
-    """Clamp the clean estimate to [-limit, limit], for pixels."""
-    return lambda x_TC, u: denoiser(x_TC, u).clamp(-limit, limit)
+def no_threshold(x0_TC: Tensor) -> Tensor:
+    """Return the clean estimate as it is."""
+    return x0_TC
 
 
-def dynamically_thresholded(denoiser: Denoiser, layout: SequenceLayout, quantile: float = 0.995) -> Denoiser:
+def static_threshold(x0_TC: Tensor) -> Tensor:
+    """Clamp a clean estimate to [-1, 1], the range of pixels."""
+    return x0_TC.clamp(-1, 1)
+
+
+def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0.995) -> Tensor:
     """Clamp each sample's clean estimate to its own large quantile and divide by it, for pixels at a large scale.
 
     Samples whose quantile of |x0| stays below 1 are clamped to [-1, 1] only.
@@ -119,15 +124,29 @@ def dynamically_thresholded(denoiser: Denoiser, layout: SequenceLayout, quantile
             f"dynamic thresholding needs full samples, but this rank has {len(layout.local_indices)} of "
             f"{layout.total_tokens} tokens; sample with context_parallel_size=1 or use static thresholding"
         )
+    # kthvalue: torch.quantile refuses more than 2**24 numbers, which one video exceeds.
+    limits = []
+    for start, length in zip(layout.starts, layout.lengths):
+        size = x0_TC[start : start + length].detach().abs().flatten()
+        limits.append(size.kthvalue(math.ceil(quantile * len(size))).values.clamp(min=1))
+    limit_T1 = layout.per_token(torch.stack(limits))
+    return torch.maximum(torch.minimum(x0_TC, limit_T1), -limit_T1) / limit_T1
 
-    def call(x_TC: Tensor, u: Tensor) -> Tensor:
-        x0_TC = denoiser(x_TC, u)
-        # kthvalue: torch.quantile refuses more than 2**24 numbers, which one video exceeds.
-        limits = []
-        for start, length in zip(layout.starts, layout.lengths):
-            size = x0_TC[start : start + length].detach().abs().flatten()
-            limits.append(size.kthvalue(math.ceil(quantile * len(size))).values.clamp(min=1))
-        limit_T1 = layout.per_token(torch.stack(limits))
-        return torch.maximum(torch.minimum(x0_TC, limit_T1), -limit_T1) / limit_T1
 
-    return call
+def threshold(name: str, layout: SequenceLayout) -> Callable[[Tensor], Tensor]:
+    """Return the thresholding of clean estimates of a pack.
+
+    Args:
+        name: `none`, `static` or `dynamic`.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    known: dict[str, Callable[[Tensor], Tensor]] = {
+        "none": no_threshold,
+        "static": static_threshold,
+        "dynamic": partial(dynamic_threshold, layout=layout),
+    }
+    if name not in known:
+        raise ConfigError(f"thresholding={name!r} is unknown; use one of {', '.join(map(repr, known))}")
+    return known[name]

@@ -52,7 +52,9 @@ def training_forward_step(objective: Objective, model: ModelConfig, seed: int, s
         # Only the first stage (inputs) and the last one (targets) use noise per token.
         kind = AddressedNoise if stage.first or stage.last else LevelsOnly
         noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S)
-        batch = drop_conditions(batch, noise, model)
+        batch = objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
+        if model.activation_dropout:
+            batch = replace(batch, dropout_S=noise.keys_S("dropout"))
         prepared = objective.prepare(batch, noise)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
         return prediction_TC, partial(loss_function, prepared, batch)

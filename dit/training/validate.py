@@ -145,6 +145,7 @@ def _loss_terms(
     model: ModelConfig,
     noise: AddressedNoise,
 ) -> dict[str, Term]:
+    batch = objective.augment(batch, model.conditions(), noise, draw=True)
     prepared = objective.prepare(batch, noise)
     prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
     outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)

@@ -55,6 +55,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         "latent_channels": 4,
         **{name: [HEAD_SIZE] * len(given.get(name) or ()) for name in ("block_out_channels", "mid_out_channels")},
         "norm_num_groups": HEAD_SIZE // 2,
+        **_levels(),
         "adaln_lora_rank": 4,
         "class_dropout": 0.3,
         "context_dropout": 0.5,
@@ -92,6 +93,18 @@ def _depth(given: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]:
     stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
     layers = multiple_of(math.lcm(stages, len(given.get("layer_pattern", [None]))), 2)
     return {"num_layers": layers, "num_joint_layers": layers // 2, "num_single_layers": layers - layers // 2}
+
+
+def _levels() -> dict[str, Any]:
+    """Return the levels of a UNet: two, with attention at the lower one."""
+    return {
+        "channel_multipliers": [1, 2],
+        "num_res_blocks": [1, 1],
+        "attention_levels": [1],
+        "head_size": HEAD_SIZE,
+        "condition_size": 2 * HEAD_SIZE,
+        "low_resolution_factor": 2,
+    }
 
 
 def _experts(given: dict[str, Any], parallel: ParallelConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What holds for every backbone: packs, padding, dropped conditions, settings, layouts. A new backbone is one row."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -19,11 +20,15 @@ from dit.models.lora_config import LoRAConfig
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.build import build_model as build_on_one_rank
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
+from dit.settings import TrainingConfig
 from dit.training.step import training_forward_step
+from dit.verify.compare import BOUNDS, compare_training
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict
 from dit.verify.tiny import tiny_grids, tiny_model
@@ -128,6 +133,30 @@ LEARNED_POSITIONS: dict[str, Any] = {
     "also": {"position_embedding": {"max_grid": LEARNED["max_grid"]}},
     "other": {"max_grid": [4, 5, 6]},
 }
+IMAGEN_OTHER: dict[str, Any] = {
+    "hidden_size": 64,
+    "channel_multipliers": [2, 1],
+    "num_res_blocks": [1, 2],
+    "attention_levels": [0, 1],
+    "attention_type": "stacked",
+    "head_size": 16,
+    "norm_num_groups": 2,
+    "init_kernel_size": 5,
+    "text_pooling": "mean",
+    "null_token": True,
+    "learned_time_features": 6,
+    "scale_shift_norm": False,
+    "stable_attention": True,
+    "low_resolution_factor": 4,
+    "noise_augmentation": False,
+    "channels_last": False,
+}
+IMAGEN: dict[str, Any] = {
+    "given": {"num_attention_heads": {"head_size": None}},
+    "refused": ("patch_temporal",),
+    "text_tokens": 1,  # in fused attention, k null tokens weigh k times as much as one
+    "objective": EDM(),
+}
 BACKBONES = {
     "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
@@ -164,7 +193,22 @@ BACKBONES = {
         without_effect={"context_dropout": "it takes no text"},
         objective=DDPM(discrete_steps=1000),
     ),
-    "unet": Row(
+    "imagen": Row(
+        recipe="imagen_400m_res_256",
+        quick=("dp2", "fsdp2", "tp2_sp"),
+        other={
+            **IMAGEN_OTHER,
+            "condition_size": 24,
+            "dropout": 0.5,
+            "resample_with_conv": False,
+            "resample_blocks": True,
+        },
+        **IMAGEN,
+    ),
+    "efficient_unet": Row(
+        recipe="imagen_600m_res_256", quick=("tp2_sp",), other={**IMAGEN_OTHER, "skip_scaling": False}, **IMAGEN
+    ),
+    "trial_unet": Row(
         recipe="tests.laws.trial_unet.trial_unet",
         quick=("dp2", "fsdp2", "tp2_sp"),
         other={"norm_groups": 2},
@@ -426,3 +470,55 @@ def test_layouts_equal_one_rank_or_are_refused(request: pytest.FixtureRequest, n
     assert verdict.is_equal, verdict.text()
     assert not verdict.idle
     assert verdict.text().endswith(f"equal: {verdict.compared} gradients, losses, weights and their copies")
+
+
+BF16_ROW = ("bf16_name", "data_parallel")
+BF16_NAMES = ("imagen", "efficient_unet")
+DATA_PARALLEL = ("ddp", "distributed_optimizer", "fsdp")
+BF16_WEIGHT_RTOL = 1e-3  # an update rounds a weight in ten thousand the other way
+
+
+@pytest.fixture(scope="module")
+def bf16_trials(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple, tuple[dict[str, Any], dict[str, Any]]]:
+    """What one rank and two report of each selected case."""
+    folder, wanted = tmp_path_factory.mktemp("bf16"), sorted(selected(request, BF16_ROW))
+    names = sorted({name for name, _ in wanted})
+
+    def pair(name: str, kind: Any) -> Pair:
+        return tiny_pair(replace(run_of(name), parallel=ParallelConfig(data_parallel=kind)), 2)
+
+    def trained(ranks: int, trials: Iterable[Trial]) -> list[dict[str, Any]]:
+        cases = [{"task": "dit.verify.trial:run_case", "trial": replace(trial, precision="bf16")} for trial in trials]
+        return run_world(ranks, cases, folder / str(ranks))
+
+    alone = dict(zip(names, trained(1, (pair(name, "ddp").one for name in names))))
+    return {row: (alone[row[0]], many) for row, many in zip(wanted, trained(2, (pair(*row).many for row in wanted)))}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(BF16_ROW, [(name, kind) for name in BF16_NAMES for kind in DATA_PARALLEL])
+def test_bf16_with_fp32_norms_equals_one_rank(bf16_trials: Any, bf16_name: str, data_parallel: str) -> None:
+    """Gradients are summed in fp32, of weights in bf16 and of norms in fp32 in one model."""
+    one, many = bf16_trials[bf16_name, data_parallel]
+    errors = compare_training(one, many).errors
+    for kind, bound in {**BOUNDS, "parameters": BF16_WEIGHT_RTOL}.items():
+        assert max(errors[kind].values()) <= bound, (kind, max(errors[kind], key=errors[kind].get))
+
+
+@pytest.mark.parametrize("name", BF16_NAMES)
+def test_norms_stay_in_fp32(one_rank_world: ProcessGroups, name: str) -> None:
+    """In a bf16 model; its prediction is that of the fp32 model within bf16's precision."""
+    config = config_of(name)
+    outputs = []
+    for precision in ("fp32", "bf16"):
+        (model,) = build_on_one_rank(config, ParallelConfig(), TrainingConfig(precision=precision), one_rank_world)
+        disturb_constants([model], one_rank_world)
+        batch = pack(config, SAMPLES)
+        outputs.append(model(batch.latents_TC, times(batch), batch).float())
+    kinds = {n: p.dtype for n, p in model.named_parameters()}
+    norms = [n for n in kinds if re.search(r"(?<!pooling\.)(?<!caption\.)norm(_\w+)?\.(weight|bias)$", n)]
+    assert {kinds[n] for n in norms} == {torch.float32}
+    assert {kind for n, kind in kinds.items() if n not in norms} == {torch.bfloat16}
+    assert (outputs[1] - outputs[0]).norm() < 0.05 * outputs[0].norm()

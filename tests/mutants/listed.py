@@ -32,6 +32,8 @@ DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in (
 AUTOENCODER, AUTOENCODING = "tests/parity/test_convert_autoencoder.py", "tests/unit/objectives/test_autoencoding.py"
 PICTOGRAMS, RANKS = "tests/unit/energon_data/test_pictograms.py", "tests/unit/launch/test_pictograms.py"
 RULES = "tests/unit/convert/test_rules.py"
+IMAGEN, AUGMENTATION = "tests/parity/test_imagen.py", "tests/unit/objectives/test_augmentation.py"
+STABLE, DROPOUT = "tests/unit/kernels/test_stable_attention.py", "tests/unit/layers/test_dropout.py"
 LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
 OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/training/test_step.py"
 RESUME, FINETUNE = "tests/integration/test_resume.py", "tests/integration/test_finetune.py"
@@ -926,5 +928,61 @@ MUTANTS = (
         "+ 4 * sizes.num_layers",
         "+ 2 * sizes.num_layers",
         (FLOPS,),
+    ),
+    Mutant(
+        "Imagen: the norm of a text counts its padding",
+        "dit/layers/picture_blocks.py",
+        "count_S1 = torch.tensor(layout.lengths",
+        "count_S1 = torch.tensor(layout.padded_lengths",
+        (IMAGEN,),
+    ),
+    Mutant(
+        "Imagen: shift and scale exchanged",
+        "dit/layers/picture_blocks.py",
+        "scale_NC11, shift_NC11 = vector_NC11.chunk(2, 1)",
+        "shift_NC11, scale_NC11 = vector_NC11.chunk(2, 1)",
+        (IMAGEN,),
+    ),
+    Mutant(
+        "Imagen: no upsampling behind the last block of a level",
+        "dit/models/unet/model.py",
+        "last = level > 0 and i == config.num_res_blocks[level]",
+        "last = level > 0 and i == config.num_res_blocks[level] - 1",
+        (IMAGEN,),
+    ),
+    Mutant(
+        "Imagen: shortcuts scaled twice",
+        "dit/models/efficient_unet/layer.py",
+        "math.sqrt(0.5) if config.skip_scaling",
+        "0.5 if config.skip_scaling",
+        (IMAGEN,),
+    ),
+    Mutant(
+        "stable attention: the gradient stays divided",
+        "dit/kernels/stable_attention.py",
+        "torch.matmul(grad_scores, k) * half * largest",
+        "torch.matmul(grad_scores, k) * half",
+        (STABLE,),
+    ),
+    Mutant(
+        "dropout: half of the key",
+        "dit/layers/dropout.py",
+        "(keys_N >> 32 & MASK32)[:, None]",
+        "(keys_N & MASK32)[:, None]",
+        (DROPOUT,),
+    ),
+    Mutant(
+        "low resolution: noise is not scaled with the picture",
+        "dit/objectives/augmentation.py",
+        "scale(sigma_T1) * (values_TC + sigma_T1 * eps_TC)",
+        "scale(sigma_T1) * values_TC + sigma_T1 * eps_TC",
+        (AUGMENTATION,),
+    ),
+    Mutant(
+        "thresholding: of the solver that follows a learned variance only",
+        "dit/sampling/generate.py",
+        "return limited(objective.denoise(bound, x_TC, u, layout))",
+        "return objective.denoise(bound, x_TC, u, layout)",
+        (GENERATE,),
     ),
 )

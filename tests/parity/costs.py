@@ -11,10 +11,13 @@ from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.imagen_config import ImagenConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.transformer_config import CONDITION_FEATURES
+from dit.models.unet.config import UNetConfig
 from dit.models.wan.config import WanConfig
 
 
@@ -259,13 +262,91 @@ def _autoencoder_weights(c: AutoencoderConfig) -> int:
     return down + up + 2 * middle + convolution(2 * z, 2 * z, 1) + convolution(z, z, 1)
 
 
+def _linear(inputs: int, outputs: int, taps: int = 1) -> int:
+    """Count a linear layer, or a convolution of so many taps."""
+    return taps * inputs * outputs + outputs
+
+
+def _imagen_attention(c: ImagenConfig, size: int) -> int:
+    kinds = {"stacked": ("self", "cross")}.get(c.attention_type, (c.attention_type,))
+    total = 0
+    for kind in kinds:
+        total += 2 * size + 2 * _linear(size, size)
+        total += 0 if kind == "cross" else _linear(size, 2 * size)
+        total += 2 * size if kind == "fused" else 0
+        if kind != "self":
+            assert c.text_width is not None
+            total += 2 * c.text_width + _linear(c.text_width, 2 * size)
+    if c.attention_type == "stacked":
+        total += 4 * size + 2 * _linear(size, size) + _linear(size, 8 * size) + _linear(4 * size, size)
+    return total
+
+
+def _imagen_branch(c: ImagenConfig, inputs: int, outputs: int) -> int:
+    vector = _linear(4 * c.hidden_size, outputs * (2 if c.scale_shift_norm else 1))
+    return 2 * inputs + _linear(inputs, outputs, 9) + vector + 2 * outputs + _linear(outputs, outputs, 9)
+
+
+def _imagen_conditions(c: ImagenConfig) -> int:
+    """Count time, level of the noise, text and the first convolution; fixed frequencies, attention pooling."""
+    assert c.context_size is not None
+    assert c.text_width is not None
+    vector, text, tokens = 4 * c.hidden_size, c.context_size, c.text_width
+    time = _linear(c.hidden_size, vector) + _linear(vector, vector)
+    pooling = _linear(text, 1) + 2 * text + _linear(text, tokens)
+    caption = _linear(text, tokens) + pooling + 2 * tokens + _linear(tokens, vector) + _linear(vector, vector)
+    inputs = c.token_channels * (2 if c.low_resolution_factor else 1)
+    return time * (1 + c.noise_augmentation) + caption + _linear(inputs, c.channels[0], c.init_kernel_size**2)
+
+
+def _unet_weights(c: UNetConfig) -> int:
+    """Count the regular UNet, with convolutions where the size changes."""
+
+    def block(inputs: int, outputs: int) -> int:
+        return _imagen_branch(c, inputs, outputs) + (_linear(inputs, outputs) if inputs != outputs else 0)
+
+    widths, total, last = c.channels, _imagen_conditions(c), len(c.channels) - 1
+    skips, x = [widths[0]], widths[0]
+    for level, width in enumerate(widths):
+        for _ in range(c.num_res_blocks[level]):
+            total += block(x, width) + (_imagen_attention(c, width) if level in c.attention_levels else 0)
+            x = width
+            skips.append(x)
+        if level < last:
+            total += _linear(x, x, 9)
+            skips.append(x)
+    total += 2 * block(x, x) + _imagen_attention(c, x)
+    for level in range(last, -1, -1):
+        for _ in range(c.num_res_blocks[level] + 1):
+            attention = _imagen_attention(c, widths[level]) if level in c.attention_levels else 0
+            total += block(x + skips.pop(), widths[level]) + attention
+            x = widths[level]
+        total += _linear(x, x, 16) if level else 0
+    return total + 2 * x + _linear(x, c.output_features, c.init_kernel_size**2)
+
+
+def _efficient_unet_weights(c: EfficientUNetConfig) -> int:
+    widths, total, last = c.channels, _imagen_conditions(c), len(c.channels) - 1
+    for level, width in enumerate(widths):
+        above = widths[max(level - 1, 0)]
+        for inputs, outputs in ((above, width), (width, above)):
+            more = c.num_res_blocks[level] - 1
+            total += _imagen_branch(c, inputs, outputs) + _linear(inputs, outputs)
+            total += more * (_imagen_branch(c, outputs, outputs) + _linear(outputs, outputs))
+            total += _imagen_attention(c, outputs) if level in c.attention_levels else 0
+        total += 2 * _linear(above, above, 16) if level < last else 0
+    return total + _linear(widths[0], c.output_features)
+
+
 PARAMETERS: dict[type, Any] = {
     AutoencoderConfig: _autoencoder_weights,
     DiTConfig: _dit_weights,
     DiTCrossConfig: _dit_cross_weights,
+    EfficientUNetConfig: _efficient_unet_weights,
     FluxConfig: _flux_weights,
     MovieGenConfig: _moviegen_weights,
     STDiTConfig: _stdit_weights,
+    UNetConfig: _unet_weights,
     WanConfig: _wan_weights,
 }
 MULTIPLY_ADDS: dict[type, Any] = {

@@ -44,6 +44,8 @@ BASES = {
     ("tiny_stdit",): ("model",),
     ("tiny_flux",): ("model",),
     ("tiny_wan",): ("model",),
+    ("tiny_imagen",): ("model",),
+    ("tiny_imagen_sr",): ("model",),
     ("letters_dit",): ("data",),
     ("pictogram_autoencoder",): ("model", "objective"),
     ("tiny_ddpm_unet",): ("model",),

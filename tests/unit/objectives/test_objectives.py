@@ -455,3 +455,33 @@ def test_objectives_compare_and_print_by_their_settings():
 def test_impossible_settings_are_refused_with_a_cure(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_a_network_may_get_the_log_snr(schedule, prediction):
+    """Imagen's formulas of time; in training and sampling alike, and what is noised and learned stays the same.
+
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, and lucidrains/imagen-pytorch for the schedules.
+    """
+    plain, other_time = (DDPM(schedule=schedule, prediction=prediction, network_time=t) for t in ("time", "log_snr"))
+    batch = pack([3, 5, 2])
+    one, other = (x.prepare(batch, AddressedNoise(1, 0, batch.sample_ids_S, batch.layout)) for x in (plain, other_time))
+    t = one.time_S.double()
+    if schedule == "cosine":
+        expected = -torch.log(torch.cos((t + 0.008) / 1.008 * math.pi / 2) ** -2 - 1)
+    else:
+        expected = -torch.log(torch.expm1(1e-4 + 10 * t**2))
+    torch.testing.assert_close(other.time_S.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(one.inputs_TC, other.inputs_TC)
+    assert torch.equal(one.target_TC, other.target_TC)
+    seen = []
+
+    def network(inputs_TC, time_S):
+        seen.append(time_S[0].item())
+        return torch.zeros_like(inputs_TC)
+
+    for u in other_time.sampling_grid(7)[:-1]:
+        other_time.denoise(network, torch.zeros(2, 4), u, SequenceLayout.from_lengths([1, 1]))
+    assert seen == sorted(seen), "towards the data, the log SNR grows"
+    assert all(abs(x) <= 20 for x in seen)

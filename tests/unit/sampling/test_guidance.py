@@ -11,11 +11,11 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.guidance import (
     combine,
-    dynamically_thresholded,
+    dynamic_threshold,
     guided,
     guided_pair,
     needs_unconditional,
-    statically_thresholded,
+    static_threshold,
 )
 from dit.sampling.solvers import solve
 
@@ -126,17 +126,16 @@ def test_dynamic_threshold_scales_each_sample_by_its_own_quantile():
     x[:100] = torch.linspace(-4, 4, 200).view(100, 2)
     x[128:178] = torch.linspace(-0.9, 0.9, 100).view(50, 2)
     x[100:128] = 1e6
-    u = torch.tensor(0.5)
-    out = dynamically_thresholded(lambda x, u: x, layout, 0.9)(x, u)
+    out = dynamic_threshold(x, layout, 0.9)
     limit = x[:100].abs().flatten().sort().values[179]
     torch.testing.assert_close(out[:100], x[:100].clamp(-limit, limit) / limit)
     assert torch.equal(out[128:178], x[128:178])
     assert out[:100].abs().max() == 1
-    assert torch.equal(statically_thresholded(lambda x, u: x)(x, u), x.clamp(-1, 1))
+    assert torch.equal(static_threshold(x), x.clamp(-1, 1))
 
 
 def test_dynamic_threshold_refuses_what_it_cannot_do():
     with pytest.raises(ConfigError, match=r"quantile=1\.5"):
-        dynamically_thresholded(lambda x, u: x, LAYOUT, 1.5)
+        dynamic_threshold(torch.zeros(10, 2), LAYOUT, 1.5)
     with pytest.raises(ConfigError, match="has 2 of 10 tokens; sample with context_parallel_size=1"):
-        dynamically_thresholded(lambda x, u: x, LAYOUT.select(torch.tensor([0, 1])))
+        dynamic_threshold(torch.zeros(2, 2), LAYOUT.select(torch.tensor([0, 1])))

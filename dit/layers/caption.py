@@ -1,0 +1,114 @@
+"""The text of a picture in pixel-space UNets: tokens for attention, and a vector beside that of the time.
+
+Shape suffixes: K text tokens of the pack, D width, S samples.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from dit.backends.init import normal
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.condition_table import CONTEXT
+from dit.joint_layout import joint_layout
+from dit.layers.adaln import LayerNorm
+from dit.layers.convolution import torch_init
+from dit.layout import SequenceLayout
+
+TextPooling = Literal["attention", "mean"]
+
+
+def mean_of_texts(x_KD: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return the mean over the real tokens of each text `[S, D]`, float32."""
+    lengths_S1 = torch.tensor(layout.lengths, device=x_KD.device)[:, None]
+    return layout.sum_per_sample(x_KD.float()) / lengths_S1
+
+
+class AttentionPooling(nn.Module):
+    """A weighted mean of the tokens of each text, with weights by a softmax over them, normed and projected.
+
+    Args:
+        context_size: width of the text embeddings.
+        outputs: width of the result.
+    """
+
+    def __init__(self, context_size: int, outputs: int, provider: LayerProvider) -> None:
+        super().__init__()
+        init = torch_init(context_size)
+        # A linear layer to one score, its bias in the last column: a parameter by itself would have a gradient of zero
+        # in exact arithmetic, because a softmax does not depend on what all scores have in common.
+        self.to_score = provider.parameter((1, context_size + 1), init)
+        self.norm = LayerNorm(context_size, provider, eps=1e-5)
+        self.to_out = provider.replicated_linear(context_size, outputs, bias=True, init=init)
+
+    def forward(self, context_KD: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return `[S, outputs]`."""
+        weight_1D, bias_11 = self.to_score[:, :-1], self.to_score[:, -1:]
+        score_K = (context_KD @ weight_1D.T + bias_11)[:, 0].float().masked_fill(~layout.valid_T, -torch.inf)
+        most_S = score_K.new_full((layout.num_samples,), -torch.inf)
+        most_S = most_S.scatter_reduce(0, layout.segment_ids_T, score_K.detach(), "amax")
+        weight_K1 = (score_K - most_S[layout.segment_ids_T]).exp()[:, None]
+        pooled_SD = layout.sum_per_sample(weight_K1 * context_KD.float()) / layout.sum_per_sample(weight_K1)
+        return self.to_out(self.norm(pooled_SD.to(context_KD.dtype)))
+
+
+class Caption(nn.Module):
+    """Text embeddings as the attention of a UNet reads them, and pooled to a vector.
+
+    Deviation from NeMo's Imagen, whose pooling counts padding in: only real tokens count.
+
+    Args:
+        context_size: width of the text embeddings.
+        condition_size: width of the tokens that attention reads.
+        vector_size: width of the conditioning vector.
+        pooling: of the tokens to a vector: `attention`, of the embeddings, or `mean`, of the projected tokens.
+        null_token: append a learned token to every text, which attention may read instead of the text.
+
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.4; NVIDIA NeMo's Imagen for the modules.
+    """
+
+    def __init__(
+        self,
+        context_size: int,
+        condition_size: int,
+        vector_size: int,
+        provider: LayerProvider,
+        *,
+        pooling: TextPooling,
+        null_token: bool,
+    ) -> None:
+        super().__init__()
+        self.to_tokens = provider.replicated_linear(
+            context_size, condition_size, bias=True, init=torch_init(context_size)
+        )
+        self.pooling = AttentionPooling(context_size, condition_size, provider) if pooling == "attention" else None
+        self.norm = LayerNorm(condition_size, provider, eps=1e-5)
+        self.linear_1 = provider.replicated_linear(
+            condition_size, vector_size, bias=True, init=torch_init(condition_size)
+        )
+        self.linear_2 = provider.replicated_linear(vector_size, vector_size, bias=True, init=torch_init(vector_size))
+        self.null_token = provider.parameter((condition_size,), normal(1.0)) if null_token else None
+
+    def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout, Tensor]:
+        """Return the tokens `[K, condition_size]`, their layout, and the vector of each sample."""
+        text = batch.conditions[CONTEXT.name]
+        layout = text.layout
+        assert layout is not None
+        context_KD = text.values.to(self.to_tokens.weight.dtype)
+        if layout.valid_tokens < layout.total_tokens:
+            # The gradient of padding is 0, but a NaN in padding would reach the weights' gradients as 0 * NaN.
+            context_KD = context_KD.masked_fill(~layout.valid_T[:, None], 0.0)
+        tokens_KD = self.to_tokens(context_KD)
+        if self.pooling is not None:
+            pooled_SD = self.pooling(context_KD, layout)
+        else:
+            pooled_SD = mean_of_texts(tokens_KD, layout).to(tokens_KD.dtype)
+        vector_SE = self.linear_2(silu(self.linear_1(self.norm(pooled_SD))))
+        if self.null_token is not None:
+            ones = SequenceLayout.from_lengths([1] * layout.num_samples, device=layout.device)
+            joint = joint_layout(layout, ones)
+            tokens_KD, layout = joint.join(tokens_KD, self.null_token.expand(layout.num_samples, -1)), joint
+        return tokens_KD, layout, vector_SE

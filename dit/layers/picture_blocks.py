@@ -1,0 +1,275 @@
+"""Blocks of pixel-space UNets: residual branches, and attention over the positions of a picture and its text.
+
+Norms have float32 weights and arithmetic, also in bf16 models. Tensors are pictures `[N, C, H, W]`, the conditioning
+vector `[N, E]` and packed text tokens `[K, D]`. Names of tensors with tokens: `T` positions of all pictures, `K` text
+tokens of all pictures.
+"""
+
+from typing import Literal, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+from dit.backends.init import ONES, ZEROS
+from dit.backends.provider import LayerProvider
+from dit.joint_layout import joint_layout
+from dit.kernels.attention import Attention
+from dit.layers.convolution import Convolution, GroupNorm, torch_init
+from dit.layers.dropout import Dropout
+from dit.layout import SequenceLayout
+
+AttentionKind = Literal["self", "cross", "fused", "stacked"]
+
+
+class ConditionedBranch(nn.Module):
+    """Two normed convolutions with the conditioning vector between them; the second one starts at zero.
+
+    norm, SiLU, [resample], convolution --> norm, scale and shift --> SiLU, dropout, convolution
+                                              vector ---'
+
+    Args:
+        inputs, outputs: channels.
+        vector_size: width of the conditioning vector.
+        groups: of the norms.
+        scale_shift: the vector scales and shifts behind the norm; else it is added before the norm.
+        resample: between the activation and the first convolution; None for nothing.
+        dropout: before the last convolution; None for none.
+
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, figures A.27 and A.30; scale and shift: Dhariwal and Nichol
+    2021, arXiv:2105.05233, section 3.1 (AdaGN).
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        vector_size: int,
+        groups: int,
+        provider: LayerProvider,
+        *,
+        scale_shift: bool,
+        resample: Optional[nn.Module] = None,
+        dropout: Optional[Dropout] = None,
+    ) -> None:
+        super().__init__()
+        self.scale_shift = scale_shift
+        self.norm_1 = GroupNorm(inputs, groups, provider, fp32=True)
+        self.resample = resample
+        self.convolution_1 = Convolution(inputs, outputs, provider)
+        self.vector = provider.replicated_linear(
+            vector_size, 2 * outputs if scale_shift else outputs, bias=True, init=torch_init(vector_size)
+        )
+        self.norm_2 = GroupNorm(outputs, groups, provider, fp32=True)
+        self.dropout = dropout
+        self.convolution_2 = Convolution(outputs, outputs, provider, init=ZEROS)
+
+    def forward(self, x_NCHW: Tensor, vector_NE: Tensor, dropout_N: Optional[Tensor]) -> Tensor:
+        y_NCHW = silu(self.norm_1(x_NCHW))
+        if self.resample is not None:
+            y_NCHW = self.resample(y_NCHW)
+        y_NCHW = self.convolution_1(y_NCHW)
+        vector_NC11 = self.vector(silu(vector_NE))[:, :, None, None]
+        if self.scale_shift:
+            scale_NC11, shift_NC11 = vector_NC11.chunk(2, 1)
+            y_NCHW = self.norm_2(y_NCHW) * (1 + scale_NC11) + shift_NC11
+        else:
+            y_NCHW = self.norm_2(y_NCHW + vector_NC11)
+        y_NCHW = silu(y_NCHW)
+        if self.dropout is not None:
+            y_NCHW = self.dropout(y_NCHW, dropout_N)
+        return self.convolution_2(y_NCHW)
+
+
+class TextGroupNorm(nn.Module):
+    """A group norm over (the channels of a group) x (the tokens of a text), in float32; padding does not count.
+
+    Args:
+        channels: width of the tokens.
+        groups: of channels that are normed together.
+    """
+
+    def __init__(self, channels: int, groups: int, provider: LayerProvider, *, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        self.groups, self.epsilon = groups, epsilon
+        self.weight = provider.parameter((channels,), ONES, dtype=torch.float32)
+        self.bias = provider.parameter((channels,), ZEROS, dtype=torch.float32)
+
+    def forward(self, x_KD: Tensor, layout: SequenceLayout) -> Tensor:
+        x_KGC = x_KD.float().unflatten(1, (self.groups, -1))
+        count_S1 = torch.tensor(layout.lengths, device=x_KD.device)[:, None] * x_KGC.shape[-1]
+        mean_SG = layout.sum_per_sample(x_KGC.sum(-1)) / count_S1
+        x_KGC = x_KGC - layout.per_token(mean_SG)[..., None]
+        variance_SG = layout.sum_per_sample(x_KGC.square().sum(-1)) / count_S1
+        x_KGC = x_KGC * layout.per_token((variance_SG + self.epsilon).rsqrt())[..., None]
+        return (x_KGC.flatten(1) * self.weight + self.bias).to(x_KD.dtype)
+
+
+def tokens_of(x_NCHW: Tensor) -> Tensor:
+    """Return the positions of all pictures as tokens `[T, C]`; channels-last pictures are not copied."""
+    return x_NCHW.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def pictures_of(x_TC: Tensor, like_NCHW: Tensor) -> Tensor:
+    """Undo `tokens_of`."""
+    pictures, _, height, width = like_NCHW.shape
+    return x_TC.view(pictures, height, width, -1).permute(0, 3, 1, 2)
+
+
+def picture_layout(x_NCHW: Tensor) -> SequenceLayout:
+    """Return the layout of the tokens of pictures."""
+    pictures, _, height, width = x_NCHW.shape
+    return SequenceLayout.from_lengths([height * width] * pictures, device=x_NCHW.device)
+
+
+class PictureAttention(nn.Module):
+    """Attention of the positions of a picture to each other (self), to the text (cross), or to both at once (fused).
+
+    self     q, k, v of the normed picture
+    cross    q of the normed picture, k and v of the normed text
+    fused    q of the normed picture; keys and values of the picture, under a second norm, and of the normed text
+
+    The output projection starts at zero; the result is added to the picture.
+
+    Args:
+        channels: of the picture.
+        context_size: width of the text tokens; None for self-attention.
+        num_heads: of attention.
+        groups: of the norms.
+
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.4 and appendix D.3.1 (cross-attention by
+    concatenating the text to keys and values); NVIDIA NeMo's Imagen for the norms.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["self", "cross", "fused"],
+        channels: int,
+        context_size: Optional[int],
+        num_heads: int,
+        groups: int,
+        provider: LayerProvider,
+        attention: Attention,
+    ) -> None:
+        super().__init__()
+        self.kind, self.num_heads, self.attention = kind, num_heads, attention
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return provider.replicated_linear(inputs, outputs, bias=True, init=torch_init(inputs))
+
+        self.norm = GroupNorm(channels, groups, provider, fp32=True)
+        self.to_q = linear(channels, channels)
+        if kind != "cross":
+            self.to_kv = linear(channels, 2 * channels)
+        if kind == "fused":
+            self.norm_kv = GroupNorm(channels, groups, provider, fp32=True)
+        if kind != "self":
+            assert context_size is not None
+            self.norm_context = TextGroupNorm(context_size, groups, provider)
+            self.context_to_kv = linear(context_size, 2 * channels)
+        self.to_out = provider.replicated_linear(channels, channels, bias=True, init=ZEROS)
+
+    def forward(self, x_NCHW: Tensor, context_KD: Optional[Tensor], texts: Optional[SequenceLayout]) -> Tensor:
+        layout = picture_layout(x_NCHW)
+        normed_TC = tokens_of(self.norm(x_NCHW))
+        kv_KC, layout_kv = self._keys_and_values(x_NCHW, normed_TC, layout, context_KD, texts)
+        q_TNH, k_KNH, v_KNH = (
+            x.unflatten(-1, (self.num_heads, -1)) for x in (self.to_q(normed_TC), *kv_KC.chunk(2, -1))
+        )
+        out_TC = self.attention(q_TNH, k_KNH, v_KNH, layout, layout_kv).flatten(1)
+        return x_NCHW + pictures_of(self.to_out(out_TC), x_NCHW)
+
+    def _keys_and_values(
+        self,
+        x_NCHW: Tensor,
+        normed_TC: Tensor,
+        layout: SequenceLayout,
+        context_KD: Optional[Tensor],
+        texts: Optional[SequenceLayout],
+    ) -> tuple[Tensor, SequenceLayout]:
+        """Return keys and values, side by side, and their layout."""
+        if self.kind == "self":
+            return self.to_kv(normed_TC), layout
+        assert context_KD is not None
+        assert texts is not None
+        of_text_KC = self.context_to_kv(self.norm_context(context_KD, texts))
+        if self.kind == "cross":
+            return of_text_KC, texts
+        joint = joint_layout(texts, layout)
+        return joint.join(of_text_KC, self.to_kv(tokens_of(self.norm_kv(x_NCHW)))), joint
+
+
+class GatedFeedForward(nn.Module):
+    """Norm, projection to twice four times the channels, one half gated by GELU of the other, projection back; added.
+
+    Source: Shazeer 2020, arXiv:2002.05202 (GEGLU); Rombach et al. 2022, arXiv:2112.10752, for its place in the block.
+    """
+
+    def __init__(self, channels: int, groups: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.norm = GroupNorm(channels, groups, provider, fp32=True)
+        self.linear_1 = provider.replicated_linear(channels, 8 * channels, bias=True, init=torch_init(channels))
+        self.linear_2 = provider.replicated_linear(4 * channels, channels, bias=True, init=torch_init(4 * channels))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        value_TF, gate_TF = self.linear_1(tokens_of(self.norm(x_NCHW))).chunk(2, -1)
+        return x_NCHW + pictures_of(self.linear_2(value_TF * gelu(gate_TF)), x_NCHW)
+
+
+class StackedAttention(nn.Module):
+    """Self-attention, then cross-attention, then a feed-forward, between two projections; the last starts at zero.
+
+    Args:
+        channels, context_size, num_heads, groups: as of `PictureAttention`.
+
+    Source: Rombach et al. 2022, arXiv:2112.10752, the spatial transformer; NVIDIA NeMo's Imagen for the norms.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        context_size: Optional[int],
+        num_heads: int,
+        groups: int,
+        provider: LayerProvider,
+        attention: Attention,
+    ) -> None:
+        super().__init__()
+        common = (channels, context_size, num_heads, groups, provider, attention)
+        self.norm = GroupNorm(channels, groups, provider, fp32=True)
+        self.to_inner = provider.replicated_linear(channels, channels, bias=True, init=torch_init(channels))
+        self.self_attention = PictureAttention("self", *common)
+        self.cross_attention = PictureAttention("cross", *common)
+        self.feed_forward = GatedFeedForward(channels, groups, provider)
+        self.to_out = provider.replicated_linear(channels, channels, bias=True, init=ZEROS)
+
+    def forward(self, x_NCHW: Tensor, context_KD: Optional[Tensor], texts: Optional[SequenceLayout]) -> Tensor:
+        y_NCHW = pictures_of(self.to_inner(tokens_of(self.norm(x_NCHW))), x_NCHW)
+        y_NCHW = self.self_attention(y_NCHW, None, None)
+        y_NCHW = self.feed_forward(self.cross_attention(y_NCHW, context_KD, texts))
+        return x_NCHW + pictures_of(self.to_out(tokens_of(y_NCHW)), x_NCHW)
+
+
+class AttentionBlock(nn.Module):
+    """One block of attention of any kind, as a unit of FSDP and recompute.
+
+    Args:
+        channels, context_size, num_heads, groups: as of `PictureAttention`.
+    """
+
+    def __init__(
+        self,
+        kind: AttentionKind,
+        channels: int,
+        context_size: Optional[int],
+        num_heads: int,
+        groups: int,
+        provider: LayerProvider,
+        attention: Attention,
+    ) -> None:
+        super().__init__()
+        common = (channels, context_size, num_heads, groups, provider, attention)
+        self.inner = StackedAttention(*common) if kind == "stacked" else PictureAttention(kind, *common)
+
+    def forward(self, x_NCHW: Tensor, context_KD: Optional[Tensor], texts: Optional[SequenceLayout]) -> Tensor:
+        return self.inner(x_NCHW, context_KD, texts)

@@ -1,0 +1,92 @@
+"""Blocks and levels of Imagen's Efficient UNet, on pictures `[N, C, H, W]`."""
+
+import math
+from typing import Optional
+
+from torch import Tensor, nn
+
+from dit.backends.provider import LayerProvider
+from dit.kernels.attention import Attention
+from dit.layers.convolution import Convolution, TransposedConvolution
+from dit.layers.picture_blocks import AttentionBlock, ConditionedBranch
+from dit.models.efficient_unet.config import EfficientUNetConfig
+from dit.models.imagen_network import Given
+
+
+class ResidualBlock(nn.Module):
+    """A conditioned branch beside a projection, which may be divided by sqrt(2)."""
+
+    def __init__(self, inputs: int, outputs: int, config: EfficientUNetConfig, provider: LayerProvider) -> None:
+        super().__init__()
+        self.scale = math.sqrt(0.5) if config.skip_scaling else 1.0
+        self.branch = ConditionedBranch(
+            inputs,
+            outputs,
+            config.vector_size,
+            config.norm_num_groups,
+            provider,
+            scale_shift=config.scale_shift_norm,
+        )
+        self.shortcut = Convolution(inputs, outputs, provider, size=1)
+
+    def forward(self, x_NCHW: Tensor, vector_NE: Tensor) -> Tensor:
+        return self.branch(x_NCHW, vector_NE, None) + self.shortcut(x_NCHW) * self.scale
+
+
+class Level(nn.Module):
+    """The blocks of one level, on the way down or up.
+
+    Args:
+        inputs, outputs: channels; the first block changes them.
+        level: counted from 0 at the full size.
+        before, after: change the size; None for not.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        level: int,
+        config: EfficientUNetConfig,
+        provider: LayerProvider,
+        attention: Attention,
+        *,
+        before: Optional[nn.Module] = None,
+        after: Optional[nn.Module] = None,
+    ) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+        self.blocks = nn.ModuleList(
+            ResidualBlock(outputs if i else inputs, outputs, config, provider)
+            for i in range(config.num_res_blocks[level])
+        )
+        self.attention: Optional[nn.Module] = None
+        if level in config.attention_levels:
+            heads, groups = config.heads(outputs), config.norm_num_groups
+            self.attention = AttentionBlock(
+                config.attention_type, outputs, config.text_width, heads, groups, provider, attention
+            )
+
+    def forward(self, x_NCHW: Tensor, given: Given) -> Tensor:
+        if self.before is not None:
+            x_NCHW = self.before(x_NCHW)
+        for block in self.blocks:
+            x_NCHW = block(x_NCHW, given.vector_NE)
+        if self.attention is not None:
+            x_NCHW = self.attention(x_NCHW, given.context_KD, given.texts)
+        return x_NCHW if self.after is None else self.after(x_NCHW)
+
+
+def down_level(level: int, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention) -> Level:
+    """Build a level of the way down: half the size first, by a convolution of 4 x 4; the last one keeps the size."""
+    inputs = config.channels[max(level - 1, 0)]
+    last = level + 1 == len(config.channels)
+    before = None if last else Convolution(inputs, inputs, provider, size=4, stride=2)
+    return Level(inputs, config.channels[level], level, config, provider, attention, before=before)
+
+
+def up_level(level: int, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention) -> Level:
+    """Build a level of the way up: twice the size behind it, by a transposed convolution, but for the last one."""
+    outputs, last = config.outputs_up[level], level + 1 == len(config.channels)
+    after = None if last else TransposedConvolution(outputs, outputs, provider)
+    return Level(config.channels[level], outputs, level, config, provider, attention, after=after)

@@ -1,0 +1,180 @@
+"""Settings that the two UNets of Imagen share."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Optional
+
+from dit.condition_table import AUGMENTATION, LOW_RESOLUTION
+from dit.conditions import Condition
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.ranges import COUNT, LAYERS, SHARE, WIDTH, check_choice, check_ranges, whole
+from dit.resize import LowResolution
+
+SAMPLING_AUGMENTATION = 0.002
+"""Noise level of a low-resolution picture that is given to sample from it, as in NeMo's Imagen."""
+
+AttentionType = Literal["self", "cross", "fused", "stacked"]
+
+
+@dataclass(kw_only=True)
+class ImagenConfig(ModelConfig):
+    """A UNet on pixels, conditioned on text, and, for super-resolution, on a low-resolution picture.
+
+    Level i works on pictures of 1 / 2^i of the size, the Efficient UNet's one later.
+
+    Attributes:
+        hidden_size: channels that the multipliers multiply; the conditioning vector is four times as wide.
+        channel_multipliers: channels of each level, the full size first, as multiples of `hidden_size`.
+        num_res_blocks: residual blocks of each level on the way down.
+        attention_levels: levels with attention, counted from 0 at the full size.
+        attention_type: of positions to each other (`self`), to the text (`cross`), to both at once (`fused`), or a
+            block of self-attention, cross-attention and a feed-forward (`stacked`).
+        head_size: channels of a head of attention; None to have `num_attention_heads` of them.
+        num_attention_heads: read where `head_size` is None.
+        norm_num_groups: groups of the group norms.
+        init_kernel_size: of the first convolution, odd.
+        text_pooling: how the text joins the conditioning vector: by attention pooling or by its mean.
+        null_token: append a learned token to every text.
+        learned_time_features: features of a time embedding with learned frequencies, even; None for fixed sinusoids.
+        scale_shift_norm: the conditioning vector scales and shifts behind a norm; else it is added before.
+        stable_attention: attention with a backward pass that neither overflows nor underflows in half precision, in
+            place of `training.attention`.
+        low_resolution_factor: condition on a picture this many times smaller, enlarged bicubically; None for none. It
+            is made from the data where they store no `low_resolution`.
+        noise_augmentation: noise the low-resolution picture, in training at a level of its own for each sample, and
+            condition on the level.
+        channels_last: pictures are channels-last in memory, as tokens are, without a copy; else they are copied.
+    """
+
+    supports: ClassVar[Supports] = Supports(
+        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False
+    )
+    compiles: ClassVar[bool] = True
+
+    in_channels: int = 3
+    patch_spatial: int = 1
+    context_size: Optional[int] = 1024
+    hidden_size: int = 128
+    channel_multipliers: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    num_res_blocks: list[int] = field(default_factory=lambda: [2, 2, 2, 2])
+    attention_levels: list[int] = field(default_factory=lambda: [3])
+    attention_type: AttentionType = "fused"
+    head_size: Optional[int] = 64
+    num_attention_heads: int = 4
+    norm_num_groups: int = 32
+    init_kernel_size: int = 3
+    text_pooling: Literal["attention", "mean"] = "attention"
+    null_token: bool = False
+    learned_time_features: Optional[int] = None
+    scale_shift_norm: bool = True
+    stable_attention: bool = False
+    low_resolution_factor: Optional[int] = None
+    noise_augmentation: bool = False
+    channels_last: bool = True
+
+    @property
+    def vector_size(self) -> int:
+        """Width of the conditioning vector."""
+        return 4 * self.hidden_size
+
+    @property
+    def text_width(self) -> Optional[int]:
+        """Width of the text tokens that attention reads; None without text."""
+        return self.context_size
+
+    @property
+    def channels(self) -> list[int]:
+        """Channels of each level, the full size first."""
+        return [self.hidden_size * multiplier for multiplier in self.channel_multipliers]
+
+    @property
+    def attended_channels(self) -> set[int]:
+        """Numbers of channels at which there is attention."""
+        return {self.channels[level] for level in self.attention_levels}
+
+    @property
+    def size_multiple(self) -> int:
+        """Sides of a picture must be multiples of this many tokens."""
+        return 2 ** (len(self.channel_multipliers) - 1)
+
+    def heads(self, channels: int) -> int:
+        """Return the heads of attention over so many channels."""
+        return self.num_attention_heads if self.head_size is None else channels // self.head_size
+
+    def conditions(self) -> tuple[Condition, ...]:
+        wanted = [replace(c, null=0.0) if c.name == "context" else c for c in super().conditions()]
+        if self.low_resolution_factor is not None:
+            derive = LowResolution(self.low_resolution_factor)
+            wanted.append(replace(LOW_RESOLUTION, shape=(self.in_channels,), derive=derive))
+        if self.noise_augmentation:
+            wanted.append(replace(AUGMENTATION, default=SAMPLING_AUGMENTATION, limits=(1e-4, 80.0)))
+        return tuple(wanted)
+
+    def megatron_sizes(self) -> TransformerSizes:
+        return TransformerSizes(num_layers=1, hidden_size=self.hidden_size, num_attention_heads=1)
+
+    def validate(self) -> None:
+        widths = ("in_channels", "num_classes", "context_size", "hidden_size", "channel_multipliers", "head_size")
+        check_ranges(
+            "model",
+            self,
+            {
+                **dict.fromkeys((*widths, "num_attention_heads", "norm_num_groups", "learned_time_features"), WIDTH),
+                **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
+                **dict.fromkeys(("patch_spatial", "init_kernel_size"), whole(1, 64)),
+                "low_resolution_factor": whole(2, 64),
+                "num_res_blocks": LAYERS,
+                "attention_levels": whole(0, len(self.channel_multipliers) - 1),
+                "patch_temporal": COUNT,
+            },
+        )
+        check_choice("model.attention_type", self.attention_type, AttentionType)
+        check_choice("model.text_pooling", self.text_pooling, Literal["attention", "mean"])
+        if self.patch_temporal != 1:
+            raise ConfigError(f"model.patch_temporal={self.patch_temporal}: this UNet takes pictures; set it to 1")
+        self._check_levels()
+        self._check_conditions()
+
+    def _check_levels(self) -> None:
+        levels = len(self.channel_multipliers)
+        if len(self.num_res_blocks) != levels or not levels:
+            raise ConfigError(
+                f"model.num_res_blocks={self.num_res_blocks} must have an entry for each of the {levels} levels of "
+                f"model.channel_multipliers={self.channel_multipliers}, at least one"
+            )
+        for name in ("init_kernel_size", "learned_time_features"):
+            value = getattr(self, name)
+            if value is not None and value % 2 != (name == "init_kernel_size"):
+                kind = "odd" if name == "init_kernel_size" else "even"
+                raise ConfigError(f"model.{name}={value} must be {kind}; use {value + 1}")
+        groups = self.norm_num_groups
+        if wrong := [count for count in {*self.channels, *self.attended_channels} if count % groups]:
+            raise ConfigError(
+                f"a level of {wrong[0]} channels (model.hidden_size={self.hidden_size}) is no multiple of "
+                f"model.norm_num_groups={groups}"
+            )
+        for count in sorted(self.attended_channels):
+            heads = self.heads(count)
+            if heads < 1 or count % heads or (self.head_size is not None and count % self.head_size):
+                raise ConfigError(
+                    f"attention over {count} channels (model.attention_levels={self.attention_levels}) cannot be "
+                    f"split into heads by model.head_size={self.head_size}, model.num_attention_heads="
+                    f"{self.num_attention_heads}; use a head size that divides it"
+                )
+
+    def _check_conditions(self) -> None:
+        if self.text_width is not None and self.attention_type != "self" and self.text_width % self.norm_num_groups:
+            raise ConfigError(
+                f"text tokens of width {self.text_width} are no multiple of model.norm_num_groups="
+                f"{self.norm_num_groups}, by which attention norms them"
+            )
+        if self.context_size is None and self.attention_type != "self":
+            raise ConfigError(
+                f"model.attention_type={self.attention_type!r} reads a text, and model.context_size is None; use "
+                "attention_type='self', or give the width of the text embeddings"
+            )
+        if self.noise_augmentation and self.low_resolution_factor is None:
+            raise ConfigError(
+                "model.noise_augmentation=True noises the low-resolution picture, and there is none; set "
+                "model.low_resolution_factor"
+            )

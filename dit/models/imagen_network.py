@@ -1,0 +1,110 @@
+"""What the two UNets of Imagen do alike: conditions to a vector and to tokens, packs to pictures and back."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.condition_table import AUGMENTATION, LABEL, LOW_RESOLUTION
+from dit.errors import BatchError
+from dit.kernels.attention import Attention
+from dit.kernels.stable_attention import stable_attention
+from dit.layers.caption import Caption
+from dit.layers.convolution import Convolution
+from dit.layers.embeddings import LabelEmbedder, TimeEmbedder
+from dit.layout import SequenceLayout
+from dit.models.base import Backbone, Stage
+from dit.models.imagen_config import ImagenConfig
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the blocks of a UNet read besides the picture.
+
+    Attributes:
+        vector_NE: the conditioning vector of each picture.
+        context_KD: text tokens; None without text.
+        texts: their layout.
+        dropout_N: key of each picture's dropout; None where nothing is dropped.
+    """
+
+    vector_NE: Tensor
+    context_KD: Optional[Tensor]
+    texts: Optional[SequenceLayout]
+    dropout_N: Optional[Tensor]
+
+
+class ImagenNetwork(Backbone):
+    """A UNet on pixels: the conditioning vector is the sum of time, text, class and noise level of the low resolution.
+
+    Args:
+        condition_size: width of the text tokens that attention reads.
+    """
+
+    def __init__(self, config: ImagenConfig, condition_size: int, provider: LayerProvider, stage: Stage) -> None:
+        super().__init__(stage)
+        self.config = provider.config
+        self.channels_last, self.size_multiple = config.channels_last, config.size_multiple
+        self.attends_to_text = config.attention_type != "self"
+        size, learned = config.vector_size, config.learned_time_features
+        self.time = TimeEmbedder(size, provider, features=config.hidden_size, learned=learned)
+        self.augmentation = None
+        if config.noise_augmentation:
+            self.augmentation = TimeEmbedder(size, provider, features=config.hidden_size, learned=learned)
+        self.caption = None
+        if config.context_size is not None:
+            self.caption = Caption(
+                config.context_size,
+                condition_size,
+                size,
+                provider,
+                pooling=config.text_pooling,
+                null_token=config.null_token,
+            )
+        self.label = None if config.num_classes is None else LabelEmbedder(config.num_classes, size, provider)
+        self.reads_low_resolution = config.low_resolution_factor is not None
+        inputs = config.token_channels * (2 if self.reads_low_resolution else 1)
+        self.first = Convolution(inputs, config.channels[0], provider, size=config.init_kernel_size)
+
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        t, height, width = batch.grids[0]
+        if t != 1 or height % self.size_multiple or width % self.size_multiple:
+            raise BatchError(
+                f"this UNet takes pictures whose sides are multiples of {self.size_multiple} (two to the power of its "
+                f"levels less one), got {t} x {height} x {width} tokens (t x h x w); change the data or the levels"
+            )
+        if self.reads_low_resolution:
+            inputs_TC = torch.cat([inputs_TC, batch.conditions[LOW_RESOLUTION.name].values], 1)
+        x_NCHW = batch.dense(inputs_TC.to(self.first.weight.dtype))[:, 0].permute(0, 3, 1, 2)
+        if not self.channels_last:
+            x_NCHW = x_NCHW.contiguous()
+        out_NCHW = self.predict(self.first(x_NCHW), self._given(time_S, batch))
+        return batch.layout.insert_padding(out_NCHW.permute(0, 2, 3, 1).flatten(0, 2))
+
+    def _given(self, time_S: Tensor, batch: PackedBatch) -> Given:
+        vector_SE, context_KD, texts = self.time(time_S), None, None
+        if self.augmentation is not None:
+            vector_SE = vector_SE + self.augmentation(batch.conditions[AUGMENTATION.name].values.log() / 4)
+        if self.caption is not None:
+            context_KD, texts, text_SE = self.caption(batch)
+            vector_SE = vector_SE + text_SE
+            if not self.attends_to_text:
+                # The published sizes have the tokens' projection in them, read or not. Its gradient is zero, not
+                # absent: data parallelism with overlapped reductions waits for every parameter.
+                vector_SE = vector_SE + 0.0 * context_KD.sum()
+        if self.label is not None:
+            vector_SE = vector_SE + self.label(batch.conditions[LABEL.name].values)
+        return Given(vector_SE, context_KD, texts, batch.dropout_S)
+
+    @abstractmethod
+    def predict(self, x_NCHW: Tensor, given: Given) -> Tensor:
+        """Return the prediction `[N, token_channels, H, W]` from the first convolution's output."""
+
+
+def select_attention(config: ImagenConfig, attention: Attention) -> Attention:
+    """Return the attention of the run, or the stable one if the model is set to it."""
+    return stable_attention if config.stable_attention else attention

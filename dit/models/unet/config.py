@@ -1,0 +1,41 @@
+"""Sizes of Imagen's regular UNet."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from dit.models.imagen_config import ImagenConfig
+from dit.ranges import SHARE_BELOW_1, WIDTH, check_ranges
+
+
+@dataclass(kw_only=True)
+class UNetConfig(ImagenConfig):
+    """The regular UNet: each level's outputs go to the same level on the way up, and there is attention in the middle.
+
+    Attributes:
+        condition_size: width of the projected text tokens that attention reads.
+        dropout: share of activations that are dropped in residual blocks in training; counter-based.
+        resample_with_conv: a convolution where the size changes; else average pooling and repetition alone.
+        resample_blocks: the size changes in residual blocks, by average pooling and transposed convolutions on both of
+            their branches, in place of `resample_with_conv`.
+    """
+
+    condition_size: int = 512
+    dropout: float = 0.0
+    resample_with_conv: bool = True
+    resample_blocks: bool = False
+
+    @property
+    def text_width(self) -> Optional[int]:
+        return None if self.context_size is None else self.condition_size
+
+    @property
+    def attended_channels(self) -> set[int]:
+        return super().attended_channels | {self.channels[-1]}
+
+    @property
+    def activation_dropout(self) -> float:
+        return self.dropout
+
+    def validate(self) -> None:
+        super().validate()
+        check_ranges("model", self, {"condition_size": WIDTH, "dropout": SHARE_BELOW_1})

@@ -1,0 +1,103 @@
+"""Imagen's regular UNet."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from dit.backends.init import ZEROS
+from dit.backends.provider import LayerProvider
+from dit.kernels.attention import Attention
+from dit.layers.convolution import Convolution, GroupNorm
+from dit.layers.picture_blocks import AttentionBlock
+from dit.models.base import Stage
+from dit.models.imagen_network import Given, ImagenNetwork, select_attention
+from dit.models.unet.config import UNetConfig
+from dit.models.unet.layer import Downsample, Resample, ResidualBlock, Upsample
+
+
+class Step(nn.Module):
+    """A residual block, attention behind it, and a change of the size; each of them may be missing."""
+
+    def __init__(
+        self,
+        block: Optional[ResidualBlock] = None,
+        attention: Optional[nn.Module] = None,
+        resample: Optional[nn.Module] = None,
+    ) -> None:
+        super().__init__()
+        self.block, self.attention, self.resample = block, attention, resample
+
+    def forward(self, x_NCHW: Tensor, given: Given) -> Tensor:
+        if self.block is not None:
+            x_NCHW = self.block(x_NCHW, given.vector_NE, given.dropout_N)
+        if self.attention is not None:
+            x_NCHW = self.attention(x_NCHW, given.context_KD, given.texts)
+        if isinstance(self.resample, ResidualBlock):
+            return self.resample(x_NCHW, given.vector_NE, given.dropout_N)
+        return x_NCHW if self.resample is None else self.resample(x_NCHW)
+
+
+class UNet(ImagenNetwork):
+    """Imagen's regular UNet, the base model and the smaller super-resolution model.
+
+    first --> blocks, attention --> half size --> ... --> middle --> blocks, attention --> twice the size --> last
+                    '--------------- every output joins one step on the way up -----------'
+
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, appendix F; Dhariwal and Nichol 2021, arXiv:2105.05233;
+    sizes and modules as of NVIDIA NeMo's Imagen.
+    """
+
+    fsdp_units = (ResidualBlock, AttentionBlock)
+    compiled_units = (ResidualBlock,)
+
+    def __init__(self, config: UNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
+        super().__init__(config, config.condition_size, provider, stage)
+        selected, places = select_attention(config, attention), iter(range(10_000))
+
+        def block(inputs: int, outputs: int, resample: Optional[Resample] = None) -> ResidualBlock:
+            return ResidualBlock(inputs, outputs, config, provider, place=next(places), resample=resample)
+
+        def attend(channels: int) -> nn.Module:
+            heads, groups = config.heads(channels), config.norm_num_groups
+            return AttentionBlock(config.attention_type, channels, config.text_width, heads, groups, provider, selected)
+
+        def resample(kind: Resample, channels: int) -> nn.Module:
+            if config.resample_blocks:
+                return block(channels, channels, kind)
+            return (Downsample if kind == "down" else Upsample)(channels, config, provider)
+
+        channels = config.channels
+        x, skips = channels[0], [channels[0]]
+        self.down, self.up = nn.ModuleList(), nn.ModuleList()
+        for level, outputs in enumerate(channels):
+            attended = level in config.attention_levels
+            for _ in range(config.num_res_blocks[level]):
+                self.down.append(Step(block(x, outputs), attend(outputs) if attended else None))
+                x = outputs
+                skips.append(x)
+            if level + 1 < len(channels):
+                self.down.append(Step(resample=resample("down", x)))
+                skips.append(x)
+        self.middle = nn.ModuleList([Step(block(x, x), attend(x)), Step(block(x, x))])
+        for level, outputs in reversed(list(enumerate(channels))):
+            attended = level in config.attention_levels
+            for i in range(config.num_res_blocks[level] + 1):
+                last = level > 0 and i == config.num_res_blocks[level]
+                made = block(x + skips.pop(), outputs), attend(outputs) if attended else None
+                self.up.append(Step(*made, resample("up", outputs) if last else None))
+                x = outputs
+        self.norm = GroupNorm(x, config.norm_num_groups, provider, fp32=True)
+        self.last = Convolution(x, config.output_features, provider, size=config.init_kernel_size, init=ZEROS)
+
+    def predict(self, x_NCHW: Tensor, given: Given) -> Tensor:
+        skips = [x_NCHW]
+        for step in self.down:
+            skips.append(step(skips[-1], given))
+        x_NCHW = skips[-1]
+        for step in self.middle:
+            x_NCHW = step(x_NCHW, given)
+        for step in self.up:
+            x_NCHW = step(torch.cat([x_NCHW, skips.pop()], 1), given)
+        return self.last(silu(self.norm(x_NCHW)))

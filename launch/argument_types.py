@@ -1,0 +1,30 @@
+"""Types of command-line arguments."""
+
+import argparse
+import math
+
+
+def height_and_width(text: str) -> tuple[int, int]:
+    """Read a command-line argument such as 512x768; a single number is both."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise argparse.ArgumentTypeError(f"must be a height and a width such as 512x768, got {text!r}")
+    return int(sides[0]), int(sides[-1])
+
+
+def at_least_one(text: str) -> int:
+    """Read a command-line argument that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def frame_rate(text: str) -> float:
+    """Read a command-line argument that is a number of frames per second."""
+    try:
+        fps = float(text)
+    except ValueError:
+        fps = 0.0
+    if not 0 < fps < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of frames per second greater than 0, got {text!r}")
+    return fps

@@ -1,0 +1,158 @@
+"""A cascade of models for `launch.sample --cascade`: each one enlarges the pictures of the one before it."""
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dit.condition_table import AUGMENTATION, LOW_RESOLUTION
+from dit.errors import ConfigError
+from dit.resize import LowResolution, enlarged
+
+if TYPE_CHECKING:
+    from dit.inference.drawing import Request
+    from dit.inference.generator import Generator
+
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "steps": int,
+    "guidance_scale": float,
+    "solver": str,
+    "thresholding": str,
+    "augmentation": float,
+}
+"""What may be set for one stage, and how it is read."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One model of a cascade.
+
+    Attributes:
+        name: as the user calls it; part of the names of its files.
+        folder: of its run or checkpoint.
+        settings: its own, by the names of `SETTINGS`.
+    """
+
+    name: str
+    folder: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Return the arguments of the command for this stage: its folder, its settings, and files of its own."""
+        own = copy.copy(args)
+        own.checkpoint = self.folder
+        for name, value in self.settings.items():
+            setattr(own, name, value)
+        own.out = str(_named(Path(args.out), self.name))
+        own.files = None if args.files is None else args.files / self.name
+        own.save_latents = None if args.save_latents is None else _named(args.save_latents, self.name)
+        return own
+
+
+def _named(path: Path, name: str) -> Path:
+    return path.with_name(f"{path.stem}_{name}{path.suffix}")
+
+
+def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a cascade but for `--cascade` itself."""
+    group = parser.add_argument_group("cascade", "files of a stage have its name in theirs")
+    group.add_argument(
+        "--stage",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "SETTING=VALUE"),
+        help=f"settings of one stage: {', '.join(SETTINGS)}; others are those of its run, or of all stages",
+    )
+    group.add_argument(
+        "--low-resolution", type=Path, metavar="FILE", help="pictures that the first stage enlarges, as .npy"
+    )
+    group.add_argument("--augmentation", type=float, metavar="X", help="noise level of the pictures that are enlarged")
+
+
+def read_stages(cascade: Sequence[str], settings: Sequence[Sequence[str]]) -> list[Stage]:
+    """Read the stages, first to last.
+
+    Args:
+        cascade: `NAME=DIR` of each.
+        settings: a name and `SETTING=VALUE ...` of each `--stage`.
+
+    Raises:
+        ConfigError: a word is written otherwise, or there is no such stage or setting.
+    """
+    stages: dict[str, Stage] = {}
+    for word in cascade:
+        name, is_pair, folder = word.partition("=")
+        if not (name and is_pair and folder) or name in stages:
+            raise ConfigError(f"--cascade {word!r} must be NAME=DIR with a name of its own, such as base=runs/base")
+        stages[name] = Stage(name, folder)
+    for name, *words in settings:
+        if name not in stages:
+            raise ConfigError(f"--stage {name}: there is no such stage; --cascade names {', '.join(stages)}")
+        stages[name] = replace(stages[name], settings=dict(_setting(name, word) for word in words))
+    return list(stages.values())
+
+
+def _setting(stage: str, word: str) -> tuple[str, Any]:
+    key, _, value = word.partition("=")
+    try:
+        return key, SETTINGS[key](value)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"--stage {stage} {word}: must be SETTING=VALUE with one of {', '.join(SETTINGS)}, such as steps=20"
+        ) from error
+
+
+def read_pictures(path: Path) -> list[Tensor]:
+    """Read low-resolution pictures `[N, 3, h, w]` with values in [-1, 1] from a `.npy` file, each as `[3, 1, h, w]`.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another shape.
+    """
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--low-resolution {path} cannot be read: {error}; save it with numpy.save") from error
+    if array.ndim != 4:
+        raise ConfigError(f"--low-resolution {path} has shape {list(array.shape)}, wanted [N, channels, height, width]")
+    return list(torch.from_numpy(array).float()[:, :, None])
+
+
+def enlarging(
+    generator: "Generator", requests: list["Request"], pictures: Optional[Sequence[Tensor]], level: Optional[float]
+) -> tuple[list["Request"], dict[str, Any]]:
+    """Return the requests with the low-resolution picture of each, and the size of what is drawn from them.
+
+    Args:
+        pictures: `[C, 1, h, w]` of each request, from the stage before; None for the first stage.
+        level: noise level of the pictures; None for the model's own.
+
+    Raises:
+        ConfigError: there are pictures and the model takes none, or the other way round, or of another number.
+    """
+    condition = generator.spec.condition(LOW_RESOLUTION.name)
+    if condition is None or not isinstance(condition.derive, LowResolution):
+        if pictures is not None:
+            raise ConfigError("this model takes no low-resolution picture; make it the first stage of the cascade")
+        return requests, {}
+    if pictures is None:
+        raise ConfigError(
+            "this model enlarges a low-resolution picture; put a model that draws one before it with --cascade, or "
+            "give --low-resolution FILE.npy"
+        )
+    if len(pictures) != len(requests):
+        raise ConfigError(f"{len(pictures)} low-resolution pictures for {len(requests)} samples; give one for each")
+    factor, changed = condition.derive.factor, []
+    for request, picture in zip(requests, pictures):
+        given = {**request.conditions, LOW_RESOLUTION.name: enlarged(picture, factor)}
+        if level is not None:
+            given[AUGMENTATION.name] = level
+        changed.append(replace(request, conditions=given))
+    height, width = pictures[0].shape[-2:]
+    return changed, {"frames": 1, "size": (height * factor, width * factor)}

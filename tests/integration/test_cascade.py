@@ -1,0 +1,68 @@
+"""A base model and a super-resolution model are trained, resumed and sampled as a cascade."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration import actions
+from tests.integration.runs import overrides
+from tests.support.ranks import Job, run_jobs
+
+pytestmark = pytest.mark.matrix
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two steps of each model, a resume of one, and what the cascade draws from a text."""
+    folder = tmp_path_factory.mktemp("cascade")
+    np.save(folder / "words.npy", np.random.default_rng(0).standard_normal((3, 32), np.float32))
+    jobs = {}
+    for name in ("tiny_imagen", "tiny_imagen_sr"):
+        words = overrides(folder / name, logging__tensorboard=False, training__num_steps=2)
+        jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", name, *words]})
+    more = overrides(folder / "tiny_imagen_sr", logging__tensorboard=False, training__num_steps=3)
+    jobs["resumed"] = Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_imagen_sr", *more]})
+    stages = [f"{name}={folder / run}" for name, run in (("base", "tiny_imagen"), ("sr", "tiny_imagen_sr"))]
+    asked = ["--text-embedding", str(folder / "words.npy"), "--count", "2", "--steps", "2"]
+    draw = [
+        "--cascade",
+        *stages,
+        *asked,
+        "--out",
+        str(folder / "x.png"),
+        "--save-latents",
+        str(folder / "x.safetensors"),
+    ]
+    jobs["drawn"] = Job(actions.draw, {"arguments": draw})
+    latents = str(folder / "alone.safetensors")
+    alone = ["--checkpoint", str(folder / "tiny_imagen_sr"), *asked, "--out", str(folder / "alone.png")]
+    jobs["alone"] = Job(actions.draw, {"arguments": alone})
+    given = [*alone, "--low-resolution", str(folder / "given.npy"), "--save-latents", latents, "--augmentation", "3"]
+    np.save(folder / "given.npy", np.zeros((2, 3, 4, 4), np.float32))
+    jobs["given"] = Job(actions.draw, {"arguments": given})
+    return {"folder": folder, **run_jobs(folder / "world", jobs)}
+
+
+def latents(folder: Path, name: str) -> torch.Tensor:
+    (found,) = load_file(folder / f"{name}.safetensors").values()
+    return found
+
+
+def test_every_stage_writes_its_pictures(done: dict[str, Any]) -> None:
+    """The second stage's are four times as large."""
+    assert [done[name].code for name in ("tiny_imagen", "tiny_imagen_sr", "resumed", "drawn")] == [0] * 4
+    folder = done["folder"]
+    assert {path.name for path in folder.glob("x_*.png")} == {"x_base.png", "x_sr.png"}
+    assert latents(folder, "x_base").shape == (2, 3, 1, 16, 16)
+    assert latents(folder, "x_sr").shape == (2, 3, 1, 64, 64)
+
+
+def test_a_super_resolution_model_alone_needs_pictures(done: dict[str, Any]) -> None:
+    assert done["alone"].code != 0
+    assert "this model enlarges a low-resolution picture" in done["alone"].err
+    assert done["given"].code == 0
+    assert latents(done["folder"], "alone").shape == (2, 3, 1, 16, 16)

@@ -1,0 +1,94 @@
+"""What `--cascade` and `--stage` mean, and which pictures a stage enlarges."""
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dit.errors import ConfigError
+from dit.inference.drawing import Request
+from dit.models.base import ModelConfig
+from dit.models.efficient_unet.config import EfficientUNetConfig
+from dit.models.unet.config import UNetConfig
+from dit.resize import enlarged
+from launch.cascade import enlarging, read_pictures, read_stages
+from launch.sample import build_parser
+
+SUPER_RESOLUTION = EfficientUNetConfig(noise_augmentation=True)
+REQUESTS = [Request(name, {"fps": 1.0}, {}, None, i) for i, name in enumerate("ab")]
+PICTURES = list(torch.randn(2, 3, 1, 4, 6, generator=torch.Generator().manual_seed(0)))
+
+
+def generator_of(model: ModelConfig) -> Any:
+    return SimpleNamespace(spec=model.batch_spec())
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    return build_parser().parse_args(words)
+
+
+def test_a_stage_has_its_own_settings_and_files() -> None:
+    """What it does not set is that of the command; the settings of another stage are not its own."""
+    args = arguments(
+        *("--cascade", "base=runs/a", "sr=runs/b", "--stage", "sr", "steps=20", "guidance_scale=8", "augmentation=0.1"),
+        *("--steps", "30", "--out", "out/x.png", "--files", "pictures", "--save-latents", "z.safetensors"),
+    )
+    base, large = (stage.arguments(args) for stage in read_stages(args.cascade, args.stage))
+    assert (base.checkpoint, base.steps, base.guidance_scale, base.augmentation) == ("runs/a", 30, None, None)
+    assert (large.checkpoint, large.steps, large.guidance_scale, large.augmentation) == ("runs/b", 20, 8.0, 0.1)
+    assert (base.out, base.files) == ("out/x_base.png", Path("pictures/base"))
+    assert (large.out, large.save_latents) == ("out/x_sr.png", Path("z_sr.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("cascade", "settings", "says"),
+    [
+        (["runs/a"], [], "'runs/a' must be NAME=DIR"),
+        (["a=x", "a=y"], [], "'a=y' must be NAME=DIR with a name of its own"),
+        (["a=x"], [["b", "steps=1"]], "--stage b: there is no such stage; --cascade names a"),
+        (["a=x"], [["a", "stepz=1"]], "--stage a stepz=1: must be SETTING=VALUE with one of steps"),
+        (["a=x"], [["a", "steps=many"]], "--stage a steps=many: must be SETTING=VALUE"),
+    ],
+)
+def test_what_is_written_otherwise_is_refused(cascade: list[str], settings: list[list[str]], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_stages(cascade, settings)
+
+
+def test_a_stage_enlarges_the_picture_of_each_sample() -> None:
+    """By the factor of the model, at the level that is given, or else at its own."""
+    requests, size = enlarging(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES, 0.1)
+    assert size == {"frames": 1, "size": (16, 24)}
+    for request, picture, asked in zip(requests, PICTURES, REQUESTS, strict=True):
+        assert torch.equal(request.conditions["low_resolution"], enlarged(picture, 4))
+        assert {**request.conditions, "low_resolution": 0} == {
+            **asked.conditions,
+            "low_resolution": 0,
+            "augmentation": 0.1,
+        }
+    clean, _ = enlarging(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES, None)
+    assert "augmentation" not in clean[0].conditions
+    assert enlarging(generator_of(UNetConfig()), REQUESTS, None, None) == (REQUESTS, {})
+
+
+def test_stages_that_do_not_follow_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="takes no low-resolution picture; make it the first stage"):
+        enlarging(generator_of(UNetConfig()), REQUESTS, PICTURES, None)
+    with pytest.raises(ConfigError, match="enlarges a low-resolution picture; put a model that draws one before it"):
+        enlarging(generator_of(SUPER_RESOLUTION), REQUESTS, None, None)
+    with pytest.raises(ConfigError, match="1 low-resolution pictures for 2 samples"):
+        enlarging(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES[:1], None)
+
+
+def test_pictures_are_read_from_an_array(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", torch.stack(PICTURES)[:, :, 0].numpy())
+    assert all(map(torch.equal, read_pictures(tmp_path / "x.npy"), PICTURES))
+    np.save(tmp_path / "y.npy", np.zeros((3, 4)))
+    with pytest.raises(ConfigError, match=r"y.npy has shape \[3, 4\], wanted \[N, channels, height, width\]"):
+        read_pictures(tmp_path / "y.npy")
+    with pytest.raises(ConfigError, match=r"z.npy cannot be read"):
+        read_pictures(tmp_path / "z.npy")

@@ -1,0 +1,107 @@
+"""Low-resolution pictures: made from the data, noised at their own size, at a level of their own."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.conditions import per_sample
+from dit.errors import ConfigError
+from dit.models.efficient_unet.config import EfficientUNetConfig
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.patchify import unpatchify
+from dit.resize import LowResolution, enlarged, reduced
+from dit.run_config import check_outputs
+from energon_data.mock import MockData, MockSource
+from energon_data.packing import collate
+
+MODEL = EfficientUNetConfig(context_size=8, noise_augmentation=True, low_resolution_factor=4)
+
+
+def pack(model: EfficientUNetConfig = MODEL, numbers: tuple[int, ...] = (0, 1, 2), **options: Any) -> PackedBatch:
+    spec = model.batch_spec(**options)
+    source = MockSource(MockData(height=16, width=16), spec, seed=0, split="train", stream=0, num_streams=1)
+    return collate([source.sample(number) for number in numbers], spec)
+
+
+def noise_of(batch: PackedBatch, step: int = 0) -> AddressedNoise:
+    return AddressedNoise(3, step, batch.sample_ids_S, batch.layout, batch.draws_S)
+
+
+def low_resolutions(batch: PackedBatch) -> list[Tensor]:
+    tokens_TC = batch.conditions["low_resolution"].values
+    starts, lengths = batch.layout.starts, batch.layout.lengths
+    return [
+        unpatchify(tokens_TC[a : a + n], grid, 1, MODEL.patch_spatial)
+        for a, n, grid in zip(starts, lengths, batch.grids)
+    ]
+
+
+def test_enlarging_is_linear() -> None:
+    """Noise that is drawn at the small size and enlarged is the noise of an enlarged, noised picture."""
+    x, eps = torch.randn(2, 3, 1, 5, 4)
+    torch.testing.assert_close(
+        enlarged(x + 0.3 * eps, 4), enlarged(x, 4) + 0.3 * enlarged(eps, 4), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_low_resolution_picture_shows_no_more_than_the_small_one() -> None:
+    """A constant stays; detail finer than the factor is lost; sides that are no multiples of it stay as they are."""
+    torch.testing.assert_close(LowResolution(4)(torch.full((3, 1, 10, 6), 0.7)), torch.full((3, 1, 10, 6), 0.7))
+    checks = torch.ones(1, 1, 16, 16)
+    checks[..., ::2] = -1
+    assert LowResolution(4)(checks).abs().max() < 0.1
+    smooth = enlarged(torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(0)), 4)
+    assert (LowResolution(4)(smooth) - smooth).norm() < 0.4 * smooth.norm()
+
+
+def test_data_without_a_low_resolution_picture_make_it() -> None:
+    batch = pack()
+    for made, latent in zip(low_resolutions(batch), batch.unpatchified(batch.latents_TC, 1, 1)):
+        torch.testing.assert_close(made, enlarged(reduced(latent, 4), 4))
+
+
+@pytest.mark.parametrize("padding", [{}, {"multiple_of": 10}])
+def test_each_sample_is_noised_at_its_own_level(padding: dict[str, int]) -> None:
+    """c_in(sigma') (x + sigma' eps), eps enlarged from the small size, where its variance is therefore about 1."""
+    batch = pack(**padding)
+    levels_S = torch.tensor([0.5, 4.0, 1e-4])
+    given = replace(batch, conditions=batch.conditions | {"augmentation": per_sample(levels_S)})
+    noised = EDM().augment(given, MODEL.conditions(), noise_of(batch), draw=False)
+    eps = []
+    for clean, scaled, level in zip(low_resolutions(batch), low_resolutions(noised), levels_S):
+        c_in = (level**2 + 0.25).rsqrt()
+        eps.append(reduced(scaled / c_in - clean, 4) / level)
+    alone = EDM().augment(pack(numbers=(1,)), MODEL.conditions(), noise_of(pack(numbers=(1,))), draw=True)
+    again = EDM().augment(batch, MODEL.conditions(), noise_of(batch), draw=True)
+    torch.testing.assert_close(low_resolutions(again)[1], low_resolutions(alone)[0])
+    assert torch.equal(again.conditions["augmentation"].values[1:2], alone.conditions["augmentation"].values)
+    torch.testing.assert_close(eps[0].std(), torch.tensor(1.0), rtol=0.6, atol=0)
+    torch.testing.assert_close(eps[1].std(), torch.tensor(1.0), rtol=0.6, atol=0)
+    assert noised.conditions["augmentation"].values is levels_S
+
+
+def test_levels_are_drawn_as_sigma_is_and_apart_from_it() -> None:
+    batch = pack(numbers=tuple(range(6)))
+    edm = EDM(p_mean=2.0, p_std=0.1)
+    sigma_S = edm.augment(batch, MODEL.conditions(), noise_of(batch), draw=True).conditions["augmentation"].values
+    assert ((sigma_S.log() - 2).abs() < 0.5).all()
+    assert not torch.isclose(sigma_S, edm.level(noise_of(batch).level_S())).any()
+
+
+def test_a_model_without_augmentation_gets_its_picture_as_it_is() -> None:
+    clean = replace(MODEL, noise_augmentation=False)
+    batch = pack(clean)
+    assert EDM().augment(batch, clean.conditions(), noise_of(batch), draw=True) is batch
+
+
+def test_objectives_that_do_not_noise_it_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not noise low-resolution pictures"):
+        check_outputs(DDPM(), MODEL)
+    check_outputs(EDM(), MODEL)
+    check_outputs(DDPM(), replace(MODEL, noise_augmentation=False))
