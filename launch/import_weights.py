@@ -30,7 +30,7 @@ examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
   python -m launch.sample --checkpoint runs/dit_xl2 --label 207
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
-  torchrun ... -m launch.train ... --factory "finetune(base='runs/pixart')" data.path=data/mine
+  torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)
 
 Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
 defaults are assumed and printed.
