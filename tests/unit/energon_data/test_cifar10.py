@@ -1,6 +1,5 @@
 """CIFAR-10's own files become a data set: both versions give the same pictures, labels, names and splits."""
 
-import json
 import pickle
 import struct
 from pathlib import Path
@@ -85,8 +84,8 @@ def test_both_versions_give_every_picture_with_its_class(tmp_path: Path, write, 
     (source / folder).mkdir(parents=True)
     write(source / folder)
     assert main(["cifar10", "--in", str(source), "--out", str(out)]) == 0
-    check_folder(out)
-    assert json.loads((out / "dataset.json").read_text())["class_names"] == NAMES
+    assert {split: check_folder(out, split).samples for split in ("train", "val")} == {"train": 5 * COUNT, "val": COUNT}
+    assert check_folder(out, "train").description["class_names"] == NAMES
     found = [(split, metadata["label"], metadata["class"], clip) for split, metadata, clip, _ in samples(out)]
     wanted = [(name, i) for name in BATCHES for i in range(COUNT)]
     assert len(found) == len(wanted)
