@@ -128,6 +128,7 @@ def generate_each(
     variance: str = "small",
     guidance_channels: Optional[int] = None,
     negative: Optional[Mapping[str, Sequence[Value]]] = None,
+    strength: Optional[float] = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> list[Tensor]:
     """Generate every sample of a pack of `empty_pack`, or in place of the latents of any other pack.
@@ -139,6 +140,8 @@ def generate_each(
         variance: see `SamplingConfig`, as for `guidance_channels`.
         negative: conditions of the unconditional branch, by name, a value for each sample; for the others it is their
             null.
+        strength: share of the steps, in (0, 1], at least one; the samples start from the pack's latents with the noise
+            of the first of these. None for all steps, from noise alone.
         on_step: called with the number of each solver step, from 0, when it starts.
 
     Returns:
@@ -169,7 +172,9 @@ def generate_each(
         return AddressedNoise(seed, step + 1, batch.sample_ids_S, layout).normal_TC("solver", channels)
 
     grid = objective.sampling_grid(num_steps)
-    _, sigma = objective.path.alpha_sigma(grid[0])
+    if strength is not None:
+        grid = grid[-1 - max(1, round(strength * num_steps)) :]
+    alpha, sigma = objective.path.alpha_sigma(grid[0])
     denoise: Callable[..., Any] = objective.denoise_with_variance if learned else objective.denoise
 
     def denoised(x_TC: Tensor, u: Tensor) -> Any:
@@ -177,6 +182,8 @@ def generate_each(
         return denoise(bound, x_TC, u, layout)
 
     start_TC = float(sigma) * AddressedNoise(seed, 0, batch.sample_ids_S, layout).normal_TC("start", channels)
+    if strength is not None:
+        start_TC = float(alpha) * batch.latents_TC + start_TC
     x0_TC = solve(
         solver,
         denoised,
