@@ -23,6 +23,7 @@ from dit.settings import SamplingConfig
 from launch import environment
 from launch.argument_types import at_least_one, frame_rate, height_and_width
 from launch.cascade import add_cascade_arguments, enlarging, read_pictures, read_stages
+from launch.initial_picture import check_strength, read_initial
 
 if TYPE_CHECKING:
     from dit.encoders.vae import Geometry
@@ -43,6 +44,7 @@ examples
   python -m launch.sample --checkpoint runs/moving_letters_dit --prompt "the letter Q moving left fast" --out q.gif
   python -m launch.sample --checkpoint RUN --prompts prompts.txt --size 512x768 --vae VAE --files pictures
   python -m launch.sample --cascade base=RUN_64 sr256=RUN_256 --stage sr256 steps=20 --prompt "a red kite"
+  python -m launch.sample --checkpoint RUN --prompt "a red train" --init sketch.png --strength 0.6
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
 """
 
@@ -99,6 +101,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--vae",
         metavar="PATH",
         help="autoencoder that decodes latents, a diffusers folder or hub name (default: the one the data set names)",
+    )
+    parser.add_argument(
+        "--init", type=Path, metavar="PICTURE", help="start from this picture instead of noise alone (image to image)"
+    )
+    parser.add_argument(
+        "--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)"
     )
     parser.add_argument("--batch", type=at_least_one, metavar="N", help="samples at a time (default: by their tokens)")
     parser.add_argument("--columns", type=at_least_one, metavar="N", help="pictures per row")
@@ -431,9 +439,15 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     settings = sampling_settings(args) | read_size(args, generator, decode.geometry)
     requests, size = enlarging(generator, what_to_draw(args, generator), pictures, args.augmentation)
     settings |= size
+    strength = check_strength(args.strength, initial=args.init is not None)
+    init: dict[str, Any] = {}
+    if args.init is not None:
+        latent_size = generator.size_of(settings.get("frames"), settings.get("size"))
+        settings |= {"initial": read_initial(args.init, latent_size, channels, decode), "strength": strength}
+        init = {"init": str(args.init), "strength": strength}
     gallery = Gallery(
         [request.caption for request in requests],
-        [request.record for request in requests],
+        [request.record | init for request in requests],
         folder=args.files,
         keep_latents=args.save_latents is not None,
         fps=generator.fps if args.fps is None else args.fps,

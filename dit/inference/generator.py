@@ -20,7 +20,7 @@ from dit.errors import CheckpointError, ConfigError
 from dit.inference.sizes import check_size
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
-from dit.patchify import frames_to_patch
+from dit.patchify import frames_to_patch, patchify
 from dit.run_config import RunConfig
 from dit.sampling.generate import empty_pack, generate_each
 from dit.settings import SamplingConfig, TrainingConfig
@@ -70,6 +70,8 @@ class Generator:
         seed: Optional[int] = None,
         seeds: Optional[Sequence[Optional[int]]] = None,
         numbers: Optional[Sequence[int]] = None,
+        initial: Optional[Tensor] = None,
+        strength: Optional[float] = None,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> Tensor:
         """Generate one sample per label (or condition, or `count` samples); settings left out are the run's own.
@@ -86,6 +88,9 @@ class Generator:
             variance: of the solver `ancestral`, see `SamplingConfig`.
             seeds: own seed of each sample; None for `seed`.
             numbers: of the samples; 0, 1, ... if None.
+            initial: a latent `[C, T, H, W]` of that size that all samples start from, for a still of one frame; None
+                for noise alone.
+            strength: share of the steps that follow it, see `generate_each`; None without `initial`.
             on_step: called with the number of each solver step when it starts.
 
         Returns:
@@ -111,8 +116,13 @@ class Generator:
         count = len(next(iter(given.values()))) if given else count or 1
         rate = {FPS.name: [self.fps if fps is None else fps] * count}
         batch = empty_pack(self.spec, (drawn, height, width), count, local_device(), {**rate, **given}, numbers)
+        if initial is not None:
+            tokens_TC, _ = patchify(initial.repeat(1, drawn // initial.shape[1], 1, 1), *self.spec.patch)
+            batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
         every_seed = [sampling.seed if one is None else one for one in seeds or [None] * count]
-        latents = self.generate_pack(batch, sampling, seeds=every_seed, negative=negative, on_step=on_step)
+        latents = self.generate_pack(
+            batch, sampling, seeds=every_seed, negative=negative, strength=strength, on_step=on_step
+        )
         return torch.stack(latents)[:, :, :frames]
 
     def sampling(self, **given: Any) -> SamplingConfig:
@@ -136,14 +146,15 @@ class Generator:
         *,
         seeds: Optional[Sequence[int]] = None,
         negative: Optional[Mapping[str, Sequence[Value]]] = None,
+        strength: Optional[float] = None,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> list[Tensor]:
         """Generate a sample for each of a pack, of its size and with its conditions.
 
         Args:
-            batch: its latents are not read.
+            batch: its latents are read only if `strength` is given.
             seeds: of each sample; None for that of `sampling`.
-            negative, on_step: as in `generate`.
+            negative, strength, on_step: as in `generate`.
 
         Returns:
             The latent of each sample `[C, T, H, W]`, float32.
@@ -162,6 +173,7 @@ class Generator:
             thresholding=sampling.thresholding,
             seed=seed.to(batch.layout.device),
             negative=negative,
+            strength=strength,
             on_step=on_step,
         )
 

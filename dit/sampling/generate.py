@@ -129,6 +129,7 @@ def generate_each(
     guidance_channels: Optional[int] = None,
     thresholding: str = "none",
     negative: Optional[Mapping[str, Sequence[Value]]] = None,
+    strength: Optional[float] = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> list[Tensor]:
     """Generate every sample of a pack of `empty_pack`, or in place of the latents of any other pack.
@@ -140,6 +141,8 @@ def generate_each(
         variance: see `SamplingConfig`, as for `guidance_channels` and `thresholding`.
         negative: conditions of the unconditional branch, by name, a value for each sample; for the others it is their
             null.
+        strength: share of the steps, in (0, 1], at least one; the samples start from the pack's latents with the noise
+            of the first of these. None for all steps, from noise alone.
         on_step: called with the number of each solver step, from 0, when it starts.
 
     Returns:
@@ -171,7 +174,9 @@ def generate_each(
         return AddressedNoise(seed, step + 1, batch.sample_ids_S, layout).normal_TC("solver", channels)
 
     grid = objective.sampling_grid(num_steps)
-    _, sigma = objective.path.alpha_sigma(grid[0])
+    if strength is not None:
+        grid = grid[-1 - max(1, round(strength * num_steps)) :]
+    alpha, sigma = objective.path.alpha_sigma(grid[0])
     limited = threshold(thresholding, layout)
 
     def denoised(x_TC: Tensor, u: Tensor) -> Any:
@@ -182,6 +187,8 @@ def generate_each(
         return limited(x0_TC), fraction
 
     start_TC = float(sigma) * AddressedNoise(seed, 0, batch.sample_ids_S, layout).normal_TC("start", channels)
+    if strength is not None:
+        start_TC = float(alpha) * batch.latents_TC + start_TC
     x0_TC = solve(
         solver,
         denoised,

@@ -4,11 +4,13 @@ The project reads costs from the program; this is what they are compared with.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Optional
 
 from dit.layout import SequenceLayout
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import ModelConfig
+from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.efficient_unet.config import EfficientUNetConfig
@@ -241,10 +243,11 @@ def _flux(c: FluxConfig, layout: SequenceLayout, texts: SequenceLayout, padding:
     return embed + samples * _flux_conditioner(c) + layers + head
 
 
-def _autoencoder_weights(c: AutoencoderConfig) -> int:
-    def convolution(inputs: int, outputs: int, size: int = 3) -> int:
-        return (inputs * size**2 + 1) * outputs
+def convolution(inputs: int, outputs: int, size: int = 3) -> int:
+    return (inputs * size**2 + 1) * outputs
 
+
+def _autoencoder_weights(c: AutoencoderConfig) -> int:
     def block(inputs: int, outputs: int) -> int:
         shortcut = convolution(inputs, outputs, 1) if inputs != outputs else 0
         return 2 * inputs + convolution(inputs, outputs) + 2 * outputs + convolution(outputs, outputs) + shortcut
@@ -338,8 +341,29 @@ def _efficient_unet_weights(c: EfficientUNetConfig) -> int:
     return total + _linear(widths[0], c.output_features)
 
 
+def _ddpm_unet_weights(c: DDPMUNetConfig) -> int:
+    def pair(inputs: int, middle: int, outputs: int) -> int:
+        return 9 * inputs * middle + 9 * middle * outputs + 2 * middle + 2 * outputs
+
+    def block(inputs: int, middle: int, outputs: int) -> int:
+        attention = 6 * outputs * outputs + 10 * outputs
+        return pair(inputs, inputs, inputs) + pair(inputs, middle, outputs) + (c.hidden_size + 1) * outputs + attention
+
+    widths, middle = c.block_out_channels, [c.block_out_channels[-1], *c.mid_out_channels]
+    down = sum(block(i, o, o) for i, o in pairwise(widths))
+    bottom = sum(pair(i, o, o) for i, o in pairwise(middle))
+    skips = widths[-2::-1]  # those that the blocks on the way up are given, each as wide as the next one's
+    outputs = [*skips[1:], widths[0]]
+    inputs = [skip + own for skip, own in zip(skips, [middle[-1], *outputs])]
+    up = sum(block(i, i // 2, o) for i, o in zip(inputs, outputs))
+    labels = 0 if c.num_classes is None else (c.num_classes + 1) * c.hidden_size
+    ends = pair(c.token_channels, widths[0], widths[0]) + (widths[0] + 1) * c.output_features
+    return labels + ends + down + bottom + up
+
+
 PARAMETERS: dict[type, Any] = {
     AutoencoderConfig: _autoencoder_weights,
+    DDPMUNetConfig: _ddpm_unet_weights,
     DiTConfig: _dit_weights,
     DiTCrossConfig: _dit_cross_weights,
     EfficientUNetConfig: _efficient_unet_weights,

@@ -1,17 +1,17 @@
 """CIFAR-10's own files become a data set: both versions give the same pictures, labels, names and splits."""
 
-import json
 import pickle
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from test_prepare_media import samples
 
+from dit.batch import pixel_values
 from dit.errors import EXIT_DATA
 from energon_data.folder import check_folder
-from energon_data.media_files import pixels_of
 from energon_data.prepare.__main__ import main
 
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -85,8 +85,8 @@ def test_both_versions_give_every_picture_with_its_class(tmp_path: Path, write, 
     (source / folder).mkdir(parents=True)
     write(source / folder)
     assert main(["cifar10", "--in", str(source), "--out", str(out)]) == 0
-    check_folder(out)
-    assert json.loads((out / "dataset.json").read_text())["class_names"] == NAMES
+    assert {split: check_folder(out, split).samples for split in ("train", "val")} == {"train": 5 * COUNT, "val": COUNT}
+    assert check_folder(out, "train").description["class_names"] == NAMES
     found = [(split, metadata["label"], metadata["class"], clip) for split, metadata, clip, _ in samples(out)]
     wanted = [(name, i) for name in BATCHES for i in range(COUNT)]
     assert len(found) == len(wanted)
@@ -94,7 +94,7 @@ def test_both_versions_give_every_picture_with_its_class(tmp_path: Path, write, 
         pixels, labels = pixels_and_labels(name)
         assert split == ("val" if name == "test_batch" else "train")
         assert (label, word) == (labels[i], NAMES[labels[i]])
-        assert np.array_equal(pixels_of(clip)[:, 0].numpy(), pixels[i].reshape(3, 32, 32))
+        assert torch.equal(clip.latent[:, 0], pixel_values(torch.from_numpy(pixels[i].reshape(3, 32, 32))))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.generate import empty_pack, generate
@@ -146,3 +147,26 @@ def test_an_unknown_threshold_is_refused() -> None:
     settings = {"solver": "euler", "num_steps": 1, "guidance_scale": 1.0, "seed": 0, "thresholding": "loud"}
     with pytest.raises(ConfigError, match="thresholding='loud' is unknown; use one of 'none', 'static', 'dynamic'"):
         generate(by_condition, FlowMatching(), pack(), SPEC, **settings)
+
+
+@pytest.mark.parametrize("objective", [FlowMatching(prediction="x0"), DDPM(prediction="x0", schedule="cosine")])
+def test_a_sample_starts_from_a_picture_with_the_noise_of_its_first_step(objective: Objective) -> None:
+    """x_u = alpha x0 + sigma eps at the step that leaves round(strength * steps), with the noise of a full drawing."""
+    seen: list[Tensor] = []
+
+    def nothing(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        seen.append(inputs_TC.double())
+        return torch.zeros_like(inputs_TC)
+
+    batch, picture_TC = pack(), torch.linspace(-1, 1, 8)[:, None].expand(-1, 4).contiguous()
+    settings = {"solver": "euler", "num_steps": 10, "guidance_scale": 1.0, "seed": 0}
+    grid = objective.sampling_grid(10)
+    generate(nothing, objective, batch, SPEC, **settings)
+    eps_TC = seen[0] / objective.path.alpha_sigma(grid[0])[1]
+    batch.latents_TC = picture_TC
+    for strength, steps in ((1.0, 10), (0.34, 3), (0.01, 1)):
+        seen.clear()
+        generate(nothing, objective, batch, SPEC, strength=strength, **settings)
+        assert len(seen) == steps
+        alpha, sigma = objective.path.alpha_sigma(grid[10 - steps])
+        torch.testing.assert_close(seen[0], alpha * picture_TC.double() + sigma * eps_TC, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,73 @@
+"""The picture that samples start from: read, brought to their size, and encoded as the model's data are."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from dit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dit.inference.decoding import Decoder
+
+
+def read_initial(path: Path, latent_size: tuple[int, int, int], channels: int, decoder: "Decoder") -> "Tensor":
+    """Return a picture as the latent of a sample, `[C, 1, H, W]`, float32.
+
+    It is scaled until it covers the sample, and its middle is cut out. Without an autoencoder it stays pixels: three
+    channels, or one of its brightness.
+
+    Args:
+        path: of the picture.
+        latent_size: (T, H, W) of a sample, in positions of a latent.
+        channels: of a sample.
+        decoder: of the samples.
+
+    Raises:
+        ConfigError: it cannot be read, samples are clips, or nothing encodes pictures to the model's latents.
+    """
+    import torch
+    from PIL import Image, ImageOps
+
+    from dit.batch import pixel_values
+    from dit.encoders.vae import load_vae
+    from energon_data.media_files import open_picture, pixels_of
+    from energon_data.samples import SampleError
+
+    frames, height, width = latent_size
+    if frames != 1:
+        raise ConfigError(f"--init {path} is one picture, and samples have {frames} frames; use --frames 1")
+    if decoder.geometry is None and channels not in (1, 3):
+        raise ConfigError(
+            f"--init {path}: the model draws latents of {channels} channels, and nothing encodes a picture to them; "
+            "name the autoencoder with --vae"
+        )
+    try:
+        picture = open_picture(path.read_bytes())
+    except (OSError, SampleError) as error:
+        raise ConfigError(f"--init {path} cannot be read: {error}") from error
+    if decoder.geometry is not None:
+        _, height, width = decoder.geometry.pixel_shape(1, height, width)
+    fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    if channels == 1:
+        fitted = fitted.convert("L").convert("RGB")
+    pixels = pixel_values(pixels_of([fitted]))
+    if decoder.name is None:
+        return pixels[:channels]
+    with torch.no_grad():
+        return load_vae(decoder.name, str(decoder.device)).encode(pixels[None])[0].float().cpu()
+
+
+def check_strength(strength: Optional[float], *, initial: bool) -> float:
+    """Return the share of the noise that is added to an initial picture.
+
+    Raises:
+        ConfigError: it is not above 0 and at most 1, or there is no such picture.
+    """
+    if strength is not None and not initial:
+        raise ConfigError(f"--strength {strength:g} is how far samples leave the picture of --init; give one")
+    if strength is not None and not 0 < strength <= 1:
+        raise ConfigError(
+            f"--strength {strength:g} must be above 0 and at most 1, where nothing is left of the picture"
+        )
+    return 0.75 if strength is None else strength

@@ -1,0 +1,58 @@
+"""The picture that samples start from is the one that was named, in the form of the model's data."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dit.errors import ConfigError
+from dit.inference.decoding import Decoder
+from launch.initial_picture import check_strength, read_initial
+
+NOTHING = Decoder(None, torch.device("cpu"))
+
+
+def picture(folder: Path, pixels: np.ndarray) -> Path:
+    Image.fromarray(pixels).save(folder / "picture.png")
+    return folder / "picture.png"
+
+
+def test_a_picture_of_the_size_is_its_pixels(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 3), np.uint8)
+    found = read_initial(picture(tmp_path, pixels), (1, 6, 4), 3, NOTHING)
+    exact = torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1).permute(2, 0, 1)[:, None]
+    torch.testing.assert_close(found, exact)
+
+
+def test_other_sizes_cover_the_sample_and_one_channel_is_brightness(tmp_path: Path) -> None:
+    """Of a picture twice as wide, black, white and black again, the white middle is left."""
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, 4:12] = 255
+    found = read_initial(picture(tmp_path, pixels), (1, 8, 8), 1, NOTHING)
+    assert found.shape == (1, 1, 8, 8)
+    assert torch.equal(found, torch.ones_like(found))
+
+
+def test_what_cannot_start_a_sample_is_refused(tmp_path: Path) -> None:
+    path = picture(tmp_path, np.zeros((4, 4, 3), np.uint8))
+    (tmp_path / "text.png").write_text("no picture")
+    for file, frames, channels, says in (
+        (path, 8, 3, "samples have 8 frames; use --frames 1"),
+        (path, 1, 4, "latents of 4 channels, and nothing encodes a picture to them; name the autoencoder with --vae"),
+        (tmp_path / "text.png", 1, 3, "text.png cannot be read"),
+        (tmp_path / "missing.png", 1, 3, "missing.png cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read_initial(file, (frames, 4, 4), channels, NOTHING)
+
+
+def test_strength_needs_a_picture_and_lies_above_0() -> None:
+    assert check_strength(None, initial=True) == 0.75
+    assert check_strength(1.0, initial=True) == 1.0
+    for strength in (0.0, 1.5, float("nan")):
+        with pytest.raises(ConfigError, match="must be above 0 and at most 1"):
+            check_strength(strength, initial=True)
+    with pytest.raises(ConfigError, match=r"--strength 0\.5 is how far samples leave the picture of --init"):
+        check_strength(0.5, initial=False)
