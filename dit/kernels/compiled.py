@@ -17,4 +17,4 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     found = list(layers)
     config.recompile_limit = max(config.recompile_limit, 2 * len(found))
     for layer in found:
-        layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, dynamic=False)

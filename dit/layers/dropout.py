@@ -37,7 +37,7 @@ class Dropout(nn.Module):
         elements = x_NCHW[0].numel()
         blocks = torch.arange(-(-elements // 4), device=x_NCHW.device)
         words = philox(
-            torch.broadcast_tensors(  # type: ignore[arg-type]
+            torch.broadcast_tensors(
                 blocks,
                 torch.full_like(blocks, self.place),
                 (keys_N & MASK32)[:, None],
