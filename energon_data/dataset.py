@@ -277,7 +277,8 @@ class EnergonData(DataConfig):
         """
         if not self._augments:
             return
-        beside = [condition.what for condition in spec.conditions if condition.axis == "latent"]
+        # What is made from the picture is made from the changed one.
+        beside = [c.what for c in spec.conditions if c.axis == "latent" and c.derive is None]
         if beside:
             raise ConfigError(
                 f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(beside)} that the "

@@ -142,6 +142,8 @@ class ImagenConfig(ModelConfig):
                 f"model.num_res_blocks={self.num_res_blocks} must have an entry for each of the {levels} levels of "
                 f"model.channel_multipliers={self.channel_multipliers}, at least one"
             )
+        if len(set(self.attention_levels)) < len(self.attention_levels):
+            raise ConfigError(f"model.attention_levels={self.attention_levels} names a level twice; name each once")
         for name in ("init_kernel_size", "learned_time_features"):
             value = getattr(self, name)
             if value is not None and value % 2 != (name == "init_kernel_size"):

@@ -213,6 +213,7 @@ def test_the_published_counts(recipe: str, changes: dict[str, Any], count: int) 
     [
         ({"num_res_blocks": [1]}, r"num_res_blocks=\[1\] must have an entry for each of the 3 levels"),
         ({"attention_levels": [3]}, r"attention_levels=\[3\] must be"),
+        ({"attention_levels": [1, 1]}, r"attention_levels=\[1, 1\] names a level twice"),
         ({"head_size": 5}, "attention over 32 channels .* cannot be split into heads by model.head_size=5"),
         ({"norm_num_groups": 5}, "a level of .* channels .* is no multiple of model.norm_num_groups=5"),
         ({"condition_size": 10}, "text tokens of width 10 are no multiple of model.norm_num_groups=4"),

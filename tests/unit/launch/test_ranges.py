@@ -66,6 +66,7 @@ MAY_BE_ZERO = {
         "model.shift_factor",
         "model.class_dropout",
         "model.context_dropout",
+        "model.dropout",
         "model.time_frequency_shift",
         "model.guidance",
     ),

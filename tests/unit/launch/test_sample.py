@@ -91,7 +91,7 @@ def test_every_class_is_drawn_by_default(generator, tmp_path):
     assert draw(tmp_path) == 0
     assert generator.calls[0]["label"] == list(range(26))
     # Settings that were not given are left to the run.
-    given = ("solver", "num_steps", "variance", "guidance_scale", "guidance_channels", "seed", "fps")
+    given = ("solver", "num_steps", "variance", "guidance_scale", "guidance_channels", "thresholding", "seed", "fps")
     assert {generator.calls[0][k] for k in given} == {None}
 
 
@@ -107,7 +107,21 @@ def test_the_picture_shows_what_was_generated(generator, tmp_path):
 
 def test_settings_reach_the_generator(generator, tmp_path):
     flags = ["--solver", "heun", "--steps", "5", "--guidance-scale", "0", "--seed", "0", "--label", "3", "--count", "2"]
-    assert draw(tmp_path, *flags, "--fps", "12", "--variance", "large", "--guidance-channels", "3") == 0
+    assert (
+        draw(
+            tmp_path,
+            *flags,
+            "--fps",
+            "12",
+            "--variance",
+            "large",
+            "--guidance-channels",
+            "3",
+            "--thresholding",
+            "static",
+        )
+        == 0
+    )
     assert generator.calls[0] == {
         "label": [3, 3],
         "count": 2,
@@ -119,6 +133,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
         "variance": "large",
         "guidance_scale": 0.0,
         "guidance_channels": 3,
+        "thresholding": "static",
         "seed": 0,
         "fps": 12.0,
     }
