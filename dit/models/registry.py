@@ -32,6 +32,7 @@ BACKBONES = {
     "dit": Entry("dit.models.dit.config:DiTConfig", "dit.models.dit.model:DiT"),
     "dit_cross": Entry("dit.models.dit_cross.config:DiTCrossConfig", "dit.models.dit_cross.model:DiTCross"),
     "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.flux.model:Flux"),
+    "ldm_unet": Entry("dit.models.ldm_unet.config:LDMUNetConfig", "dit.models.ldm_unet.model:LDMUNet"),
     "moviegen": Entry("dit.models.moviegen.config:MovieGenConfig", "dit.models.moviegen.model:MovieGen"),
     "stdit": Entry("dit.models.stdit.config:STDiTConfig", "dit.models.stdit.model:STDiT"),
     "wan": Entry("dit.models.wan.config:WanConfig", "dit.models.wan.model:Wan"),

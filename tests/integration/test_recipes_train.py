@@ -21,6 +21,8 @@ RUNS = {
     "tiny_ecdit": {"parallel__expert_model_parallel_size": 2},
     "tiny_flux": {},
     "tiny_wan": TP2SP,
+    "tiny_ddpm_unet": {},
+    "tiny_ldm_unet": {"parallel__data_parallel": "fsdp"},
     "tiny_stdit": TP2SP,
     # Full attention on the ring, the others made local: the hybrid.
     "tiny_stdit_full": {"parallel__context_parallel_size": 2},

@@ -47,6 +47,7 @@ BASES = {
     ("letters_dit",): ("data",),
     ("pictogram_autoencoder",): ("model", "objective"),
     ("tiny_ddpm_unet",): ("model",),
+    ("tiny_ldm_unet",): ("model",),
 }
 
 MAY_BE_ZERO = {
@@ -65,6 +66,7 @@ MAY_BE_ZERO = {
         "model.class_dropout",
         "model.context_dropout",
         "model.time_frequency_shift",
+        "model.mid_transformer_layers",
         "model.guidance",
     ),
 }
