@@ -13,6 +13,7 @@ from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.stdit.config import STDiTConfig
@@ -223,6 +224,18 @@ def lora() -> run.Config[LoRAConfig]:
     return run.Config(LoRAConfig)
 
 
+@run.cli.factory(target=ModelConfig)
+def ldm_unet() -> run.Config[LDMUNetConfig]:
+    """Latent-diffusion UNet (860 M), that of Stable Diffusion v1: 4 latent channels, text of 768, width 320 to 1280."""
+    return run.Config(LDMUNetConfig)
+
+
+@run.cli.factory(target=ModelConfig)
+def ldm_unet_small() -> run.Config[LDMUNetConfig]:
+    """Latent-diffusion UNet of 128 to 512 channels (142 M); otherwise as ldm_unet."""
+    return run.Config(LDMUNetConfig, block_out_channels=[128, 256, 512, 512])
+
+
 @run.cli.factory(target=Objective)
 def autoencoding() -> run.Config[Autoencoding]:
     """Reconstruction and KL of an autoencoder (Rombach et al. 2022); set model=autoencoder_kl_f8 with it."""
@@ -257,6 +270,12 @@ def flow_matching_logit_normal() -> run.Config[FlowMatching]:
 def ddpm() -> run.Config[DDPM]:
     """DDPM (Ho et al. 2020) on the linear 1000-step table; the network outputs the noise."""
     return run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise")
+
+
+@run.cli.factory(target=Objective)
+def ddpm_latent() -> run.Config[DDPM]:
+    """DDPM on the 1000-step table of latent diffusion (Rombach et al. 2022); the network outputs the noise."""
+    return run.Config(DDPM, schedule="scaled_linear", discrete_steps=1000, prediction="noise")
 
 
 @run.cli.factory(target=Objective)

@@ -18,7 +18,6 @@ from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 
 CIFAR10_EPOCH = 391  # steps of 128 for 50,000 pictures
-FONTS_STEPS = 8000
 
 
 @run.cli.factory(target=pretrain)
@@ -86,7 +85,7 @@ def ddpm_fonts() -> run.Partial:
     recipe.model.num_classes = 26
     recipe.data = run.Config(EnergonData, path="data/letters_32", bucket_by_shape=True)
     recipe.training.run_dir = "runs/ddpm_fonts"
-    recipe.training.num_steps = FONTS_STEPS
+    recipe.training.num_steps = 8000
     recipe.training.micro_batch_size = 320
     recipe.training.global_batch_size = 320
     recipe.training.validation_interval = 200

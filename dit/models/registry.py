@@ -36,6 +36,7 @@ BACKBONES = {
         "dit.models.efficient_unet.config:EfficientUNetConfig", "dit.models.efficient_unet.model:EfficientUNet"
     ),
     "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.flux.model:Flux"),
+    "ldm_unet": Entry("dit.models.ldm_unet.config:LDMUNetConfig", "dit.models.ldm_unet.model:LDMUNet"),
     "moviegen": Entry("dit.models.moviegen.config:MovieGenConfig", "dit.models.moviegen.model:MovieGen"),
     "stdit": Entry("dit.models.stdit.config:STDiTConfig", "dit.models.stdit.model:STDiT"),
     "unet": Entry("dit.models.unet.config:UNetConfig", "dit.models.unet.model:UNet"),

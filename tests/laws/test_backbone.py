@@ -193,6 +193,22 @@ BACKBONES = {
         without_effect={"context_dropout": "it takes no text"},
         objective=DDPM(discrete_steps=1000),
     ),
+    "ldm_unet": Row(
+        recipe="ldm_cc3m_256",
+        quick=("fsdp2", "tp2_sp"),
+        other={
+            "block_out_channels": [8, 16, 8, 24],
+            "layers_per_block": 1,
+            "transformer_layers": [2, 1, 0, 1],
+            "mid_transformer_layers": 0,
+            "control_channels": 3,
+            "norm_num_groups": 2,
+        },
+        refused=("num_classes",),
+        given={"class_dropout": {}},
+        without_effect={"class_dropout": "it takes no class"},
+        objective=DDPM(schedule="scaled_linear", discrete_steps=1000),
+    ),
     "imagen": Row(
         recipe="imagen_400m_res_256",
         quick=("dp2", "fsdp2", "tp2_sp"),

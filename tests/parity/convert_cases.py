@@ -1,12 +1,13 @@
 """Run our packed models on dense images or clips, to compare them with other code bases' modules."""
 
 from collections.abc import Mapping
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.condition_table import CONTROL
 from dit.conditions import Conditions, per_sample, per_text_token
 from dit.convert.rules import Shape
 from dit.layout import SequenceLayout
@@ -29,8 +30,7 @@ def random_weights(shapes: dict[str, Shape], *, scale: float = 0.1, seed: int = 
     return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-@torch.no_grad()
-def run(
+def predict(
     network: nn.Module,
     model: ModelConfig,
     latents: Tensor,
@@ -39,6 +39,7 @@ def run(
     labels_B: Optional[Tensor] = None,
     texts: Optional[list[Tensor]] = None,
     others: Optional[dict[str, Tensor]] = None,
+    control: Optional[Tensor] = None,
 ) -> Tensor:
     """Return the prediction `[B, C, T, H, W]` for latents `[B, C, T, H, W]`; `others` are per sample."""
     pt, ps = model.patch_temporal, model.patch_spatial
@@ -58,9 +59,17 @@ def run(
     if texts is not None:
         context_layout = SequenceLayout.from_lengths([len(text) for text in texts])
         batch.conditions |= {"context": per_text_token(torch.cat(texts), context_layout)}
+    if control is not None:
+        batch.conditions |= {"control": CONTROL.pack(list(control), layout, (pt, ps))}
     out = network(batch.latents_TC, time_B, batch)
     parts = out.split(list(layout.lengths))
     return torch.stack([unpatchify(x, grid, pt, ps) for x, grid in zip(parts, grids)])
+
+
+@torch.no_grad()
+def run(network: nn.Module, model: ModelConfig, latents: Tensor, time_B: Tensor, **given: Any) -> Tensor:
+    """As `predict`, without gradients."""
+    return predict(network, model, latents, time_B, **given)
 
 
 def relative_error(ours: Tensor, exact: Tensor) -> float:

@@ -16,6 +16,7 @@ from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.imagen_config import ImagenConfig
+from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.transformer_config import CONDITION_FEATURES
@@ -361,9 +362,44 @@ def _ddpm_unet_weights(c: DDPMUNetConfig) -> int:
     return labels + ends + down + bottom + up
 
 
+def _ldm_unet_weights(c: LDMUNetConfig) -> int:
+    widths, text, size = c.block_out_channels, c.context_size or 0, 4 * c.block_out_channels[0]
+
+    def block(inputs: int, outputs: int) -> int:
+        shortcut = convolution(inputs, outputs, 1) if inputs != outputs else 0
+        norms = 2 * inputs + 2 * outputs
+        return norms + convolution(inputs, outputs) + (size + 1) * outputs + convolution(outputs, outputs) + shortcut
+
+    def transformer(width: int, layers: int) -> int:
+        attention = 4 * width * width + width
+        cross = 2 * width * width + 2 * text * width + width
+        mlp = (width + 1) * 8 * width + (4 * width + 1) * width
+        return (2 * width + 2 * (width + 1) * width + layers * (attention + cross + mlp + 6 * width)) if layers else 0
+
+    skips, total, before = [widths[0]], 0, widths[0]
+    for level, (width, layers) in enumerate(zip(widths, c.transformer_layers)):
+        total += block(before, width) + (c.layers_per_block - 1) * block(width, width)
+        total += c.layers_per_block * transformer(width, layers)
+        skips += [width] * c.layers_per_block
+        if level < len(widths) - 1:
+            total += convolution(width, width)
+            skips.append(width)
+        before = width
+    total += 2 * block(before, before) + transformer(before, c.mid_transformer_layers)
+    for level, (width, layers) in reversed(list(enumerate(zip(widths, c.transformer_layers)))):
+        for _ in range(c.layers_per_block + 1):
+            total += block(before + skips.pop(), width) + transformer(width, layers)
+            before = width
+        total += convolution(width, width) if level else 0
+    time = (widths[0] + 1) * size + (size + 1) * size
+    ends = convolution(c.input_features, widths[0]) + 2 * widths[0] + convolution(widths[0], c.output_features)
+    return total + time + ends + text
+
+
 PARAMETERS: dict[type, Any] = {
     AutoencoderConfig: _autoencoder_weights,
     DDPMUNetConfig: _ddpm_unet_weights,
+    LDMUNetConfig: _ldm_unet_weights,
     DiTConfig: _dit_weights,
     DiTCrossConfig: _dit_cross_weights,
     EfficientUNetConfig: _efficient_unet_weights,

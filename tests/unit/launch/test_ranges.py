@@ -49,6 +49,7 @@ BASES = {
     ("letters_dit",): ("data",),
     ("pictogram_autoencoder",): ("model", "objective"),
     ("tiny_ddpm_unet",): ("model",),
+    ("tiny_ldm_unet",): ("model",),
 }
 
 MAY_BE_ZERO = {
@@ -68,6 +69,7 @@ MAY_BE_ZERO = {
         "model.context_dropout",
         "model.dropout",
         "model.time_frequency_shift",
+        "model.mid_transformer_layers",
         "model.guidance",
     ),
 }

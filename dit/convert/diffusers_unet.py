@@ -1,0 +1,201 @@
+"""diffusers' `UNet2DConditionModel` in the form of Stable Diffusion v1, and our latent-diffusion UNet.
+
+All differences of their model: q, k and v (in cross-attention k and v) as separate matrices; the projections around a
+transformer as convolutions of 1 x 1; other names. Times are steps 0 to 999, and our network gets a thousandth of them.
+Our learned null token for a dropped text has no counterpart: Stable Diffusion takes the embedding of the empty text,
+and attends to the padding of all texts (`:padded` of `--text-encoder` stores it). What their input has more channels of
+than their output is our control picture, behind the latent.
+
+Models with other blocks, with conditions besides time and text (SDXL), or with another number of heads at each
+resolution (Stable Diffusion v2) are refused.
+
+Source: diffusers 0.38, `models/unets/unet_2d_condition.py`, names and settings.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
+from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require
+from dit.errors import ConfigError
+from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.objectives.ddpm import DDPM
+
+DOWN, UP = ("DownBlock2D", "CrossAttnDownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+"""Their blocks, without and with transformers."""
+NAMES = {
+    "time.": "time_embedding.",
+    ".condition.": ".time_emb_proj.",
+    ".downsampler.": ".downsamplers.0.conv.",
+    ".upsampler.": ".upsamplers.0.conv.",
+    ".to_out.": ".to_out.0.",
+    ".ff.proj.": ".ff.net.0.proj.",
+    ".ff.out.": ".ff.net.2.",
+}
+"""Parts of our names that differ, with theirs."""
+NULL = "text.null"
+ONLY_THESE = {"patch_spatial": 1, "patch_temporal": 1, "num_classes": None}
+
+DEFAULTS: Mapping[str, Any] = {
+    "sample_size": None,
+    "in_channels": 4,
+    "out_channels": 4,
+    "center_input_sample": False,
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+    "down_block_types": (DOWN[1], DOWN[1], DOWN[1], DOWN[0]),
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
+    "up_block_types": (UP[0], UP[1], UP[1], UP[1]),
+    "only_cross_attention": False,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "layers_per_block": 2,
+    "downsample_padding": 1,
+    "mid_block_scale_factor": 1,
+    "dropout": 0.0,
+    "act_fn": "silu",
+    "norm_num_groups": 32,
+    "norm_eps": 1e-5,
+    "cross_attention_dim": 1280,
+    "transformer_layers_per_block": 1,
+    "reverse_transformer_layers_per_block": None,
+    "encoder_hid_dim": None,
+    "encoder_hid_dim_type": None,
+    "attention_head_dim": 8,
+    "num_attention_heads": None,
+    "dual_cross_attention": False,
+    "use_linear_projection": False,
+    "class_embed_type": None,
+    "addition_embed_type": None,
+    "addition_time_embed_dim": None,
+    "num_class_embeds": None,
+    "upcast_attention": False,
+    "resnet_time_scale_shift": "default",
+    "resnet_skip_time_act": False,
+    "resnet_out_scale_factor": 1.0,
+    "time_embedding_type": "positional",
+    "time_embedding_dim": None,
+    "time_embedding_act_fn": None,
+    "timestep_post_act": None,
+    "time_cond_proj_dim": None,
+    "conv_in_kernel": 3,
+    "conv_out_kernel": 3,
+    "projection_class_embeddings_input_dim": None,
+    "attention_type": "default",
+    "class_embeddings_concat": False,
+    "mid_block_only_cross_attention": None,
+    "cross_attention_norm": None,
+    "addition_embed_type_num_heads": 64,
+}
+FOLLOWED = (
+    *("sample_size", "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels"),
+    *("layers_per_block", "norm_num_groups", "cross_attention_dim", "transformer_layers_per_block"),
+    *("attention_head_dim", "dropout", "upcast_attention", "addition_embed_type_num_heads"),
+)
+"""Settings of theirs that ours follows, or that change no number of the network that is read."""
+
+
+class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
+    """`UNet2DConditionModel`."""
+
+    class_name = "UNet2DConditionModel"
+    config_class = LDMUNetConfig
+    defaults = DEFAULTS
+    fixed: Mapping[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in FOLLOWED}
+
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        channels, down = list(published["block_out_channels"]), list(published["down_block_types"])
+        depths = published["transformer_layers_per_block"]
+        depths = [depths] * len(channels) if isinstance(depths, int) else list(depths)
+        with_text = [kind == DOWN[1] for kind in down]
+        shown = {
+            "down_block_types": [DOWN[kind] for kind in with_text],
+            "up_block_types": [UP[kind] for kind in reversed(with_text)],
+        }
+        numbers = (
+            "in_channels",
+            "out_channels",
+            "layers_per_block",
+            "cross_attention_dim",
+            "attention_head_dim",
+            "sample_size",
+        )
+        odd = [f"{name}={published[name]!r}" for name in numbers if not isinstance(published[name], int)]
+        odd += [
+            f"{name}={published[name]!r} (only {value!r})"
+            for name, value in shown.items()
+            if list(published[name]) != value
+        ]
+        control = 0 if odd else published["in_channels"] - published["out_channels"]
+        if control < 0:
+            odd.append(f"in_channels={published['in_channels']}, out_channels={published['out_channels']}")
+        if odd or not len(channels) == len(down) == len(depths) or not all(isinstance(n, int) for n in depths):
+            raise ConfigError(
+                f"{self.class_name} with {', '.join(odd) or 'lists of different lengths'}; ours has one whole number "
+                f"of each, blocks {', '.join((*DOWN, *UP))} in mirrored order, and puts out no more than it takes in"
+            )
+        model = LDMUNetConfig(
+            in_channels=published["out_channels"],
+            control_channels=control or None,
+            context_size=published["cross_attention_dim"],
+            block_out_channels=channels,
+            layers_per_block=published["layers_per_block"],
+            transformer_layers=[depth if has else 0 for depth, has in zip(depths, with_text)],
+            mid_transformer_layers=depths[-1],
+            num_attention_heads=published["attention_head_dim"],  # theirs is the number of heads, whatever its name
+            norm_num_groups=published["norm_num_groups"],
+        )
+        size = published["sample_size"]
+        objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
+        return TrainedModel(
+            model, objective, (1, size, size), {"solver": "ddim", "num_steps": 50, "guidance_scale": 7.5}
+        )
+
+    def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        what = f"{self.class_name} cannot hold this model"
+        require(what, {name: getattr(model, name) for name in ONLY_THESE}, ONLY_THESE, TRAIN_THAT_WAY)
+        layers, bottom = model.transformer_layers, model.mid_transformer_layers
+        frames, height, width = latent_size
+        if frames != 1 or height != width:
+            raise ConfigError(f"latents of {frames} x {height} x {width}: {self.class_name} knows square images only")
+        if bottom == 0 or layers[-1] not in (0, bottom):
+            raise ConfigError(
+                f"{what}: its bottom has as many transformer layers as its lowest resolution, and ours "
+                f"mid_transformer_layers={bottom} and transformer_layers={layers}; {TRAIN_THAT_WAY}"
+            )
+        with_text = [depth > 0 for depth in layers]
+        depths = [depth or bottom for depth in layers]
+        settings = {
+            "sample_size": height,
+            "in_channels": model.input_features,
+            "out_channels": model.in_channels,
+            "down_block_types": [DOWN[has] for has in with_text],
+            "up_block_types": [UP[has] for has in reversed(with_text)],
+            "block_out_channels": model.block_out_channels,
+            "layers_per_block": model.layers_per_block,
+            "norm_num_groups": model.norm_num_groups,
+            "cross_attention_dim": model.context_size,
+            "transformer_layers_per_block": bottom if set(depths) == {bottom} else depths,
+            "attention_head_dim": model.num_attention_heads,
+        }
+        return settings, []
+
+    def rules(self, model: LDMUNetConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
+        why = "they embed the empty text where ours has a learned token for no text"
+        return RuleBook(shapes, [_rule(name, shapes[name]) for name in shapes if name != NULL], only_ours={NULL: why})
+
+
+def _rule(name: str, shape: Shape) -> Rule:
+    theirs = name
+    for ours, other in NAMES.items():
+        theirs = theirs.replace(ours, other)
+    if fused := re.fullmatch(r"(.*)\.to_(qkv|kv)\.weight", theirs):
+        parts = fused[2]
+        return Rule(
+            name,
+            tuple(f"{fused[1]}.to_{part}.weight" for part in parts),
+            ByHead(1, (shape[0] // len(parts),) * len(parts)),  # part after part, all heads in each
+        )
+    if re.search(r"\.proj_(in|out)\.weight", theirs):
+        return Rule(name, (theirs,), Axes("d c 1 1 -> d c"))
+    return Rule(name, (theirs,))

@@ -1,0 +1,190 @@
+"""Residual blocks and transformers of the latent-diffusion UNet, on pictures `[N, C, H, W]`.
+
+Parameters are named as in diffusers, but for what `dit.convert.diffusers_unet` lists.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+from dit.backends.init import ZEROS
+from dit.backends.provider import LayerProvider
+from dit.kernels.attention import Attention
+from dit.layers.adaln import LayerNorm
+from dit.layers.convolution import Convolution, GroupNorm, picture_layout, torch_init
+from dit.layout import SequenceLayout
+from dit.models.ldm_unet.config import LDMUNetConfig
+
+NORM_EPSILON, TRANSFORMER_NORM_EPSILON = 1e-5, 1e-6
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every block of a forward pass reads besides the pictures.
+
+    Attributes:
+        cond_ND: conditioning vector of each picture.
+        context_KD: text tokens of the samples.
+        context_layout: of these.
+        frames: pictures of a sample.
+    """
+
+    cond_ND: Tensor
+    context_KD: Tensor
+    context_layout: SequenceLayout
+    frames: int
+
+
+class ResidualBlock(nn.Module):
+    """Two normed convolutions, the conditioning vector added between, beside a shortcut; starts as the shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, config: LDMUNetConfig, provider: LayerProvider) -> None:
+        super().__init__()
+        size = config.condition_size
+        self.norm1 = GroupNorm(inputs, config.norm_num_groups, provider, epsilon=NORM_EPSILON)
+        self.conv1 = Convolution(inputs, outputs, provider)
+        self.condition = provider.replicated_linear(size, outputs, bias=True, init=torch_init(size))
+        self.norm2 = GroupNorm(outputs, config.norm_num_groups, provider, epsilon=NORM_EPSILON)
+        self.conv2 = Convolution(outputs, outputs, provider, init=ZEROS)
+        self.conv_shortcut: Optional[Convolution] = None
+        if inputs != outputs:
+            self.conv_shortcut = Convolution(inputs, outputs, provider, size=1)
+
+    def forward(self, x_NCHW: Tensor, cond_ND: Tensor) -> Tensor:
+        y_NCHW = self.conv1(silu(self.norm1(x_NCHW))) + self.condition(silu(cond_ND))[:, :, None, None]
+        y_NCHW = self.conv2(silu(self.norm2(y_NCHW)))
+        return (x_NCHW if self.conv_shortcut is None else self.conv_shortcut(x_NCHW)) + y_NCHW
+
+
+class SelfAttention(nn.Module):
+    """Attention among the positions of a picture; queries, keys and values in one projection without biases."""
+
+    def __init__(self, channels: int, heads: int, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        self.heads, self.attention, init = heads, attention, torch_init(channels)
+        self.to_qkv = provider.replicated_linear(channels, 3 * channels, bias=False, init=init)
+        self.to_out = provider.replicated_linear(channels, channels, bias=True, init=init)
+
+    def forward(self, x_TC: Tensor, layout: SequenceLayout) -> Tensor:
+        q_TNH, k_TNH, v_TNH = self.to_qkv(x_TC).unflatten(1, (3, self.heads, -1)).unbind(1)
+        return self.to_out(self.attention(q_TNH, k_TNH, v_TNH, layout, layout).flatten(1))
+
+
+class CrossAttention(nn.Module):
+    """Attention of all positions of a sample to its text tokens."""
+
+    def __init__(
+        self, channels: int, context_size: int, heads: int, provider: LayerProvider, attention: Attention
+    ) -> None:
+        super().__init__()
+        self.heads, self.attention, init = heads, attention, torch_init(channels)
+        self.to_q = provider.replicated_linear(channels, channels, bias=False, init=init)
+        self.to_kv = provider.replicated_linear(
+            context_size, 2 * channels, bias=False, init=torch_init(context_size), gradient_covers="all_tokens"
+        )
+        self.to_out = provider.replicated_linear(channels, channels, bias=True, init=init)
+
+    def forward(
+        self, x_TC: Tensor, context_KD: Tensor, layout: SequenceLayout, context_layout: SequenceLayout
+    ) -> Tensor:
+        q_TNH = self.to_q(x_TC).unflatten(1, (self.heads, -1))
+        k_KNH, v_KNH = self.to_kv(context_KD).unflatten(1, (2, self.heads, -1)).unbind(1)
+        return self.to_out(self.attention(q_TNH, k_KNH, v_KNH, layout, context_layout).flatten(1))
+
+
+class GatedMLP(nn.Module):
+    """Four times the width, times GELU of as many gates (GEGLU, Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, channels: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.proj = provider.replicated_linear(channels, 8 * channels, bias=True, init=torch_init(channels))
+        self.out = provider.replicated_linear(4 * channels, channels, bias=True, init=torch_init(4 * channels))
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        y_TF, gate_TF = self.proj(x_TC).chunk(2, -1)
+        return self.out(y_TF * gelu(gate_TF))
+
+
+class TransformerLayer(nn.Module):
+    """Self-attention, cross-attention and a gated MLP, each behind a layer norm and beside a residual."""
+
+    def __init__(self, channels: int, config: LDMUNetConfig, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        assert config.context_size is not None  # validate refuses it
+        heads = config.num_attention_heads
+        self.norm1 = LayerNorm(channels, provider, eps=NORM_EPSILON)
+        self.attn1 = SelfAttention(channels, heads, provider, attention)
+        self.norm2 = LayerNorm(channels, provider, eps=NORM_EPSILON)
+        self.attn2 = CrossAttention(channels, config.context_size, heads, provider, attention)
+        self.norm3 = LayerNorm(channels, provider, eps=NORM_EPSILON)
+        self.ff = GatedMLP(channels, provider)
+
+    def forward(self, x_TC: Tensor, pictures: SequenceLayout, samples: SequenceLayout, given: Given) -> Tensor:
+        x_TC = x_TC + self.attn1(self.norm1(x_TC), pictures)
+        x_TC = x_TC + self.attn2(self.norm2(x_TC), given.context_KD, samples, given.context_layout)
+        return x_TC + self.ff(self.norm3(x_TC))
+
+
+class SpatialTransformer(nn.Module):
+    """Transformer layers over the positions of a picture, between two projections; starts as the identity.
+
+    Source: Rombach et al. 2022, arXiv:2112.10752, appendix E.2.1.
+    """
+
+    def __init__(
+        self, channels: int, layers: int, config: LDMUNetConfig, provider: LayerProvider, attention: Attention
+    ) -> None:
+        super().__init__()
+        self.norm = GroupNorm(channels, config.norm_num_groups, provider, epsilon=TRANSFORMER_NORM_EPSILON)
+        self.proj_in = provider.replicated_linear(channels, channels, bias=True, init=torch_init(channels))
+        self.transformer_blocks = nn.ModuleList(
+            TransformerLayer(channels, config, provider, attention) for _ in range(layers)
+        )
+        self.proj_out = provider.replicated_linear(channels, channels, bias=True, init=ZEROS)
+
+    def forward(self, x_NCHW: Tensor, given: Given) -> Tensor:
+        pictures = picture_layout(x_NCHW)
+        samples = SequenceLayout.from_lengths(
+            [given.frames * pictures.max_seqlen] * (len(x_NCHW) // given.frames), device=x_NCHW.device
+        )
+        y_NhwC = self.norm(x_NCHW).permute(0, 2, 3, 1)
+        y_TC = self.proj_in(y_NhwC.flatten(0, 2))
+        for layer in self.transformer_blocks:
+            y_TC = layer(y_TC, pictures, samples, given)
+        return x_NCHW + self.proj_out(y_TC).view(y_NhwC.shape).permute(0, 3, 1, 2)
+
+
+class Blocks(nn.Module):
+    """Residual blocks of one resolution, each with a transformer behind it if there are layers of these.
+
+    Args:
+        inputs: channels that each residual block is given.
+        outputs: channels.
+        transformer_layers: of each transformer.
+        transformers: how many of the first blocks have one; None for all.
+    """
+
+    def __init__(
+        self,
+        inputs: list[int],
+        outputs: int,
+        transformer_layers: int,
+        config: LDMUNetConfig,
+        provider: LayerProvider,
+        attention: Attention,
+        *,
+        transformers: Optional[int] = None,
+    ) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(ResidualBlock(width, outputs, config, provider) for width in inputs)
+        count = 0 if transformer_layers == 0 else len(inputs) if transformers is None else transformers
+        self.attentions = nn.ModuleList(
+            SpatialTransformer(outputs, transformer_layers, config, provider, attention) for _ in range(count)
+        )
+
+    def block(self, i: int, x_NCHW: Tensor, given: Given) -> Tensor:
+        """Run one residual block and its transformer."""
+        x_NCHW = self.resnets[i](x_NCHW, given.cond_ND)
+        return self.attentions[i](x_NCHW, given) if i < len(self.attentions) else x_NCHW

@@ -1,0 +1,134 @@
+"""The UNet of latent diffusion, in the architecture of Stable Diffusion v1 and of diffusers' `UNet2DConditionModel`."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, silu
+
+from dit.backends.init import ZEROS
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.condition_table import CONTROL
+from dit.kernels.attention import Attention
+from dit.layers.convolution import Convolution, GroupNorm, as_pictures, as_tokens
+from dit.layers.embeddings import TimestepEmbedder
+from dit.layers.text import TextTokens
+from dit.models.base import Backbone, Stage
+from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.ldm_unet.layer import NORM_EPSILON, Blocks, Given, ResidualBlock, SpatialTransformer
+
+TIME_SCALE = 1000.0
+"""Steps between time 0 and 1."""
+
+
+class Down(Blocks):
+    """The blocks of a resolution, then half of it, unless it is the lowest."""
+
+    def __init__(
+        self, inputs: int, level: int, config: LDMUNetConfig, provider: LayerProvider, attention: Attention
+    ) -> None:
+        outputs, layers = config.block_out_channels[level], config.transformer_layers[level]
+        widths = [inputs, *[outputs] * (config.layers_per_block - 1)]
+        super().__init__(widths, outputs, layers, config, provider, attention)
+        self.downsampler: Optional[Convolution] = None
+        if level < len(config.block_out_channels) - 1:
+            self.downsampler = Convolution(outputs, outputs, provider, stride=2)
+
+    def forward(self, x_NCHW: Tensor, given: Given) -> list[Tensor]:
+        """Return the pictures behind every block, and the halved one."""
+        found = [x_NCHW]
+        for i in range(len(self.resnets)):
+            found.append(self.block(i, found[-1], given))
+        if self.downsampler is not None:
+            found.append(self.downsampler(found[-1]))
+        return found[1:]
+
+
+class Up(Blocks):
+    """The blocks of a resolution, each with a picture of the way down behind its own, then twice the resolution."""
+
+    def __init__(
+        self,
+        inputs: int,
+        skips: list[int],
+        level: int,
+        config: LDMUNetConfig,
+        provider: LayerProvider,
+        attention: Attention,
+    ) -> None:
+        outputs, layers = config.block_out_channels[level], config.transformer_layers[level]
+        widths = [own + skip for own, skip in zip([inputs, *[outputs] * config.layers_per_block], skips, strict=True)]
+        super().__init__(widths, outputs, layers, config, provider, attention)
+        self.upsampler = Convolution(outputs, outputs, provider) if level else None
+
+    def forward(self, x_NCHW: Tensor, skips: list[Tensor], given: Given) -> Tensor:
+        """Take as many pictures from the end of `skips` as there are blocks."""
+        for i in range(len(self.resnets)):
+            x_NCHW = self.block(i, torch.cat([x_NCHW, skips.pop()], 1), given)
+        if self.upsampler is None:
+            return x_NCHW
+        return self.upsampler(interpolate(x_NCHW, skips[-1].shape[-2:]))
+
+
+class LDMUNet(Backbone):
+    """Residual blocks and transformers down, at the bottom and up, every picture of the way down joined on the way up.
+
+    Two resolutions with one block each (layers_per_block=1):
+
+        conv_in -+-> block -+-------------------------------------> block --> block --> norm, SiLU, conv_out
+                 |          |                                         ^         ^
+                 |          '-> half -+-> block -+-> middle           | twice   | conv_in's
+                 |                    |          |     v              |         |
+                 |                    |          '-> block --> block -'         |
+                 |                    '------------------^                      |
+                 '--------------------------------------------------------------'
+
+    Source: Rombach et al. 2022, arXiv:2112.10752, in the sizes of github.com/CompVis/stable-diffusion
+    (`v1-inference.yaml`). Deviations: a learned null token replaces dropped texts, where that code embeds the empty
+    text; a text has its own length unless its padding is stored; biases of linear layers start at zero.
+    """
+
+    fsdp_units = (ResidualBlock, SpatialTransformer)
+
+    def __init__(self, config: LDMUNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
+        super().__init__(stage)
+        self.config = provider.config
+        assert config.context_size is not None  # validate refuses it
+        channels, levels = config.block_out_channels, range(len(config.block_out_channels))
+        first, last, layers = channels[0], channels[-1], config.layers_per_block
+        self.time = TimestepEmbedder(config.condition_size, provider, time_scale=TIME_SCALE, features=first)
+        self.text = TextTokens(config.context_size, provider)
+        self.conv_in = Convolution(config.input_features, first, provider)
+        self.controlled = config.control_channels is not None
+        skips = [first]
+        self.down_blocks = nn.ModuleList()
+        for level in levels:
+            self.down_blocks.append(Down(skips[-1], level, config, provider, attention))
+            skips += [channels[level]] * (layers + (level < levels[-1]))
+        self.mid_block = Blocks(
+            [last, last], last, config.mid_transformer_layers, config, provider, attention, transformers=1
+        )
+        self.up_blocks, width = nn.ModuleList(), last
+        for level in reversed(levels):
+            beside = [skips.pop() for _ in range(layers + 1)]
+            self.up_blocks.append(Up(width, beside, level, config, provider, attention))
+            width = channels[level]
+        self.conv_norm_out = GroupNorm(first, config.norm_num_groups, provider, epsilon=NORM_EPSILON)
+        self.conv_out = Convolution(first, config.output_features, provider, init=ZEROS)
+
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        if self.controlled:
+            inputs_TC = torch.cat([inputs_TC, batch.conditions[CONTROL.name].values], 1)
+        x_NCHW = as_pictures(inputs_TC.to(self.conv_in.weight.dtype), batch)
+        frames = len(x_NCHW) // len(time_S)
+        given = Given(self.time(time_S).repeat_interleave(frames, 0), *self.text(batch), frames)
+        skips = [self.conv_in(x_NCHW)]
+        for down in self.down_blocks:
+            skips += down(skips[-1], given)
+        x_NCHW = skips[-1]
+        for i in range(len(self.mid_block.resnets)):
+            x_NCHW = self.mid_block.block(i, x_NCHW, given)
+        for up in self.up_blocks:
+            x_NCHW = up(x_NCHW, skips, given)
+        return as_tokens(self.conv_out(silu(self.conv_norm_out(x_NCHW))), batch)

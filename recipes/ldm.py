@@ -1,0 +1,105 @@
+"""Latent diffusion by text: the UNet of Stable Diffusion v1 on prepared latents and CLIP embeddings."""
+
+import nemo_run as run
+
+from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.objectives.ddpm import DDPM
+from dit.optimizer.schedules import Constant
+from dit.parallel.dims import ParallelConfig
+from dit.settings import (
+    CheckpointConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    TrainingConfig,
+)
+from dit.training.pretrain import pretrain
+from energon_data.dataset import EnergonData
+from energon_data.mock import MockData
+
+PROMPTS = [
+    "a woman skiing down a snowy slope",
+    "a squirrel eating a burger",
+    "a red train on its way through the mountains",
+    "a dog in a green field by a lake",
+]
+
+
+@run.cli.factory(target=pretrain)
+def ldm_cc3m_256() -> run.Partial:
+    """Stable Diffusion v1's UNet (860 M) on Conceptual Captions, 256 px latents and CLIP texts: 8 x 80 GB.
+
+    The data are made from pictures with captions by `python -m energon_data.prepare images --in pictures --size 256
+    --aspect square --vae models/vae --text-encoder models/clip-vit-large-patch14:padded --out data/cc3m_latents_256`.
+    Model, table of noise, warm-up and average are those of the published Stable Diffusion v1; the learning rate and the
+    batch are ours. Weights go to diffusers and come from there (`launch.export`, `launch.import_weights`).
+    """
+    return run.Partial(
+        pretrain,
+        model=run.Config(LDMUNetConfig),
+        data=run.Config(EnergonData, path="data/cc3m_latents_256", bucket_by_shape=True),
+        objective=run.Config(DDPM, schedule="scaled_linear", discrete_steps=1000, prediction="noise"),
+        optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=1e-2),
+        schedule=run.Config(Constant, warmup_steps=10_000),
+        parallel=run.Config(ParallelConfig),
+        training=run.Config(
+            TrainingConfig,
+            run_dir="runs/ldm_cc3m_256",
+            num_steps=240_000,
+            micro_batch_size=32,
+            global_batch_size=256,
+            precision="bf16",
+            ema_decay=0.9999,
+            validation_interval=5000,
+            sample_interval=5000,
+        ),
+        checkpoint=run.Config(CheckpointConfig, interval=5000),
+        logging=run.Config(LoggingConfig),
+        sampling=run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=7.5, prompts=PROMPTS),
+    )
+
+
+@run.cli.factory(target=pretrain)
+def ldm_cc3m_256_small() -> run.Partial:
+    """Latent-diffusion UNet of 128 to 512 channels (142 M), otherwise as ldm_cc3m_256: one 24 GB GPU or more.
+
+    The code is that of the large one: a model for one GPU, and for trying out data.
+    """
+    recipe = ldm_cc3m_256()
+    recipe.model.block_out_channels = [128, 256, 512, 512]
+    recipe.training.run_dir = "runs/ldm_cc3m_256_small"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def tiny_ldm_unet() -> run.Partial:
+    """Synthetic latents of 8 x 8 with texts, a latent-diffusion UNet of 16 and 32 channels: seconds on any machine.
+
+    One residual block at each resolution, a transformer at the higher one and at the bottom.
+    """
+    recipe = ldm_cc3m_256()
+    recipe.model = run.Config(
+        LDMUNetConfig,
+        context_size=32,
+        block_out_channels=[16, 32],
+        layers_per_block=1,
+        transformer_layers=[1, 0],
+        num_attention_heads=4,
+        norm_num_groups=4,
+    )
+    recipe.data = run.Config(MockData, shapes=["1x8x8"], num_streams=2)
+    recipe.parallel.data_parallel = "ddp"
+    recipe.optimizer.lr = 3e-3
+    recipe.schedule.warmup_steps = 5
+    recipe.training.run_dir = "runs/tiny_ldm_unet"
+    recipe.training.num_steps = 20
+    recipe.training.micro_batch_size = 4
+    recipe.training.global_batch_size = 8
+    recipe.training.precision = "fp32"
+    recipe.training.ema_decay = 0.99
+    recipe.training.log_interval = 1
+    recipe.training.validation_interval = 0
+    recipe.training.sample_interval = 0
+    recipe.checkpoint.interval = 10
+    recipe.sampling.prompts = None
+    return recipe

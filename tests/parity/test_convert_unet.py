@@ -1,0 +1,182 @@
+"""The latent-diffusion UNet against diffusers' UNet2DConditionModel: outputs, gradients, exact round trips, sizes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from dit.convert.diffusers_unet import DiffusersUNet
+from dit.errors import ConfigError
+from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.parallel.build import parameter_shapes
+from tests.conftest import BuildModel
+from tests.parity.convert_cases import assert_same_bits, load, predict, random_weights, relative_error, run
+
+RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # fp32; sums are taken in another order
+SIZES = {
+    # The form of Stable Diffusion v1: no transformer at the lowest resolution.
+    "v1": LDMUNetConfig(
+        block_out_channels=[8, 16, 24],
+        transformer_layers=[1, 1, 0],
+        layers_per_block=2,
+        num_attention_heads=2,
+        norm_num_groups=4,
+        context_size=10,
+    ),
+    "deep": LDMUNetConfig(
+        block_out_channels=[16, 8],
+        transformer_layers=[0, 2],
+        mid_transformer_layers=2,
+        layers_per_block=1,
+        num_attention_heads=4,
+        norm_num_groups=2,
+        context_size=6,
+        in_channels=3,
+    ),
+}
+SIZES["control"] = replace(SIZES["deep"], control_channels=2, transformer_layers=[1, 0])
+LATENT_SIZE = (1, 8, 8)
+
+
+def diffusers_model(model: LDMUNetConfig) -> UNet2DConditionModel:
+    settings, notes = DiffusersUNet().write_settings(model, LATENT_SIZE)
+    assert notes == []
+    return UNet2DConditionModel.from_config(settings).eval()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, name: str):
+    """Outputs and every gradient, for latents of two sizes, one odd once it is halved; each has its time and text."""
+    model, form = SIZES[name], DiffusersUNet()
+    model.validate()
+    theirs = diffusers_model(model)
+    shapes = {n: tuple(x.shape) for n, x in theirs.state_dict().items()}
+    state = random_weights(shapes, scale=0.2, seed=1)
+    theirs.load_state_dict(state)
+    rules = form.rules(model, parameter_shapes(model), LATENT_SIZE)
+    assert_same_bits(rules.to_theirs(rules.to_ours(state)), state)
+    network = load(build_model(model), rules.to_ours(state))
+    generator = torch.Generator().manual_seed(2)
+    for height, width in ((8, 4), (6, 10)):
+        latents = torch.randn(3, model.in_channels, 1, height, width, generator=generator)
+        texts = torch.randn(3, 5, model.context_size, generator=generator)
+        steps = torch.tensor([0.0, 321.0, 999.0])
+        network.zero_grad()
+        theirs.zero_grad()
+        control = None
+        if model.control_channels is not None:
+            control = torch.randn(3, model.control_channels, 1, height, width, generator=generator)
+        ours = predict(network, model, latents, steps / 1000, texts=list(texts), control=control)
+        given = latents if control is None else torch.cat([latents, control], 1)
+        exact = theirs(given[:, :, 0], steps, texts).sample[:, :, None]
+        assert relative_error(ours, exact.detach()) <= RTOL
+        cotangent = torch.randn(exact.shape, generator=generator)
+        ours.backward(cotangent)
+        exact.backward(cotangent)
+        ours_by_name = {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
+        found = rules.to_theirs({"text.null": network.text.null, **ours_by_name})
+        wanted = {n: p.grad for n, p in theirs.named_parameters()}
+        assert found.keys() == wanted.keys()
+        errors = {n: relative_error(found[n], gradient) for n, gradient in wanted.items() if gradient.norm() > 0}
+        assert len(errors) == len(wanted)
+        assert {n: error for n, error in errors.items() if not error <= GRADIENT_RTOL} == {}
+
+
+def test_texts_of_one_pack_differ_in_length(build_model: BuildModel):
+    """Each latent attends to its own tokens, as alone."""
+    model = SIZES["v1"]
+    network = build_model(model, perturb=0.1)
+    generator = torch.Generator().manual_seed(3)
+    latents = torch.randn(2, 4, 1, 8, 8, generator=generator)
+    texts = [torch.randn(n, model.context_size, generator=generator) for n in (2, 7)]
+    time = torch.tensor([0.2, 0.7])
+    together = run(network, model, latents, time, texts=texts)
+    for i in range(2):
+        alone = run(network, model, latents[i : i + 1], time[i : i + 1], texts=texts[i : i + 1])
+        assert relative_error(together[i : i + 1], alone) <= RTOL
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_config_survives_a_round_trip(name: str):
+    form, theirs = DiffusersUNet(), diffusers_model(SIZES[name]).config
+    imported = form.read_settings(theirs)
+    assert imported.model == SIZES[name]
+    settings, _ = form.write_settings(imported.model, imported.latent_size)
+    again = UNet2DConditionModel.from_config(settings).config
+    assert {n: _plain(v) for n, v in again.items() if n[0] != "_"} == {
+        n: _plain(v) for n, v in theirs.items() if n[0] != "_"
+    }
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_the_defaults_are_stable_diffusion_v1():
+    """Names and shapes of the 859,520,964 parameters; our null token is one more vector."""
+    form, model = DiffusersUNet(), LDMUNetConfig()
+    model.validate()
+    settings, _ = form.write_settings(model, (1, 64, 64))
+    ours = parameter_shapes(model)
+    with torch.device("meta"):
+        theirs = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(settings).named_parameters()}
+    assert form.rules(model, ours, (1, 64, 64)).their_shapes() == theirs
+    assert sum(math.prod(shape) for shape in theirs.values()) == 859_520_964
+    assert sum(math.prod(shape) for shape in ours.values()) == 859_520_964 + 768
+    published = {  # unet/config.json of runwayml/stable-diffusion-v1-5
+        **{"_class_name": "UNet2DConditionModel", "act_fn": "silu", "attention_head_dim": 8, "sample_size": 64},
+        **{"block_out_channels": [320, 640, 1280, 1280], "center_input_sample": False, "cross_attention_dim": 768},
+        "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
+        **{"downsample_padding": 1, "flip_sin_to_cos": True, "freq_shift": 0, "in_channels": 4, "out_channels": 4},
+        **{"layers_per_block": 2, "mid_block_scale_factor": 1, "norm_eps": 1e-05, "norm_num_groups": 32},
+        "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+    }
+    assert form.read_settings(published).model == model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_linear_projection": True}, "use_linear_projection=True"),
+        ({"addition_embed_type": "text_time"}, "addition_embed_type='text_time'"),
+        ({"attention_head_dim": [2, 4, 8]}, r"attention_head_dim=\[2, 4, 8\]"),
+        ({"out_channels": 8}, "in_channels=4, out_channels=8"),
+        ({"up_block_types": ["CrossAttnUpBlock2D"] * 3}, "up_block_types="),
+        ({"down_block_types": ["AttnDownBlock2D"] * 3}, "down_block_types="),
+    ],
+)
+def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        DiffusersUNet().read_settings({**diffusers_model(SIZES["v1"]).config, **change})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mid_transformer_layers": 0}, "mid_transformer_layers=0"),
+        ({"transformer_layers": [1, 1, 2]}, "as many transformer layers as its lowest resolution"),
+        ({"patch_spatial": 2}, "patch_spatial=2"),
+    ],
+)
+def test_models_that_theirs_cannot_hold_are_refused(changes: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        DiffusersUNet().write_settings(replace(SIZES["v1"], **changes), LATENT_SIZE)
+    with pytest.raises(ConfigError, match="knows square images only"):
+        DiffusersUNet().write_settings(SIZES["v1"], (1, 8, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_classes": 3}, "num_classes=3: this UNet takes a text and no class"),
+        ({"context_size": None}, "context_size=None"),
+        ({"transformer_layers": [1, 1]}, "one number for each resolution"),
+        ({"norm_num_groups": 3}, "multiples of model.norm_num_groups=3"),
+        ({"transformer_layers": [0] * 3, "mid_transformer_layers": 0}, "nothing reads the text"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        replace(SIZES["v1"], **changes).validate()
