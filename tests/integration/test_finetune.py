@@ -213,7 +213,7 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("full as adapters", ["has a full model, no adapters"]),
+        ("full as adapters", ["has a full model and no adapters"]),
         ("no base", ["model.lora trains adapters beside", "checkpoint.start_from=RUN_DIR"]),
         ("on adapters", ["has adapters (LoRA) alone", "/base/"]),
         ("other base", ["has adapters (LoRA) beside the weights of", "checkpoint.start_from="]),
