@@ -18,8 +18,9 @@ from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors
 from tests.parity.convert_cases import random_weights, relative_error
 from tests.support.encoders import T5_WIDTH, save_t5
-from tests.support.ranks import Job, rows, run_jobs, selected
+from tests.support.ranks import Job, run_jobs, selected
 
+pytestmark = pytest.mark.matrix  # quick starts follow the page: test_fine_tuning_page.py
 STEPS, LONG = 6, 40
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 MERGED = 1e-3  # W + B A rounds at another place than W x + B (A x); at most noise, DDPM's x0 has 150 times that error
@@ -164,7 +165,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(ended: dict[str, Any], folder: Pat
     assert_same_bits(*(read_tensors(checkpoint(folder / name, STEPS)) for name in ("halves", "adapters")))
 
 
-@pytest.mark.parametrize("layout", rows([(name,) for name in LAYOUTS], lambda name: name == "tp2_sp"))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_base_is_read_on_every_layout(ended: dict[str, Any], folder: Path, layout: str) -> None:
     assert code(ended, layout) == [0, 0], ended[layout][0].err
     assert loss_values(folder / layout) == pytest.approx(loss_values(folder / "adapters"), rel=ROUNDING)
@@ -213,7 +214,7 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("full as adapters", ["has a full model, no adapters"]),
+        ("full as adapters", ["has a full model and no adapters"]),
         ("no base", ["model.lora trains adapters beside", "checkpoint.start_from=RUN_DIR"]),
         ("on adapters", ["has adapters (LoRA) alone", "/base/"]),
         ("other base", ["has adapters (LoRA) beside the weights of", "checkpoint.start_from="]),
