@@ -405,8 +405,11 @@ def run(args: argparse.Namespace) -> None:
         return
     if environment.world_size() > 1:
         raise ConfigError("--cascade runs on one rank; start it without torchrun")
+    from dit.backends import process_groups
+
     for stage in read_stages(args.cascade, args.stage):
         pictures = draw_and_write(stage.arguments(args), pictures)
+        process_groups.release()  # the next model makes its own
 
 
 def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]]) -> list[Tensor]:
