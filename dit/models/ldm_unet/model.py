@@ -122,7 +122,8 @@ class LDMUNet(Backbone):
             inputs_TC = torch.cat([inputs_TC, batch.conditions[CONTROL.name].values], 1)
         x_NCHW = as_pictures(inputs_TC.to(self.conv_in.weight.dtype), batch)
         frames = len(x_NCHW) // len(time_S)
-        given = Given(self.time(time_S).repeat_interleave(frames, 0), *self.text(batch), frames)
+        context_KD, context_layout = self.text(batch)
+        given = Given(self.time(time_S).repeat_interleave(frames, 0), context_KD, context_layout, frames)
         skips = [self.conv_in(x_NCHW)]
         for down in self.down_blocks:
             skips += down(skips[-1], given)
