@@ -93,7 +93,7 @@ class EnergonData(DataConfig):
     blend: Optional[list[dict[str, Any]]] = None
     blend_steps: Optional[list[int]] = None
     num_streams: Optional[int] = None
-    background: bool = True
+    background: bool = False
     shuffle_buffer: int = 1000
     max_samples_per_sequence: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None

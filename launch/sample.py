@@ -39,7 +39,6 @@ EXAMPLES = """\
 examples
   python -m launch.sample --checkpoint runs/letters_dit                       every class once, samples.png
   python -m launch.sample --checkpoint runs/letters_dit --labels H,E,L,L,O --columns 5 --out hello.png
-  python -m launch.sample --checkpoint runs/letters_dit --label 3 --count 16 --guidance-scale 3
   python -m launch.sample --checkpoint runs/letters_text --prompt "the letter Q in a bold serif font" --out q.png
   python -m launch.sample --checkpoint runs/moving_letters_dit --prompt "the letter Q moving left fast" --out q.gif
   python -m launch.sample --checkpoint RUN --prompts prompts.txt --size 512x768 --vae VAE --files pictures

@@ -32,8 +32,8 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "path blend blend_steps train_split shuffle_buffer max_samples_per_sequence max_tokens_per_pack "
         "pack_cost_tokens packing_buffer_size pad_packs bucket_by_shape max_text_tokens max_tokens_per_sample "
         "min_aesthetic_score min_side max_side max_aspect_ratio min_seconds max_seconds min_caption_length "
-        "max_caption_length resize_side crop_size random_crop flip online_vae online_text_encoder online_precision "
-        "frames height width shapes text_tokens fps dataset_size",
+        "max_caption_length resize_side crop_size random_crop flip vary_captions online_vae online_text_encoder "
+        "online_precision frames height width shapes text_tokens fps dataset_size",
         # The stream itself refuses another number of streams than it saved.
         "num_streams background max_abs_latent max_lost_samples require_checksums validation_split "
         "validation_micro_batches",

@@ -287,7 +287,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(ended: dict[str, Any], fold
 
 
 def test_after_a_full_disk_the_run_goes_on_as_if_nothing_had_been(ended: dict[str, Any], folder: Path) -> None:
-    assert ended["repaired"].code == 0
+    assert ended["repaired"].code == 0, ended["repaired"].err
     assert_same_bits(read_tensors(folder / "loaded"), read_tensors(checkpoint(folder / "sound", 4)))
     assert checkpoints(folder / "sound") == ["iter_0000004", "iter_0000006"]
     assert [outcome(folder / "sound")[key] for key in ("code", "step")] == [0, 6]

@@ -61,7 +61,7 @@ def done(folder: Path) -> dict[str, Any]:
 def test_a_second_process_is_refused_and_touches_nothing(done: dict[str, Any]) -> None:
     """Every rank learns who is there and ends with a usage code; its own settings do not matter."""
     runs = [*done["second process"], done["second process, other mistakes"]]
-    assert [run.code for run in runs] == [2, 2, 2]
+    assert [run.code for run in runs] == [2, 2, 2], [run.err for run in runs]
     who = (
         f"is in use by process {json.loads(done['after'].pop('run.lock'))['pid']} on {socket.gethostname()}, started 2"
     )

@@ -37,5 +37,5 @@ class UNetConfig(ImagenConfig):
         return self.dropout
 
     def validate(self) -> None:
-        super().validate()
         check_ranges("model", self, {"condition_size": WIDTH, "dropout": SHARE_BELOW_1})
+        super().validate()

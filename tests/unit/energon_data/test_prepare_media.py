@@ -507,7 +507,7 @@ def test_one_caption_for_all_files_without_their_own(tmp_path):
     (source / "p01.txt").unlink()
     options = Options(fit=Fit(multiple_of=16), caption="a photo of sks dog")
     prepare(source, tmp_path / "out", options=options, validation=0.0)
-    assert [metadata["caption"] for metadata, _ in samples(tmp_path / "out")] == [
+    assert [metadata["caption"] for _, metadata, *_ in samples(tmp_path / "out")] == [
         "noise 0",
         "a photo of sks dog",
         "noise 2",
