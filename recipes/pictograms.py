@@ -66,6 +66,7 @@ def pictograms_latent() -> run.Partial:
         fps_conditioning=False,
     )
     recipe.data = run.Config(EnergonData, path="data/pictograms_latent", num_streams=2)
+    recipe.optimizer.lr = 1.5e-3
     recipe.training.run_dir = "runs/pictograms_latent"
     recipe.training.num_steps = 2400
     recipe.training.validation_interval = 0
