@@ -188,6 +188,11 @@ class DDPM(Objective):
             return -sigma / alpha.clamp(min=TINY_ALPHA)
         return torch.ones_like(sigma) if self.prediction == "x0" else -sigma
 
+    def _output(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
+        """Run the network at one angle for all samples; it computes in float32."""
+        time = self._network_time(self.noise_schedule.time(u), u)
+        return network(x_TC.float(), shared_time(time, layout)).to(x_TC.dtype)
+
     def _network_time(self, t: Tensor, angle: Tensor) -> Tensor:
         """Return what the network gets at time `t`, the angle of which is `angle`."""
         if self.network_time == "time":
@@ -197,9 +202,7 @@ class DDPM(Objective):
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return x0 from the network's noise, x0 or v at the angle `u`."""
         alpha, sigma = self.path.alpha_sigma(u)
-        output_TC = network(x_TC.float(), shared_time(self._network_time(self.noise_schedule.time(u), u), layout)).to(
-            x_TC.dtype
-        )
+        output_TC = self._output(network, x_TC, u, layout)
         return self._clean(x_TC, output_TC, alpha, sigma)
 
     def denoise_with_variance(
@@ -208,9 +211,7 @@ class DDPM(Objective):
         """Return x0 as `denoise` does, and (v + 1) / 2 of the network's second output."""
         if not self.learned_variance:
             return super().denoise_with_variance(network, x_TC, u, layout)
-        both_TC = network(x_TC.float(), shared_time(self._network_time(self.noise_schedule.time(u), u), layout)).to(
-            x_TC.dtype
-        )
+        both_TC = self._output(network, x_TC, u, layout)
         output_TC, v_TC = both_TC.chunk(2, dim=-1)
         return self._clean(x_TC, output_TC, *self.path.alpha_sigma(u)), (v_TC + 1) / 2
 
