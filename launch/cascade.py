@@ -1,4 +1,4 @@
-"""A cascade of models for `launch.sample --cascade`: each one enlarges the pictures of the one before it."""
+"""A cascade of models, for `--cascade` of a command: each one enlarges the pictures of the one before it."""
 
 import argparse
 import copy
@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dit.condition_table import AUGMENTATION, LOW_RESOLUTION
+from dit.condition_table import LOW_RESOLUTION
 from dit.errors import ConfigError
-from dit.resize import LowResolution, enlarged
 
 if TYPE_CHECKING:
     from dit.inference.drawing import Request
@@ -49,9 +48,11 @@ class Stage:
         own.checkpoint = self.folder
         for name, value in self.settings.items():
             setattr(own, name, value)
-        own.out = str(_named(Path(args.out), self.name))
-        own.files = None if args.files is None else args.files / self.name
-        own.save_latents = None if args.save_latents is None else _named(args.save_latents, self.name)
+        own.out = None if args.out is None else str(_named(Path(args.out), self.name))
+        if getattr(args, "files", None) is not None:
+            own.files = args.files / self.name
+        if getattr(args, "save_latents", None) is not None:
+            own.save_latents = _named(args.save_latents, self.name)
         return own
 
 
@@ -60,7 +61,7 @@ def _named(path: Path, name: str) -> Path:
 
 
 def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a cascade but for `--cascade` itself."""
+    """Add the flags of the stages of a cascade."""
     group = parser.add_argument_group("cascade", "files of a stage have its name in theirs")
     group.add_argument(
         "--stage",
@@ -69,9 +70,6 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar=("NAME", "SETTING=VALUE"),
         help=f"settings of one stage: {', '.join(SETTINGS)}; others are those of its run, or of all stages",
-    )
-    group.add_argument(
-        "--low-resolution", type=Path, metavar="FILE", help="pictures that the first stage enlarges, as .npy"
     )
     group.add_argument("--augmentation", type=float, metavar="X", help="noise level of the pictures that are enlarged")
 
@@ -124,7 +122,7 @@ def read_pictures(path: Path) -> list[Tensor]:
     return list(torch.from_numpy(array).float()[:, :, None])
 
 
-def enlarging(
+def with_pictures(
     generator: "Generator", requests: list["Request"], pictures: Optional[Sequence[Tensor]], level: Optional[float]
 ) -> tuple[list["Request"], dict[str, Any]]:
     """Return the requests with the low-resolution picture of each, and the size of what is drawn from them.
@@ -136,23 +134,20 @@ def enlarging(
     Raises:
         ConfigError: there are pictures and the model takes none, or the other way round, or of another number.
     """
-    condition = generator.spec.condition(LOW_RESOLUTION.name)
-    if condition is None or not isinstance(condition.derive, LowResolution):
-        if pictures is not None:
-            raise ConfigError("this model takes no low-resolution picture; make it the first stage of the cascade")
-        return requests, {}
+    from dit.inference.cascade import enlarging
+
     if pictures is None:
-        raise ConfigError(
-            "this model enlarges a low-resolution picture; put a model that draws one before it with --cascade, or "
-            "give --low-resolution FILE.npy"
-        )
+        if generator.spec.condition(LOW_RESOLUTION.name) is not None:
+            raise ConfigError(
+                "this model enlarges a low-resolution picture; put a model that draws one before it with --cascade, or "
+                "give --low-resolution FILE.npy"
+            )
+        return requests, {}
     if len(pictures) != len(requests):
         raise ConfigError(f"{len(pictures)} low-resolution pictures for {len(requests)} samples; give one for each")
-    factor, changed = condition.derive.factor, []
-    for request, picture in zip(requests, pictures):
-        given = {**request.conditions, LOW_RESOLUTION.name: enlarged(picture, factor)}
-        if level is not None:
-            given[AUGMENTATION.name] = level
-        changed.append(replace(request, conditions=given))
-    height, width = pictures[0].shape[-2:]
-    return changed, {"frames": 1, "size": (height * factor, width * factor)}
+    conditions, size = enlarging(generator.spec, pictures, level)
+    changed = [
+        replace(request, conditions={**request.conditions, **{name: values[i] for name, values in conditions.items()}})
+        for i, request in enumerate(requests)
+    ]
+    return changed, size

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dit.condition_table import LABEL
 from dit.errors import ConfigError
 from launch.argument_types import at_least_one
 from launch.letter_reader import LetterReader, load_reader
 from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
-from launch.measurement import Measurement, folder_to_compare
-from launch.sample import encode_prompts, names_of_classes, sampling_settings
+from launch.measurement import Measurement, draw_samples, folder_to_compare
+from launch.sample_requests import encode_prompts, names_of_classes
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
@@ -129,7 +130,7 @@ def _judge_classes(args: argparse.Namespace, generator: "Generator", reader: Let
     moving = all(len(words) > 1 for words in names)
     each = args.samples_per_class or (CLIPS_PER_CLASS if moving else SAMPLES_PER_CLASS)
     labels = [label for label in range(len(names)) for _ in range(each)]
-    samples = _checked(generator.generate(labels, **sampling_settings(args)), moving)
+    samples = _checked(draw_samples(args, generator, {LABEL.name: labels}), moving)
     checks = _judge_clips(samples, [names[label][1] for label in labels], folder) if moving else []
     letters = [reader.class_names.index(names[label][0]) for label in labels]
     _write_grid(samples, letters, reader, args, each)
@@ -157,7 +158,7 @@ def _judge_texts(args: argparse.Namespace, generator: "Generator", reader: Lette
 
 def _ask(args: argparse.Namespace, generator: "Generator", prompts: Sequence[str], *, moving: bool = False) -> Tensor:
     conditions = encode_prompts(generator, prompts)
-    return _checked(generator.generate(conditions=conditions, **sampling_settings(args)), moving)
+    return _checked(draw_samples(args, generator, conditions), moving)
 
 
 def _judge_moving_texts(

@@ -1,15 +1,20 @@
 """What a metric of `launch.evaluate` compares samples with, and what it returns."""
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from dit.errors import ConfigError
 from energon_data.dataset import EnergonData
+from launch.sample import sampling_settings
 
 if TYPE_CHECKING:
+    from dit.conditions import Value
     from dit.inference.generator import Generator
 
 
@@ -58,3 +63,20 @@ def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: C
             f"{', '.join(members)})"
         )
     return readable[0]
+
+
+def draw_samples(
+    args: argparse.Namespace, generator: "Generator", conditions: "Mapping[str, Sequence[Value]]"
+) -> Tensor:
+    """Draw a sample for each value of the conditions, as many at a time as fit.
+
+    Returns:
+        Latents `[N, C, T, H, W]`.
+    """
+    count, at_once = len(next(iter(conditions.values()))), generator.batch_size(None, None)
+    drawn = []
+    for start in range(0, count, at_once):
+        rows = range(start, min(start + at_once, count))
+        given = {name: [values[i] for i in rows] for name, values in conditions.items()}
+        drawn.append(generator.generate(conditions=given, numbers=rows, **sampling_settings(args)))
+    return torch.cat(drawn)

@@ -12,8 +12,8 @@ from dit.batch import pixel_values
 from dit.errors import ConfigError
 from energon_data.media_files import pixels_of
 from energon_data.prepare.pictograms import NAME, Pictogram, draw
-from launch.measurement import Measurement, folder_to_compare
-from launch.sample import encode_prompts, sampling_settings
+from launch.measurement import Measurement, draw_samples, folder_to_compare
+from launch.sample_requests import encode_prompts
 
 if TYPE_CHECKING:
     from dit.encoders.vae import VAE
@@ -66,14 +66,14 @@ class PictogramScore:
     Attributes:
         prompts, pictograms: pictures that were asked for, each by its name, and drawings that they are compared with.
         samples: of the generated pictures.
-        autoencoder: of the true drawings, encoded and decoded: no sample can be expected to do better.
+        autoencoder: of the true drawings, encoded and decoded, which samples can hardly surpass; None without one.
         attribution: the authors of the drawings.
     """
 
     prompts: int
     pictograms: int
     samples: Ranks
-    autoencoder: Ranks
+    autoencoder: Optional[Ranks]
     attribution: str
 
     def missed(self, minimum: Optional[float]) -> list[str]:
@@ -84,12 +84,13 @@ class PictogramScore:
         return [f"below the minimum of {100 * minimum:.1f} %: asked for and among the 20 nearest, {100 * share:.1f} %"]
 
     def lines(self) -> list[str]:
-        return [
+        lines = [
             f"{self.prompts} pictograms by name, each sample compared with {self.pictograms} drawings",
             f"samples:     the one asked for is {self.samples.line()}",
-            f"autoencoder: the one encoded is {self.autoencoder.line()}",
-            self.attribution,
         ]
+        if self.autoencoder is not None:
+            lines.append(f"autoencoder: the one encoded is {self.autoencoder.line()}")
+        return [*lines, self.attribution]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,10 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Ask for pictograms by their names, decode the samples, and compare them with all drawings.
+    """Ask for pictograms by their names, decode the samples, and compare them with all drawings of their size.
 
     Raises:
-        ConfigError: the run was not trained on pictograms, they name no autoencoder, or an encoder is not here.
+        ConfigError: the run was not trained on pictograms with texts, or an encoder is not here.
         DataError: the data set cannot be read.
     """
     from dit.encoders.vae import load_vae
@@ -110,25 +111,30 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     (description, *_) = (member.description for member in check_dataset(folder, "train"))
     if description.get("name") != NAME:
         raise ConfigError(f"{folder} holds no pictograms; give those that the model was trained on with --data")
-    if not description.get("vae") or not description.get("text_encoder"):
-        raise ConfigError("pictograms are judged by text and decoded: prepare the data with --vae and --text-encoder")
+    if not description.get("text_encoder"):
+        raise ConfigError("pictograms are asked for by text: prepare the data with --text-encoder")
     known = [Pictogram(**entry) for entry in description["pictograms"]]
-    vae, size = load_vae(description["vae"]), description["prepared"]["size"]
+    vae = load_vae(description["vae"]) if description.get("vae") else None
+    size = generator.latent_size[-1] if vae is None else description["prepared"]["size"]
     drawings = torch.stack([pixel_values(pixels_of([draw(p.code_point, size)])) for p in known])
     count = min(PROMPTS, len(known))
     asked = [i * len(known) // count for i in range(count)]
     conditions = encode_prompts(generator, [known[i].caption() for i in asked])
-    latents = generator.generate(conditions=conditions, **sampling_settings(args))
-    pictures = _decoded(vae, latents)
+    pictures = _decoded(vae, draw_samples(args, generator, conditions))
     if args.out:
         from dit.sampling.grid import image_grid, save_png
 
         save_png(image_grid(pictures[:, :, 0], [known[i].name for i in asked]), args.out)
-    rebuilt = _decoded(vae, torch.cat([vae.encode(part) for part in drawings[asked].split(BATCH)]))
-    samples, ceiling = (Ranks.of(x, drawings, asked) for x in (pictures, rebuilt))
+    samples, ceiling = Ranks.of(pictures, drawings, asked), None
+    if vae is not None:
+        encoded = torch.cat([vae.encode(part) for part in drawings[asked].split(BATCH)])
+        ceiling = Ranks.of(_decoded(vae, encoded), drawings, asked)
     score = PictogramScore(count, len(known), samples, ceiling, description["attribution"])
     return Measurement(score.lines(), asdict(score) | {"minimum": args.minimum}, score.missed(args.minimum))
 
 
-def _decoded(vae: "VAE", latents: Tensor) -> Tensor:
+def _decoded(vae: Optional["VAE"], latents: Tensor) -> Tensor:
+    """Return pictures on the host; without an autoencoder, latents are pixels."""
+    if vae is None:
+        return latents.cpu()
     return torch.cat([vae.decode(part) for part in latents.split(BATCH)]).cpu()

@@ -11,7 +11,8 @@ from dit.errors import ConfigError
 from launch import environment
 from launch.held_out import held_out_batches
 from launch.measurement import Measurement
-from launch.sample import add_request_arguments, sampling_settings, what_to_draw
+from launch.sample import sampling_settings
+from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
     from dit.evaluation.features import Features

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dit.backends import process_groups
 from dit.backends.device import local_device
+from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.checkpoint.base_model import load_run
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
@@ -39,10 +40,11 @@ class Generator:
         autoencoder: of `dit.encoders.vae`, whose latents it was trained on, or None.
         fps: frames per second of its training data; `DEFAULT_FPS` where the run did not record it.
         step: optimizer step of its weights.
+        metadata: of the checkpoint.
     """
 
     def __init__(self, config: RunConfig, metadata: dict[str, Any], network: torch.nn.Module, step: int) -> None:
-        self.config, self.network, self.step = config, network, step
+        self.config, self.metadata, self.network, self.step = config, metadata, network, step
         self.class_names: Optional[list[str]] = metadata["class_names"]
         self.text_encoder: Optional[str] = metadata.get("text_encoder")
         self.autoencoder: Optional[str] = metadata.get("autoencoder")
@@ -190,18 +192,21 @@ class Generator:
         return max(1, TOKENS_AT_ONCE * self.spec.patch_volume // positions)
 
 
-def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") -> Generator:
+def load_generator(
+    path: Path | str, *, weights: Literal["ema", "raw"] = "ema", groups: Optional[ProcessGroups] = None
+) -> Generator:
     """Build the model of a checkpoint with its averaged or its raw weights; every rank calls this and gets all of it.
 
     Adapters (LoRA) run beside the weights of the base, which is read from its own checkpoint.
 
     Args:
         path: a run folder (its newest valid checkpoint is taken) or one checkpoint folder.
+        groups: of `groups_to_sample`, to load several models; None makes them.
 
     Raises:
         CheckpointError: there is no valid checkpoint, it holds no average, or the base of its adapters is missing.
     """
-    groups = process_groups.initialize(ParallelConfig(data_parallel="ddp"))
+    groups = groups or groups_to_sample()
     # A run that goes on may save a newer one while the ranks look.
     found = on_first_rank(lambda: _found(path), groups)
     if isinstance(found, CheckpointError):
@@ -213,6 +218,11 @@ def load_generator(path: Path | str, *, weights: Literal["ema", "raw"] = "ema") 
     load_run(folder, config, chunks, groups, slot)
     network = chunks[0].eval()
     return Generator(config, metadata, network, step)
+
+
+def groups_to_sample() -> ProcessGroups:
+    """Make the groups of ranks that have the model each; every rank calls this."""
+    return process_groups.initialize(ParallelConfig(data_parallel="ddp"))
 
 
 def _found(path: Path | str) -> tuple[Path, int] | CheckpointError:

@@ -15,7 +15,7 @@ from dit.models.base import ModelConfig
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.unet.config import UNetConfig
 from dit.resize import enlarged
-from launch.cascade import enlarging, read_pictures, read_stages
+from launch.cascade import read_pictures, read_stages, with_pictures
 from launch.sample import build_parser
 
 SUPER_RESOLUTION = EfficientUNetConfig(noise_augmentation=True)
@@ -61,7 +61,7 @@ def test_what_is_written_otherwise_is_refused(cascade: list[str], settings: list
 
 def test_a_stage_enlarges_the_picture_of_each_sample() -> None:
     """By the factor of the model, at the level that is given, or else at its own."""
-    requests, size = enlarging(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES, 0.1)
+    requests, size = with_pictures(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES, 0.1)
     assert size == {"frames": 1, "size": (16, 24)}
     for request, picture, asked in zip(requests, PICTURES, REQUESTS, strict=True):
         assert torch.equal(request.conditions["low_resolution"], enlarged(picture, 4))
@@ -70,18 +70,18 @@ def test_a_stage_enlarges_the_picture_of_each_sample() -> None:
             "low_resolution": 0,
             "augmentation": 0.1,
         }
-    clean, _ = enlarging(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES, None)
+    clean, _ = with_pictures(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES, None)
     assert "augmentation" not in clean[0].conditions
-    assert enlarging(generator_of(UNetConfig()), REQUESTS, None, None) == (REQUESTS, {})
+    assert with_pictures(generator_of(UNetConfig()), REQUESTS, None, None) == (REQUESTS, {})
 
 
 def test_stages_that_do_not_follow_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match="takes no low-resolution picture; make it the first stage"):
-        enlarging(generator_of(UNetConfig()), REQUESTS, PICTURES, None)
+    with pytest.raises(ConfigError, match=r"takes no low-resolution picture .* can only be the first stage"):
+        with_pictures(generator_of(UNetConfig()), REQUESTS, PICTURES, None)
     with pytest.raises(ConfigError, match="enlarges a low-resolution picture; put a model that draws one before it"):
-        enlarging(generator_of(SUPER_RESOLUTION), REQUESTS, None, None)
+        with_pictures(generator_of(SUPER_RESOLUTION), REQUESTS, None, None)
     with pytest.raises(ConfigError, match="1 low-resolution pictures for 2 samples"):
-        enlarging(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES[:1], None)
+        with_pictures(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES[:1], None)
 
 
 def test_pictures_are_read_from_an_array(tmp_path: Path) -> None:

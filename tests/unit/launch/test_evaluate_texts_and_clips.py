@@ -60,10 +60,9 @@ def judge(monkeypatch):
     """Return a function that runs the command on a generator and the description of its data."""
 
     def run(draw, network, description, *arguments, num_classes=None):
-        def generate(labels=None, *, conditions=None, **settings):
-            return torch.stack(
-                [draw(x) for x in (conditions["context"] if conditions else [CLASS_NAMES[label] for label in labels])]
-            )
+        def generate(*, conditions, **settings):
+            words = conditions.get("context") or [CLASS_NAMES[label] for label in conditions["label"]]
+            return torch.stack([draw(x) for x in words])
 
         model = SimpleNamespace(num_classes=num_classes, context_size=None if num_classes else 8)
         generator = SimpleNamespace(
@@ -71,6 +70,7 @@ def judge(monkeypatch):
             class_names=CLASS_NAMES,
             text_encoder="words",
             generate=generate,
+            batch_size=lambda frames, size: 50,
         )
         clips = [(walk(d, 0.5), {"direction": d, "font": "f"}) for d in DIRECTIONS]
         monkeypatch.setattr(evaluate, "open_generator", lambda args: generator)

@@ -16,7 +16,7 @@ from dit.condition_table import CONTEXT
 from dit.data_api import BatchSpec
 from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
-from launch import evaluate, letter_score, sample
+from launch import evaluate, letter_score, sample, sample_requests
 from launch.letter_reader import LetterReader
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -141,11 +141,11 @@ def test_settings_reach_the_generator(generator, tmp_path):
 
 @pytest.mark.parametrize(("text", "labels"), [("a,B", [0, 1]), ("25, 0", [25, 0]), ("Z", [25])])
 def test_labels_are_names_or_numbers(text, labels):
-    assert sample.read_labels(text, NAMES) == labels
+    assert sample_requests.read_labels(text, NAMES) == labels
 
 
 def test_a_name_wins_over_a_number_and_over_another_case():
-    assert sample.read_labels("1,b,B", ["2", "b", "B", "1"]) == [3, 1, 2]
+    assert sample_requests.read_labels("1,b,B", ["2", "b", "B", "1"]) == [3, 1, 2]
 
 
 def test_a_class_the_model_does_not_know_is_code_2_and_names_the_classes(generator, tmp_path, capsys):
@@ -158,10 +158,10 @@ def test_a_class_the_model_does_not_know_is_code_2_and_names_the_classes(generat
 
 
 def test_many_classes_are_shown_spread_out():
-    shown = sample.spread(1000, 36)
+    shown = sample_requests.spread(1000, 36)
     assert (len(set(shown)), shown[0]) == (36, 0)
     assert shown[-1] >= 1000 - 2 * 1000 // 36
-    assert sample.spread(26, 36) == list(range(26))
+    assert sample_requests.spread(26, 36) == list(range(26))
 
 
 def test_text_embeddings_of_the_models_width_are_passed_on(generator, tmp_path, capsys):
@@ -267,8 +267,8 @@ def test_latents_without_an_autoencoder_are_false_colours_and_said_to_be(generat
 
 def test_captions_keep_the_words_that_tell_prompts_apart():
     prompts = ["the letter Q in a bold font", "the letter R in an italic font"]
-    assert sample.telling_words(prompts) == ["Q bold", "R italic"]
-    assert sample.telling_words(["the letter Q"]) == ["the letter Q"]
+    assert sample_requests.telling_words(prompts) == ["Q bold", "R italic"]
+    assert sample_requests.telling_words(["the letter Q"]) == ["the letter Q"]
 
 
 def test_a_model_of_texts_takes_no_labels(generator, tmp_path, capsys):

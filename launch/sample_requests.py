@@ -1,0 +1,235 @@
+"""What the samples of a command show: classes, texts and other conditions, from the words of the command line."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+from dit.sampling.grid import spread
+from dit.sampling.prompt_file import Prompt, read_prompts
+from launch.argument_types import at_least_one
+
+if TYPE_CHECKING:
+    from dit.inference.drawing import Request
+    from dit.inference.generator import Generator
+
+MAX_DEFAULT_CLASSES = 36
+
+
+def add_request_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that say what samples show; see `what_to_draw`."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
+    what.add_argument("--label", metavar="N", help="one class by name or number")
+    what.add_argument(
+        "--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text (default: the run's own)"
+    )
+    what.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a text per line; of a .jsonl an object with prompt and, if wanted, negative and seed",
+    )
+    what.add_argument("--text-embedding", nargs="+", metavar="FILE", help="the same as .npy files, already embedded")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="text that guidance leads away from")
+    parser.add_argument(
+        "--condition",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="another condition of the model: a number or a .npy file, for all or for each text or class; "
+        "`--condition pooled FILE` for FLUX",
+    )
+    parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
+
+
+def read_labels(text: str, class_names: Sequence[str]) -> list[int]:
+    """Turn `A,B,3` into class numbers; a name wins over a number, its case counts only where two names differ by it.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    exact = {name: i for i, name in enumerate(class_names)}
+    folded = {name.casefold(): i for i, name in reversed(list(enumerate(class_names)))}
+    labels = []
+    for word in (part.strip() for part in text.split(",")):
+        label = exact.get(word, folded.get(word.casefold()))
+        if label is None and word.isdecimal() and int(word) < len(class_names):
+            label = int(word)
+        if label is None:
+            shown = ", ".join(class_names[:40]) + (", ..." if len(class_names) > 40 else "")
+            raise ConfigError(
+                f"no class {word!r}; the model knows {len(class_names)} classes, 0 to {len(class_names) - 1}: {shown}"
+            )
+        labels.append(label)
+    return labels
+
+
+def names_of_classes(generator: "Generator") -> list[str]:
+    """Return the name of each class, its number where it has none.
+
+    Raises:
+        ConfigError: the model was trained without classes.
+    """
+    count = generator.config.model.num_classes
+    if not count:
+        raise ConfigError("the model of this checkpoint takes no class; give --prompt or only --count")
+    if generator.class_names:
+        return list(generator.class_names)
+    return [str(i) for i in range(count)]
+
+
+def read_embedding(path: str, context_size: int) -> Tensor:
+    """Read the embedding of one text, `[tokens, context_size]`, from a `.npy` file.
+
+    Raises:
+        ConfigError: the file is missing, is no array, or does not fit the model.
+    """
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--text-embedding {path} cannot be read: {error}; save it with numpy.save") from error
+    if array.ndim != 2 or array.shape[1] != context_size:
+        raise ConfigError(
+            f"--text-embedding {path} has shape {list(array.shape)}; the model takes [tokens, {context_size}]"
+        )
+    return torch.from_numpy(array).float()
+
+
+def read_conditions(asked: Sequence[Sequence[str]], drawn: int) -> dict[str, list[Any]]:
+    """Read what `--condition NAME VALUE ...` gives, by name: numbers, or the arrays of `.npy` files.
+
+    Args:
+        asked: the words behind each flag.
+        drawn: how many different texts, classes or samples are drawn; one value is taken for all of them.
+
+    Raises:
+        ConfigError: there are more or fewer values, or one cannot be read.
+    """
+    found = {}
+    for name, *words in asked:
+        if len(words) not in (1, drawn):
+            raise ConfigError(f"--condition {name} has {len(words)} values for {drawn} samples; give one, or {drawn}")
+        values = [_read_value(name, word) for word in words]
+        found[name] = values * drawn if len(values) == 1 else values
+    return found
+
+
+def _read_value(name: str, word: str) -> Any:
+    try:
+        return float(word)
+    except ValueError:
+        pass
+    try:
+        return torch.from_numpy(np.load(word, allow_pickle=False)).float()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--condition {name} {word} is no number and cannot be read: {error}; save it with numpy.save"
+        ) from error
+
+
+def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> dict[str, list[Tensor]]:
+    """Embed texts as those of the training data were.
+
+    Returns:
+        For each condition that their encoders make and the model takes, its value for each text.
+
+    Raises:
+        ConfigError: the model takes no text, or its encoder is not known or not installed.
+    """
+    if not generator.config.model.context_size:
+        raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
+    if generator.text_encoder is None:
+        raise ConfigError(
+            "the checkpoint does not name the encoder of its texts, for its data set named none; "
+            "embed the texts yourself and give --text-embedding"
+        )
+    from dit.backends.device import local_device
+    from dit.encoders.text import load_text_encoders
+    from dit.encoders.text_config import as_conditions
+
+    made = load_text_encoders(generator.text_encoder, str(local_device())).encode(prompts)
+    return as_conditions(made, generator.spec.conditions)
+
+
+def telling_words(prompts: Sequence[str]) -> list[str]:
+    """Leave out articles and what all prompts share, so that what tells them apart fits above a small picture."""
+    shared = set.intersection(*(set(prompt.split()) for prompt in prompts)) | {"a", "an"}
+    return [" ".join(word for word in prompt.split() if word not in shared) or prompt for prompt in prompts]
+
+
+def read_texts(
+    args: argparse.Namespace, prompts: Sequence[str], generator: "Generator"
+) -> tuple[dict[str, list[Tensor]], list[str]]:
+    """Return the conditions and the caption of each text, or of each embedding asked for."""
+    if prompts:
+        return encode_prompts(generator, prompts), telling_words(prompts)
+    model = generator.config.model
+    if not model.context_size:
+        raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
+    contexts = [read_embedding(path, model.context_size) for path in args.text_embedding]
+    return {"context": contexts}, [Path(path).stem for path in args.text_embedding]
+
+
+def what_to_draw(args: argparse.Namespace, generator: "Generator") -> list["Request"]:
+    """Return the samples that the arguments ask for: `--count` of each prompt, embedding or class."""
+    from dit.inference.drawing import Request, numbered
+
+    prompts = [Prompt(text) for text in args.prompt or ()]
+    if args.prompts is not None:
+        prompts = read_prompts(args.prompts)
+    chosen = args.labels if args.label is None else args.label
+    if chosen is None and not (prompts or args.text_embedding) and generator.text_encoder:
+        prompts = [Prompt(text) for text in generator.config.sampling.prompts or ()]
+    if args.negative_prompt is not None and not (prompts or args.text_embedding):
+        raise ConfigError("--negative-prompt leads away from a text, so it needs --prompt or --text-embedding")
+    given: dict[str, list[Any]] = {}
+    records: list[dict[str, Any]]
+    if prompts or args.text_embedding:
+        texts, captions = read_texts(args, [prompt.prompt for prompt in prompts], generator)
+        given |= texts
+        records = [{"prompt": p.prompt} for p in prompts] or [{"text_embedding": path} for path in args.text_embedding]
+    elif generator.config.model.num_classes or chosen is not None:
+        names = names_of_classes(generator)
+        given["label"] = spread(len(names), MAX_DEFAULT_CLASSES) if chosen is None else read_labels(chosen, names)
+        captions = [names[label] for label in given["label"]]
+        records = [{"class": name} for name in captions]
+    else:
+        captions, records = [""], [{}]
+    negatives: list[Optional[str]] = [p.negative for p in prompts] or [None] * len(captions)
+    negatives = [args.negative_prompt if negative is None else negative for negative in negatives]
+    led_away = encode_negatives(generator, negatives)
+    given |= read_conditions(args.condition, len(captions))
+    seeds = [prompt.seed for prompt in prompts] or [None] * len(captions)
+    own = generator.config.sampling.seed if args.seed is None else args.seed
+    requests = []
+    for index, (seed, number) in enumerate(numbered(seeds, args.count)):
+        i = index // args.count
+        record = records[i] | ({} if negatives[i] is None else {"negative": negatives[i]})
+        requests.append(
+            Request(
+                caption=captions[i] or f"sample {index}",
+                conditions={name: values[i] for name, values in given.items()},
+                negative=led_away[i],
+                seed=seed,
+                number=number,
+                record=record | {"seed": own if seed is None else seed, "number": number},
+            )
+        )
+    return requests
+
+
+def encode_negatives(generator: "Generator", texts: Sequence[Optional[str]]) -> list[dict[str, Tensor]]:
+    """Embed each different text once; no condition for None."""
+    different = sorted({text for text in texts if text is not None})
+    encoded = encode_prompts(generator, different) if different else {}
+    return [
+        {} if text is None else {name: values[different.index(text)] for name, values in encoded.items()}
+        for text in texts
+    ]

@@ -1,0 +1,107 @@
+"""The metric `sharpness`: held-out pictures made small and enlarged by a super-resolution model, and bicubically."""
+
+import argparse
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from launch.held_out import held_out_batches
+from launch.measurement import Measurement
+from launch.sample import sampling_settings
+
+if TYPE_CHECKING:
+    from dit.inference.generator import Generator
+
+
+def squared_error(pictures: Tensor, real: Tensor) -> Tensor:
+    """Return the sum of squared differences; values outside of [-1, 1] are clipped, as where they are shown."""
+    return (pictures.double().clamp(-1, 1) - real.double().clamp(-1, 1)).square().sum()
+
+
+def gradient_energy(pictures: Tensor) -> Tensor:
+    """Return the sum of squared differences between neighbouring pixels of pictures `[..., H, W]`, clipped alike."""
+    clipped = pictures.double().clamp(-1, 1)
+    return clipped.diff(dim=-1).square().sum() + clipped.diff(dim=-2).square().sum()
+
+
+def psnr(mean_square: float) -> float:
+    """Return the peak signal-to-noise ratio in dB of values in [-1, 1], whose range has the square 4."""
+    return 10 * math.log10(4 / max(mean_square, 1e-12))
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """How near enlarged pictures come to the real ones.
+
+    Attributes:
+        pictures: that were compared.
+        factor: between the sides of the small ones and theirs.
+        psnr, bicubic_psnr: in dB, of the model and of bicubic interpolation.
+        gradient, bicubic_gradient: gradient energy as a share of the real pictures'; 1 is as sharp as they are.
+    """
+
+    pictures: int
+    factor: int
+    psnr: float
+    bicubic_psnr: float
+    gradient: float
+    bicubic_gradient: float
+
+    def lines(self) -> list[str]:
+        return [
+            f"{self.pictures} held-out pictures, made {self.factor} times smaller and enlarged again",
+            f"model:   PSNR {self.psnr:.2f} dB, gradient energy {100 * self.gradient:.1f} % of the real pictures'",
+            f"bicubic: PSNR {self.bicubic_psnr:.2f} dB, gradient energy {100 * self.bicubic_gradient:.1f} %",
+        ]
+
+    def missed(self, minimum: float) -> list[str]:
+        """Return a line if the model is not so many dB above bicubic interpolation, and one if it is less sharp."""
+        gain = self.psnr - self.bicubic_psnr
+        lines = []
+        if gain < minimum:
+            lines.append(f"below the minimum of {minimum:.2f} dB: PSNR above bicubic interpolation, {gain:.2f} dB")
+        if abs(self.gradient - 1) >= abs(self.bicubic_gradient - 1):
+            lines.append("no sharper than bicubic interpolation: its gradient energy is as far from the real pictures'")
+        return lines
+
+
+def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
+    """Enlarge this run's held-out pictures; every rank calls this.
+
+    Raises:
+        ConfigError: the model takes no low-resolution picture, or there are no held-out pictures.
+        DataError: they cannot be read.
+    """
+    import torch.distributed as dist
+
+    from dit.backends.device import local_device
+    from dit.inference.cascade import factor_of
+    from dit.resize import LowResolution
+
+    bicubic = LowResolution(factor_of(generator.spec))
+    settings = {name: value for name, value in sampling_settings(args).items() if name != "fps"}
+    sampling, sums = generator.sampling(**settings), torch.zeros(7, dtype=torch.float64)
+    for batch in held_out_batches(args, generator):
+        batch = batch.to(local_device())
+        real = torch.stack(batch.unpatchified(batch.latents_TC, *generator.spec.patch))
+        enlarged = [torch.stack(generator.generate_pack(batch, sampling)), bicubic(real)]
+        errors = [squared_error(pictures, real) for pictures in enlarged]
+        energies = [gradient_energy(pictures) for pictures in (*enlarged, real)]
+        counts = [torch.tensor(float(n)) for n in (real.numel(), len(real))]
+        sums += torch.stack([x.double().cpu() for x in (*errors, *energies, *counts)])
+    on_device = sums.to(local_device())
+    dist.all_reduce(on_device)
+    model_error, bicubic_error, model_energy, bicubic_energy, energy, values, count = on_device.tolist()
+    result = Sharpness(
+        pictures=int(count),
+        factor=bicubic.factor,
+        psnr=psnr(model_error / values),
+        bicubic_psnr=psnr(bicubic_error / values),
+        gradient=model_energy / energy,
+        bicubic_gradient=bicubic_energy / energy,
+    )
+    missed = [] if args.minimum is None else result.missed(args.minimum)
+    return Measurement(result.lines(), asdict(result) | {"minimum": args.minimum}, missed)

@@ -1,0 +1,83 @@
+"""A cascade that is drawn from as one model: equal to its models one behind the other."""
+
+import pytest
+import torch
+
+from dit.condition_table import AUGMENTATION, LABEL, LOW_RESOLUTION
+from dit.errors import ConfigError
+from dit.inference.cascade import Cascade
+from dit.inference.generator import Generator
+from dit.models.base import ModelConfig
+from dit.models.efficient_unet.config import EfficientUNetConfig
+from dit.models.unet.config import UNetConfig
+from dit.objectives.edm import EDM
+from dit.resize import enlarged
+from dit.run_config import RunConfig
+from dit.settings import SamplingConfig, TrainingConfig
+from energon_data.mock import MockData
+from tests.conftest import BuildModel
+
+SMALL = {
+    "in_channels": 1,
+    "num_classes": 3,
+    "context_size": None,
+    "attention_type": "self",
+    "hidden_size": 8,
+    "channel_multipliers": [1, 2],
+    "num_res_blocks": [1, 1],
+    "attention_levels": [1],
+    "head_size": 8,
+    "norm_num_groups": 4,
+}
+BASE = UNetConfig(**SMALL)
+LARGER = EfficientUNetConfig(**SMALL, low_resolution_factor=2, noise_augmentation=True)
+LABELS, LOW, HIGH = [0, 2, 1], {"num_steps": 2}, {"num_steps": 3, "guidance_scale": 2.0}
+
+
+def generator_of(
+    model: ModelConfig, build_model: BuildModel, side: int, *, text_encoder: str | None = None
+) -> Generator:
+    sampling = SamplingConfig(num_steps=2, guidance_scale=1.5, solver="heun")
+    config = RunConfig(
+        model=model, data=MockData(), objective=EDM(), sampling=sampling, training=TrainingConfig(micro_batch_size=4)
+    )
+    metadata = {"class_names": None, "latent_size": [1, side, side], "text_encoder": text_encoder}
+    return Generator(config, metadata, build_model(model, perturb=0.1), 0)
+
+
+@pytest.fixture
+def stages(build_model: BuildModel) -> tuple[Generator, Generator]:
+    return generator_of(BASE, build_model, 8), generator_of(LARGER, build_model, 16)
+
+
+@pytest.mark.parametrize("level", [None, 0.5])
+def test_a_cascade_is_its_models_one_behind_the_other(stages: tuple[Generator, Generator], level: float | None) -> None:
+    """To the bit: with settings of their own, the same seed and numbers, and pictures twice, then four times as large.
+
+    The third model enlarges to a size it was not trained on.
+    """
+    base, larger = stages
+    numbers = [4, 0, 9]
+    pictures = base.generate(LABELS, seed=5, numbers=numbers, **LOW)
+    for side, cascade in (
+        (16, Cascade(larger, base, LOW, level=level)),
+        (32, Cascade(larger, Cascade(larger, base, LOW, level=level), HIGH, level=level)),
+    ):
+        given = {LOW_RESOLUTION.name: [enlarged(picture, 2) for picture in pictures]}
+        given |= {} if level is None else {AUGMENTATION.name: [level] * 3}
+        size = {"frames": 1, "size": (side, side)}
+        pictures = larger.generate(LABELS, conditions=given, seed=5, numbers=numbers, **HIGH, **size)
+        assert pictures.shape == (3, 1, 1, side, side)
+        drawn = cascade.generate(seed=5, numbers=numbers, conditions={LABEL.name: LABELS}, **HIGH)
+        assert torch.equal(drawn, pictures)
+
+
+def test_models_that_do_not_follow_each_other_are_refused(
+    stages: tuple[Generator, Generator], build_model: BuildModel
+) -> None:
+    base, larger = stages
+    with pytest.raises(ConfigError, match=r"takes no low-resolution picture \(model.low_resolution_factor is None\)"):
+        Cascade(base, larger, {})
+    other = generator_of(LARGER, build_model, 16, text_encoder="t5")
+    with pytest.raises(ConfigError, match="reads texts through t5, the one before it through None"):
+        Cascade(other, base, {})
