@@ -83,7 +83,7 @@ demo-latent: $(VENV)/.pictograms data/pictograms_latent/dataset.json ## train an
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_LATENT) --metric pictograms --out pictograms.png --minimum 0.6
 
 # Files in their order: what starts many processes comes first, so that the two workers end together.
-test: lint ## lint, types and all tests that need no GPU
+test: lint ## lint, types and the quick tests that need no GPU
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed ## ruff and mypy
@@ -91,7 +91,7 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-test-parallel: $(VENV)/.installed ## the other rows of the parallel suite, up to eight ranks
+test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up to eight ranks
 	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws -m matrix -n 2 --dist loadfile --no-loadscope-reorder
 
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine

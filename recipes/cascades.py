@@ -26,6 +26,8 @@ def _run(recipe: run.Partial, name: str) -> run.Partial:
     recipe.optimizer.lr = 2e-3
     recipe.training.run_dir = f"runs/{name}"
     recipe.training.ema_decay = 0.99
+    recipe.training.micro_batch_size = 16
+    recipe.training.global_batch_size = 32
     recipe.training.validation_interval = 0
     recipe.training.sample_interval = 0
     recipe.checkpoint.interval = 300
@@ -48,10 +50,8 @@ def _pictograms(pixels: int) -> run.Partial:
 
 
 def _enlarging(recipe: run.Partial) -> run.Partial:
-    """Set the shorter training of a model that enlarges; larger pictures in smaller batches."""
+    """Set the shorter training of a model that enlarges."""
     recipe.training.num_steps = 600
-    recipe.training.micro_batch_size = 16
-    recipe.training.global_batch_size = 32
     recipe.sampling.guidance_scale = 1.0
     return recipe
 

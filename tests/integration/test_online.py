@@ -12,6 +12,8 @@ from tests.integration.runs import assert_same_bits, checkpoint, loss_values, ov
 from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, save_clip, save_t5, save_vae
 from tests.support.ranks import Job, run_jobs, selected
 
+pytestmark = pytest.mark.matrix
+
 STORED = 1e-3  # relative: stored latents and embeddings are float16
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 STEPS = 4
@@ -88,7 +90,6 @@ def test_online_losses_are_those_of_stored_latents_and_embeddings(runs: Path) ->
     assert held_out[1] == pytest.approx(held_out[0], rel=STORED)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_online_losses_are_those_of_one_rank(runs: Path, name: str) -> None:
     assert loss_values(runs / name) == pytest.approx(loss_values(runs / "online"), rel=ROUNDING)

@@ -19,6 +19,8 @@ from tests.integration.runs import checkpoint, loss_values, overrides, read_tens
 from tests.parity.convert_cases import assert_same_bits
 from tests.support.ranks import Job, run_jobs
 
+pytestmark = pytest.mark.matrix
+
 SIZE, COUNT, STEPS = 32, 8, 12
 DATA = ["pictograms", "--size", str(SIZE), "--blocks", "transport", "--count", str(COUNT), "--processes", "1"]
 TRAINING: dict[str, Any] = {

@@ -17,6 +17,8 @@ from tests.parity.costs import num_parameters
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
+pytestmark = pytest.mark.matrix
+
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 FP32 = 1e-6  # relative; TensorBoard has single precision
 MIRRORS = {"logging__tensorboard": True, "logging__wandb": True}

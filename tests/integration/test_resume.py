@@ -34,6 +34,8 @@ from tests.integration.runs import (
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
+pytestmark = pytest.mark.matrix
+
 NUM_STEPS = 24
 INTERVAL = 2
 SEED = 20
@@ -163,7 +165,6 @@ def test_a_run_asked_to_stop_saves_and_goes_on_later(folder: Path, jobs: "Future
     assert_same_run(folder / "asked", folder / "uninterrupted", NUM_STEPS)
 
 
-@pytest.mark.matrix
 def test_torchrun_passes_the_request_on_and_two_ranks_continue(
     command: Command, folder: Path, jobs: "Future[dict[str, Any]]"
 ) -> None:

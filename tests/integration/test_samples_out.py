@@ -17,6 +17,8 @@ from tests.integration.runs import mock, read_records, scalars
 from tests.support.ranks import Job, run_jobs
 from tests.unit.encoders.test_vae import MODELS
 
+pytestmark = pytest.mark.matrix
+
 SETTINGS: dict[str, Any] = {
     "model__in_channels": 4,
     "model__num_classes": 3,

@@ -14,6 +14,8 @@ from tests.integration.runs import overrides
 from tests.support.ranks import Job, run_jobs
 from tests.unit.checkpoint.checkpoints import make_store, save
 
+pytestmark = pytest.mark.matrix
+
 
 def training(run_dir: Path, ranks: int = 1, **settings: Any) -> Job:
     words = overrides(run_dir, schedule__warmup_steps=0, **settings)

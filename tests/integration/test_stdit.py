@@ -8,6 +8,8 @@ from tests.integration import actions
 from tests.integration.runs import loss_values, overrides
 from tests.support.ranks import Job, run_jobs
 
+pytestmark = pytest.mark.matrix
+
 NUM_STEPS = 20
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 FULL_STEPS = 3

@@ -25,6 +25,8 @@ from tests.integration import actions
 from tests.integration.runs import TINY, loss_values, overrides, read_records
 from tests.support.ranks import Job, run_jobs
 
+pytestmark = pytest.mark.matrix
+
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 ENCODER = "all-minilm-l6-v2"
 needs_encoder = pytest.mark.skipif(

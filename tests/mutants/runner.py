@@ -97,7 +97,7 @@ def run_tests(tests: Iterable[str], tree: Path) -> Verdict:
     """
     started = time.monotonic()
     # Of pytest's plugins only the one that the tests' marks need: importing all of them takes seconds at each start.
-    options = ("-x", "-rfE", "--tb=no", "-p", "pytest_timeout", "-p", "no:cacheprovider")
+    options = ("-m", "", "-x", "-rfE", "--tb=no", "-p", "pytest_timeout", "-p", "no:cacheprovider")
     environment = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *options, *tests],

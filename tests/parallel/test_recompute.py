@@ -3,8 +3,10 @@
 import pytest
 
 from benchmarks.parallel_world import run_world
-from tests.support.ranks import rows, selected
+from tests.support.ranks import selected
 from tests.support.reference import assert_equal_training
+
+pytestmark = pytest.mark.matrix
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
@@ -43,7 +45,7 @@ def results(request, tmp_path_factory):
     return {**found, **{(layout, "none"): experts if layout == "ep2" else one for layout in LAYOUTS}}
 
 
-@pytest.mark.parametrize(ROW, rows(CASES, lambda layout, kind: kind == "full" or layout == "tp2_sp"))
+@pytest.mark.parametrize(ROW, CASES)
 def test_recompute_equals_one_rank_without(results, layout, kind):
     assert_equal_training(results[layout, "none"], results[layout, kind])
     assert results[layout, kind]["expert_load"] == pytest.approx(results[layout, "none"]["expert_load"])

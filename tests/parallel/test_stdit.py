@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parallel_world import run_world
-from tests.support.ranks import rows, selected
+from tests.support.ranks import selected
 from tests.support.reference import assert_equal_training
+
+pytestmark = pytest.mark.matrix
 
 MODELS = {
     "alternating": {"backbone": "stdit", "num_classes": 5, "position_span": 4.0},
@@ -78,16 +80,7 @@ PADDING_LAYOUTS = {
 PADDING_CASES = [
     (world, model, layout) for world, layouts in PADDING_LAYOUTS.items() for layout in layouts for model in MODELS
 ]
-PADDING_QUICK = {
-    ("alternating", "cp2_ddp_overlap"),
-    ("alternating", "cp2_dp2_fsdp"),
-    ("all_in_one", "cp2_ring_overlap"),
-}
 PADDING_ROW = ("world", "model", "padding_layout")
-QUICK = {
-    *("tp2_sp", "cp2_hybrid", "cp2_ring", "cp4_hybrid_balanced", "cp2_tp2_sp_hybrid"),
-    *("cp2_pp2_hybrid", "cp2_hybrid_full"),
-}
 ROW = ("world", "model", "layout")
 
 HIDDEN, FP32_BYTES = 32, 4
@@ -142,15 +135,13 @@ def _traffic(parallel: dict) -> dict:
     return {"task": "tests.parallel.stdit_worker:traffic", "parallel": parallel, "keys": TRAFFIC, "packs": PACKS}
 
 
-@pytest.mark.parametrize(ROW, rows([*CASES, *RECOMPUTED], lambda world, model, layout: layout in QUICK))
+@pytest.mark.parametrize(ROW, [*CASES, *RECOMPUTED])
 def test_layout_equals_one_rank(results, world, model, layout):
     """Losses, gradient norms, every parameter's gradient, and the parameters after the last step."""
     assert_equal_training(results[model, 0], results[world, model, layout])
 
 
-@pytest.mark.parametrize(
-    PADDING_ROW, rows(PADDING_CASES, lambda world, model, padding_layout: (model, padding_layout) in PADDING_QUICK)
-)
+@pytest.mark.parametrize(PADDING_ROW, PADDING_CASES)
 def test_a_rank_with_nothing_but_padding_equals_one_rank(results, world, model, padding_layout):
     """Each of its parameters gets a gradient, of zeros: overlapped reductions and FSDP wait for all of them."""
     assert_equal_training(results[model, 2], results[world, model, padding_layout])

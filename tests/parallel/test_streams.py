@@ -9,8 +9,10 @@ import pytest
 from benchmarks.parallel_world import run_world
 from dit.verify.compare import SUM_RTOL, relative_errors
 from tests.parallel.stream_cases import forget_text_tokens, norm_own_heads_alone
-from tests.support.ranks import rows, selected
+from tests.support.ranks import selected
 from tests.support.reference import assert_equal_training
+
+pytestmark = pytest.mark.matrix
 
 MODELS = {
     "flux": {
@@ -60,7 +62,6 @@ CASES = {
     }
     for ranks, layouts in LAYOUTS.items()
 }
-QUICK = {"tp2_sp", "pp2", "cp2_ring", "pp2_tp2_sp"}
 ROW = ("model", "layout", "packed")
 BROKEN = {
     ("wan", "tp2", "norm_own_heads_alone"): {"parallel": TP, "break": norm_own_heads_alone},
@@ -85,13 +86,7 @@ def results(request, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(
-    ROW,
-    rows(
-        (case for cases in CASES.values() for case in cases),
-        lambda model, layout, packed: packed and layout in QUICK,
-    ),
-)
+@pytest.mark.parametrize(ROW, [case for cases in CASES.values() for case in cases])
 def test_layout_equals_one_rank(results, model, layout, packed):
     """Losses of every step, gradient norms, every parameter's gradient, and the parameters after the last step."""
     assert_equal_training(results[model, packed], results[model, layout, packed])

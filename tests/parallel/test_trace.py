@@ -1,12 +1,12 @@
 """A step traced on fake tensors against the same step on real gloo ranks."""
 
-from functools import cache
-
 import pytest
 
 from benchmarks.parallel_world import run_world
 from dit.planner.trace import trace
 from tests.parallel.trace_worker import job
+
+pytestmark = pytest.mark.matrix
 
 WITHIN = 0.05  # what the peak may differ by
 LAYOUTS = {
@@ -37,48 +37,34 @@ SENT = {  # as the traffic tests name what they count
 }
 
 
-FEW = ("ddp", "distributed_optimizer", "tp2_sp", "pp2", "cp2_ring", "fsdp", "unet")
-MORE = tuple(name for name in CASES if name not in FEW)
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return a function from a case to what a real rank measured and to its trace; cases of a kind run together."""
-
-    @cache
-    def of_all(names):
-        folder = tmp_path_factory.mktemp("world")
-        worker = "tests.parallel.trace_worker:measure"
-        cases = [{"task": worker, "folder": str(folder / name), **CASES[name]} for name in names]
-        real = run_world(2, cases, folder, timeout_s=600)
-        traced = trace([job(CASES[name], world_size=2) for name in names])
-        return dict(zip(names, zip(real, traced, strict=True), strict=True))
-
-    return lambda name: of_all(FEW if name in FEW else MORE)[name]
+    """Return what a real rank measured and its trace, for each case."""
+    folder = tmp_path_factory.mktemp("world")
+    worker = "tests.parallel.trace_worker:measure"
+    cases = [{"task": worker, "folder": str(folder / name), **case} for name, case in CASES.items()]
+    real = run_world(2, cases, folder, timeout_s=600)
+    traced = trace([job(case, world_size=2) for case in CASES.values()])
+    return dict(zip(CASES, zip(real, traced, strict=True), strict=True))
 
 
-def cases():
-    """Return the cases; those beyond the first few only run with the matrix."""
-    return [*FEW, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE)]
-
-
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", CASES)
 def test_memory_is_that_of_a_real_rank(results, name):
-    real, traced = results(name)
+    real, traced = results[name]
     assert traced.live == pytest.approx(real["before"], rel=WITHIN)
     assert traced.peak == pytest.approx(real["peak"], rel=WITHIN)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", CASES)
 def test_operations_are_those_of_torch(results, name):
-    real, traced = results(name)
+    real, traced = results[name]
     assert traced.flops == real["flops"] > 0
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", CASES)
 def test_bytes_sent_are_those_of_a_real_rank(results, name):
     """Also those of the data-parallel wrappers; only the sends of an interleaved pipeline are not counted there."""
-    real, traced = results(name)
+    real, traced = results[name]
     ((group, counted),) = real["sent"].items()
     sent = {SENT[kind]: n for (kind, g), n in traced.sent_bytes.items() if g == group and kind in SENT}
     if name == "pp2_vpp2":
