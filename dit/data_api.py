@@ -144,6 +144,10 @@ class DataConfig(ABC):
         """Return what the training device encodes; None if the samples hold latents and embeddings."""
         return None
 
+    def attributions(self) -> list[str]:
+        """Return the lines that name the authors of the data, to be shown with samples; none if nobody asks for one."""
+        return []
+
     def autoencoder(self) -> Optional[str]:
         """Return the autoencoder of `dit.encoders.vae` whose latents are trained on, or None if it is not known."""
         return None

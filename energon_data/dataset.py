@@ -464,6 +464,11 @@ class EnergonData(DataConfig):
             return check_text_encoder(self.online_text_encoder).recorded
         return self._agreed("text_encoder", "the model reads the numbers of one encoder")
 
+    def attributions(self) -> list[str]:
+        """Return what `dataset.json` of each member states as its `attribution`, each line once."""
+        stated = (info.description.get("attribution") for info in self.folders(self.train_split))
+        return list(dict.fromkeys(line for line in stated if line))
+
     def autoencoder(self) -> Optional[str]:
         """Return the online autoencoder, else the one that `dataset.json` names as `vae`, or None.
 

@@ -272,6 +272,8 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     for path in (args.files, args.save_latents):
         if path is not None:
             print(f"{path}: all {len(requests)}")
+    for line in generator.attributions:
+        print(f"trained on {line}")
     return made
 
 

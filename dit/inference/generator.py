@@ -38,6 +38,7 @@ class Generator:
         class_names: name of each class, or None.
         text_encoder: encoder of `dit.encoders.text` whose embeddings it was trained on, or None.
         autoencoder: of `dit.encoders.vae`, whose latents it was trained on, or None.
+        attributions: lines that name the authors of its training data; show them with samples.
         fps: frames per second of its training data; `DEFAULT_FPS` where the run did not record it.
         step: optimizer step of its weights.
         metadata: of the checkpoint.
@@ -48,6 +49,7 @@ class Generator:
         self.class_names: Optional[list[str]] = metadata["class_names"]
         self.text_encoder: Optional[str] = metadata.get("text_encoder")
         self.autoencoder: Optional[str] = metadata.get("autoencoder")
+        self.attributions: list[str] = metadata.get("attributions", [])
         self.fps: float = metadata.get("fps", DEFAULT_FPS)
         self.spec = config.model.batch_spec()
         frames, height, width = metadata["latent_size"]

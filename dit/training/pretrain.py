@@ -222,6 +222,7 @@ class Run:
             self.batches.recall_largest(self.checkpointer.resumed_metadata, spec)
         self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
+        self.attributions = config.data.attributions()
         self.pictures = PictureWriter(
             config.model,
             config.objective,
@@ -344,6 +345,7 @@ class Run:
             "fps": self.batches.fps,
             "text_encoder": self.text_encoder,
             "autoencoder": self.autoencoder,
+            "attributions": self.attributions,
         }
         self.log.checkpoint(self.state, self.checkpointer.save(self.state, metadata))
 

@@ -78,6 +78,15 @@ def done(folder: Path) -> dict[str, Any]:
         "encode": Job(actions.prepare, {"arguments": encoded}),
         "latent": Job(actions.train, run("pictograms_latent", "latent", **latent)),
         "judge": Job(actions.evaluate, {"arguments": [*judged, "--json"]}),
+        "shown": Job(
+            actions.draw,
+            {
+                "arguments": [
+                    *("--checkpoint", str(folder / "latent"), "--prompt", "rocket", "--steps", "1"),
+                    *("--out", str(folder / "rocket.png")),
+                ]
+            },
+        ),
         "letters": Job(actions.evaluate, {"arguments": ["--checkpoint", str(folder / "latent")]}),
     }
     return run_jobs(folder / "world", jobs)
@@ -89,6 +98,7 @@ def test_every_command_ends_well(done: dict[str, Any], folder: Path) -> None:
     assert "which letters have; choose another --metric" in done["letters"].err
     assert set(codes.values()) == {EXIT_OK}, done
     assert ATTRIBUTION in done["draw"].out
+    assert f"trained on {ATTRIBUTION}" in done["shown"].out
     assert f"export it: python -m launch.export --checkpoint {folder / 'autoencoder'}" in done["autoencoder"].out
 
 

@@ -35,6 +35,7 @@ class FakeGenerator:
     fps: float = 20.0
     channels: int = 1
     autoencoder: Optional[str] = None
+    attributions: list[str] = field(default_factory=list)
     spec: BatchSpec = field(
         default_factory=lambda: replace(DiTConfig(patch_spatial=2).batch_spec(), conditions=(CONTEXT,))
     )
