@@ -193,6 +193,15 @@ def _run_dir(exp_dir: str = "nemo_experiments", name: str = "default") -> Settin
     return {"training.run_dir": f"{exp_dir}/{name}"}
 
 
+def _best(save_top_k: object = None, monitor: str = "val_loss") -> Settings:
+    if save_top_k is None:
+        return {}
+    if save_top_k == -1:
+        return {"checkpoint.keep_every": 1}
+    losses = {"reduced_train_loss": "checkpoint.keep_best_training", "val_loss": "checkpoint.keep_best"}
+    return {one_of(losses)(monitor): save_top_k}
+
+
 def _checkpoints(*, create_checkpoint_callback: object = True, every_n_train_steps: object = None) -> Settings:
     if not _switch(create_checkpoint_callback):
         return {"checkpoint.interval": 0}
@@ -317,7 +326,7 @@ _TRAINER = [
     maps("trainer.log_every_n_steps", "training.log_interval"),
     only("trainer.accumulate_grad_batches", 1, why="micro-batches follow from micro_batch_size and the ranks"),
     maps("trainer.gradient_clip_val", "optimizer.clip_grad", default=0.0),
-    *unused("trainer.num_sanity_val_steps", "NeMo's Imagen has no validation"),
+    *unused("trainer.num_sanity_val_steps", "NeMo's Imagen has no validation; training.sanity_micro_batches for ours"),
 ]
 _RESUME = [
     only(
@@ -331,8 +340,8 @@ _EXPERIMENT = [
     Rule(("exp_manager.exp_dir", "exp_manager.name"), _run_dir),
     maps("exp_manager.create_wandb_logger", "logging.wandb", default=False),
     maps("exp_manager.wandb_logger_kwargs.project", "logging.wandb_project"),
-    *unused("exp_manager.wandb_logger_kwargs.name", "the run folder names the run"),
-    *unused("exp_manager.wandb_logger_kwargs.group", "runs have no groups here"),
+    maps("exp_manager.wandb_logger_kwargs.name", "logging.wandb_name"),
+    maps("exp_manager.wandb_logger_kwargs.group", "logging.wandb_group"),
     *unused("exp_manager.wandb_logger_kwargs.resume", "a resumed run goes on with its page"),
     maps("exp_manager.create_tensorboard_logger", "logging.tensorboard", default=True),
     Rule(
@@ -344,14 +353,17 @@ _EXPERIMENT = [
         "the last step has a checkpoint, too",
     ),
     only("exp_manager.checkpoint_callback_params.every_n_epochs", 0, why="a run has steps, not epochs"),
-    *unused("exp_manager.checkpoint_callback_params.monitor", "the newest checkpoints are retained"),
-    maps("exp_manager.checkpoint_callback_params.save_top_k", "checkpoint.keep_last", note="the newest, not the best"),
+    Rule(
+        ("exp_manager.checkpoint_callback_params.monitor", "exp_manager.checkpoint_callback_params.save_top_k"),
+        _best,
+        "the newest checkpoints are retained, too",
+    ),
     *unused("exp_manager.checkpoint_callback_params.filename", "a checkpoint is called by its step"),
     Rule(("exp_manager.resume_if_exists", "exp_manager.resume_ignore_no_checkpoint"), _resume),
     Rule(("exp_manager.ema.enable", "exp_manager.ema.decay"), _average, "in fp32, sharded as the master weights"),
-    only("exp_manager.ema.every_n_steps", 1, why="the average is updated in every step"),
-    only("exp_manager.ema.validate_original_weights", False, why="the average is validated"),
-    only("exp_manager.ema.cpu_offload", False, why="the average is where the master weights are"),
+    maps("exp_manager.ema.every_n_steps", "training.ema_interval"),
+    maps("exp_manager.ema.validate_original_weights", "training.validate_raw_weights", note="beside the average"),
+    maps("exp_manager.ema.cpu_offload", "training.ema_offload"),
 ]
 _ENGINE = [
     maps("model.micro_batch_size", "training.micro_batch_size", required=True, note="at most"),
@@ -371,7 +383,11 @@ _CONDITIONING = [
         "model.conditioning.precached_key model.conditioning.out_key",
         "energon_data.prepare writes embeddings under the name of the condition, text",
     ),
-    Rule(("model.conditioning.online_encoding", "model.conditioning.encoder_path"), _online),
+    Rule(
+        ("model.conditioning.online_encoding", "model.conditioning.encoder_path"),
+        _online,
+        "without online encoding the data have the embeddings",
+    ),
 ]
 _DATA = [
     *unused("model.data.num_workers", "data.background reads every stream in a process of its own"),

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Optional
 
@@ -11,7 +12,6 @@ import yaml
 
 from dit.config_record import to_record
 from dit.errors import ConfigError
-from dit.monitoring.sinks import read_records
 from launch import nemo_config, train
 from launch.config_file import built
 from launch.train import call_recipe, load_component
@@ -259,6 +259,12 @@ def record(folder: Path, *changes: Changes) -> dict[str, Any]:
     return flat(built(task))
 
 
+@cache
+def published(name: str, folder: Path) -> dict[str, Any]:
+    """Return the settings of a document whose keys are changed."""
+    return record(folder, *BASES[name])
+
+
 def flat(config: Any) -> dict[str, Any]:
     return {
         f"{part}.{name}": value for part, fields in to_record(config.parts()).items() for name, value in fields.items()
@@ -291,99 +297,115 @@ def test_a_published_document_gives_the_published_network(name: str, tmp_path: P
         assert {key: flat(config)[key] for key in data} == data
 
 
-BASE, LARGE, SUPER = (REGULAR,), (SR_UNET,), (EFFICIENT,)
 ONLINE = {"model.conditioning.online_encoding": True}
+BASES: dict[str, tuple[Changes, ...]] = {
+    "base": (REGULAR,),
+    "stable": (REGULAR, {"model.unet.flash_attention": False}),
+    "narrow": (REGULAR, {"model.unet.attention_resolutions": [32]}),
+    "online": (REGULAR, ONLINE),
+    "ddpm": (REGULAR, DDPM),
+    "sr-unet": (SR_UNET,),
+    "sr": (EFFICIENT,),
+}
 CUT = "model.data.train.augmentations"
+SAVED = "exp_manager.checkpoint_callback_params"
 FILTER = "model.data.train.filterings.resolution"
-MAPPED: list[tuple[tuple[Changes, ...], str, Any, dict[str, Any]]] = [
-    (BASE, "trainer.max_steps", 7, {"training.num_steps": 7}),
-    (BASE, "trainer.precision", 32, {"training.precision": "fp32"}),
-    (BASE, "trainer.log_every_n_steps", 3, {"training.log_interval": 3}),
-    (BASE, "trainer.gradient_clip_val", 0.5, {"optimizer.clip_grad": 0.5}),
-    (BASE, "trainer.gradient_clip_val", None, {"optimizer.clip_grad": 0.0}),
-    (BASE, "exp_manager.exp_dir", "/data", {"training.run_dir": "/data/imagen-nemo"}),
-    (BASE, "exp_manager.name", "own", {"training.run_dir": "runs/own"}),
-    (BASE, "exp_manager.create_wandb_logger", True, {"logging.wandb": True}),
-    (BASE, "exp_manager.wandb_logger_kwargs.project", "own", {"logging.wandb_project": "own"}),
-    (BASE, "exp_manager.create_tensorboard_logger", False, {"logging.tensorboard": False}),
-    (BASE, "exp_manager.create_checkpoint_callback", False, {"checkpoint.interval": 0}),
-    (BASE, "exp_manager.checkpoint_callback_params.every_n_train_steps", 9, {"checkpoint.interval": 9}),
-    (BASE, "exp_manager.checkpoint_callback_params.save_top_k", 3, {"checkpoint.keep_last": 3}),
-    (BASE, "exp_manager.resume_if_exists", False, {"checkpoint.resume": "never"}),
-    (BASE, "exp_manager.resume_ignore_no_checkpoint", False, {"checkpoint.resume": "must"}),
-    (BASE, "exp_manager.ema.enable", False, {"training.ema_decay": None}),
-    (BASE, "exp_manager.ema.decay", 0.5, {"training.ema_decay": 0.5}),
-    (BASE, "model.micro_batch_size", 24, {"training.micro_batch_size": 24}),
-    (BASE, "model.global_batch_size", 96, {"training.global_batch_size": 96}),
-    (BASE, "model.inductor", True, {"training.compile": True}),
-    (BASE, "model.channels_last", False, {"model.channels_last": False}),
-    (BASE, "model.seed", 7, {"training.seed": 7}),
-    (BASE, "model.ddp_overlap", False, {"parallel.overlap_grad_reduce": False}),
-    (BASE, "model.unet.embed_dim", 512, {"model.hidden_size": 512}),
-    (BASE, "model.unet.channels", 4, {"model.in_channels": 4}),
-    (BASE, "model.unet.channel_mult", [1, 2, 3, 5], {"model.channel_multipliers": [1, 2, 3, 5]}),
-    (BASE, "model.unet.per_head_channels", 32, {"model.head_size": 32}),
-    (BASE, "model.unet.per_head_channels", -1, {"model.head_size": None}),
-    (BASE, "model.unet.num_attn_heads", 2, {"model.num_attention_heads": 2}),
-    (BASE, "model.unet.attention_type", "stacked", {"model.attention_type": "stacked"}),
-    (BASE, "model.unet.feature_pooling_type", "mean", {"model.text_pooling": "mean"}),
-    (BASE, "model.unet.learned_sinu_pos_emb_dim", ABSENT, {"model.learned_time_features": 16}),
-    (BASE, "model.unet.use_null_token", True, {"model.null_token": True}),
-    (BASE, "model.unet.init_conv_kernel_size", 7, {"model.init_kernel_size": 7}),
-    (BASE, "model.unet.gradient_checkpointing", True, {"training.recompute": "full"}),
-    (BASE, "model.unet.scale_shift_norm", False, {"model.scale_shift_norm": False}),
+MAPPED: list[tuple[str, str, Any, dict[str, Any]]] = [
+    ("base", "trainer.max_steps", 7, {"training.num_steps": 7}),
+    ("base", "trainer.precision", 32, {"training.precision": "fp32"}),
+    ("base", "trainer.log_every_n_steps", 3, {"training.log_interval": 3}),
+    ("base", "trainer.gradient_clip_val", 0.5, {"optimizer.clip_grad": 0.5}),
+    ("base", "trainer.gradient_clip_val", None, {"optimizer.clip_grad": 0.0}),
+    ("base", "exp_manager.exp_dir", "/data", {"training.run_dir": "/data/imagen-nemo"}),
+    ("base", "exp_manager.name", "own", {"training.run_dir": "runs/own"}),
+    ("base", "exp_manager.create_wandb_logger", True, {"logging.wandb": True}),
+    ("base", "exp_manager.wandb_logger_kwargs.project", "own", {"logging.wandb_project": "own"}),
+    ("base", "exp_manager.wandb_logger_kwargs.name", "own", {"logging.wandb_name": "own"}),
+    ("base", "exp_manager.wandb_logger_kwargs.group", "own", {"logging.wandb_group": "own"}),
+    ("base", "exp_manager.create_tensorboard_logger", False, {"logging.tensorboard": False}),
+    ("base", "exp_manager.create_checkpoint_callback", False, {"checkpoint.interval": 0}),
+    ("base", f"{SAVED}.every_n_train_steps", 9, {"checkpoint.interval": 9}),
+    ("base", f"{SAVED}.save_top_k", 3, {"checkpoint.keep_best_training": 3}),
+    ("base", f"{SAVED}.save_top_k", -1, {"checkpoint.keep_best_training": 0, "checkpoint.keep_every": 1}),
+    ("base", f"{SAVED}.monitor", "val_loss", {"checkpoint.keep_best_training": 0, "checkpoint.keep_best": 5}),
+    ("base", "exp_manager.resume_if_exists", False, {"checkpoint.resume": "never"}),
+    ("base", "exp_manager.resume_ignore_no_checkpoint", False, {"checkpoint.resume": "must"}),
+    ("base", "exp_manager.ema.enable", False, {"training.ema_decay": None}),
+    ("base", "exp_manager.ema.decay", 0.5, {"training.ema_decay": 0.5}),
+    ("base", "exp_manager.ema.every_n_steps", 4, {"training.ema_interval": 4}),
+    ("base", "exp_manager.ema.validate_original_weights", True, {"training.validate_raw_weights": True}),
+    ("base", "exp_manager.ema.cpu_offload", True, {"training.ema_offload": True}),
+    ("base", "model.micro_batch_size", 24, {"training.micro_batch_size": 24}),
+    ("base", "model.global_batch_size", 96, {"training.global_batch_size": 96}),
+    ("base", "model.inductor", True, {"training.compile": True}),
+    ("base", "model.channels_last", False, {"model.channels_last": False}),
+    ("base", "model.seed", 7, {"training.seed": 7}),
+    ("base", "model.ddp_overlap", False, {"parallel.overlap_grad_reduce": False}),
+    ("base", "model.unet.embed_dim", 512, {"model.hidden_size": 512}),
+    ("base", "model.unet.channels", 4, {"model.in_channels": 4}),
+    ("base", "model.unet.channel_mult", [1, 2, 3, 5], {"model.channel_multipliers": [1, 2, 3, 5]}),
+    ("base", "model.unet.per_head_channels", 32, {"model.head_size": 32}),
+    ("base", "model.unet.per_head_channels", -1, {"model.head_size": None}),
+    ("base", "model.unet.num_attn_heads", 2, {"model.num_attention_heads": 2}),
+    ("base", "model.unet.attention_type", "stacked", {"model.attention_type": "stacked"}),
+    ("base", "model.unet.feature_pooling_type", "mean", {"model.text_pooling": "mean"}),
+    ("base", "model.unet.learned_sinu_pos_emb_dim", ABSENT, {"model.learned_time_features": 16}),
+    ("base", "model.unet.use_null_token", True, {"model.null_token": True}),
+    ("base", "model.unet.init_conv_kernel_size", 7, {"model.init_kernel_size": 7}),
+    ("base", "model.unet.gradient_checkpointing", True, {"training.recompute": "full"}),
+    ("base", "model.unet.scale_shift_norm", False, {"model.scale_shift_norm": False}),
     (
-        (REGULAR, {"model.unet.flash_attention": False}),
+        "stable",
         "model.unet.stable_attention",
         True,
         {"model.stable_attention": True},
     ),
     (
-        (REGULAR, {"model.unet.attention_resolutions": [32]}),
+        "narrow",
         "model.unet.image_size",
         128,
         {"model.attention_levels": [2]},
     ),
-    (BASE, "model.unet.attention_resolutions", [64], {"model.attention_levels": [0]}),
-    (BASE, "model.unet.num_res_blocks", 2, {"model.num_res_blocks": [2, 2, 2, 2]}),
-    (BASE, "model.unet.cond_dim", 1024, {"model.condition_size": 1024}),
-    (BASE, "model.unet.dropout", 0.1, {"model.dropout": 0.1}),
-    (BASE, "model.unet.resblock_updown", True, {"model.resample_blocks": True}),
-    (BASE, "model.unet.resample_with_conv", False, {"model.resample_with_conv": False}),
-    (SUPER, "model.unet.atnn_enabled_at", [1, 0, 0, 0, 1], {"model.attention_levels": [0, 4]}),
-    (SUPER, "model.unet.num_resblocks", [1] * 5, {"model.num_res_blocks": [1] * 5}),
-    (SUPER, "model.unet.skip_connection_scaling", ABSENT, {"model.skip_scaling": False}),
-    (SUPER, "model.noise_cond_aug", True, {"model.noise_augmentation": True}),
-    (SUPER, "model.data.train.target_resolutions", [32, 256], {"model.low_resolution_factor": 8}),
-    (LARGE, "model.data.train.target_resolutions", [32, 256], {"model.low_resolution_factor": 8}),
-    (BASE, "model.preconditioning.loss_type", "huber", {"objective.loss_kind": "huber"}),
-    (BASE, "model.preconditioning.sigma_data", 0.6, {"objective.sigma_data": 0.6}),
-    (BASE, "model.preconditioning.p_mean", 0.3, {"objective.p_mean": 0.3}),
-    (BASE, "model.preconditioning.p_std", 1.0, {"objective.p_std": 1.0}),
-    ((REGULAR, DDPM), "model.preconditioning.pred_objective", "x_start", {"objective.prediction": "x0"}),
-    ((REGULAR, DDPM), "model.preconditioning.noise_schedule", "linear", {"objective.schedule": "linear"}),
-    ((REGULAR, DDPM), "model.preconditioning.timesteps", 250, {"sampling.num_steps": 250}),
-    (BASE, "model.conditioning.embed_dim", 4096, {"model.context_size": 4096}),
-    (BASE, "model.conditioning.token_length", 64, {"data.max_text_tokens": 64}),
-    (BASE, "model.conditioning.drop_rate", 0.2, {"model.context_dropout": 0.2}),
+    ("base", "model.unet.attention_resolutions", [64], {"model.attention_levels": [0]}),
+    ("base", "model.unet.num_res_blocks", 2, {"model.num_res_blocks": [2, 2, 2, 2]}),
+    ("base", "model.unet.cond_dim", 1024, {"model.condition_size": 1024}),
+    ("base", "model.unet.dropout", 0.1, {"model.dropout": 0.1}),
+    ("base", "model.unet.resblock_updown", True, {"model.resample_blocks": True}),
+    ("base", "model.unet.resample_with_conv", False, {"model.resample_with_conv": False}),
+    ("sr", "model.unet.atnn_enabled_at", [1, 0, 0, 0, 1], {"model.attention_levels": [0, 4]}),
+    ("sr", "model.unet.num_resblocks", [1] * 5, {"model.num_res_blocks": [1] * 5}),
+    ("sr", "model.unet.skip_connection_scaling", ABSENT, {"model.skip_scaling": False}),
+    ("sr", "model.noise_cond_aug", True, {"model.noise_augmentation": True}),
+    ("sr", "model.data.train.target_resolutions", [32, 256], {"model.low_resolution_factor": 8}),
+    ("sr-unet", "model.data.train.target_resolutions", [32, 256], {"model.low_resolution_factor": 8}),
+    ("base", "model.preconditioning.loss_type", "huber", {"objective.loss_kind": "huber"}),
+    ("base", "model.preconditioning.sigma_data", 0.6, {"objective.sigma_data": 0.6}),
+    ("base", "model.preconditioning.p_mean", 0.3, {"objective.p_mean": 0.3}),
+    ("base", "model.preconditioning.p_std", 1.0, {"objective.p_std": 1.0}),
+    ("ddpm", "model.preconditioning.pred_objective", "x_start", {"objective.prediction": "x0"}),
+    ("ddpm", "model.preconditioning.noise_schedule", "linear", {"objective.schedule": "linear"}),
+    ("ddpm", "model.preconditioning.timesteps", 250, {"sampling.num_steps": 250}),
+    ("base", "model.conditioning.embed_dim", 4096, {"model.context_size": 4096}),
+    ("base", "model.conditioning.token_length", 64, {"data.max_text_tokens": 64}),
+    ("base", "model.conditioning.drop_rate", 0.2, {"model.context_dropout": 0.2}),
     (
-        BASE,
+        "base",
         "model.conditioning.online_encoding",
         True,
         {"data.online_text_encoder": "text=google-t5/t5-11b", "data.online_precision": "bf16"},
     ),
-    ((REGULAR, ONLINE), "model.conditioning.encoder_path", "/t5", {"data.online_text_encoder": "text=/t5"}),
-    (BASE, f"{CUT}.resize_smallest_side", 96, {"data.resize_side": 96}),
-    (BASE, f"{CUT}.center_crop_h_w", "32, 48", {"data.crop_size": [32, 48]}),
-    (BASE, CUT, {"resize_smallest_side": 64, "random_crop_h_w": "64, 64"}, {"data.random_crop": True}),
-    (BASE, f"{CUT}.horizontal_flip", True, {"data.flip": 0.5}),
-    (SUPER, f"{FILTER}.value", 300, {"data.min_side": 300}),
-    (SUPER, f"{FILTER}.method", "smaller", {"data.min_side": None, "data.max_side": 256}),
-    (BASE, "model.optim.lr", "2e-4", {"optimizer.lr": 2e-4}),
-    (BASE, "model.optim.eps", "1e-6", {"optimizer.eps": 1e-6}),
-    (BASE, "model.optim.betas", [0.8, 0.99], {"optimizer.beta1": 0.8, "optimizer.beta2": 0.99}),
-    (BASE, "model.optim.weight_decay", 0.0, {"optimizer.weight_decay": 0.0}),
-    (BASE, "model.optim.sched.warmup_steps", 500, {"schedule.warmup_steps": 500}),
+    ("online", "model.conditioning.encoder_path", "/t5", {"data.online_text_encoder": "text=/t5"}),
+    ("base", f"{CUT}.resize_smallest_side", 96, {"data.resize_side": 96}),
+    ("base", f"{CUT}.center_crop_h_w", "32, 48", {"data.crop_size": [32, 48]}),
+    ("base", CUT, {"resize_smallest_side": 64, "random_crop_h_w": "64, 64"}, {"data.random_crop": True}),
+    ("base", f"{CUT}.horizontal_flip", True, {"data.flip": 0.5}),
+    ("sr", f"{FILTER}.value", 300, {"data.min_side": 300}),
+    ("sr", f"{FILTER}.method", "smaller", {"data.min_side": None, "data.max_side": 256}),
+    ("base", "model.optim.lr", "2e-4", {"optimizer.lr": 2e-4}),
+    ("base", "model.optim.eps", "1e-6", {"optimizer.eps": 1e-6}),
+    ("base", "model.optim.betas", [0.8, 0.99], {"optimizer.beta1": 0.8, "optimizer.beta2": 0.99}),
+    ("base", "model.optim.weight_decay", 0.0, {"optimizer.weight_decay": 0.0}),
+    ("base", "model.optim.sched.warmup_steps", 500, {"schedule.warmup_steps": 500}),
 ]
 """Documents, a key of them, its new value, and all settings that it changes."""
 
@@ -392,9 +414,9 @@ MAPPED: list[tuple[tuple[Changes, ...], str, Any, dict[str, Any]]] = [
     ("base", "key", "value", "expected"), MAPPED, ids=[f"{key}={value}" for _, key, value, _ in MAPPED]
 )
 def test_a_key_changes_its_setting_and_nothing_else(
-    base: tuple[Changes, ...], key: str, value: Any, expected: dict[str, Any], tmp_path: Path
+    base: str, key: str, value: Any, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    before, after = record(tmp_path, *base), record(tmp_path, *base, {key: value})
+    before, after = published(base, tmp_path.parent), record(tmp_path, *BASES[base], {key: value})
     assert {name: new for name, new in after.items() if new != before[name]} == expected
 
 
@@ -544,16 +566,16 @@ def test_one_source_selects_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "did you mean optimizer.lr?" in capsys.readouterr().err
 
 
-def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+def test_the_first_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
     page = Path("docs/nemo.md")
     shown = {block.language: block.text for block in blocks(page)}
     (tmp_path / "imagen.yaml").write_text(shown["yaml"])
     planned, written, trained = shown_commands(page)
-    narrow = " model.hidden_size=32 model.head_size=16 model.norm_num_groups=8"  # planning the network takes a minute
-    assert run_line(planned + narrow, tmp_path).code == 0
+    # Planning all of it takes a minute.
+    small = "model.hidden_size=32 model.head_size=16 model.norm_num_groups=8 'model.num_res_blocks=[1, 1, 1, 1]'"
+    assert run_line(f"{planned} {small} 'model.attention_levels=[3]'", tmp_path).code == 0
     out = run_line(written, tmp_path).out
     printed = shown["text"].partition("  ...")[0]
     assert out.startswith(printed)
     assert (tmp_path / "imagen_here.yaml").exists()
-    assert run_line(trained, tmp_path).code == 0
-    assert read_records(tmp_path / "runs" / "imagen-base64" / "metrics.jsonl")[-1]["step"] == 2
+    assert trained.startswith("python -m launch.train --yes")  # tests/integration/test_loop_options.py runs it
