@@ -75,11 +75,18 @@ class TrainingConfig:
         recompute_layers: number of layers of each pipeline stage (or virtual chunk) to recompute, from the first one;
             None for all.
         seed: of initial weights, data order and all noise.
-        ema_decay: decay of the weight average per step (fp32); None for no average.
+        ema_decay: decay of the weight average per update (fp32); None for no average.
         ema_start_step: the average equals the weights until this step.
+        ema_interval: the average is updated after steps that are multiples of this.
+        ema_offload: the average is in host memory, not on the device; every update copies the weights there.
         log_interval: steps between log lines; there is also one before each checkpoint.
         validation_interval: steps between held-out losses; 0 for never.
+        validate_raw_weights: beside the held-out loss of the average, measure that of the weights, as `held_out_raw`.
+        sanity_micro_batches: held-out micro-batches of each data-parallel rank that are measured before step 1, so that
+            validation fails there if it does; 0 for none.
         sample_interval: steps between sample grids; 0 for never.
+        hooks: classes of your own, `['package.module.Class']`, that the loop calls after every step and validation; see
+            `dit.training.hooks`. The environment variable DIT_PACKAGES names their packages.
         stop_at_step: stop after this step as if preempted, with a checkpoint (for tests and short jobs).
     """
 
@@ -96,9 +103,14 @@ class TrainingConfig:
     seed: int = 1234
     ema_decay: Optional[float] = 0.9999
     ema_start_step: int = 0
+    ema_interval: int = 1
+    ema_offload: bool = False
     log_interval: int = 10
     validation_interval: int = 0
+    validate_raw_weights: bool = False
+    sanity_micro_batches: int = 0
     sample_interval: int = 0
+    hooks: Optional[list[str]] = None
     stop_at_step: Optional[int] = None
 
     def validate(self) -> None:
@@ -115,8 +127,10 @@ class TrainingConfig:
                 "seed": SEED,
                 "ema_decay": SHARE_BELOW_1,
                 "ema_start_step": COUNT_OR_NONE,
+                "ema_interval": COUNT,
                 "log_interval": COUNT,
                 "validation_interval": COUNT_OR_NONE,
+                "sanity_micro_batches": COUNT_OR_NONE,
                 "sample_interval": COUNT_OR_NONE,
                 "stop_at_step": COUNT,
             },
@@ -132,9 +146,12 @@ class CheckpointConfig:
         keep_last: number of newest checkpoints to retain, at least 1.
         keep_every: also retain checkpoints of steps that are multiples of this; 0 for none.
         keep_best: also retain this many with the lowest held-out loss.
+        keep_best_training: also retain this many with the lowest training loss, the mean since the last log line.
         resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
             fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
             damaged, and fails if one is valid.
+        resume_from: a new run goes on from the full state of this run folder or checkpoint: step, weights, optimizer,
+            average and data position. A run with checkpoints resumes from those.
         start_from: a new run starts from the weights of this run folder or checkpoint (from their average if it has
             one), with new step, optimizer state and data position. A run with checkpoints resumes from those.
         accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from those of
@@ -146,15 +163,24 @@ class CheckpointConfig:
     keep_last: int = 2
     keep_every: int = 0
     keep_best: int = 0
+    keep_best_training: int = 0
     resume: Literal["auto", "never", "must"] = "auto"
+    resume_from: Optional[str] = None
     start_from: Optional[str] = None
     accept_changes: Optional[list[str]] = None
 
     def validate(self) -> None:
         """Check every field by itself."""
-        if self.start_from is not None:
-            check_path("checkpoint.start_from", self.start_from)
-        names = ("interval", "keep_every", "keep_best")
+        for name in ("start_from", "resume_from"):
+            if getattr(self, name) is not None:
+                check_path(f"checkpoint.{name}", getattr(self, name))
+        if self.resume_from is not None and (self.start_from is not None or self.resume == "never"):
+            other = "checkpoint.start_from" if self.start_from is not None else "checkpoint.resume=never"
+            raise ConfigError(
+                f"checkpoint.resume_from={self.resume_from} goes on with a run, and {other} starts a new one; "
+                "remove one of the two"
+            )
+        names = ("interval", "keep_every", "keep_best", "keep_best_training")
         check_ranges("checkpoint", self, {"keep_last": COUNT} | dict.fromkeys(names, COUNT_OR_NONE))
 
 
@@ -164,15 +190,19 @@ class LoggingConfig:
 
     Attributes:
         tensorboard: write `events/` in the run folder.
-        wandb: mirror to Weights & Biases; offline if there is no key.
+        wandb: mirror to Weights & Biases; offline if there is no key. None mirrors where there is a key (of `wandb
+            login`, or `WANDB_API_KEY`) and the package.
         wandb_project: project of the run.
+        wandb_name, wandb_group: name of its page, and the group of pages that it belongs to; None for wandb's.
         wandb_artifacts: log each checkpoint as an artifact that references its folder.
         profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11]; None for no trace.
     """
 
     tensorboard: bool = True
-    wandb: bool = False
+    wandb: Optional[bool] = None
     wandb_project: str = "megatron-dit"
+    wandb_name: Optional[str] = None
+    wandb_group: Optional[str] = None
     wandb_artifacts: bool = False
     profile_steps: Optional[list[int]] = None
 

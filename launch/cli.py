@@ -44,6 +44,7 @@ change any setting
 flags
   -f, --factory RECIPE     recipe to run (a name from --list, or package.module.function of your own)
       --yaml FILE|RUN_DIR  start from a saved configuration, or a run folder's, instead of a recipe
+      --nemo-config FILE   start from a training document of NeMo's Imagen; prints what each of its keys becomes
       --yes                do not ask before starting (required under torchrun and in scripts)
       --dryrun             settings, parameter count, memory per rank, FLOPs; needs no GPU and no data
       --world-size N       ranks to plan for with --dryrun (default: as launched, or the smallest that fits)
@@ -69,6 +70,7 @@ class Options:
 
     factory: Optional[str] = None
     yaml: Optional[str] = None
+    nemo_config: Optional[str] = None
     yes: bool = False
     dryrun: bool = False
     world_size: Optional[int] = None
@@ -80,6 +82,11 @@ class Options:
     verbose: bool = False
     help: bool = False
     overrides: list[str] = field(default_factory=list)
+
+    @property
+    def source(self) -> Optional[str]:
+        """What selects the run: a recipe or a file."""
+        return self.factory or self.yaml or self.nemo_config
 
     @property
     def starts_training(self) -> bool:
@@ -95,7 +102,7 @@ _ALIASES = {
     "-h": "help",
     "--dry-run": "dryrun",
 }
-_TAKES_VALUE = {"factory", "yaml", "to_yaml", "world_size", "tokens", "text_tokens"}
+_TAKES_VALUE = {"factory", "yaml", "nemo_config", "to_yaml", "world_size", "tokens", "text_tokens"}
 _NUMBERS = {"world_size", "text_tokens"}
 # nemo-run's own flags, refused with their replacement here.
 _ELSEWHERE = {

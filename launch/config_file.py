@@ -12,7 +12,7 @@ import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import fiddle
 import yaml
@@ -152,7 +152,8 @@ def _read(value: object, annotation: object, key: str, load_component: Callable[
         _fill(config, settings, key, load_component)
         return config
     if isinstance(value, list):
-        element = (getattr(annotation, "__args__", None) or (Any,))[0]
+        lists = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is list]
+        element = get_args(lists[0])[0] if lists else Any
         return [_read(v, element, f"{key}[{i}]", load_component) for i, v in enumerate(value)]
     if isinstance(value, dict):
         return value

@@ -108,14 +108,20 @@ def _execute(options: cli.Options) -> int:
 
 def _check(options: cli.Options) -> None:
     """Refuse an impossible command line before the heavy imports."""
-    if options.factory and options.yaml:
-        raise ConfigError("--factory and --yaml both select the run; give one of them, and overrides for the rest")
-    if not options.factory and not options.yaml:
-        raise ConfigError("no recipe selected; give --factory NAME (--list shows all) or --yaml FILE")
+    given = [flag for flag in ("factory", "yaml", "nemo_config") if getattr(options, flag)]
+    if len(given) > 1:
+        flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in given)
+        raise ConfigError(f"{flags} both select the run; give one of them, and overrides for the rest")
+    if not given:
+        raise ConfigError(
+            "no recipe selected; give --factory NAME (--list shows all), --yaml FILE or --nemo-config FILE"
+        )
     if (options.world_size or options.tokens or options.text_tokens) and not options.dryrun:
         raise ConfigError(
             "--world-size, --tokens and --text-tokens only plan; add --dryrun, or start that many ranks with torchrun"
         )
+    if options.nemo_config:
+        cli.check_keys(options.overrides)
     if options.factory:
         cli.check_factory(options.factory)
         if "." not in options.factory.partition("(")[0]:  # a user's recipe may have other parts
@@ -149,7 +155,9 @@ def _check_run(task: "run.Partial") -> None:
 
 
 def resolve(options: cli.Options) -> "run.Partial":
-    """Return the configured task: the recipe (or the saved configuration) with the overrides applied.
+    """Return the configured task: the recipe (or that of a file) with the overrides applied.
+
+    What a document of NeMo's became is printed, on rank 0.
 
     Raises:
         ConfigError: the recipe, a key or a value does not exist.
@@ -160,6 +168,12 @@ def resolve(options: cli.Options) -> "run.Partial":
         from dit.training.pretrain import pretrain
 
         task = config_file.load(options.yaml, pretrain, load_component)
+    elif options.nemo_config:
+        from launch import nemo_config
+
+        task, rows = nemo_config.load(options.nemo_config, load_component)
+        if environment.rank() == 0:
+            print(nemo_config.table(rows), flush=True)
     else:
         task = call_recipe(str(options.factory))
     overrides.apply_overrides(task, options.overrides, load_component)
@@ -217,7 +231,7 @@ def _configure_logging(verbose: bool) -> None:
 
 
 def _ask(options: cli.Options) -> None:
-    answer = input(f"Start {options.factory or options.yaml}? [y/N] ")
+    answer = input(f"Start {options.source}? [y/N] ")
     if answer.strip().lower() not in ("y", "yes"):
         raise SystemExit(EXIT_OK)
 

@@ -25,15 +25,15 @@ from dit.models.lora import merge_adapters
 from dit.run_config import RunConfig
 
 
-def find_folder_together(path: str, groups: ProcessGroups) -> Path:
-    """Find the checkpoint of `checkpoint.start_from` and verify it; every rank hashes its share of the files.
+def find_folder_together(path: str, groups: ProcessGroups, setting: str = "checkpoint.start_from") -> Path:
+    """Find the checkpoint of a setting and verify it; every rank hashes its share of the files.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
     found = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups)
     if found is None:
-        raise CheckpointError(f"checkpoint.start_from: {no_checkpoint(path)}")
+        raise CheckpointError(f"{setting}: {no_checkpoint(path)}")
     return found[0]
 
 

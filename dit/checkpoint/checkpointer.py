@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from dit.checkpoint.manifest import BASE, CURE, FileRecord, HeldOut, check_same_base, hash_file
+from dit.checkpoint.base_model import find_folder_together
+from dit.checkpoint.manifest import BASE, CURE, FileRecord, HeldOut, check_same_base, hash_file, read_manifest
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record
 from dit.checkpoint.resume_check import check_same_experiment
 from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
@@ -75,6 +76,7 @@ class Checkpointer:
             if parts is not None:
                 meta = {
                     "consumed_samples": state.consumed_samples,
+                    "training_loss": state.training_loss,
                     **held_out_meta(state.held_out),
                     "fingerprint": fingerprint,
                     "torch": torch.__version__,
@@ -96,7 +98,7 @@ class Checkpointer:
                 self.store.attach(state.step, held_out_meta(state.held_out))
 
     def resume(self, state: TrainState, mode: str) -> bool:
-        """Continue from the newest valid checkpoint.
+        """Continue from the newest valid checkpoint; if there is none, from `checkpoint.resume_from`.
 
         Args:
             mode: `auto`, `never` or `must`.
@@ -109,6 +111,7 @@ class Checkpointer:
             ConfigError: it belongs to another model or experiment, or holds imported weights; or `never` and there is
                 one.
         """
+        path = self.config.checkpoint.resume_from
         steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
         found = newest_valid_together(candidates, state.groups)
         if found is None:
@@ -117,13 +120,17 @@ class Checkpointer:
                     f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons given "
                     "above; restore one, or train again from step 0 with checkpoint.resume=never"
                 )
-            if mode == "must":
+            if path is not None:
+                folder = find_folder_together(path, state.groups, "checkpoint.resume_from")
+                found = folder, read_manifest(folder)
+            elif mode == "must":
                 raise CheckpointError(
                     f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
                     "use checkpoint.resume=auto to start anew"
                 )
-            return False
-        if mode == "never":
+            else:
+                return False
+        elif mode == "never":
             raise ConfigError(
                 f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {steps}, "
                 "which a later resume would take for this run's; use another training.run_dir or remove them"
@@ -154,6 +161,7 @@ class Checkpointer:
             state.stream.load_state_dict(read_loader_state(folder))
         state.step = manifest.step
         state.consumed_samples = int(manifest.meta["consumed_samples"])
+        state.training_loss = manifest.training_loss
         state.held_out = manifest.held_out
         self.resumed_metadata = read_metadata(folder)
 

@@ -54,7 +54,7 @@ class Manifest:
     Attributes:
         step: optimizer steps done when it was taken.
         files: every file but the manifest itself, by path relative to the folder, with forward slashes.
-        meta: what a run reads before loading: `consumed_samples`, `held_out_loss` and the step it was
+        meta: what a run reads before loading: `consumed_samples`, `training_loss`, `held_out_loss` and the step it was
             measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and other plain JSON.
         created: seconds since the epoch.
     """
@@ -82,6 +82,12 @@ class Manifest:
     def held_out_loss(self) -> Optional[float]:
         """The held-out loss of this step; None if it was not measured."""
         return None if self.held_out is None or self.held_out.step != self.step else self.held_out.loss
+
+    @property
+    def training_loss(self) -> Optional[float]:
+        """The training loss of the last line of the log; None if it was not recorded."""
+        value = self.meta.get("training_loss")
+        return None if value is None else float(value)
 
     @property
     def is_imported(self) -> bool:

@@ -42,10 +42,11 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "schedule": ("", EVERY),
     "parallel": ("", EVERY),
     "training": (
-        "global_batch_size precision seed ema_decay ema_start_step",
+        "global_batch_size precision seed ema_decay ema_start_step ema_interval",
         # The stream itself refuses another micro-batch than it saved, by the number that fits the layout.
-        "run_dir num_steps micro_batch_size attention linears compile recompute recompute_layers "
-        "log_interval validation_interval sample_interval stop_at_step",
+        "run_dir num_steps micro_batch_size attention linears compile recompute recompute_layers ema_offload "
+        "log_interval validation_interval validate_raw_weights sanity_micro_batches sample_interval "
+        "hooks stop_at_step",
     ),
     "checkpoint": ("", EVERY),
     "logging": ("", EVERY),

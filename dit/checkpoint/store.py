@@ -211,9 +211,9 @@ class CheckpointStore:
     def prune(self, *, up_to: Optional[int] = None, verified: Optional[int] = None) -> list[int]:
         """Delete the checkpoints that no retention rule selects.
 
-        Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, and the `keep_best`
-        ones with the lowest held-out loss. The rules ignore damaged checkpoints. Nothing is deleted unless one of the
-        retained checkpoints verifies.
+        Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, the `keep_best`
+        ones with the lowest held-out loss, and the `keep_best_training` ones with the lowest training loss. The rules
+        ignore damaged checkpoints. Nothing is deleted unless one of the retained checkpoints verifies.
 
         Args:
             up_to: ignore newer checkpoints (a run that resumed before damaged ones replaces them later); None for no
@@ -243,10 +243,8 @@ class CheckpointStore:
         keep = set(newest[: self.config.keep_last])
         if self.config.keep_every:
             keep |= {step for step in newest if step % self.config.keep_every == 0}
-        losses = {step: m.held_out_loss for step, m in manifests.items()}
-        # `loss == loss` drops nan; of equal losses the newer checkpoint ranks first.
-        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and loss == loss)
-        return keep | {-step for _, step in ranked[: self.config.keep_best]}
+        keep |= _lowest({step: m.held_out_loss for step, m in manifests.items()}, self.config.keep_best)
+        return keep | _lowest({step: m.training_loss for step, m in manifests.items()}, self.config.keep_best_training)
 
     def _folders(self) -> Iterator[tuple[int, Path]]:
         with suppress(FileNotFoundError):
@@ -318,6 +316,12 @@ class CheckpointStore:
             f"{free} are free now that the unfinished part is gone; free space or lower checkpoint.keep_last="
             f"{self.config.keep_last}, keep_every={self.config.keep_every}, keep_best={self.config.keep_best}; {intact}"
         )
+
+
+def _lowest(losses: Mapping[int, Optional[float]], count: int) -> set[int]:
+    """Return the steps of the lowest losses; of equal ones the newer step ranks first."""
+    ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and loss == loss)  # no nan
+    return {-step for _, step in ranked[:count]}
 
 
 def _remove(path: Path) -> None:

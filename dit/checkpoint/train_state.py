@@ -25,6 +25,7 @@ class TrainState:
         chunks: this rank's unwrapped model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
         step: optimizer steps done.
         consumed_samples: samples trained on by all ranks.
+        training_loss: the newest training loss in the log; None before the first.
         held_out: the newest held-out loss; None before the first.
         base: the checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
     """
@@ -38,6 +39,7 @@ class TrainState:
     groups: ProcessGroups
     step: int = 0
     consumed_samples: int = 0
+    training_loss: Optional[float] = None
     held_out: Optional[HeldOut] = None
     base: Optional[Mapping[str, str]] = None
 
@@ -64,7 +66,10 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     wrapped = wrap(chunks, config.parallel, groups)
     optimizer = build_optimizer(wrapped, config.optimizer, config.parallel, training.precision, groups)
     shards = master_shards(optimizer, chunks)
-    ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, training.ema_start_step)
+    ema = None
+    if training.ema_decay is not None:
+        start, interval = training.ema_start_step, training.ema_interval
+        ema = EMA(shards, training.ema_decay, start, interval, offload=training.ema_offload)
     stream = config.data.build_train(
         spec,
         dp_rank=groups.dp_rank,

@@ -1,6 +1,7 @@
 """Reports of rank 0: the records in the run folder, their mirrors, and the console."""
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Optional
 
@@ -13,7 +14,7 @@ from dit.durable_files import write_record
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
 from dit.monitoring.headline import headline
 from dit.monitoring.progress import ConsoleProgress
-from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink
+from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink, has_wandb_key
 from dit.monitoring.summary import drawing_command, exporting_command, how_it_went
 from dit.parallel.dims import ParallelDims
 from dit.parallel.implementations import implementations
@@ -47,12 +48,18 @@ class RunLog:
             self._sinks.scalars(state.step, values, state.consumed_samples)
             self._progress.update(state.step, values)
 
-    def held_out(self, state: TrainState, losses: Mapping[str, float]) -> None:
-        """Report the held-out losses of a step, and flush them to the disk."""
+    def held_out(self, state: TrainState, losses: Mapping[str, float], raw: Optional[Mapping[str, float]]) -> None:
+        """Report the held-out losses of a step, and flush them to the disk.
+
+        Args:
+            raw: those of the weights, where `losses` are of their average and these were measured.
+        """
         if self._sinks is not None:
-            named = {f"held_out/{name}": value for name, value in losses.items()}
+            found = {"held_out": losses, "held_out_raw": raw or {}}
+            named = {f"{kind}/{name}": value for kind, values in found.items() for name, value in values.items()}
             self._sinks.scalars(state.step, named, state.consumed_samples)
-            self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}")
+            of_weights = "" if raw is None else f", of the raw weights {raw['loss']:.4f}"
+            self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}{of_weights}")
             self._sinks.sync()
 
     def samples(self, state: TrainState, path: Path) -> None:
@@ -119,11 +126,11 @@ def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     write_record(run_dir / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False))
     ran = environment_record(state.groups.world_size, implementations(config.model, training))
     append_attempt(run_dir / ENV_FILE, {**ran, "micro_batch_size": dims.micro_batch_size})
-    sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), _mirrors(config, record, state.step if resumed else None))
+    sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), mirrors_of(config, record, state.step if resumed else None))
     return RunLog(sinks, ConsoleProgress(headline(config, dims, state, resumed=resumed), training.num_steps))
 
 
-def _mirrors(
+def mirrors_of(
     config: RunConfig, record: Mapping[str, Any], resumed_step: Optional[int]
 ) -> dict[str, Callable[[], Sink]]:
     """Return, by name, the function that builds each configured mirror."""
@@ -131,6 +138,13 @@ def _mirrors(
     mirrors: dict[str, Callable[[], Sink]] = {}
     if logging.tensorboard:
         mirrors["TensorBoard"] = lambda: TensorBoardSink(run_dir / "events", resumed_step)
-    if logging.wandb:
-        mirrors["wandb"] = lambda: WandbSink(run_dir, logging.wandb_project, record, artifacts=logging.wandb_artifacts)
+    if logging.wandb or (logging.wandb is None and find_spec("wandb") is not None and has_wandb_key()):
+        mirrors["wandb"] = lambda: WandbSink(
+            run_dir,
+            logging.wandb_project,
+            record,
+            name=logging.wandb_name,
+            group=logging.wandb_group,
+            artifacts=logging.wandb_artifacts,
+        )
     return mirrors

@@ -192,17 +192,25 @@ class WandbSink(Sink):
         run_dir: folder of the run.
         project: name of the project.
         config: settings of the run, plain containers.
+        name, group: of the run's page; None for wandb's.
         artifacts: also log artifacts, as references to their folders; nothing is copied.
     """
 
     def __init__(
-        self, run_dir: Path | str, project: str, config: Mapping[str, Any], *, artifacts: bool = False
+        self,
+        run_dir: Path | str,
+        project: str,
+        config: Mapping[str, Any],
+        *,
+        name: Optional[str] = None,
+        group: Optional[str] = None,
+        artifacts: bool = False,
     ) -> None:
         folder = Path(run_dir).resolve() / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         # wandb takes these three folders from the environment only; by default they are in the home directory.
-        for name, inside in (("DATA", "data"), ("CACHE", "cache"), ("CONFIG", "config")):
-            os.environ.setdefault(f"WANDB_{name}_DIR", str(folder / inside))
+        for kind in ("DATA", "CACHE", "CONFIG"):
+            os.environ.setdefault(f"WANDB_{kind}_DIR", str(folder / kind.lower()))
         import wandb  # two seconds, and only rank 0 needs it
 
         self._wandb = wandb
@@ -210,12 +218,14 @@ class WandbSink(Sink):
         settings = wandb.Settings(x_disable_stats=True, console="off", silent=True, disable_git=True, disable_code=True)
         arguments: dict[str, Any] = {
             "project": project,
+            "name": name,
+            "group": group,
             "id": _wandb_id(Path(run_dir) / "wandb_id"),
             "resume": "allow",
             "config": dict(config),
             "dir": str(folder.parent),
             "settings": settings,
-            "mode": os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline"),
+            "mode": os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline"),
         }
         try:
             self._run = wandb.init(**arguments)
@@ -351,7 +361,7 @@ def _wandb_id(path: Path) -> str:
     return run_id
 
 
-def _has_wandb_key() -> bool:
+def has_wandb_key() -> bool:
     """Return whether wandb can log in without a prompt, which would block the run on a terminal."""
     if os.environ.get("WANDB_API_KEY"):
         return True

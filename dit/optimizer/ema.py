@@ -12,18 +12,29 @@ from dit.optimizer.master_weights import MasterShard, copy_masters_to_model
 
 
 class EMA:
-    """The average ema <- decay * ema + (1 - decay) * weights, updated after each optimizer step.
+    """The average ema <- decay * ema + (1 - decay) * weights, updated after optimizer steps.
 
     Args:
         shards: this rank's master shards.
-        decay: per step.
+        decay: per update.
         start_step: until this step the average equals the weights.
+        interval: steps between updates; the average is updated after steps that are multiples of it.
+        offload: whether the average is in host memory; an update then copies the weights there, one after another.
     """
 
-    def __init__(self, shards: list[MasterShard], decay: float, start_step: int = 0) -> None:
-        self.decay, self.start_step = decay, start_step
+    def __init__(
+        self,
+        shards: list[MasterShard],
+        decay: float,
+        start_step: int = 0,
+        interval: int = 1,
+        *,
+        offload: bool = False,
+    ) -> None:
+        self.decay, self.start_step, self.interval, self.offload = decay, start_step, interval, offload
         self.shards = shards
-        self.values: list[Tensor] = [shard.main.detach().clone() for shard in shards]
+        device = torch.device("cpu") if offload else None
+        self.values: list[Tensor] = [shard.main.detach().to(device, copy=True) for shard in shards]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -31,6 +42,11 @@ class EMA:
         mains = [shard.main for shard in self.shards]
         if step <= self.start_step:
             torch._foreach_copy_(self.values, mains)
+        elif step % self.interval:
+            return
+        elif self.offload:
+            for value, main in zip(self.values, mains, strict=True):
+                value.lerp_(main.to(value.device), 1.0 - self.decay)
         else:
             torch._foreach_lerp_(self.values, mains, 1.0 - self.decay)
 

@@ -289,7 +289,8 @@ class _Program:
         self.optimizer = build_optimizer(self.wrapped, job.optimizer, job.parallel, training.precision, self.groups)
         shards = master_shards(self.optimizer, chunks)
         before = self.counter.live
-        self.average = None if training.ema_decay is None else EMA(shards, training.ema_decay, training.ema_start_step)
+        decay = None if training.ema_offload else training.ema_decay
+        self.average = None if decay is None else EMA(shards, decay, training.ema_start_step)
         average = self.counter.live - before
         steady = steady_state(job.parallel, self.groups.pp.rank())
         traced = job.micro_batches if job.in_full else min(job.micro_batches, steady.micro_batches)

@@ -6,7 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from dit.condition_table import CONTEXT
 from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.encoders.online import batch_encoder
-from dit.errors import EXIT_PREEMPTED
+from dit.errors import EXIT_PREEMPTED, NotFiniteError
 from dit.inference.preview import PictureWriter
 from dit.models.base import ModelConfig
 from dit.monitoring.exit_record import ExitRecord
@@ -49,6 +51,7 @@ from dit.settings import (
     TrainingConfig,
 )
 from dit.training.device_batches import DeviceBatches
+from dit.training.hooks import load_hooks
 from dit.training.step import find_suspects, training_forward_step
 from dit.training.validate import held_out_loss, named_losses
 
@@ -143,6 +146,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     run.log.start(state.step)
     if state.step > 0 and _is_multiple(state.step, training.validation_interval) and not state.is_validated:
         run.validate(saved=True)  # the previous attempt ended between saving and validating
+    if state.step == 0 and training.sanity_micro_batches:
+        run.check_validation(training.sanity_micro_batches)
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
     with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
         started = time.perf_counter()
@@ -152,6 +157,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             grad_norm = run.step(loss_sums)
             trace.after(state.step)
             record.step = state.step
+            for hook in run.hooks:
+                hook.on_step(state, grad_norm)
             beat()
             last = state.step == training.num_steps
             stop = any_rank(preemption.requested or state.step == training.stop_at_step)
@@ -191,12 +198,14 @@ class Run:
     Attributes:
         state: all that a step changes.
         batches: micro-batches on this rank's device.
+        hooks: what the loop calls after steps and validations.
     """
 
     def __init__(
         self, config: RunConfig, dims: ParallelDims, spec: BatchSpec, groups: ProcessGroups, *, quiet: bool = False
     ) -> None:
         self.config, self.dims, self.spec, self.groups = config, dims, spec, groups
+        self.hooks = load_hooks(config.training.hooks)
         self.began = time.monotonic()
         self.device = local_device()
         # The members of a blend need to agree only on conditions of the model.
@@ -334,6 +343,7 @@ class Run:
             "skipped_samples": skipped,
             **load,
         }
+        state.training_loss = values["loss"]
         self.log.scalars(state, values)
 
     def save(self) -> None:
@@ -351,17 +361,42 @@ class Run:
 
     def validate(self, *, saved: bool = False) -> None:
         """Measure the held-out loss; if the weights are `saved`, add it to their checkpoint."""
-        state, groups = self.state, self.groups
-        passed = self.config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
-        batches = map(self.encode, passed)
+        state = self.state
         with state.averaged():
-            losses = held_out_loss(
-                self.network, batches, self.config.objective, self.config.model, self.device, groups, self.shard
-            )
+            losses = self.held_out_losses()
+        compared = self.config.training.validate_raw_weights and state.ema is not None
+        raw = self.held_out_losses() if compared else None
         state.held_out = HeldOut(losses["loss"], state.step)
-        self.log.held_out(state, losses)
+        self.log.held_out(state, losses, raw)
         if saved:
             self.checkpointer.attach_held_out(state)
+        for hook in self.hooks:
+            hook.on_validation(state, losses)
+
+    def check_validation(self, micro_batches: int) -> None:
+        """Measure the held-out loss of the first micro-batches of each data-parallel rank, before step 1.
+
+        Raises:
+            NotFiniteError: it is not finite.
+        """
+        loss = self.held_out_losses(micro_batches)["loss"]
+        if not math.isfinite(loss):
+            raise NotFiniteError(
+                f"the held-out loss of the initial weights is {loss}, over {micro_batches} micro-batches of each "
+                "data-parallel rank; look for such values in the held-out data, or at the initial weights"
+            )
+        self.log.message(f"step 0: held-out loss {loss:.4f}, over {micro_batches} micro-batches of each rank")
+
+    def held_out_losses(self, micro_batches: Optional[int] = None) -> dict[str, float]:
+        """Return the held-out losses of the weights that the model has.
+
+        Args:
+            micro_batches: of each data-parallel rank; None for all.
+        """
+        config, groups = self.config, self.groups
+        passed = config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
+        batches = map(self.encode, islice(passed, micro_batches))
+        return held_out_loss(self.network, batches, config.objective, config.model, self.device, groups, self.shard)
 
     def sample(self) -> None:
         """Generate the grid of samples and write it into the run folder."""

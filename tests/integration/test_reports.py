@@ -22,6 +22,7 @@ pytestmark = pytest.mark.matrix
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 FP32 = 1e-6  # relative; TensorBoard has single precision
 MIRRORS = {"logging__tensorboard": True, "logging__wandb": True}
+PAGE = {"logging__wandb_name": "the-page", "logging__wandb_group": "the-group"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,9 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     jobs = {
         "plain": Job(actions.train, {"arguments": run("plain")}),
         "bounded": Job(actions.train, {"arguments": run("bounded", training__micro_batch_size=3)}),
-        "mirrored": Job(actions.train, {"arguments": run("mirrored", **MIRRORS, logging__wandb_artifacts=True)}),
+        "mirrored": Job(
+            actions.train, {"arguments": run("mirrored", **MIRRORS, **PAGE, logging__wandb_artifacts=True)}
+        ),
         "broken": Job(actions.train, {"arguments": run("broken", **MIRRORS), "fault": faults.no_wandb}),
         "benchmark": Job(actions.benchmark, {"arguments": measure}),
         "shape": Job(
@@ -79,7 +82,9 @@ def test_tensorboard_holds_every_scalar_and_picture(done: dict[str, Any], folder
 def test_wandb_stays_in_the_run_folder(done: dict[str, Any], folder: Path) -> None:
     run_id = (folder / "mirrored" / "wandb_id").read_text().strip()
     (part,) = (folder / "mirrored" / "wandb").glob(f"offline-run-*-{run_id}")
-    assert list(part.glob("*.wandb"))
+    (record,) = part.glob("*.wandb")
+    assert b"the-page" in record.read_bytes()
+    assert b"the-group" in record.read_bytes()
     assert list(part.rglob("*.png"))
 
 

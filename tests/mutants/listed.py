@@ -26,6 +26,7 @@ STREAMS = "tests/unit/energon_data/test_data_streams.py"
 LOSSES = "tests/unit/training/test_losses.py"
 SCHEDULES = "tests/unit/optimizer/test_schedules.py"
 STORE = "tests/unit/checkpoint/test_checkpoint_store.py"
+AVERAGE, NEMO = "tests/unit/optimizer/test_ema.py", "tests/unit/launch/test_nemo_config.py"
 FLOPS = "tests/unit/monitoring/test_flops.py"
 CONTEXT_ROWS = "tests/unit/context_parallel/test_partition.py"
 DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "dit_cross", "flux", "moe"))
@@ -169,6 +170,27 @@ MUTANTS = (
         "if step <= self.start_step:",
         "if step < self.start_step:",
         (OPTIMIZER,),
+    ),
+    Mutant(
+        "average updated in every step, whatever its interval",
+        "dit/optimizer/ema.py",
+        "elif step % self.interval:",
+        "elif step % 1:",
+        (AVERAGE,),
+    ),
+    Mutant(
+        "the checkpoints of the highest training losses stay",
+        "dit/checkpoint/store.py",
+        "ranked = sorted((loss, -step) for",
+        "ranked = sorted((-loss, -step) for",
+        (STORE,),
+    ),
+    Mutant(
+        "a resolution of NeMo is a level too deep",
+        "launch/nemo_keys.py",
+        "sorted(sides.index(side) for",
+        "sorted(sides.index(side) + 1 for",
+        (NEMO,),
     ),
     Mutant(
         "schedule: the first update has rate 0",

@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -280,6 +281,18 @@ def resaved(folder: Path) -> Iterator[None]:
 def trusting(package: str) -> contextlib.AbstractContextManager[Any]:
     """Let the user name a package of their own, whose settings records may name."""
     return mock.patch.dict(os.environ, {TRUST_VARIABLE: package})
+
+
+@contextlib.contextmanager
+def own_package(folder: Path, package: str) -> Iterator[None]:
+    """Let a package of the user's own lie in `folder`, and trust it."""
+    with trusting(package), mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        yield
+
+
+def hooked(record: Path) -> contextlib.AbstractContextManager[Any]:
+    """Trust the hooks of the tests, which write to `record`."""
+    return mock.patch.dict(os.environ, {TRUST_VARIABLE: "tests", "HOOK_RECORD": str(record)})
 
 
 @contextlib.contextmanager

@@ -135,6 +135,12 @@ def test_yaml_floats_without_a_dot_are_numbers(tmp_path):
     assert config_file.load(tmp_path / "config.yaml", pretrain, load_component).optimizer.lr == 3e-4
 
 
+def test_an_optional_list_of_numbers_is_read_back(tmp_path):
+    task = letters_dit()
+    apply_overrides(task, ["data.crop_size=[16, 24]", "logging.profile_steps=[2, 3]"], load_component)
+    assert built(reread(task, tmp_path)) == built(task)
+
+
 def test_the_summary_shows_what_differs_from_the_defaults():
     line = next(x for x in config_file.summary(tiny_dit()).splitlines() if x.startswith("optimizer"))
     assert line.split(maxsplit=1)[1] == "OptimizerConfig(lr=0.003)"

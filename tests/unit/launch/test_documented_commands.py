@@ -264,6 +264,7 @@ RUNS_THE_PYTHON = {
     "energon_data/README.md": "test_data_page.py",
     "launch/README.md": "test_launch_page.py",
     "docs/adding-a-backbone.md": "test_extending_pages.py",
+    "docs/runs.md": "test_loop_options.py",
     "docs/adding-an-objective.md": "test_extending_pages.py",
     "docs/adding-a-condition.md": "test_extending_pages.py",
 }

@@ -17,7 +17,13 @@ import pytest
 from PIL import Image
 
 from dit.errors import CheckpointError
+from dit.models.dit.config import DiTConfig
+from dit.monitoring.run_log import mirrors_of
 from dit.monitoring.sinks import FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink, read_records, scalars_by_step
+from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
+from dit.settings import LoggingConfig
+from energon_data.mock import MockData
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -296,10 +302,27 @@ def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
     assert len(read_records(run_dir / "metrics.jsonl")) == 8
 
 
+@pytest.mark.parametrize(
+    ("asked", "key", "mirrored"), [(None, True, True), (None, False, False), (False, True, False), (True, False, True)]
+)
+def test_wandb_is_on_where_there_is_a_key_unless_the_settings_say(asked, key, mirrored, tmp_path, monkeypatch):
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    config = RunConfig(
+        model=DiTConfig(num_classes=3),
+        data=MockData(shapes=["1x8x8"]),
+        objective=FlowMatching(),
+        logging=LoggingConfig(wandb=asked, tensorboard=False),
+    )
+    assert list(mirrors_of(config, {}, None)) == (["wandb"] if mirrored else [])
+
+
 def test_wandb_service_failure_means_offline(tmp_path, monkeypatch, caplog):
     """A service that does not answer costs one warning; the second `init` is offline with the same id."""
     wandb = pytest.importorskip("wandb")
-    modes, ids = [], []
+    modes, ids, pages = [], [], []
 
     class Run:
         id = "x"
@@ -310,6 +333,7 @@ def test_wandb_service_failure_means_offline(tmp_path, monkeypatch, caplog):
     def init(mode, **arguments):
         modes.append(mode)
         ids.append(arguments["id"])
+        pages.append((arguments["name"], arguments["group"]))
         if mode == "online":
             raise wandb.errors.CommError("Run initialization has timed out")
         return Run()
@@ -319,7 +343,8 @@ def test_wandb_service_failure_means_offline(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(wandb, "init", init)
     with caplog.at_level(logging.WARNING):
-        WandbSink(tmp_path, "test", {})
+        WandbSink(tmp_path, "test", {}, name="a page", group="a group")
+    assert pages == [("a page", "a group")] * 2
     assert modes == ["online", "offline"]
     assert ids == [(tmp_path / "wandb_id").read_text().strip()] * 2
     assert caplog.text.count("recorded offline: Run initialization has timed out") == 1

@@ -1,0 +1,232 @@
+"""`--nemo-config FILE`: the YAML of a NeMo Imagen training as a recipe of ours.
+
+A document becomes settings of ours as if they were given on the command line, by the rules of `launch.nemo_keys`. Every
+key is mapped, named as without effect here, or refused; none is passed over.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import nemo_run as run
+import yaml
+
+from dit.errors import ConfigError
+from dit.models.efficient_unet.config import EfficientUNetConfig
+from dit.models.unet.config import UNetConfig
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.optimizer.schedules import Constant
+from dit.parallel.dims import ParallelConfig
+from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
+from dit.training.pretrain import pretrain
+from energon_data.dataset import EnergonData
+from launch import nemo_keys
+from launch.nemo_keys import Preconditioning, Rule, UNetType
+from launch.overrides import apply_overrides
+from recipes import registry
+
+OPEN = "???"
+"""OmegaConf's value of a key that somebody has to fill in."""
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: keys of the document, the settings they became, and how these deviate.
+
+    Attributes:
+        given: the keys and their values; empty where NeMo's default applies.
+        settings: as on the command line; empty where nothing of ours corresponds.
+        note: as of `Rule`.
+    """
+
+    given: Mapping[str, object]
+    settings: Sequence[str]
+    note: str
+
+
+def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.Partial, list[Row]]:
+    """Read a document of NeMo's Imagen.
+
+    Args:
+        path: the YAML file; `${key}` stands for the value of another key.
+        load_component: see `apply_overrides`.
+
+    Returns:
+        The recipe, and what became of every key.
+
+    Raises:
+        ConfigError: the file cannot be read, or keys of it are refused; one line for each of them.
+    """
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read --nemo-config {path}: {error.strerror}; write the path of a YAML file"
+        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}; correct it") from error
+    if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
+        raise ConfigError(f"{path} has no section `model`; --nemo-config reads a training document of NeMo's Imagen")
+    problems: list[str] = []
+    values = _resolved(dict(leaves(document)), problems)
+    unet_type: UNetType = _selected(values, "model.unet_type", problems)
+    preconditioning: Preconditioning = _selected(values, "model.preconditioning_type", problems)
+    rules = nemo_keys.rules(unet_type, preconditioning)
+    problems += _unknown(values, [*nemo_keys.KINDS, *(key for rule in rules for key in rule.keys)])
+    task = _start(unet_type, preconditioning, values)
+    rows = [row for rule in rules if (row := _apply(rule, values, task, problems, load_component))]
+    problems += _contradictions(rows)
+    if problems:
+        raise ConfigError(f"{path}: {len(problems)} refused\n  " + "\n  ".join(problems))
+    return task, rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as text: what is set, and then the keys that change nothing here."""
+    lines = ["NeMo's document -> settings"]
+    for row in rows:
+        if row.settings:
+            lines.append(f"  {_shown(row)} -> {' '.join(row.settings)}" + (f"  ({row.note})" if row.note else ""))
+    lines.append("keys without a setting here")
+    lines += [f"  {_shown(row)}: {row.note}" for row in rows if not row.settings]
+    return "\n".join(lines)
+
+
+def _shown(row: Row) -> str:
+    return ", ".join(f"{key}={value}" for key, value in row.given.items()) or "NeMo's default"
+
+
+def leaves(node: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a document by their dotted keys."""
+    for name, value in node.items():
+        key = f"{section}.{name}" if section else str(name)
+        if isinstance(value, dict) and value:
+            yield from leaves(value, key)
+        else:
+            yield key, None if value == {} else value
+
+
+def _resolved(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Replace `${key}` by the value of that key."""
+
+    def value_of(key: str, seen: tuple[str, ...]) -> Any:
+        value = values[key]
+        if not isinstance(value, str):
+            return value
+        for name in _REFERENCE.findall(value):
+            if name not in values or name in seen:
+                raise ConfigError(f"{key}={value}: {name} is {'its own value' if name in seen else 'no key'}")
+        if whole := _REFERENCE.fullmatch(value):
+            return value_of(whole[1], (*seen, whole[1]))
+        return _REFERENCE.sub(lambda found: str(value_of(found[1], (*seen, found[1]))), value)
+
+    found: dict[str, Any] = {}
+    for key in values:
+        try:
+            found[key] = value_of(key, (key,))
+        except ConfigError as error:
+            problems.append(str(error))
+            found[key] = None
+        if found[key] == OPEN:
+            problems.append(f"{key}={OPEN} is left open; fill it in, or remove it")
+            found[key] = None
+    return found
+
+
+def _selected(values: Mapping[str, Any], key: str, problems: list[str]) -> Any:
+    """Return the value of a key that selects the rules; the first choice where it is wrong."""
+    choices = get_args(nemo_keys.KINDS[key])
+    if values.get(key) in choices:
+        return values[key]
+    problems.append(f"{key}={values.get(key, 'missing')} is none of {', '.join(choices)}")
+    return choices[0]
+
+
+def _unknown(values: Mapping[str, Any], known: Sequence[str]) -> Iterator[str]:
+    for key, value in values.items():
+        if key.startswith(f"{nemo_keys.CORRUPTIONS}.") and key not in known:
+            yield f"{key}: blur, resize, noise and JPEG of the small picture are in no release of NeMo; remove the key"
+        elif key not in known and not (value is None and any(other.startswith(f"{key}.") for other in known)):
+            yield f"{key}={value}: no such key is known{_did_you_mean(key, known)}"
+
+
+def _did_you_mean(key: str, known: Sequence[str]) -> str:
+    """Return the nearest key of the same section, else of any section."""
+    section, _, name = key.rpartition(".")
+    for some in ([other for other in known if other.rpartition(".")[0] == section], known):
+        near = registry.closest(name, {other.rpartition(".")[2] for other in some}, count=1)
+        if near:
+            return f"; did you mean {next(other for other in some if other.rpartition('.')[2] == near[0])}?"
+    return ""
+
+
+def _start(unet_type: UNetType, preconditioning: Preconditioning, values: Mapping[str, Any]) -> run.Partial:
+    """Return the run that the settings are applied to: our defaults, with the sampling of NeMo's inference."""
+    edm = preconditioning == "EDM"
+    large = values.get("model.unet.image_size") == 1024
+    steps, scale = (30, 7.5) if unet_type == "base" else (20, 7.5 if large else 8.0)
+    return run.Partial(
+        pretrain,
+        model=run.Config(EfficientUNetConfig if unet_type == "sr" else UNetConfig),
+        data=run.Config(EnergonData, path="data/imagen_images", bucket_by_shape=True),
+        objective=run.Config(EDM) if edm else run.Config(DDPM, network_time="log_snr"),
+        optimizer=run.Config(OptimizerConfig),
+        schedule=run.Config(Constant),
+        parallel=run.Config(ParallelConfig),
+        training=run.Config(TrainingConfig),
+        checkpoint=run.Config(CheckpointConfig),
+        logging=run.Config(LoggingConfig),
+        sampling=run.Config(
+            SamplingConfig,
+            solver="heun" if edm else "ancestral",
+            num_steps=steps,
+            guidance_scale=scale,
+            thresholding="dynamic",
+        ),
+    )
+
+
+def _apply(
+    rule: Rule,
+    values: Mapping[str, Any],
+    task: run.Partial,
+    problems: list[str],
+    load_component: Callable[[str], None],
+) -> Row | None:
+    """Apply a rule to the run; return its row if the document has one of its keys or a default of NeMo's is ours."""
+    given = {key: value for key, value in values.items() if key in rule.keys and value is not None}
+    shown = ", ".join(f"{key}={value}" for key, value in given.items()) or ", ".join(rule.keys)
+    missing = [key for key in rule.keys if key not in given]
+    if rule.required and missing:
+        problems.append(f"{missing[0]} is missing, and NeMo has no default for it")
+        return None
+    try:
+        named = {key.rpartition(".")[2]: value for key, value in given.items()}
+        settings = [f"{path}={_text(value)}" for path, value in rule.settings(**named).items()]
+        apply_overrides(task, settings, load_component)
+    except ConfigError as error:
+        problems.append(f"{shown}: {error}")
+        return None
+    except TypeError as error:
+        problems.append(f"{shown}: a value of another type is expected ({error})")
+        return None
+    return Row(given, settings, rule.note) if given or settings else None
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _contradictions(rows: Sequence[Row]) -> Iterator[str]:
+    """Find settings that two keys give different values."""
+    first: dict[str, tuple[str, Row]] = {}
+    for row in rows:
+        for setting in row.settings:
+            path = setting.partition("=")[0]
+            earlier, other = first.setdefault(path, (setting, row))
+            if earlier != setting:
+                yield f"{_shown(other)} and {_shown(row)} disagree; write the same value"

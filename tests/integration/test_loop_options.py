@@ -1,0 +1,209 @@
+"""Options of the loop against what they say, from the files of small runs: averages, validation, hooks, resuming.
+
+The stability study and a document of NeMo's train in the same start of ranks.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks import stability
+from dit.checkpoint.manifest import read_manifest
+from dit.monitoring.sinks import read_records
+from tests.integration import actions
+from tests.integration.runs import (
+    assert_same_bits,
+    checkpoint,
+    checkpoints,
+    losses,
+    mock,
+    read_tensors,
+    scalars,
+)
+from tests.support import faults
+from tests.support.ranks import Job, run_jobs
+from tests.unit.launch.pages import blocks, run_line, shown_commands, shown_files
+
+NUM_STEPS, DECAY, INTERVAL, START = 7, 0.75, 3, 1
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # fp32: one multiplication and one addition
+LOOP = {"training__ema_decay": DECAY, "training__ema_interval": INTERVAL, "training__ema_start_step": START}
+NEMO_PAGE = Path("docs/nemo.md")
+STUDY = [
+    *("--rates", "1e-3", "1e30", "--batches", "4", "--steps", "4", "--outlier", "3", "--after", "2"),
+    *("--warmup", "2", "--clip", "100", "model.num_layers=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("options")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> dict[str, Any]:
+    """Runs of synthetic data in one start of a rank, each with a checkpoint of every step."""
+    jobs: dict[str, Job] = {}
+
+    def add(name: str, at: str = "", ranks: int = 1, fault: Any = None, **settings: Any) -> None:
+        usual = {"training__num_steps": NUM_STEPS, "training__log_interval": 1, "schedule__warmup_steps": 0}
+        usual |= {"checkpoint__interval": 1, "checkpoint__keep_last": 20, "training__validation_interval": 3}
+        arguments = mock(folder / (at or name), **{**usual, **settings})
+        jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
+
+    hooks = {"training__hooks": "['tests.support.hooks.Recorder']"}
+    looked_at = {"training__validate_raw_weights": True, "training__sanity_micro_batches": 2}
+    add("options", fault=partial(faults.hooked, folder / "hooks.jsonl"), **LOOP, **looked_at, **hooks)
+    add("fsdp", ranks=2, **LOOP, **looked_at, parallel__data_parallel="fsdp")
+    add("no average", training__ema_decay=None, training__validate_raw_weights=True)
+    add("stopped", **LOOP, training__stop_at_step=4)
+    add("goes on", at="stopped", **LOOP, training__ema_offload=True)
+    named = checkpoint(folder / "options", 4)
+    add("named", **LOOP, checkpoint__resume_from=named)
+    add("named again", at="named", **LOOP, checkpoint__resume_from=named, training__num_steps=NUM_STEPS + 1)
+    add("nowhere", checkpoint__resume_from=folder / "none")
+    add("two starts", checkpoint__resume_from=named, checkpoint__start_from=named)
+    add("other", **{**LOOP, "training__ema_interval": 2}, checkpoint__resume_from=named)
+    add("best", checkpoint__keep_last=1, checkpoint__keep_best_training=2, optimizer__lr=0.3)
+    add("not trusted", **hooks)
+    for name, text in shown_files(Path("docs/runs.md")).items():
+        (folder / name).write_text(text)
+    ours = partial(faults.own_package, folder, "my_hooks")
+    add("page", fault=ours, training__hooks="['my_hooks.Print']", training__num_steps=3)
+    (folder / "imagen.yaml").write_text(next(b.text for b in blocks(NEMO_PAGE) if b.language == "yaml"))
+    jobs["document"] = Job(run_line, {"line": shown_commands(NEMO_PAGE)[-1], "folder": folder})
+    jobs["study"] = Job(
+        actions.command,
+        {
+            "main": stability.main,
+            "arguments": [*STUDY, "--out", str(folder / "study"), "--record", str(folder / "arms.jsonl")],
+        },
+    )
+    return run_jobs(folder / "world", jobs)
+
+
+def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return read_tensors(checkpoint(run_dir, step))
+
+
+def test_the_average_is_updated_at_multiples_of_the_interval_alone(done: dict[str, Any], folder: Path) -> None:
+    """From the files of every step: equal to the weights until the start, then its formula, or unchanged to the bit."""
+    assert done["options"].code == 0, done["options"].err
+    before = state(folder / "options", START)
+    for name in [name for name in before if name.startswith("weight.")]:
+        assert torch.equal(before[name], before[name.replace("weight.", "ema.", 1)])
+    for step in range(START + 1, NUM_STEPS + 1):
+        now = state(folder / "options", step)
+        for name in [name for name in now if name.startswith("ema.")]:
+            if step % INTERVAL:
+                assert torch.equal(now[name], before[name])
+            else:
+                expected = DECAY * before[name] + (1 - DECAY) * now[name.replace("ema.", "weight.", 1)]
+                torch.testing.assert_close(now[name], expected, **ROUNDING)
+        before = now
+
+
+def test_a_run_that_stopped_within_an_interval_goes_on_to_the_bit(done: dict[str, Any], folder: Path) -> None:
+    """With the average in host memory from then on, which changes no number."""
+    assert (done["stopped"].code, done["goes on"].code) == (75, 0), done["goes on"].err
+    assert_same_bits(state(folder / "stopped", NUM_STEPS), state(folder / "options", NUM_STEPS))
+    assert losses(folder / "stopped") == losses(folder / "options")
+
+
+def test_what_is_looked_at_changes_no_number(done: dict[str, Any], folder: Path) -> None:
+    """Validation of the weights, before step 1, and hooks; without an average there is one held-out loss."""
+    assert done["no average"].code == 0, done["no average"].err
+    assert losses(folder / "options") == losses(folder / "no average")
+    raw = scalars(folder / "options", "held_out_raw/loss")
+    assert raw == scalars(folder / "no average", "held_out/loss")
+    assert sorted(raw) == [3, 6]
+    assert all(raw[step] != loss for step, loss in scalars(folder / "options", "held_out/loss").items())
+    assert scalars(folder / "no average", "held_out_raw/loss") == {}
+    assert done["options"].out.count("step 0: held-out loss") == 1
+    assert "step 0" not in done["goes on"].out + done["no average"].out
+
+
+def test_two_ranks_with_fsdp_give_the_same_numbers(done: dict[str, Any], folder: Path) -> None:
+    """The first two held-out micro-batches of each rank are other samples than those of one rank alone."""
+    assert [ended.code for ended in done["fsdp"]] == [0, 0], done["fsdp"][0].err
+    assert done["fsdp"][0].out.count("step 0: held-out loss") == 1
+    for name in ("loss", "held_out/loss", "held_out_raw/loss"):
+        assert scalars(folder / "fsdp", name) == pytest.approx(scalars(folder / "options", name), rel=1e-5), name
+
+
+def test_hooks_see_every_step_and_validation(done: dict[str, Any], folder: Path) -> None:
+    """The numbers of the record, in the order of the steps."""
+    calls = [json.loads(line) for line in (folder / "hooks.jsonl").read_text().splitlines()]
+    assert [call.get("step", call.get("validated")) for call in calls] == [1, 2, 3, 3, 4, 5, 6, 6, 7]
+    norms = {call["step"]: call["grad_norm"] for call in calls if "step" in call}
+    assert norms == scalars(folder / "options", "grad_norm")
+    held_out = {call["validated"]: call["losses"]["loss"] for call in calls if "validated" in call}
+    assert held_out == scalars(folder / "options", "held_out/loss")
+    assert done["not trusted"].code == 2
+    assert "DIT_PACKAGES=tests" in done["not trusted"].err
+
+
+def test_the_hook_of_the_page_prints(done: dict[str, Any]) -> None:
+    assert done["page"].code == 0, done["page"].err
+    lines = [line for line in done["page"].out.splitlines() if line.startswith("hook: ")]
+    assert [line.partition(",")[0] for line in lines] == [f"hook: step {step}" for step in (1, 2, 3, 3)]
+    assert "held-out loss" in lines[-1]
+
+
+def test_a_run_goes_on_from_a_named_checkpoint_to_the_bit(done: dict[str, Any], folder: Path) -> None:
+    """In a folder of its own, with the optimizer and the data; the same command then resumes that folder."""
+    assert (done["named"].code, done["named again"].code) == (0, 0), done["named"].err
+    assert_same_bits(state(folder / "named", NUM_STEPS), state(folder / "options", NUM_STEPS))
+    expected = losses(folder / "options")
+    found = losses(folder / "named")
+    assert sorted(found) == [5, 6, 7, 8]
+    assert {step: found[step] for step in (5, 6, 7)} == {step: expected[step] for step in (5, 6, 7)}
+    attempts = {record["step"]: record["attempt"] for record in read_records(folder / "named" / "metrics.jsonl")}
+    assert (attempts[7], attempts[8]) == (1, 2)
+    assert checkpoints(folder / "options")[-1] == "iter_0000007"
+
+
+def test_a_checkpoint_that_cannot_be_resumed_is_refused(done: dict[str, Any]) -> None:
+    """There is none, it is of another experiment, or two starts are named."""
+    assert [done[name].code for name in ("nowhere", "two starts", "other")] == [5, 2, 2]
+    assert "checkpoint.resume_from" in done["nowhere"].err
+    assert "remove one of the two" in done["two starts"].err
+    assert "training.ema_interval: 3 -> 2" in done["other"].err
+
+
+def test_the_checkpoints_of_the_lowest_training_losses_stay(done: dict[str, Any], folder: Path) -> None:
+    """Those of the record, which each manifest has, too; at this rate the loss is not lowest at the end."""
+    assert done["best"].code == 0, done["best"].err
+    recorded = scalars(folder / "best", "loss")
+    best = sorted(recorded, key=lambda step: recorded[step])[:2]
+    assert checkpoints(folder / "best") == [f"iter_{step:07d}" for step in sorted({*best, NUM_STEPS})]
+    assert NUM_STEPS not in best
+    for step in best:
+        assert read_manifest(checkpoint(folder / "best", step)).training_loss == recorded[step]
+
+
+def test_a_document_of_nemo_trains(done: dict[str, Any], folder: Path) -> None:
+    assert done["document"].code == 0, done["document"].err
+    assert sorted(losses(folder / "runs" / "imagen-base64")) == [2]
+
+
+def test_the_stability_study(done: dict[str, Any], folder: Path) -> None:
+    """Arms of one seed are equal until what sets them apart acts; an outlier is in its step alone."""
+    assert done["study"].code == 0, done["study"].err
+    arms = [json.loads(line) for line in (folder / "arms.jsonl").read_text().splitlines()]
+    assert len(arms) == 2 * 1 * 4 + 3
+    assert len({arm["losses"][0] for arm in arms}) == 1  # before the first update all arms are one
+    clean, scaled, clipped = arms[-3:]
+    assert clean["losses"][:2] == scaled["losses"][:2] == clipped["losses"][:2]
+    assert scaled["losses"][2] == clipped["losses"][2] > 1e4 * clean["losses"][2]
+    assert scaled["losses"][3] != clipped["losses"][3]
+    assert [arm["not_finite"] is not None for arm in arms] == [arm["rate"] == 1e30 for arm in arms]
+    page = (folder / "study" / "stability.md").read_text()
+    assert page in done["study"].out
+    assert sum(line.startswith(("| 0.001 |", "| 1e+30 |")) for line in page.splitlines()) == len(arms)
+    with Image.open(folder / "study" / "stability.png") as picture:
+        assert picture.size == (1000, 400)

@@ -1,0 +1,581 @@
+"""A training document of NeMo's Imagen becomes a recipe: every key is mapped, named as without effect, or refused."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import yaml
+
+from dit.config_record import to_record
+from dit.errors import ConfigError
+from launch import nemo_config, train
+from launch.config_file import built
+from launch.train import call_recipe, load_component
+from tests.parity.test_imagen import num_parameters
+from tests.unit.launch.pages import blocks, run_line, shown_commands
+
+Changes = Mapping[str, Any]
+ABSENT = object()
+
+COMMON = """
+name: imagen-nemo
+allow_tf32: True
+trainer:
+  devices: 1
+  num_nodes: 1
+  max_epochs: -1
+  max_steps: 2500000
+  logger: False
+  precision: bf16
+  accelerator: gpu
+  log_every_n_steps: 5
+  resume_from_checkpoint: null
+  num_sanity_val_steps: 10
+  enable_checkpointing: False
+  accumulate_grad_batches: 1
+  gradient_clip_val: 1.0
+  benchmark: False
+  enable_model_summary: True
+exp_manager:
+  exp_dir: runs
+  name: ${name}
+  create_wandb_logger: False
+  wandb_logger_kwargs: {name: imagen-base64, project: imagen, group: nemo-imagen, resume: True}
+  create_tensorboard_logger: True
+  create_checkpoint_callback: True
+  checkpoint_callback_params:
+    monitor: reduced_train_loss
+    save_top_k: 5
+    every_n_epochs: 0
+    every_n_train_steps: 1000
+    filename: '${name}--{reduced_train_loss:.2f}-{step}-{consumed_samples}'
+  resume_if_exists: True
+  resume_ignore_no_checkpoint: True
+  resume_from_checkpoint: ${model.resume_from_checkpoint}
+  ema: {enable: True, decay: 0.9999, validate_original_weights: False, every_n_steps: 1, cpu_offload: False}
+model:
+  precision: ${trainer.precision}
+  micro_batch_size: 48
+  global_batch_size: 48
+  inductor: False
+  inductor_cudagraphs: False
+  channels_last: True
+  unet_type: base
+  unet:
+    embed_dim: 256
+    image_size: 64
+    channels: 3
+    channel_mult: [1, 2, 3, 4]
+    num_attn_heads: 4
+    per_head_channels: 64
+    attention_type: fused
+    feature_pooling_type: attention
+    learned_sinu_pos_emb_dim: 0
+    use_null_token: False
+    init_conv_kernel_size: 3
+    gradient_checkpointing: False
+    scale_shift_norm: True
+    stable_attention: False
+    flash_attention: True
+  seed: 1234
+  resume_from_checkpoint: null
+  apex_transformer_log_level: 30
+  gradient_as_bucket_view: True
+  ddp_overlap: True
+  preconditioning_type: EDM
+  preconditioning: {loss_type: l2, sigma_data: 0.5, p_mean: -1.2, p_std: 1.2}
+  conditioning:
+    embed_dim: 1024
+    token_length: 128
+    drop_rate: 0.1
+    precached_key: embeddings_t5_xxl
+    out_key: t5_text
+  data:
+    num_workers: 16
+    train:
+      dataset_path: [dataset1.pkl, dataset2.pkl]
+      augmentations: {resize_smallest_side: 64, center_crop_h_w: '64, 64', horizontal_flip: False}
+      filterings: null
+    webdataset:
+      {use_webdataset: True, object_store: False, infinite_sampler: False, local_root_path: /datasets, verbose: False}
+  optim:
+    name: fused_adam
+    lr: 0.0001
+    eps: 1e-8
+    betas: [0.9, 0.999]
+    weight_decay: 0.01
+    sched: {name: WarmupPolicy, warmup_steps: 10000, warmup_ratio: null}
+"""
+REGULAR = {
+    "model.unet.num_res_blocks": 3,
+    "model.unet.cond_dim": 512,
+    "model.unet.attention_resolutions": [8, 16, 32],
+    "model.unet.dropout": False,
+    "model.unet.resblock_updown": False,
+    "model.unet.resample_with_conv": True,
+}
+LARGER = {
+    "model.unet.image_size": 256,
+    "model.unet.embed_dim": 128,
+    "model.data.train.augmentations": {"resize_smallest_side": 256, "center_crop_h_w": "256, 256"},
+    "model.data.train.filterings": {"resolution": {"method": "larger", "value": 256}, "estimated_portion": 0.8},
+    "model.data.train.target_resolutions": [64, 256],
+    "model.data.webdataset.infinite_sampler": True,
+}
+SR_UNET = {
+    **REGULAR,
+    **LARGER,
+    "model.unet_type": "sr-unet",
+    "model.unet.low_res_cond": True,
+    "model.unet.num_res_blocks": [2, 2, 3, 4, 3],
+    "model.unet.channel_mult": [1, 2, 4, 6, 6],
+    "model.unet.attention_resolutions": [32, 16],
+    "model.micro_batch_size": 16,
+    "model.global_batch_size": 16,
+}
+EFFICIENT = {
+    **LARGER,
+    "model.unet_type": "sr",
+    "model.unet.num_resblocks": [2, 4, 8, 8, 8],
+    "model.unet.channel_mult": [1, 2, 4, 8, 8],
+    "model.unet.atnn_enabled_at": [0, 0, 0, 1, 1],
+    "model.unet.num_attn_heads": 8,
+    "model.unet.stride": 2,
+    "model.unet.skip_connection_scaling": True,
+    "model.micro_batch_size": 32,
+    "model.global_batch_size": 32,
+}
+DDPM = {
+    "model.preconditioning_type": "DDPM",
+    "model.preconditioning": {
+        "loss_type": "l2",
+        "pred_objective": "noise",
+        "noise_schedule": "cosine",
+        "timesteps": 1000,
+    },
+}
+STACKED = {"model.unet.attention_type": "stacked"}
+NOISED = {"model.noise_cond_aug": True}
+CROSS = {
+    **EFFICIENT,
+    "model.unet.image_size": 1024,
+    "model.unet.attention_type": "cross",
+    "model.unet.stable_attention": True,
+    "model.unet.flash_attention": False,
+    "model.data.train.augmentations.resize_smallest_side": 1024,
+    "model.data.train.filterings.resolution.value": 1024,
+}
+LAST_LEVEL = {"model.unet.atnn_enabled_at": [0, 0, 0, 0, 1]}
+DOCUMENTS: dict[str, tuple[Changes, Optional[str], int]] = {
+    "base64-500m": (REGULAR, "imagen_500m_res_64", 524_897_540),
+    "base64-500m-edm": (
+        {**REGULAR, "model.unet.flash_attention": False, "model.channels_last": ABSENT, "model.ddp_overlap": ABSENT},
+        "imagen_500m_res_64_edm",
+        524_897_540,
+    ),
+    "base64-500m_online_encoding": (
+        {
+            **REGULAR,
+            **DDPM,
+            "model.unet.stable_attention": True,
+            "model.unet.flash_attention": False,
+            "model.conditioning.online_encoding": True,
+            "model.conditioning.encoder_path": None,
+        },
+        "imagen_500m_res_64_ddpm_online",
+        524_897_540,
+    ),
+    "base64-2b": (
+        {**REGULAR, "model.unet.embed_dim": 512, "model.unet.cond_dim": 2048},
+        "imagen_2b_res_64",
+        2_171_162_116,
+    ),
+    "sr256-400m": ({**SR_UNET, **NOISED}, "imagen_400m_res_256", 408_350_468),
+    "sr256-400m without noise": (SR_UNET, None, 408_021_764),
+    "400m_res_256, 429M": (
+        {**SR_UNET, **NOISED, "model.unet.num_res_blocks": [2, 4, 4, 4, 3]},
+        "imagen_400m_res_256_doc429m",
+        428_948_228,
+    ),
+    "sr256-450m-edm": ({**SR_UNET, **STACKED}, "imagen_450m_res_256_stacked", 568_675_844),
+    "sr256-600m": ({**EFFICIENT, **NOISED}, "imagen_600m_res_256", 646_023_428),
+    "sr256-600m without noise": (EFFICIENT, None, 645_694_724),
+    "sr256-600m-edm": ({**EFFICIENT, **STACKED}, "imagen_600m_res_256_stacked", 700_281_604),
+    "sr256-600m-edm-noise": ({**EFFICIENT, **STACKED, **NOISED}, None, 700_610_308),
+    "sr1024-600m": ({**CROSS, **NOISED}, "imagen_600m_res_1024", 639_193_348),
+    "400m_res_1024": (
+        {
+            **CROSS,
+            **DDPM,
+            **LAST_LEVEL,
+            "model.unet.stable_attention": False,
+            "model.unet.channel_mult": [1, 1, 2, 4, 8],
+            "model.unet.num_resblocks": [1, 2, 4, 8, 8],
+        },
+        "imagen_400m_res_1024",
+        287_789_828,
+    ),
+    "400m_res_1024, 427M": (
+        {
+            **CROSS,
+            **LAST_LEVEL,
+            "model.unet.stable_attention": False,
+            "model.unet.channel_mult": [1, 2, 4, 6, 8],
+            "model.unet.num_resblocks": [3, 4, 4, 6, 8],
+        },
+        "imagen_400m_res_1024_doc427m",
+        427_050_500,
+    ),
+}
+"""Of the published documents: what they change, the recipe of the same model, and the published count."""
+
+
+def document(*changes: Changes) -> dict[str, Any]:
+    """Return the common document with keys changed, in this order; `ABSENT` removes one."""
+    values: dict[str, Any] = yaml.safe_load(COMMON)
+    for key, value in (item for some in changes for item in some.items()):
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            if section.get(part) is None:
+                section[part] = {}
+            section = section[part]
+        if value is ABSENT:
+            section.pop(name, None)
+        else:
+            section[name] = copy.deepcopy(value)
+    return values
+
+
+def record(folder: Path, *changes: Changes) -> dict[str, Any]:
+    """Return every setting that a document gives, by its dotted path."""
+    path = folder / "nemo.yaml"
+    path.write_text(yaml.safe_dump(document(*changes), sort_keys=False))
+    task, _ = nemo_config.load(path, load_component)
+    return flat(built(task))
+
+
+@cache
+def published(name: str, folder: Path) -> dict[str, Any]:
+    """Return the settings of a document whose keys are changed."""
+    return record(folder, *BASES[name])
+
+
+def flat(config: Any) -> dict[str, Any]:
+    return {
+        f"{part}.{name}": value for part, fields in to_record(config.parts()).items() for name, value in fields.items()
+    }
+
+
+def refusal(folder: Path, *changes: Changes) -> str:
+    with pytest.raises(ConfigError) as refused:
+        record(folder, *changes)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_published_document_gives_the_published_network(name: str, tmp_path: Path) -> None:
+    """To the parameter; and where the registry has this model, its model, objective, optimizer and schedule."""
+    changes, recipe, count = DOCUMENTS[name]
+    path = tmp_path / "nemo.yaml"
+    path.write_text(yaml.safe_dump(document(changes), sort_keys=False))
+    task, _ = nemo_config.load(path, load_component)
+    config = built(task)
+    config.check()
+    assert num_parameters(config.model) == count
+    if recipe is not None:
+        same = built(call_recipe(recipe))
+        heads = {"num_attention_heads": same.model.num_attention_heads}  # which are not read: there is a head size
+        assert replace(config.model, **heads) == same.model
+        assert (config.objective, config.optimizer, config.schedule) == (same.objective, same.optimizer, same.schedule)
+        cut = {"data.random_crop"}  # the recipes of super-resolution take random crops
+        data = {key: value for key, value in flat(same).items() if key.startswith("data.") and key not in cut}
+        assert {key: flat(config)[key] for key in data} == data
+
+
+ONLINE = {"model.conditioning.online_encoding": True}
+BASES: dict[str, tuple[Changes, ...]] = {
+    "base": (REGULAR,),
+    "stable": (REGULAR, {"model.unet.flash_attention": False}),
+    "narrow": (REGULAR, {"model.unet.attention_resolutions": [32]}),
+    "online": (REGULAR, ONLINE),
+    "ddpm": (REGULAR, DDPM),
+    "sr-unet": (SR_UNET,),
+    "sr": (EFFICIENT,),
+}
+CUT = "model.data.train.augmentations"
+SAVED = "exp_manager.checkpoint_callback_params"
+FILTER = "model.data.train.filterings.resolution"
+MAPPED: list[tuple[str, str, Any, dict[str, Any]]] = [
+    ("base", "trainer.max_steps", 7, {"training.num_steps": 7}),
+    ("base", "trainer.precision", 32, {"training.precision": "fp32"}),
+    ("base", "trainer.log_every_n_steps", 3, {"training.log_interval": 3}),
+    ("base", "trainer.gradient_clip_val", 0.5, {"optimizer.clip_grad": 0.5}),
+    ("base", "trainer.gradient_clip_val", None, {"optimizer.clip_grad": 0.0}),
+    ("base", "exp_manager.exp_dir", "/data", {"training.run_dir": "/data/imagen-nemo"}),
+    ("base", "exp_manager.name", "own", {"training.run_dir": "runs/own"}),
+    ("base", "exp_manager.create_wandb_logger", True, {"logging.wandb": True}),
+    ("base", "exp_manager.wandb_logger_kwargs.project", "own", {"logging.wandb_project": "own"}),
+    ("base", "exp_manager.wandb_logger_kwargs.name", "own", {"logging.wandb_name": "own"}),
+    ("base", "exp_manager.wandb_logger_kwargs.group", "own", {"logging.wandb_group": "own"}),
+    ("base", "exp_manager.create_tensorboard_logger", False, {"logging.tensorboard": False}),
+    ("base", "exp_manager.create_checkpoint_callback", False, {"checkpoint.interval": 0}),
+    ("base", f"{SAVED}.every_n_train_steps", 9, {"checkpoint.interval": 9}),
+    ("base", f"{SAVED}.save_top_k", 3, {"checkpoint.keep_best_training": 3}),
+    ("base", f"{SAVED}.save_top_k", -1, {"checkpoint.keep_best_training": 0, "checkpoint.keep_every": 1}),
+    ("base", f"{SAVED}.monitor", "val_loss", {"checkpoint.keep_best_training": 0, "checkpoint.keep_best": 5}),
+    ("base", "exp_manager.resume_if_exists", False, {"checkpoint.resume": "never"}),
+    ("base", "exp_manager.resume_ignore_no_checkpoint", False, {"checkpoint.resume": "must"}),
+    ("base", "exp_manager.ema.enable", False, {"training.ema_decay": None}),
+    ("base", "exp_manager.ema.decay", 0.5, {"training.ema_decay": 0.5}),
+    ("base", "exp_manager.ema.every_n_steps", 4, {"training.ema_interval": 4}),
+    ("base", "exp_manager.ema.validate_original_weights", True, {"training.validate_raw_weights": True}),
+    ("base", "exp_manager.ema.cpu_offload", True, {"training.ema_offload": True}),
+    ("base", "model.micro_batch_size", 24, {"training.micro_batch_size": 24}),
+    ("base", "model.global_batch_size", 96, {"training.global_batch_size": 96}),
+    ("base", "model.inductor", True, {"training.compile": True}),
+    ("base", "model.channels_last", False, {"model.channels_last": False}),
+    ("base", "model.seed", 7, {"training.seed": 7}),
+    ("base", "model.ddp_overlap", False, {"parallel.overlap_grad_reduce": False}),
+    ("base", "model.unet.embed_dim", 512, {"model.hidden_size": 512}),
+    ("base", "model.unet.channels", 4, {"model.in_channels": 4}),
+    ("base", "model.unet.channel_mult", [1, 2, 3, 5], {"model.channel_multipliers": [1, 2, 3, 5]}),
+    ("base", "model.unet.per_head_channels", 32, {"model.head_size": 32}),
+    ("base", "model.unet.per_head_channels", -1, {"model.head_size": None}),
+    ("base", "model.unet.num_attn_heads", 2, {"model.num_attention_heads": 2}),
+    ("base", "model.unet.attention_type", "stacked", {"model.attention_type": "stacked"}),
+    ("base", "model.unet.feature_pooling_type", "mean", {"model.text_pooling": "mean"}),
+    ("base", "model.unet.learned_sinu_pos_emb_dim", ABSENT, {"model.learned_time_features": 16}),
+    ("base", "model.unet.use_null_token", True, {"model.null_token": True}),
+    ("base", "model.unet.init_conv_kernel_size", 7, {"model.init_kernel_size": 7}),
+    ("base", "model.unet.gradient_checkpointing", True, {"training.recompute": "full"}),
+    ("base", "model.unet.scale_shift_norm", False, {"model.scale_shift_norm": False}),
+    (
+        "stable",
+        "model.unet.stable_attention",
+        True,
+        {"model.stable_attention": True},
+    ),
+    (
+        "narrow",
+        "model.unet.image_size",
+        128,
+        {"model.attention_levels": [2]},
+    ),
+    ("base", "model.unet.attention_resolutions", [64], {"model.attention_levels": [0]}),
+    ("base", "model.unet.num_res_blocks", 2, {"model.num_res_blocks": [2, 2, 2, 2]}),
+    ("base", "model.unet.cond_dim", 1024, {"model.condition_size": 1024}),
+    ("base", "model.unet.dropout", 0.1, {"model.dropout": 0.1}),
+    ("base", "model.unet.resblock_updown", True, {"model.resample_blocks": True}),
+    ("base", "model.unet.resample_with_conv", False, {"model.resample_with_conv": False}),
+    ("sr", "model.unet.atnn_enabled_at", [1, 0, 0, 0, 1], {"model.attention_levels": [0, 4]}),
+    ("sr", "model.unet.num_resblocks", [1] * 5, {"model.num_res_blocks": [1] * 5}),
+    ("sr", "model.unet.skip_connection_scaling", ABSENT, {"model.skip_scaling": False}),
+    ("sr", "model.noise_cond_aug", True, {"model.noise_augmentation": True}),
+    ("sr", "model.data.train.target_resolutions", [32, 256], {"model.low_resolution_factor": 8}),
+    ("sr-unet", "model.data.train.target_resolutions", [32, 256], {"model.low_resolution_factor": 8}),
+    ("base", "model.preconditioning.loss_type", "huber", {"objective.loss_kind": "huber"}),
+    ("base", "model.preconditioning.sigma_data", 0.6, {"objective.sigma_data": 0.6}),
+    ("base", "model.preconditioning.p_mean", 0.3, {"objective.p_mean": 0.3}),
+    ("base", "model.preconditioning.p_std", 1.0, {"objective.p_std": 1.0}),
+    ("ddpm", "model.preconditioning.pred_objective", "x_start", {"objective.prediction": "x0"}),
+    ("ddpm", "model.preconditioning.noise_schedule", "linear", {"objective.schedule": "linear"}),
+    ("ddpm", "model.preconditioning.timesteps", 250, {"sampling.num_steps": 250}),
+    ("base", "model.conditioning.embed_dim", 4096, {"model.context_size": 4096}),
+    ("base", "model.conditioning.token_length", 64, {"data.max_text_tokens": 64}),
+    ("base", "model.conditioning.drop_rate", 0.2, {"model.context_dropout": 0.2}),
+    (
+        "base",
+        "model.conditioning.online_encoding",
+        True,
+        {"data.online_text_encoder": "text=google-t5/t5-11b", "data.online_precision": "bf16"},
+    ),
+    ("online", "model.conditioning.encoder_path", "/t5", {"data.online_text_encoder": "text=/t5"}),
+    ("base", f"{CUT}.resize_smallest_side", 96, {"data.resize_side": 96}),
+    ("base", f"{CUT}.center_crop_h_w", "32, 48", {"data.crop_size": [32, 48]}),
+    ("base", CUT, {"resize_smallest_side": 64, "random_crop_h_w": "64, 64"}, {"data.random_crop": True}),
+    ("base", f"{CUT}.horizontal_flip", True, {"data.flip": 0.5}),
+    ("sr", f"{FILTER}.value", 300, {"data.min_side": 300}),
+    ("sr", f"{FILTER}.method", "smaller", {"data.min_side": None, "data.max_side": 256}),
+    ("base", "model.optim.lr", "2e-4", {"optimizer.lr": 2e-4}),
+    ("base", "model.optim.eps", "1e-6", {"optimizer.eps": 1e-6}),
+    ("base", "model.optim.betas", [0.8, 0.99], {"optimizer.beta1": 0.8, "optimizer.beta2": 0.99}),
+    ("base", "model.optim.weight_decay", 0.0, {"optimizer.weight_decay": 0.0}),
+    ("base", "model.optim.sched.warmup_steps", 500, {"schedule.warmup_steps": 500}),
+]
+"""Documents, a key of them, its new value, and all settings that it changes."""
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "value", "expected"), MAPPED, ids=[f"{key}={value}" for _, key, value, _ in MAPPED]
+)
+def test_a_key_changes_its_setting_and_nothing_else(
+    base: str, key: str, value: Any, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    before, after = published(base, tmp_path.parent), record(tmp_path, *BASES[base], {key: value})
+    assert {name: new for name, new in after.items() if new != before[name]} == expected
+
+
+def test_every_key_that_is_mapped_is_changed_by_a_test(tmp_path: Path) -> None:
+    """And each that every published document has is in its table."""
+    path = tmp_path / "nemo.yaml"
+    mapped: set[str] = set()
+    for changes, _, _ in DOCUMENTS.values():
+        values = document(changes)
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        _, rows = nemo_config.load(path, load_component)
+        leaves = dict(nemo_config.leaves(values))
+        selects = {"model.unet_type", "model.preconditioning_type"}
+        nulls = {key for key, value in leaves.items() if value is None or "resume_from_checkpoint" in key}
+        assert {key for row in rows for key in row.given} == leaves.keys() - selects - nulls
+        mapped |= {key for row in rows for key in row.given if row.settings}
+    implied = {"model.precision", "model.unet.flash_attention", "model.unet.low_res_cond"}
+    assert mapped - implied <= {key for _, key, _, _ in MAPPED}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"model.unet.embed_dimm": 3},
+            "model.unet.embed_dimm=3: no such key is known; did you mean model.unet.embed_dim?",
+        ),
+        ({f"{CUT}.resize_samllest_side": 64}, f"did you mean {CUT}.resize_smallest_side?"),
+        ({"max_steps": 5}, "max_steps=5: no such key is known; did you mean trainer.max_steps?"),
+        ({"model.first_stage_config": {"target": "x.VAE"}}, "model.first_stage_config.target=x.VAE: no such key"),
+        ({"defaults": [{"unet": "base"}]}, "defaults=[{'unet': 'base'}]: no such key is known"),
+        ({"model.unet_type": "srr"}, "model.unet_type=srr is none of base, sr-unet, sr"),
+        ({"model.preconditioning_type": ABSENT}, "model.preconditioning_type=missing is none of EDM, DDPM"),
+        ({"model.unet.embed_dim": ABSENT}, "model.unet.embed_dim is missing"),
+        ({"model.unet.embed_dim": "wide"}, "model.unet.embed_dim=wide: model.hidden_size=wide is not a whole number"),
+        ({"model.unet.attention_resolutions": 8}, "attention_resolutions=8: a value of another type is expected"),
+        ({"model.unet.attention_resolutions": [12]}, "no level works at 12 pixels; the levels work at 64, 32, 16, 8"),
+        ({"model.unet.stable_attention": True}, "stable and flash attention exclude each other"),
+        ({"model.unet.dropout": True}, "True is no share"),
+        ({"model.unet.stride": 2}, "it is of unet_type sr, not of base; remove the key"),
+        ({"model.unet.low_res_cond": True}, "unet_type: base has no small picture; use sr-unet or sr"),
+        ({"model.noise_cond_aug": True}, "unet_type: base has no small picture"),
+        ({"model.data.train.target_resolutions": [64, 256]}, "unet_type: base has no small picture; remove the key"),
+        ({"model.preconditioning.timesteps": 9}, "preconditioning_type: EDM has no such constant"),
+        ({"model.preconditioning.loss_type": "l3"}, "objective.loss_kind=l3 is not one of l2, l1, huber"),
+        (
+            {"trainer.precision": 16, "model.precision": ABSENT},
+            "16 is not offered here; use one of bf16, bf16-mixed, 32",
+        ),
+        ({"model.precision": 32}, "trainer.precision=bf16 and model.precision=32 disagree"),
+        ({"trainer.max_epochs": 3}, "the length of a run is trainer.max_steps; remove the key or set it to -1"),
+        ({"trainer.accumulate_grad_batches": 2}, "remove the key or set it to 1"),
+        ({"trainer.resume_from_checkpoint": "a.ckpt"}, "checkpoints of NeMo are not read"),
+        (
+            {"exp_manager.create_wandb_logger": "yes please"},
+            "exp_manager.create_wandb_logger=yes please: logging.wandb=",
+        ),
+        (
+            {"exp_manager.ema.enable": 1},
+            "exp_manager.ema.enable=1, exp_manager.ema.decay=0.9999: 1 is neither true nor false",
+        ),
+        ({"exp_manager.name": "${nam}"}, "exp_manager.name=${nam}: nam is no key"),
+        ({"exp_manager.name": "${exp_manager.name}"}, "exp_manager.name is its own value"),
+        ({"model.conditioning.encoder_path": "???"}, "model.conditioning.encoder_path=??? is left open"),
+        ({CUT: {"horizontal_flip": True, "resize_smallest_side": 64}}, "resized, then cut, then mirrored"),
+        ({f"{CUT}.random_crop_h_w": "64, 64"}, "one crop is made"),
+        ({f"{CUT}.center_crop_h_w": "64"}, "'64' is not two numbers of pixels"),
+        ({"model.data.train.filterings": {"resolution": {"value": 3}}}, "a filter has a method and a value"),
+        ({"model.data.webdataset.object_store": True}, "shards are files"),
+        ({"model.optim.name": "sgd"}, "the optimizer is AdamW"),
+        ({"model.optim.betas": [0.9]}, "[0.9] is not two numbers"),
+        ({"model.optim.sched.name": "CosineAnnealing"}, "the schedule is a linear warm-up, then constant"),
+        ({"model.optim.sched.warmup_ratio": 0.1}, "a warm-up has warmup_steps; remove the key"),
+    ],
+    ids=str,
+)
+def test_a_key_that_cannot_be_read_is_refused_by_name(changes: Changes, says: str, tmp_path: Path) -> None:
+    text = refusal(tmp_path, REGULAR, changes)
+    assert text.splitlines()[0].endswith("1 refused")
+    assert says in text.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "says"),
+    [
+        (SR_UNET, {"model.unet.low_res_cond": False}, "a super-resolution model has low_res_cond: True"),
+        (
+            SR_UNET,
+            {"model.data.train.target_resolutions": ABSENT},
+            "sides of the small and the large picture are missing",
+        ),
+        (SR_UNET, {"model.data.train.target_resolutions": [48, 256]}, "256 is no multiple of the small one, 48"),
+        (EFFICIENT, {"model.unet.cond_dim": 512}, "it is of unet_type base and sr-unet, not of sr"),
+        (EFFICIENT, {"model.unet.stride": 1}, "each level but the last halves the size; remove the key or set it to 2"),
+        (EFFICIENT, {"model.unet.atnn_enabled_at": [0, 1]}, "2 entries for the 5 levels"),
+        (EFFICIENT, {"model.data.train.corruption_aug": {"blur": {"add_random_blur": True}}}, "in no release of NeMo"),
+    ],
+    ids=str,
+)
+def test_super_resolution_is_refused_likewise(base: Changes, changes: Changes, says: str, tmp_path: Path) -> None:
+    text = refusal(tmp_path, base, changes)
+    assert text.splitlines()[0].endswith("1 refused")
+    assert says in text
+
+
+def test_each_refused_key_has_a_line(tmp_path: Path) -> None:
+    wrong = {"trainer.max_stepz": 3, "model.optim.name": "sgd", "model.unet.embed_dim": "x"}
+    lines = refusal(tmp_path, REGULAR, wrong).splitlines()
+    assert lines[0].endswith("3 refused")
+    assert [next(key for key in wrong if key in line) for line in lines[1:]]
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "model: 3", "model: !!python/object/apply:os.getcwd []"])
+def test_a_file_that_is_no_such_document_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "nemo.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"is not YAML|has no section `model`"):
+        nemo_config.load(tmp_path / "nemo.yaml", load_component)
+
+
+def test_the_command_prints_the_table_and_takes_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They come last; `--to-yaml` writes a file that starts the same run."""
+    (tmp_path / "nemo.yaml").write_text(yaml.safe_dump(document(REGULAR), sort_keys=False))
+    arguments = [
+        "--nemo-config",
+        str(tmp_path / "nemo.yaml"),
+        "optimizer.lr=3e-4",
+        "--to-yaml",
+        str(tmp_path / "own.yaml"),
+    ]
+    assert train.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  model.unet.embed_dim=256 -> model.hidden_size=256" in lines
+    assert "  model.optim.weight_decay=0.01 -> optimizer.weight_decay=0.01  (not of biases and norms)" in lines
+    assert any(line.startswith("  model.data.num_workers=16: data.background") for line in lines)
+    written = train.resolve(train.cli.parse(["--yaml", str(tmp_path / "own.yaml")]))
+    expected = {**record(tmp_path, REGULAR), "optimizer.lr": 3e-4}
+    assert flat(built(written)) == expected
+
+
+def test_one_source_selects_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--nemo-config", "a.yaml", "--yaml", "b.yaml", "--yes"]) == 2
+    assert "--yaml and --nemo-config both select the run" in capsys.readouterr().err
+    assert train.main(["--nemo-config", str(tmp_path / "none.yaml"), "--yes"]) == 2
+    assert "cannot read --nemo-config" in capsys.readouterr().err
+    assert train.main(["--nemo-config", "a.yaml", "--yes", "optimizer.lrr=1"]) == 2
+    assert "did you mean optimizer.lr?" in capsys.readouterr().err
+
+
+def test_the_first_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    page = Path("docs/nemo.md")
+    shown = {block.language: block.text for block in blocks(page)}
+    (tmp_path / "imagen.yaml").write_text(shown["yaml"])
+    planned, written, trained = shown_commands(page)
+    # Planning all of it takes a minute.
+    small = "model.hidden_size=32 model.head_size=16 model.norm_num_groups=8 'model.num_res_blocks=[1, 1, 1, 1]'"
+    assert run_line(f"{planned} {small} 'model.attention_levels=[3]'", tmp_path).code == 0
+    out = run_line(written, tmp_path).out
+    printed = shown["text"].partition("  ...")[0]
+    assert out.startswith(printed)
+    assert (tmp_path / "imagen_here.yaml").exists()
+    assert trained.startswith("python -m launch.train --yes")  # tests/integration/test_loop_options.py runs it
