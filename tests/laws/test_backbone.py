@@ -171,7 +171,7 @@ BACKBONES = {
     "experts": Row(recipe="pretrain_ecditllama1b", quick=("tp2_sp",), **LEARNED_POSITIONS),
     "flux": Row(
         recipe="flux_12b",
-        quick=("tp2_sp", "pp2"),
+        quick=("tp2_sp", "pp2", "fsdp2_bf16"),
         other={"rope_factors": [1.0, 4.0, 1.0]},  # one pair of features turns with t, which ntk never slows
         also={
             "hidden_size": {"rope_axes": [4, 8, 4]},
@@ -186,7 +186,7 @@ BACKBONES = {
     "wan": Row(recipe="wan_14b_mock", quick=("tp2_sp",)),
     "ddpm_unet": Row(
         recipe="tiny_ddpm_unet",
-        quick=("dp2", "distributed2", "fsdp2", "fsdp2_mixed", "tp2_sp"),
+        quick=("dp2", "distributed2", "fsdp2", "tp2_sp"),
         other={"block_out_channels": [8, 16], "mid_out_channels": [24, 8]},
         refused=("context_size",),
         given={"context_dropout": {}},
@@ -195,7 +195,7 @@ BACKBONES = {
     ),
     "ldm_unet": Row(
         recipe="tiny_ldm_unet",
-        quick=("fsdp2", "tp2_sp"),
+        quick=("fsdp2", "fsdp2_bf16", "tp2_sp"),
         other={
             "block_out_channels": [8, 16],
             "layers_per_block": 2,
@@ -417,7 +417,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"data_parallel": "ddp"},
     "distributed2": {"data_parallel": "distributed_optimizer"},
     "fsdp2": {"data_parallel": "fsdp"},
-    "fsdp2_mixed": {"data_parallel": "fsdp"},
+    "fsdp2_bf16": {"data_parallel": "fsdp"},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
@@ -426,15 +426,7 @@ LAYOUT_ROW = ("name", "layout")
 
 
 CONVOLUTIONAL = [name for name in NAMES if not config_of(name).supports.mixed_shapes]
-# In bf16 their gradients under FSDP differ from one rank's by up to 1.6e-2, those of the last blocks and all losses do
-# not, and in fp32 none does. Gradients of a skip are sums of several in bf16; whether their order is the cause is open.
-NOT_MIXED = ("imagen", "efficient_unet", "ldm_unet")
-ROWS = [
-    (name, layout)
-    for name in NAMES
-    for layout in LAYOUTS
-    if layout != "fsdp2_mixed" or (name in CONVOLUTIONAL and name not in NOT_MIXED)
-]
+ROWS = [(name, layout) for name in NAMES for layout in LAYOUTS]
 
 
 def norms_in_fp32(chunks: list[Backbone]) -> None:
@@ -448,16 +440,17 @@ def norms_in_fp32(chunks: list[Backbone]) -> None:
 def pair_of(name: str, layout: str) -> Pair:
     """Return the tiny form of a recipe under a layout of two ranks, in place of the recipe's own."""
     pair = tiny_pair(replace(run_of(name), parallel=ParallelConfig(**LAYOUTS[layout])), 2)
-    if layout != "fsdp2_mixed":
+    if layout != "fsdp2_bf16":
         return pair
     # One step: in the second, weights that were rounded to another side would differ by a rounding of bf16.
-    one, many = (replace(x, precision="bf16", alter=norms_in_fp32, steps=1) for x in (pair.one, pair.many))
+    alter = norms_in_fp32 if name in CONVOLUTIONAL else None
+    one, many = (replace(x, precision="bf16", alter=alter, steps=1) for x in (pair.one, pair.many))
     return replace(pair, one=one, many=many)
 
 
 def supported(name: str, layout: str) -> bool:
     """Tell whether the backbone says that it supports the layout."""
-    flags = {"fsdp2": "fsdp", "fsdp2_mixed": "fsdp", "tp2_sp": "tensor", "cp2": "context", "pp2": "pipeline"}
+    flags = {"fsdp2": "fsdp", "fsdp2_bf16": "fsdp", "tp2_sp": "tensor", "cp2": "context", "pp2": "pipeline"}
     return layout not in flags or getattr(config_of(name).supports, flags[layout])
 
 
