@@ -5,6 +5,7 @@ vector `[N, E]` and packed text tokens `[K, D]`. Names of tensors with tokens: `
 tokens of all pictures.
 """
 
+from dataclasses import dataclass
 from typing import Literal, Optional
 
 import torch
@@ -15,11 +16,30 @@ from dit.backends.init import ONES, ZEROS
 from dit.backends.provider import LayerProvider
 from dit.joint_layout import joint_layout
 from dit.kernels.attention import Attention
-from dit.layers.convolution import Convolution, GroupNorm, torch_init
+from dit.layers.convolution import Convolution, GroupNorm, picture_layout, torch_init
 from dit.layers.dropout import Dropout
 from dit.layout import SequenceLayout
 
 AttentionKind = Literal["self", "cross", "fused", "stacked"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the blocks of a UNet read besides the pictures.
+
+    Attributes:
+        vector_NE: the conditioning vector of each picture.
+        context_KD: text tokens of the samples; None without text.
+        texts: their layout.
+        dropout_N: key of each picture's dropout; None where nothing is dropped.
+        frames: pictures of a sample.
+    """
+
+    vector_NE: Tensor
+    context_KD: Optional[Tensor]
+    texts: Optional[SequenceLayout]
+    dropout_N: Optional[Tensor] = None
+    frames: int = 1
 
 
 class ConditionedBranch(nn.Module):
@@ -114,12 +134,6 @@ def pictures_of(x_TC: Tensor, like_NCHW: Tensor) -> Tensor:
     """Undo `tokens_of`."""
     pictures, _, height, width = like_NCHW.shape
     return x_TC.view(pictures, height, width, -1).permute(0, 3, 1, 2)
-
-
-def picture_layout(x_NCHW: Tensor) -> SequenceLayout:
-    """Return the layout of the tokens of pictures."""
-    pictures, _, height, width = x_NCHW.shape
-    return SequenceLayout.from_lengths([height * width] * pictures, device=x_NCHW.device)
 
 
 class PictureAttention(nn.Module):

@@ -1,8 +1,6 @@
 """What the two UNets of Imagen do alike: conditions to a vector and to tokens, packs to pictures and back."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -16,26 +14,9 @@ from dit.kernels.stable_attention import stable_attention
 from dit.layers.caption import Caption
 from dit.layers.convolution import Convolution
 from dit.layers.embeddings import LabelEmbedder, TimeEmbedder
-from dit.layout import SequenceLayout
+from dit.layers.picture_blocks import Given
 from dit.models.base import Backbone, Stage
 from dit.models.imagen_config import ImagenConfig
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the blocks of a UNet read besides the picture.
-
-    Attributes:
-        vector_NE: the conditioning vector of each picture.
-        context_KD: text tokens; None without text.
-        texts: their layout.
-        dropout_N: key of each picture's dropout; None where nothing is dropped.
-    """
-
-    vector_NE: Tensor
-    context_KD: Optional[Tensor]
-    texts: Optional[SequenceLayout]
-    dropout_N: Optional[Tensor]
 
 
 class ImagenNetwork(Backbone):

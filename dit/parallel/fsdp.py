@@ -26,6 +26,7 @@ from dit.backends.sharding import sharding_of, write_shard_attributes
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
+from dit.parallel.fsdp_release import release_without_a_node
 from dit.parallel.fsdp_rows import shard_between_rows
 
 BUCKET_ELEMENTS = 40_000_000  # for parameters outside of FSDP units; Megatron-Core's size for data parallelism
@@ -71,6 +72,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
         # Without Transformer Engine this is a mock, which the adapter passes to `isinstance` under tensor parallelism.
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
     shard_between_rows()
+    release_without_a_node()
     _prepare_frozen(backbone)
     wrapped = FullyShardedDataParallel(
         backbone.config,

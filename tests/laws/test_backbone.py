@@ -1,9 +1,8 @@
 """What holds for every backbone: packs, padding, dropped conditions, settings, layouts. A new backbone is one row."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -16,257 +15,20 @@ from dit.conditions import per_text_token
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, ModelConfig
-from dit.models.lora_config import LoRAConfig
-from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
-from dit.objectives.ddpm import DDPM
-from dit.objectives.edm import EDM
-from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_model as build_on_one_rank
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
-from dit.run_config import RunConfig
 from dit.settings import TrainingConfig
 from dit.training.step import training_forward_step
 from dit.verify.compare import BOUNDS, compare_training
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict
-from dit.verify.tiny import tiny_grids, tiny_model
 from dit.verify.trial import Trial, disturb_constants
-from energon_data.mock import MockData, MockSource
-from energon_data.packing import collate
-from launch.config_file import built
-from launch.train import call_recipe
 from launch.verify import Pair, compare, tiny_pair
 from tests.conftest import BuildModel
+from tests.laws.backbones import BACKBONES, CONDITIONED, GIVEN, NAMES, OTHER, config_of, pack, run_of
 from tests.support.ranks import rows, selected
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A backbone: the tiny form of a recipe of it.
-
-    Attributes:
-        recipe: as `--factory` takes it.
-        quick: layouts that every start compares; the others carry the mark `matrix`.
-        other: other values of its fields, besides those of `OTHER`.
-        given: what a field needs beside it to act, besides those of `GIVEN`; set on both sides.
-        also: what must change with a field.
-        refused: fields that are refused; `OTHER` has the value.
-        without_effect: fields that change no number of a training step, and why.
-        text_tokens: of the texts that are dropped.
-        objective: that its steps train.
-    """
-
-    recipe: str
-    quick: tuple[str, ...] = ()
-    other: Mapping[str, Any] = field(default_factory=dict)
-    given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    also: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
-    without_effect: Mapping[str, str] = field(default_factory=dict)
-    text_tokens: int = 5
-    objective: Objective = field(default_factory=FlowMatching)
-
-
-CLASSES, TEXT = {"num_classes": 5}, {"context_size": 12}
-ROTARY = {"position_embedding": "rope_3d"}
-LEARNED = {**ROTARY, "max_grid": [128, 120, 120]}  # rotary positions want the tables' default size
-EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 2.0}
-TOP_K = {**EXPERTS, "moe_router": "top_k"}
-GIVEN: dict[str, dict[str, Any]] = {
-    "class_dropout": CLASSES,
-    "context_dropout": TEXT,
-    "rope_theta": ROTARY,
-    "rope_factors": ROTARY,
-    "rope_scaling": {**ROTARY, "rope_factors": [2.0, 3.0, 2.0]},
-    "moe_ffn_hidden_size": EXPERTS,
-    "moe_router": EXPERTS,
-    "moe_capacity_factor": EXPERTS,
-    "moe_top_k": TOP_K,
-    "moe_aux_loss_coeff": TOP_K,
-}
-OTHER: dict[str, Any] = {
-    "in_channels": 6,
-    "patch_spatial": lambda value: 3 - value,
-    "patch_temporal": 2,
-    "num_classes": 9,
-    "class_dropout": 0.9,
-    "context_size": 20,
-    "context_dropout": 0.9,
-    "pooled_size": 9,
-    "hidden_size": 64,
-    "num_layers": lambda value: 2 * value,
-    "num_joint_layers": 2,
-    "num_single_layers": 2,
-    "num_attention_heads": 2,
-    "num_query_groups": lambda value: 4 if value == 2 else 2,
-    "ffn_hidden_size": 64,
-    "out_channels": 8,
-    "qk_layernorm": lambda value: not value,
-    "add_bias": lambda value: not value,
-    "layernorm_epsilon": 1e-3,
-    "fps_conditioning": lambda value: not value,
-    "size_conditioning": True,
-    "time_scale": 7.0,
-    "time_frequency_shift": 1,
-    "adaln_lora_rank": 4,
-    "guidance": 3.5,
-    "position_embedding": "sincos_3d",
-    "rope_theta": 50.0,
-    "rope_scaling": "linear",
-    "rope_factors": [4.0, 1.0, 1.0],
-    "rope_axes": [4, 2, 2],
-    "num_experts": lambda value: 8 if value == 4 else 4,
-    "moe_ffn_hidden_size": 24,
-    "moe_router": "top_k",
-    "moe_capacity_factor": 1.0,
-    "moe_top_k": 1,
-    "moe_aux_loss_coeff": 0.5,
-    "lora": LoRAConfig(rank=2),
-}
-LEARNED_POSITIONS: dict[str, Any] = {
-    "given": {
-        **{name: {**GIVEN[name], **LEARNED} for name in ("rope_theta", "rope_factors", "rope_scaling")},
-        "ffn_hidden_size": {"moe_ffn_hidden_size": None},
-    },
-    "also": {"position_embedding": {"max_grid": LEARNED["max_grid"]}},
-    "other": {"max_grid": [4, 5, 6]},
-}
-IMAGEN_OTHER: dict[str, Any] = {
-    "hidden_size": 64,
-    "channel_multipliers": [2, 1],
-    "num_res_blocks": [1, 2],
-    "attention_levels": [0, 1],
-    "attention_type": "stacked",
-    "head_size": 16,
-    "norm_num_groups": 2,
-    "init_kernel_size": 5,
-    "text_pooling": "mean",
-    "null_token": True,
-    "learned_time_features": 6,
-    "scale_shift_norm": False,
-    "stable_attention": True,
-    "low_resolution_factor": 4,
-    "noise_augmentation": False,
-    "channels_last": False,
-}
-IMAGEN: dict[str, Any] = {
-    "given": {"num_attention_heads": {"head_size": None}},
-    "refused": ("patch_temporal",),
-    "text_tokens": 1,  # in fused attention, k null tokens weigh k times as much as one
-    "objective": EDM(),
-}
-BACKBONES = {
-    "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
-    "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
-    "stdit": Row(
-        recipe="pretrain_stdit_xl",
-        quick=("tp2_sp", "cp2"),
-        other={"layer_pattern": ["spatial", "full"], "position_span": 8.0, "temporal_rope": False},
-        # Attention through time always turns its queries.
-        given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {"rope_factors": [2.0, 1.0, 1.0]}},
-    ),
-    "moviegen": Row(recipe="pretrain_ditllama5b", **LEARNED_POSITIONS),
-    "experts": Row(recipe="pretrain_ecditllama1b", quick=("tp2_sp",), **LEARNED_POSITIONS),
-    "flux": Row(
-        recipe="flux_12b",
-        quick=("tp2_sp", "pp2"),
-        other={"rope_factors": [1.0, 4.0, 1.0]},  # one pair of features turns with t, which ntk never slows
-        also={
-            "hidden_size": {"rope_axes": [4, 8, 4]},
-            "num_attention_heads": {"rope_axes": [4, 8, 4]},
-            "position_embedding": {"rope_axes": [16, 56, 56]},
-        },
-        refused=("num_classes",),
-        given={"class_dropout": {}},
-        without_effect={"class_dropout": "it takes no class"},
-        text_tokens=1,  # a dropped text keeps its length in joint attention, a missing one is one null token
-    ),
-    "wan": Row(recipe="wan_14b_mock", quick=("tp2_sp",)),
-    "ddpm_unet": Row(
-        recipe="tiny_ddpm_unet",
-        quick=("dp2", "distributed2", "fsdp2", "fsdp2_mixed", "tp2_sp"),
-        other={"block_out_channels": [8, 16], "mid_out_channels": [24, 8]},
-        refused=("context_size",),
-        given={"context_dropout": {}},
-        without_effect={"context_dropout": "it takes no text"},
-        objective=DDPM(discrete_steps=1000),
-    ),
-    "ldm_unet": Row(
-        recipe="tiny_ldm_unet",
-        quick=("fsdp2", "tp2_sp"),
-        other={
-            "block_out_channels": [8, 16],
-            "layers_per_block": 2,
-            "transformer_layers": [2, 1],
-            "mid_transformer_layers": 0,
-            "control_channels": 3,
-            "norm_num_groups": 2,
-        },
-        refused=("num_classes",),
-        given={"class_dropout": {}},
-        without_effect={"class_dropout": "it takes no class"},
-        objective=DDPM(schedule="scaled_linear", discrete_steps=1000),
-    ),
-    "imagen": Row(
-        recipe="imagen_400m_res_256",
-        quick=("dp2", "fsdp2", "tp2_sp"),
-        other={
-            **IMAGEN_OTHER,
-            "condition_size": 24,
-            "dropout": 0.5,
-            "resample_with_conv": False,
-            "resample_blocks": True,
-        },
-        **IMAGEN,
-    ),
-    "efficient_unet": Row(
-        recipe="imagen_600m_res_256", quick=("tp2_sp",), other={**IMAGEN_OTHER, "skip_scaling": False}, **IMAGEN
-    ),
-    "trial_unet": Row(
-        recipe="tests.laws.trial_unet.trial_unet",
-        quick=("dp2", "fsdp2", "tp2_sp"),
-        other={"norm_groups": 2},
-        refused=("context_size",),
-        given={"context_dropout": {}},
-        without_effect={"context_dropout": "it takes no text"},
-    ),
-    "autoencoder": Row(
-        recipe="pictogram_autoencoder",
-        quick=("dp2", "fsdp2", "tp2_sp"),
-        other={
-            "patch_spatial": 4,
-            "latent_channels": 3,
-            "block_out_channels": [8, 16, 8, 24],
-            "layers_per_block": 2,
-            "norm_num_groups": 2,
-            "mid_block_add_attention": False,
-            "scaling_factor": 3.0,
-            "shift_factor": 0.5,
-        },
-        also={"patch_spatial": {"block_out_channels": [8, 8, 8]}},
-        refused=("num_classes", "context_size", "patch_temporal"),
-        given={"class_dropout": {}, "context_dropout": {}},
-        without_effect={
-            **dict.fromkeys(("class_dropout", "context_dropout"), "it takes no condition"),
-            **dict.fromkeys(("scaling_factor", "shift_factor"), "others scale its latents"),
-        },
-        objective=Autoencoding(kl_weight=0.1),
-    ),
-}
-NAMES = list(BACKBONES)
-CONDITIONED = [name for name in NAMES if name != "autoencoder"]
-
-
-@cache
-def run_of(name: str) -> RunConfig:
-    return built(call_recipe(BACKBONES[name].recipe))
-
-
-@cache
-def config_of(name: str) -> ModelConfig:
-    return tiny_model(run_of(name).model, ParallelConfig())
 
 
 @pytest.fixture
@@ -280,20 +42,6 @@ def build(build_model: BuildModel, one_rank_world: ProcessGroups) -> Any:
         return model
 
     return built
-
-
-def pack(
-    config: ModelConfig, numbers: list[int], *, multiple_of: int = 1, tail: int = 0, text_tokens: int = 5
-) -> PackedBatch:
-    """Lay synthetic samples side by side, padding behind them; the grids of successive numbers differ, if they may."""
-    t, s = config.patch_temporal, config.patch_spatial
-    shapes = [f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(config)]
-    spec = config.batch_spec(multiple_of=multiple_of)
-    data = MockData(shapes=shapes, text_tokens=text_tokens)
-    source = MockSource(data, spec, seed=0, split="train", stream=0, num_streams=1)
-    clips = [source.sample(number) for number in numbers]
-    padded = sum(-(-clip.num_tokens // multiple_of) * multiple_of for clip in clips)
-    return collate(clips, spec, total_tokens=padded + tail)
 
 
 SAMPLES = [0, 1, 2, 3]
@@ -417,7 +165,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"data_parallel": "ddp"},
     "distributed2": {"data_parallel": "distributed_optimizer"},
     "fsdp2": {"data_parallel": "fsdp"},
-    "fsdp2_mixed": {"data_parallel": "fsdp"},
+    "fsdp2_bf16": {"data_parallel": "fsdp"},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
@@ -426,15 +174,7 @@ LAYOUT_ROW = ("name", "layout")
 
 
 CONVOLUTIONAL = [name for name in NAMES if not config_of(name).supports.mixed_shapes]
-# In bf16 their gradients under FSDP differ from one rank's by up to 1.6e-2, those of the last blocks and all losses do
-# not, and in fp32 none does. Gradients of a skip are sums of several in bf16; whether their order is the cause is open.
-NOT_MIXED = ("imagen", "efficient_unet", "ldm_unet")
-ROWS = [
-    (name, layout)
-    for name in NAMES
-    for layout in LAYOUTS
-    if layout != "fsdp2_mixed" or (name in CONVOLUTIONAL and name not in NOT_MIXED)
-]
+ROWS = [(name, layout) for name in NAMES for layout in LAYOUTS]
 
 
 def norms_in_fp32(chunks: list[Backbone]) -> None:
@@ -448,16 +188,17 @@ def norms_in_fp32(chunks: list[Backbone]) -> None:
 def pair_of(name: str, layout: str) -> Pair:
     """Return the tiny form of a recipe under a layout of two ranks, in place of the recipe's own."""
     pair = tiny_pair(replace(run_of(name), parallel=ParallelConfig(**LAYOUTS[layout])), 2)
-    if layout != "fsdp2_mixed":
+    if layout != "fsdp2_bf16":
         return pair
     # One step: in the second, weights that were rounded to another side would differ by a rounding of bf16.
-    one, many = (replace(x, precision="bf16", alter=norms_in_fp32, steps=1) for x in (pair.one, pair.many))
+    alter = norms_in_fp32 if name in CONVOLUTIONAL else None
+    one, many = (replace(x, precision="bf16", alter=alter, steps=1) for x in (pair.one, pair.many))
     return replace(pair, one=one, many=many)
 
 
 def supported(name: str, layout: str) -> bool:
     """Tell whether the backbone says that it supports the layout."""
-    flags = {"fsdp2": "fsdp", "fsdp2_mixed": "fsdp", "tp2_sp": "tensor", "cp2": "context", "pp2": "pipeline"}
+    flags = {"fsdp2": "fsdp", "fsdp2_bf16": "fsdp", "tp2_sp": "tensor", "cp2": "context", "pp2": "pipeline"}
     return layout not in flags or getattr(config_of(name).supports, flags[layout])
 
 

@@ -22,7 +22,7 @@ from launch.train import main as launch_train
 from tests.conftest import BuildModel
 from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors
-from tests.laws.test_backbone import pack
+from tests.laws.backbones import pack
 from tests.laws.trial_unet import UNet
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs

@@ -37,7 +37,7 @@ IMAGEN, AUGMENTATION = "tests/parity/test_imagen.py", "tests/unit/objectives/tes
 STABLE, DROPOUT = "tests/unit/kernels/test_stable_attention.py", "tests/unit/layers/test_dropout.py"
 LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
 OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/training/test_step.py"
-RESUME = "tests/integration/test_resume.py"
+RESUME, FSDP = "tests/integration/test_resume.py", "tests/parallel/test_fsdp.py"
 LORA, CONVERT_LORA = "tests/unit/models/test_lora.py", "tests/parity/test_convert_lora.py"
 BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
     f"tests/unit/checkpoint/test_{name}.py" for name in ("boxes", "state_files", "hostile_checkpoint", "resume_check")
@@ -758,6 +758,20 @@ MUTANTS = (
         "_split(layer, rule, a, scale * b)",
         "_split(layer, rule, a, b)",
         (CONVERT_LORA,),
+    ),
+    Mutant(
+        "FSDP: a layer's own gradients are summed first",
+        "dit/parallel/fsdp.py",
+        "    release_without_a_node()",
+        "    pass",
+        (FSDP,),
+    ),
+    Mutant(
+        "FSDP: weights are freed before the layer's other inputs have gradients",
+        "dit/parallel/fsdp_release.py",
+        "if first.is_leaf:",
+        "if not first.is_leaf:",
+        (FSDP,),
     ),
     # Checkpoints and data positions.
     Mutant(

@@ -1,5 +1,6 @@
 """What one rank of a Megatron-FSDP test world runs; cases name these functions."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,16 +143,66 @@ class Awkward(Backbone):
         return self.head(x)
 
 
-def awkward(case: dict) -> dict:
-    """Take the gradients of a backbone that is laid out as badly as it may be, over two micro-batches per rank."""
+class ConditionedUnit(nn.Module):
+    """A layer that reads both of its inputs twice, its condition first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition, self.linear = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cond: torch.Tensor) -> torch.Tensor:
+        shift = self.condition(cond.tanh())
+        return x * cond + self.linear(x).tanh() + shift
+
+
+class Joined(Backbone):
+    """What its layers read, others read, too; a leaf goes into the first one.
+
+    `gathered`: for each input of a layer, which layers had full weights when its gradient was there.
+    """
+
+    fsdp_units = (ConditionedUnit,)
+
+    def __init__(self, config) -> None:
+        super().__init__(Stage(range(6)))
+        self.config, self.gathered = config, {}
+        self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.layers = nn.ModuleList(ConditionedUnit() for _ in self.stage.layers)
+        for parameter in self.parameters():
+            state(parameter, ParameterSharding())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cond = self.embed(x)
+        x, skips = torch.cat([x, x], -1).requires_grad_(), []
+        for i, layer in enumerate(self.layers):
+            x.register_hook(partial(self._look, i))
+            skips.append(x)
+            x = layer(x, cond)
+        for skip in reversed(skips):
+            x = x + skip
+        return self.head(x)
+
+    def _look(self, i: int, grad: torch.Tensor) -> None:
+        weights = [layer.linear.weight.untyped_storage().nbytes() for layer in self.layers]
+        self.gathered[i] = [j for j, size in enumerate(weights) if size > 0]
+
+
+BACKBONES = {"awkward": (Awkward, "fp32"), "joined": (Joined, "bf16")}
+
+
+def gradients(case: dict) -> dict:
+    """Take the gradients of one of `BACKBONES` over two micro-batches per rank."""
+    kind, precision = BACKBONES[case["backbone"]]
     parallel = ParallelConfig(**case["parallel"])
     groups = process_groups.initialize(parallel)
     torch.manual_seed(0)
-    backbone = Awkward(megatron_config(DiTConfig(hidden_size=8, num_attention_heads=1), parallel, "fp32"))
+    backbone = kind(megatron_config(DiTConfig(hidden_size=8, num_attention_heads=1), parallel, precision))
+    backbone.to(backbone.config.params_dtype)
     wrapped = wrap([backbone], parallel, groups)
-    optimizer = build_optimizer(wrapped, OptimizerConfig(), parallel, "fp32", groups)
+    optimizer = build_optimizer(wrapped, OptimizerConfig(), parallel, precision, groups)
     shards = master_shards(optimizer, [backbone])
-    x = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1)).chunk(groups.dp_size)[groups.dp_rank]
+    x = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1)).to(backbone.config.params_dtype)
+    x = x.chunk(groups.dp_size)[groups.dp_rank]
     config = backbone.config
     wrapped[0].zero_grad_buffer()
     for i, part in enumerate(x):
@@ -160,5 +211,6 @@ def awkward(case: dict) -> dict:
     config.finalize_model_grads_func(wrapped, torch.tensor(len(x), dtype=torch.int32), groups.collection)
     norm = gradient_norm(optimizer)
     result = {"norm": norm, "gradients": {s.name: gathered(s, s.grad) for s in shards}}
+    result["gathered"] = getattr(backbone, "gathered", None)
     process_groups.release()
     return result

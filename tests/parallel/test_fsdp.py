@@ -29,6 +29,7 @@ EXPERT_LAYOUTS = {
 }
 CASES = [(name, packed) for named in LAYOUTS.values() for name in named for packed in (False, True)]
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
+SMALL = ("awkward", "joined")
 BF16_SHARDINGS = ("optim", "optim_grads_params")
 
 SUM_RTOL = 1e-5  # fp32; sums are taken in another order
@@ -51,8 +52,8 @@ def results(tmp_path_factory):
         task = f"benchmarks.parallel_checkpoints:{task}"
         return {"task": task, "parallel": parallel, "packed": True, "model": EXPERTS, "folder": folder / "experts"}
 
-    def awkward(parallel):
-        return {"task": "tests.parallel.fsdp_worker:awkward", "parallel": parallel}
+    def small(backbone, parallel):
+        return {"task": "tests.parallel.fsdp_worker:gradients", "backbone": backbone, "parallel": parallel}
 
     kinds = {kind: {**FSDP, "fsdp_sharding": kind} for kind in SHARDINGS}
     more = {
@@ -64,7 +65,7 @@ def results(tmp_path_factory):
             "distributed2_to_fsdp2_optim": resumes("distributed2", kinds["optim"]),
             "bf16_distributed2": run("bf16", DISTRIBUTED, precision="bf16", steps=3, look_after=True),
             **{f"bf16_{k}": run("bf16", kinds[k], precision="bf16", steps=3, look_after=True) for k in BF16_SHARDINGS},
-            **{f"awkward_{k}": awkward(p) for k, p in kinds.items()},
+            **{f"{backbone}_{k}": small(backbone, p) for backbone in SMALL for k, p in kinds.items()},
         },
         4: {
             "saved_experts": experts("save", EP2),
@@ -73,7 +74,7 @@ def results(tmp_path_factory):
         },
         1: {
             "fsdp2_to_ddp1": resumes("fsdp2", DDP),
-            "awkward_one": awkward(DDP),
+            **{f"{backbone}_one": small(backbone, DDP) for backbone in SMALL},
             "one_experts": {"parallel": DDP, "packed": True, "model": EXPERTS},
             "loaded_experts": experts("load", DDP),
             **{f"one_{packed}": {"parallel": DDP, "packed": packed} for packed in (False, True)},
@@ -129,6 +130,23 @@ def test_every_gradient_arrives_however_the_model_is_laid_out(results, kind):
     assert_close(many["gradients"], one["gradients"], SUM_RTOL)
     idle = {name for name, gradient in one["gradients"].items() if not gradient.any()}
     assert idle == {"unused.weight", "unused.bias"}
+
+
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_bf16_gradients_are_summed_in_the_order_of_one_rank(results, kind):
+    """Where a layer reads an input at several places and others read it, too: another order is another number."""
+    one, many = results["joined_one"], results[f"joined_{kind}"]
+    assert many["norm"] == pytest.approx(one["norm"], rel=SUM_RTOL)
+    assert_close(many["gradients"], one["gradients"], SUM_RTOL)
+
+
+def test_weights_are_freed_behind_the_backward_pass_of_their_layer(results):
+    """When the gradient of a layer's input is there, those behind it have no full weights any more."""
+    found = results["joined_optim_grads_params"]["gathered"]
+    assert sorted(found) == list(range(6))
+    for layer in range(1, 6):  # the first one's input is a leaf, whose gradient is there behind all others
+        assert max(found[layer]) == layer
+    assert found[0] == []
 
 
 def test_fsdp_is_the_same_run_as_the_distributed_optimizer(results):

@@ -13,7 +13,7 @@ from dit.objectives.autoencoding import Autoencoding
 from dit.parallel.build import parameter_shapes
 from dit.patchify import patchify, unpatchify
 from tests.conftest import BuildModel
-from tests.laws.test_backbone import pack
+from tests.laws.backbones import pack
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error
 from tests.unit.objectives.test_objectives import noise_for
 

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, TransposedConvolution
-from dit.layers.picture_blocks import AttentionBlock, ConditionedBranch
+from dit.layers.picture_blocks import AttentionBlock, ConditionedBranch, Given
 from dit.models.efficient_unet.config import EfficientUNetConfig
-from dit.models.imagen_network import Given
 
 
 class ResidualBlock(nn.Module):

@@ -5,11 +5,11 @@ from torch import Tensor, nn
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution
-from dit.layers.picture_blocks import AttentionBlock
+from dit.layers.picture_blocks import AttentionBlock, Given
 from dit.models.base import Stage
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.efficient_unet.layer import ResidualBlock, down_level, up_level
-from dit.models.imagen_network import Given, ImagenNetwork, select_attention
+from dit.models.imagen_network import ImagenNetwork, select_attention
 
 
 class EfficientUNet(ImagenNetwork):

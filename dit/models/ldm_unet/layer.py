@@ -3,7 +3,6 @@
 Parameters are named as in diffusers, but for what `dit.convert.diffusers_unet` lists.
 """
 
-from dataclasses import dataclass
 from typing import Optional
 
 from torch import Tensor, nn
@@ -14,27 +13,11 @@ from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.adaln import LayerNorm
 from dit.layers.convolution import Convolution, GroupNorm, picture_layout, torch_init
+from dit.layers.picture_blocks import Given
 from dit.layout import SequenceLayout
 from dit.models.ldm_unet.config import LDMUNetConfig
 
 NORM_EPSILON, TRANSFORMER_NORM_EPSILON = 1e-5, 1e-6
-
-
-@dataclass(frozen=True)
-class Given:
-    """What every block of a forward pass reads besides the pictures.
-
-    Attributes:
-        cond_ND: conditioning vector of each picture.
-        context_KD: text tokens of the samples.
-        context_layout: of these.
-        frames: pictures of a sample.
-    """
-
-    cond_ND: Tensor
-    context_KD: Tensor
-    context_layout: SequenceLayout
-    frames: int
 
 
 class ResidualBlock(nn.Module):
@@ -122,8 +105,10 @@ class TransformerLayer(nn.Module):
         self.ff = GatedMLP(channels, provider)
 
     def forward(self, x_TC: Tensor, pictures: SequenceLayout, samples: SequenceLayout, given: Given) -> Tensor:
+        assert given.context_KD is not None  # a model without text is refused
+        assert given.texts is not None
         x_TC = x_TC + self.attn1(self.norm1(x_TC), pictures)
-        x_TC = x_TC + self.attn2(self.norm2(x_TC), given.context_KD, samples, given.context_layout)
+        x_TC = x_TC + self.attn2(self.norm2(x_TC), given.context_KD, samples, given.texts)
         return x_TC + self.ff(self.norm3(x_TC))
 
 
@@ -186,5 +171,5 @@ class Blocks(nn.Module):
 
     def block(self, i: int, x_NCHW: Tensor, given: Given) -> Tensor:
         """Run one residual block and its transformer."""
-        x_NCHW = self.resnets[i](x_NCHW, given.cond_ND)
+        x_NCHW = self.resnets[i](x_NCHW, given.vector_NE)
         return self.attentions[i](x_NCHW, given) if i < len(self.attentions) else x_NCHW

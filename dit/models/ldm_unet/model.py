@@ -13,10 +13,11 @@ from dit.condition_table import CONTROL
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm, as_pictures, as_tokens
 from dit.layers.embeddings import TimestepEmbedder
+from dit.layers.picture_blocks import Given
 from dit.layers.text import TextTokens
 from dit.models.base import Backbone, Stage
 from dit.models.ldm_unet.config import LDMUNetConfig
-from dit.models.ldm_unet.layer import NORM_EPSILON, Blocks, Given, ResidualBlock, SpatialTransformer
+from dit.models.ldm_unet.layer import NORM_EPSILON, Blocks, ResidualBlock, SpatialTransformer
 
 TIME_SCALE = 1000.0
 """Steps between time 0 and 1."""
@@ -122,8 +123,8 @@ class LDMUNet(Backbone):
             inputs_TC = torch.cat([inputs_TC, batch.conditions[CONTROL.name].values], 1)
         x_NCHW = as_pictures(inputs_TC.to(self.conv_in.weight.dtype), batch)
         frames = len(x_NCHW) // len(time_S)
-        context_KD, context_layout = self.text(batch)
-        given = Given(self.time(time_S).repeat_interleave(frames, 0), context_KD, context_layout, frames)
+        context_KD, texts = self.text(batch)
+        given = Given(self.time(time_S).repeat_interleave(frames, 0), context_KD, texts, frames=frames)
         skips = [self.conv_in(x_NCHW)]
         for down in self.down_blocks:
             skips += down(skips[-1], given)

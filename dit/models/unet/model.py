@@ -10,9 +10,9 @@ from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm
-from dit.layers.picture_blocks import AttentionBlock
+from dit.layers.picture_blocks import AttentionBlock, Given
 from dit.models.base import Stage
-from dit.models.imagen_network import Given, ImagenNetwork, select_attention
+from dit.models.imagen_network import ImagenNetwork, select_attention
 from dit.models.unet.config import UNetConfig
 from dit.models.unet.layer import Downsample, Resample, ResidualBlock, Upsample
 
