@@ -46,6 +46,7 @@ def done(folder: Path) -> dict[str, Any]:
 
     autoencoder = {
         "data__path": folder / "pixels",
+        "data__background": False,
         "model__block_out_channels": "[8,8,8,8]",
         "model__latent_channels": 4,
         "model__norm_num_groups": 2,
@@ -53,6 +54,7 @@ def done(folder: Path) -> dict[str, Any]:
     }
     latent = {
         "data__path": folder / "latents",
+        "data__background": False,
         "model__in_channels": 4,
         "model__num_layers": 1,
         "model__hidden_size": 32,
