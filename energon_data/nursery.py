@@ -4,10 +4,10 @@
     Nursery.start  -- channel -->   imports once, one thread   fork --> energon_data.worker.work(channel)
     Worker.pid, .wait  <-- events   waits for their ends
 
-A fork has the memory of its parent and one of its threads. Of a training process that is not enough: what its garbage
-collector destroys in a fork waits for threads that are not there (those of a gloo process group: SIGSEGV), a lock that
-another thread had is never released, and the fork keeps files, devices and weights. So nothing is forked but the
-nursery, a new program that has imported what workers need and does nothing else.
+A fork has the memory of its parent and one of its threads. Of a training process that is not enough: an object that
+the garbage collector destroys in a fork waits for threads that are not there (a gloo process group: SIGSEGV, or a wait
+without end), a lock that another thread had is never released, and the fork keeps files and weights. So nothing is
+forked but the nursery, a new program that has imported what workers need and does nothing else.
 
 It ignores what a scheduler or terminal sends to all processes of a run, as its workers do: the training process decides
 when they end. They end with it, also if it is killed.

@@ -132,7 +132,7 @@ def test_nobody_waits_for_an_end_that_is_gone(ends: tuple[Outbox, Inbox]) -> Non
 
 
 def test_a_worker_has_no_part_of_the_training_process(opened: Open) -> None:
-    """A fork of this process would collect the group, and wait for its threads, which a fork does not have."""
+    """A fork of this process would collect the group, and die or wait for its threads, which a fork does not have."""
     gc.disable()
     try:
         group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
