@@ -1,6 +1,7 @@
 """Energon data sets as a `DataConfig`, checked before anything is built."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class EnergonData(DataConfig):
         blend_steps: steps at which the weights change; a weight is then a list of one number for each stage.
         num_streams: global streams of the run; None for one per data-parallel rank. With a fixed number, the order of
             the data does not depend on the number of ranks.
-        background: read every stream in a worker process of its own, ahead of training.
+        background: read every stream in a worker process of its own, ahead of training (on Linux; elsewhere never).
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
             complete shards.
@@ -370,9 +371,11 @@ class EnergonData(DataConfig):
         return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=log, origin=self.origin)
 
     def _source(self, stream: int, open_source: Callable[[], Source]) -> Source:
+        if not self.background or sys.platform != "linux":
+            return open_source()
         from energon_data.background import BackgroundSource
 
-        return BackgroundSource(open_source, f"stream {stream} of {self.origin}") if self.background else open_source()
+        return BackgroundSource(open_source, f"stream {stream} of {self.origin}")
 
     def _open(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:
         """Open one global stream, with a stage for each set of weights."""
