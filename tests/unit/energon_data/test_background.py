@@ -262,7 +262,7 @@ def test_a_worker_ends_with_its_stream(how: str) -> None:
     if how == "close":
         stream.close()
     del stream
-    assert worker.wait() == -signal.SIGKILL
+    assert worker.wait() in (-signal.SIGKILL, 0)  # 0 if it saw the end of the channel first
     assert gone(worker.pid)
 
 
