@@ -197,13 +197,21 @@ LOADERS: dict[str, Any] = {OURS: ours, PLAIN: plain_energon, WEBDATASET: webdata
 
 
 def process_seconds() -> float:
-    """Return the processor time of this process and of its living children, all threads, in seconds."""
-    total = time.process_time()
-    for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
+    """Return the processor time of this process and of all living processes below it, all threads, in seconds."""
+    return time.process_time() + sum(map(_seconds_below, _children("self")))
+
+
+def _children(process: str) -> list[str]:
+    return [
+        child for task in Path(f"/proc/{process}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def _seconds_below(process: str) -> float:
+    """Return the processor time of a process and of all below it."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(_seconds_below, _children(process)))
 
 
 def read(name: str, case: Case, folder: Path, batches: int) -> Read:

@@ -1,7 +1,8 @@
 """Energon data sets as a `DataConfig`, checked before anything is built."""
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +53,7 @@ class EnergonData(DataConfig):
         blend_steps: steps at which the weights change; a weight is then a list of one number for each stage.
         num_streams: global streams of the run; None for one per data-parallel rank. With a fixed number, the order of
             the data does not depend on the number of ranks.
-        background: read every stream in a worker process of its own, ahead of training.
+        background: read every stream in a worker process of its own, ahead of training (on Linux; elsewhere never).
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
             complete shards.
@@ -93,7 +94,7 @@ class EnergonData(DataConfig):
     blend: Optional[list[dict[str, Any]]] = None
     blend_steps: Optional[list[int]] = None
     num_streams: Optional[int] = None
-    background: bool = False
+    background: bool = True
     shuffle_buffer: int = 1000
     max_samples_per_sequence: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
@@ -361,17 +362,23 @@ class EnergonData(DataConfig):
         """
         self.folders(self.train_split)
         num_streams = check_streams(self.num_streams, dp_size, self.num_streams or dp_size)
-        sources = {
-            stream: self._source(spec, stream, num_streams, seed, micro_batches_per_step)
+        opens = {
+            stream: partial(self._open, spec, stream, num_streams, seed, micro_batches_per_step)
             for stream in range(dp_rank, num_streams, dp_size)
         }
+        sources = {stream: self._source(stream, open_source) for stream, open_source in opens.items()}
         log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
         return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=log, origin=self.origin)
 
-    def _source(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:
-        """Build one global stream, with a stage for each set of weights."""
+    def _source(self, stream: int, open_source: Callable[[], Source]) -> Source:
+        if not self.background or sys.platform != "linux":
+            return open_source()
         from energon_data.background import BackgroundSource
 
+        return BackgroundSource(open_source, f"stream {stream} of {self.origin}")
+
+    def _open(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:
+        """Open one global stream, with a stage for each set of weights."""
         steps = self.blend_steps or []
 
         def open_stage(stage: int) -> Source:
@@ -395,8 +402,7 @@ class EnergonData(DataConfig):
         # A step takes as many micro-batches from each stream.
         ends = [step * micro_batches_per_step // num_streams for step in steps]
         stages = [partial(open_stage, stage) for stage in range(len(steps) + 1)]
-        source = StagedSource(stages, ends) if steps else open_stage(0)
-        return BackgroundSource(source, f"stream {stream} of {self.origin}") if self.background else source
+        return StagedSource(stages, ends) if steps else open_stage(0)
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Build a pass over the held-out split.

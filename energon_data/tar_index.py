@@ -49,7 +49,7 @@ def parse_members(data: Bytes) -> list[tuple[str, Bytes]]:
             written = int(header[148:156].rstrip(b"\0 ") or b"-1", 8)
         except ValueError:
             written = -1
-        if written != sum(header[:148]) + 8 * 32 + sum(header[156:]):
+        if written != sum(header) - sum(header[148:156]) + 8 * 32:
             raise ValueError("a tar header does not match its checksum")
         if header[156:157] not in (b"0", b"\0") or header[124] & 0x80:
             raise UnusualTarError
@@ -158,7 +158,7 @@ class SampleReader:
         """Read a sample; its arrays are views of the memory into which it was read."""
         descriptor, offsets = self._shard(number)
         start, end = int(offsets[position]), int(offsets[position + 1])
-        data = bytearray(end - start)
+        data = np.empty(end - start, np.uint8)
         count = os.preadv(descriptor, [data], start)
         if count != end - start:
             raise ValueError(f"the shard is truncated: {count} of {end - start} bytes at offset {start}")

@@ -4,9 +4,7 @@ Rank 0 locks the file with `flock`. The kernel releases the lock when the proces
 stale lock to remove; the content of the file is valid only while it is locked. Linux implements `flock` over NFS as a
 lock on the server (NFSv4; NFSv3 with lockd), so runs on other machines are detected too; the lock of a crashed machine
 is released when the server's lease expires. On a disk without locks (Lustre mounted without `flock`) there is a
-warning.
-
-A forked loader worker of rank 0 shares the lock until it detects that its parent has ended, some seconds later.
+warning. Loader workers are no forks of rank 0, so they do not share the lock.
 """
 
 import errno
@@ -16,7 +14,8 @@ import logging
 import os
 import socket
 import time
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 WAIT_S = 30.0  # the grace period of Slurm and torchrun between SIGTERM and SIGKILL
 POLL_S = 0.2
+READ_S = 30.0  # until all ranks have read that they are refused
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
@@ -89,7 +89,17 @@ class RunLock:
             store.set(key, json.dumps([self._holder, self._refusal]))
         else:
             self._holder, self._refusal = json.loads(store.get(key))
+        if self._refusal is not None:
+            self._leave_together(store, key)
         self.check()
+
+    def _leave_together(self, store: dist.Store, key: str) -> None:
+        """Let rank 0 stay until all have read why it leaves: it may host the store, and end in no time."""
+        if self.rank > 0:
+            store.set(f"{key}.{self.rank}", "read")
+            return
+        with suppress(dist.DistError):  # a rank that was lost before
+            store.wait([f"{key}.{rank}" for rank in range(1, dist.get_world_size())], timedelta(seconds=READ_S))
 
     def check(self) -> None:
         """Check that the lock was taken; for a single process.

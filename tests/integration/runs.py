@@ -30,8 +30,9 @@ TINY = {
     "training.validation_interval": 0,
     "training.sample_interval": 0,
     "logging.tensorboard": False,
+    "data.background": False,
 }
-"""Overrides that make a step of `letters_dit` take milliseconds."""
+"""Overrides that make a step of `letters_dit` take milliseconds; a worker needs seconds to start."""
 
 SLOTS = ("weight", "ema", "exp_avg", "exp_avg_sq")
 

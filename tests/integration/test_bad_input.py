@@ -123,13 +123,14 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     add("pickled", pickled)
     add("hidden", hidden)
     add("label", label)
-    add("sound", training__stop_at_step=4)
+    # Those in which the save fails have workers, which start in a process with what a failed run has left behind.
+    add("sound", training__stop_at_step=4, data__background=True)
     add("another model", at="sound", model__hidden_size=64)
     add("never", at="sound", checkpoint__resume="never")
     add("must", checkpoint__resume="must")
     nan = partial(partial, faults.not_a_number)
     add("nan", fault=nan(4, 0, folder / "nan.pt"), checkpoint__interval=1)
-    add("disk", fault=partial(faults.saving_fails, 16_000, 0), at="sound")
+    add("disk", fault=partial(faults.saving_fails, 16_000, 0), at="sound", data__background=True)
     small = mock(small_disk / "run", checkpoint__interval=1, checkpoint__keep_last=9, training__num_steps=9)
     jobs["small disk"] = Job(actions.train, {"arguments": small})
     sweep = mock(folder / "sweep", training__num_steps=20, checkpoint__keep_last=1)
@@ -140,7 +141,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     halves = {"parallel__tensor_model_parallel_size": 2}
     add("disk of rank 1", ranks=2, fault=partial(faults.saving_fails, 16_000, 1), at="sound", **halves)
     add("disk at the index", ranks=2, fault=faults.index_refused, at="sound")
-    add("repaired", at="sound", fault=partial(faults.resaved, folder / "loaded"))
+    add("repaired", at="sound", fault=partial(faults.resaved, folder / "loaded"), data__background=True)
     return run_jobs(folder / "world", jobs)
 
 

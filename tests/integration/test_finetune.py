@@ -69,6 +69,7 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     def train(recipe: str, name: str, ranks: int = 1, base: str = "base", **settings: Any) -> Job:
         own = {
             **{"data__path": folder / "subject", "data__num_streams": 2, "data__shuffle_buffer": 8},
+            **{"data__background": False},
             **{"training__num_steps": STEPS, "training__log_interval": 1, "training__precision": "fp32"},
             **{"training__micro_batch_size": 2, "training__global_batch_size": 4, "optimizer__lr": 1e-2},
             **{"logging__tensorboard": False, "model__context_dropout": 0.2},

@@ -54,7 +54,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         stored = {"data__path": folder / "latents"}
         own = {
             **{"data": "energon", "data__num_streams": 2, "data__max_tokens_per_pack": 32, "data__shuffle_buffer": 8},
-            **{"data__packing_buffer_size": 8, "data__pad_packs": True, "parallel__data_parallel": "ddp"},
+            **{"data__packing_buffer_size": 8, "data__pad_packs": True, "data__background": False},
+            **{"parallel__data_parallel": "ddp"},
             **{"model__context_size": T5_WIDTH, "model__pooled_size": CLIP_WIDTH, "model__context_dropout": 0.4},
             **{"training__num_steps": STEPS, "training__log_interval": 1, "training__validation_interval": STEPS},
             **{"training__micro_batch_size": 1, "training__global_batch_size": 4, "logging__tensorboard": False},

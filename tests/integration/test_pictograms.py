@@ -48,6 +48,7 @@ def done(folder: Path) -> dict[str, Any]:
 
     autoencoder = {
         "data__path": folder / "pixels",
+        "data__background": False,
         "model__block_out_channels": "[8,8,8,8]",
         "model__latent_channels": 4,
         "model__norm_num_groups": 2,
@@ -55,6 +56,7 @@ def done(folder: Path) -> dict[str, Any]:
     }
     latent = {
         "data__path": folder / "latents",
+        "data__background": False,
         "model__in_channels": 4,
         "model__num_layers": 1,
         "model__hidden_size": 32,

@@ -22,7 +22,7 @@ BATCH = "tests/unit/test_batch.py"
 DAMAGE = "tests/unit/energon_data/test_data_damage.py"
 INSPECT = "tests/unit/energon_data/test_inspect.py"
 PACKING = "tests/unit/energon_data/test_data_packing.py"
-STREAMS = "tests/unit/energon_data/test_data_streams.py"
+STREAMS, WORKERS = "tests/unit/energon_data/test_data_streams.py", "tests/unit/energon_data/test_background.py"
 LOSSES = "tests/unit/training/test_losses.py"
 SCHEDULES = "tests/unit/optimizer/test_schedules.py"
 STORE = "tests/unit/checkpoint/test_checkpoint_store.py"
@@ -843,6 +843,34 @@ MUTANTS = (
         'self._cursor = state["next"] // self._dp_size',
         "self._cursor = 0",
         (STREAMS,),
+    ),
+    Mutant(
+        "workers: memory is used again while a batch refers to it",
+        "energon_data/messages.py",
+        "if sys.getrefcount(self._blocks[n]) == _REFERENCES_IF_FREE",
+        "if True",
+        (WORKERS,),
+    ),
+    Mutant(
+        "workers: a resumed one starts at the beginning",
+        "energon_data/worker.py",
+        "source.load(position.state)",
+        "pass",
+        (WORKERS,),
+    ),
+    Mutant(
+        "workers outlive the process that starts them",
+        "energon_data/nursery.py",
+        "ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "pass",
+        (WORKERS,),
+    ),
+    Mutant(
+        "values: only positive ones are compared",
+        "energon_data/filters.py",
+        "max(positive, negative)",
+        "positive",
+        ("tests/unit/energon_data/test_data_values.py",),
     ),
     Mutant(
         "inspect: packs without the padding of samples",

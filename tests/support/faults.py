@@ -185,8 +185,15 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Let the process of rank 0 be at work in the run folder already, and not be waited for."""
-    with mock.patch.object(run_lock, "WAIT_S", 0.0), RunLock(run_dir, int(os.environ.get("RANK", "0"))):
+    """Let the process of rank 0 be at work in the run folder already, not be waited for, and hear of it first."""
+    agree = RunLock.agree
+
+    def late(self: RunLock) -> None:
+        time.sleep(0.5 if self.rank else 0.0)
+        agree(self)
+
+    late_ranks = mock.patch.object(RunLock, "agree", late)
+    with mock.patch.object(run_lock, "WAIT_S", 0.0), RunLock(run_dir, int(os.environ.get("RANK", "0"))), late_ranks:
         yield
 
 

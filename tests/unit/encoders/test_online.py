@@ -27,7 +27,7 @@ def packs(folder, kind, spec=SPEC, **settings):
     if kind == "pixels":
         line = f"text={folder}/t5,pooled={folder}/clip"
         own = {"online_vae": f"{folder}/vae", "online_text_encoder": line, **own}
-    data = EnergonData(path=str(folder / ("pixels" if kind == "pixels" else "latents")), **own)
+    data = EnergonData(path=str(folder / ("pixels" if kind == "pixels" else "latents")), background=False, **own)
     stream = data.build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None)
     found = list(islice(stream, 2))
     stream.close()

@@ -8,7 +8,14 @@ import matplotlib
 import pytest
 from small_data import clips, pictures, write_dataset
 
+from energon_data.dataset import EnergonData
 from energon_data.prepare.letters import LettersReport, prepare_letters
+
+
+@pytest.fixture(autouse=True)
+def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in this process, unless a test asks for workers: processes take time to start."""
+    monkeypatch.setitem(EnergonData.__init__.__kwdefaults__, "background", False)
 
 
 @pytest.fixture(scope="session")

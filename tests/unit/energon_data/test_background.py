@@ -1,60 +1,43 @@
 """Laws of worker processes: messages are exact, positions need no worker, and nothing outlives the stream."""
 
+import gc
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_data import spec
 from test_data_streams import PACKED, build, same, take, through_disk
 from torch import Tensor
 
-from dit.data_api import BatchSpec
 from energon_data import background
-from energon_data.background import AHEAD, AHEAD_IF_SMALL, BackgroundSource
+from energon_data.background import BackgroundSource
 from energon_data.dataset import EnergonData
-from energon_data.mock import MockData, MockSource
+from energon_data.messages import Ahead, GoneError, Inbox, Outbox
+from energon_data.nursery import nursery_of
 from energon_data.skip_log import SkipLog
-from energon_data.streams import Delivery, Position, StreamGroup
+from energon_data.streams import Position, StreamGroup
+from tests.support.sources import Watched
 
-
-def source(spec_of_pack: BatchSpec | None = None, **settings: Any) -> MockSource:
-    data = MockData(**{"shapes": ["1x4x4", "2x6x4"], **settings})
-    return MockSource(data, spec_of_pack or spec(), seed=1, split="train", stream=0, num_streams=1)
-
-
-class Counting:
-    """A source that counts its deliveries in memory that processes share."""
-
-    def __init__(self, inner: MockSource) -> None:
-        self.inner, self.made = inner, torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def next(self) -> Delivery:
-        self.made += 1
-        return self.inner.next()
-
-    def state(self) -> Position:
-        return self.inner.state()
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.inner.load(state)
-
-    def close(self) -> None: ...
+Open = Callable[..., BackgroundSource]
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., BackgroundSource]]:
+def opened() -> Iterator[Open]:
     """Open sources in the background, and close them in the end."""
     found: list[BackgroundSource] = []
 
-    def start(inner: Any) -> BackgroundSource:
-        found.append(BackgroundSource(inner, "stream 0 of a test"))
+    def start(**settings: Any) -> BackgroundSource:
+        open_source = partial(Watched, **{"spec": spec(), **settings})
+        found.append(BackgroundSource(open_source, "stream 0 of a test"))
         return found[-1]
 
     yield start
@@ -62,18 +45,13 @@ def opened() -> Iterator[Callable[..., BackgroundSource]]:
         stream.close()
 
 
-def received(message: object) -> Any:
+@pytest.fixture
+def ends() -> Iterator[tuple[Outbox, Inbox]]:
+    """The two ends of a channel, both in this process."""
     ours, theirs = socket.socketpair()
-    sent = b"".join(background.packed(message))
-    # More than the socket takes at once, so the sender is a thread.
-    thread = threading.Thread(target=background._send, args=(theirs, background.packed(message), os.getppid()))
-    thread.start()
-    found, size = background._receive(ours, background._Blocks())
-    thread.join()
-    assert size + background._HEAD.size == len(sent)
+    yield Outbox(theirs), Inbox(ours)
     ours.close()
     theirs.close()
-    return found
 
 
 def plain(state: Any) -> Any:
@@ -84,7 +62,16 @@ def plain(state: Any) -> Any:
     return state.tolist() if isinstance(state, Tensor) else state
 
 
-def test_a_message_has_every_tensor_to_the_bit() -> None:
+def gone(pid: int) -> bool:
+    """Return whether a process has ended, or ends within some seconds."""
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_a_message_has_every_tensor_to_the_bit(ends: tuple[Outbox, Inbox]) -> None:
+    outbox, inbox = ends
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(700, 600, generator=generator)
     tensors = [
@@ -95,35 +82,71 @@ def test_a_message_has_every_tensor_to_the_bit() -> None:
         values[0, 0],
         values[:0],
         torch.zeros(()).expand(3, 4),
+        *(torch.arange(i) for i in range(700)),
     ]
-    found = received({"tensors": tensors, "more": [torch.arange(i) for i in range(700)], "text": "x"})
+    outbox.send({"tensors": tensors, "text": "x"})
+    found = inbox.receive()
     assert found["text"] == "x"
-    for a, b in zip(
-        [*tensors, *(torch.arange(i) for i in range(700))], [*found["tensors"], *found["more"]], strict=True
-    ):
+    for a, b in zip(tensors, found["tensors"], strict=True):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
         assert torch.equal(a, b)
 
 
-def test_a_message_has_its_tensors_beside_the_pickle() -> None:
-    _, pickled, *parts = background.packed([torch.zeros(10_000), torch.zeros(3)])
-    assert len(pickled) < 500
-    assert sum(map(len, parts)) == 40_000 + 64
+def test_memory_is_used_again_once_nothing_refers_to_it(ends: tuple[Outbox, Inbox]) -> None:
+    """A block for each message that is in use; one that is too short is replaced; what is read never changes."""
+    outbox, inbox = ends
 
+    def passed(value: int, size: int) -> Tensor:
+        outbox.send(torch.full((size,), value))
+        found = inbox.receive()
+        assert found.tolist() == [value] * size
+        return found
 
-def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
-    blocks = background._Blocks()
-    first, second = blocks.take(100), blocks.take(80)
-    part, places = first[64:96].view(torch.float32), [first.data_ptr(), second.data_ptr()]
-    assert len(set(places)) == 2
+    first, second = passed(1, 100), passed(2, 90)
+    part, places = first[64:], [first.data_ptr(), second.data_ptr()]
     del first, second
-    assert blocks.take(90).data_ptr() == places[1]
-    third, fourth = blocks.take(90), blocks.take(90)
-    assert places[0] not in (third.data_ptr(), fourth.data_ptr()), "a part of the first is in use"
+    assert passed(3, 80).data_ptr() not in places, "a block is known to be free one message later"
+    assert passed(4, 95).data_ptr() == places[1]
+    assert len(inbox._blocks) == len(outbox._blocks) == 3
+    assert part.tolist() == [1] * 36
     del part
-    assert blocks.take(125).data_ptr() == places[0]
-    assert len(blocks.take(10_000)) == 10_000
+    passed(5, 10_000)
+    assert len(inbox._blocks) == len(outbox._blocks) == 3
+    assert len({passed(6, 5).data_ptr() for _ in range(9)}) <= 2
+
+
+def test_nobody_waits_for_an_end_that_is_gone(ends: tuple[Outbox, Inbox]) -> None:
+    """What was sent before is received."""
+    outbox, inbox = ends
+    outbox.send("last")
+    outbox._channel.close()
+    assert inbox.receive() == "last"
+    with pytest.raises(GoneError):
+        inbox.receive()
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with pytest.raises(GoneError):
+        Outbox(theirs).send("nobody")
+    theirs.close()
+
+
+def test_a_worker_has_no_part_of_the_training_process(opened: Open) -> None:
+    """A fork of this process would collect the group, and die or wait for its threads, which a fork does not have."""
+    gc.disable()
+    try:
+        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+        circle: list[Any] = [group]
+        circle.append(circle)
+        del group, circle
+        stream = opened(collects=True)
+        stream.next()
+        stream.next()
+        parent = int(Path(f"/proc/{stream._worker.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert parent != os.getpid()
+        assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1, "a fork of threads"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["dense", "packed"])
@@ -170,64 +193,56 @@ def test_the_position_of_a_resumed_stream_is_that_of_one_that_was_never_stopped(
         stream.close()
 
 
-def test_the_position_is_there_while_the_worker_is_not(opened: Callable[..., BackgroundSource]) -> None:
-    stream = opened(source())
+def test_the_position_is_there_while_the_worker_is_not(opened: Open) -> None:
+    stream = opened()
     for _ in range(5):
         stream.next()
-    assert stream._worker is not None
-    os.kill(stream._worker.pid or 0, signal.SIGSTOP)
+    os.kill(stream._worker.pid, signal.SIGSTOP)
     assert stream.state() == Position({"taken": 0, "seed": 1}, 5)
-    os.kill(stream._worker.pid or 0, signal.SIGCONT)
+    os.kill(stream._worker.pid, signal.SIGCONT)
 
 
-def test_a_worker_runs_ahead_and_stops(
-    opened: Callable[..., BackgroundSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Deliveries of 0.4 MB, far more than a socket takes: two are received, one is being sent."""
-    monkeypatch.setattr(background, "SMALL_BYTES", 1)
-    counting = Counting(source(spec(micro_batch_size=800, context_size=None), shapes=["1x16x16"]))
-    stream = opened(counting)
-    for consumed in (1, 2, 3):
-        stream.next()
-        deadline = time.monotonic() + 30
-        while counting.made < consumed + AHEAD + 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        assert int(counting.made) == consumed + AHEAD + 1
-
-
-def test_more_is_made_ahead_if_it_is_small(opened: Callable[..., BackgroundSource]) -> None:
-    counting = Counting(source())
-    opened(counting).next()
-    deadline = time.monotonic() + 30
-    while counting.made < AHEAD_IF_SMALL and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert counting.made >= AHEAD_IF_SMALL
-
-
-def test_a_killed_worker_is_named(opened: Callable[..., BackgroundSource]) -> None:
-    stream = opened(source())
-    stream.next()
-    assert stream._worker is not None
-    stream._worker.kill()
-
-    def read_on() -> None:
-        while True:  # what was received before
+def test_a_worker_runs_ahead_and_stops(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two deliveries are waiting, and one is made that is to follow them; but 32 while they are small."""
+    made = tmp_path / "made"
+    for small_bytes, ahead in ((1, 2), (2**25, 32)):
+        monkeypatch.setattr(background, "AHEAD", Ahead(small_bytes=small_bytes))
+        made.write_bytes(b"")
+        stream = opened(made=made)
+        for consumed in (1, 2, 3):
             stream.next()
+            deadline = time.monotonic() + 30
+            while made.stat().st_size < consumed + ahead + 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            assert made.stat().st_size == consumed + ahead + 1
+
+
+def test_a_killed_worker_is_named(opened: Open) -> None:
+    stream = opened()
+    stream.next()
+    os.kill(stream._worker.pid, signal.SIGKILL)
 
     with pytest.raises(RuntimeError, match=r"of stream 0 of a test was killed by SIGKILL.*data\.background=False"):
-        read_on()
+        take(iter(stream.next, None), 100)  # some were sent before
 
 
-def test_a_fault_in_the_worker_comes_as_a_delivery(opened: Callable[..., BackgroundSource]) -> None:
-    class Faulty(Counting):
-        def next(self) -> Delivery:
-            if self.made == 2:
-                raise ZeroDivisionError("here")
-            return super().next()
+def test_workers_end_with_the_process_that_started_them(opened: Open) -> None:
+    stream = opened()
+    stream.next()
+    worker = stream._worker.pid
+    os.kill(int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    nursery_of.cache_clear()
+    assert gone(worker)
+    with pytest.raises(RuntimeError, match="is gone, as is the process that started it"):
+        take(iter(stream.next, None), 100)  # some were sent before
+    opened().next()
 
-    stream = opened(Faulty(source()))
-    assert [stream.next().failure for _ in range(2)] == [None, None]
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_a_fault_in_the_worker_comes_as_a_delivery(opened: Open, fails_at: int) -> None:
+    stream = opened(fails_at=fails_at)
+    assert [stream.next().failure for _ in range(fails_at - 1)] == [None] * (fails_at - 1)
     last = stream.next()
     assert last.is_bug
     assert "ZeroDivisionError: here" in str(last.failure)
@@ -236,35 +251,30 @@ def test_a_fault_in_the_worker_comes_as_a_delivery(opened: Callable[..., Backgro
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_a_worker_ends_with_its_stream(how: str) -> None:
     """Signals to all processes of a run leave it alone; what ends it is the end of the stream."""
-    stream = BackgroundSource(source(), "stream 0 of a test")
+    stream = BackgroundSource(partial(Watched, spec()), "stream 0 of a test")
     stream.next()
     worker = stream._worker
-    assert worker is not None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        os.kill(worker.pid or 0, number)
+        os.kill(worker.pid, number)
     for _ in range(50):
         stream.next()
-    assert worker.is_alive()
+    assert Path(f"/proc/{worker.pid}").exists()
     if how == "close":
         stream.close()
     del stream
-    assert worker.exitcode == -signal.SIGKILL
+    assert worker.wait() in (-signal.SIGKILL, 0)  # 0 if it saw the end of the channel first
+    assert gone(worker.pid)
 
 
-def test_the_loader_knows_its_own_speed(opened: Callable[..., BackgroundSource]) -> None:
+def test_the_loader_knows_its_own_speed(opened: Open) -> None:
     """Samples by the seconds of work on them, of both workers at once; what training does meanwhile does not count."""
-
-    class Slow(Counting):
-        def next(self) -> Delivery:
-            time.sleep(0.02)
-            return super().next()
-
     for workers, most in ((1, 4 / 0.02), (2, 2 * 4 / 0.02)):
-        sources = {s: opened(Slow(source())) for s in range(workers)}
+        sources = {s: opened(seconds=0.02) for s in range(workers)}
         group = StreamGroup(sources, num_streams=workers, dp_size=1, log=SkipLog(0), origin="a test")
         take(group, 8)
         assert 0.2 * most < group.samples_per_s() <= most
         assert group.samples_per_s() == 0
-    inline = StreamGroup({0: Slow(source())}, num_streams=1, dp_size=1, log=SkipLog(0), origin="a test")
+    slow = Watched(spec(), seconds=0.02)
+    inline = StreamGroup({0: slow}, num_streams=1, dp_size=1, log=SkipLog(0), origin="a test")
     take(inline, 4)
     assert 0 < inline.samples_per_s() <= 4 / 0.02

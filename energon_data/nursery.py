@@ -1,0 +1,205 @@
+"""Start worker processes from a clean one.
+
+    training process                nursery                             workers
+    Nursery.start  -- channel -->   imports once, one thread   fork --> energon_data.worker.work(channel)
+    Worker.pid, .wait  <-- events   waits for their ends
+
+A fork has the memory of its parent and one of its threads. Of a training process that is not enough: an object that
+the garbage collector destroys in a fork waits for threads that are not there (a gloo process group: SIGSEGV, or a wait
+without end), a lock that another thread had is never released, and the fork keeps files and weights. So nothing is
+forked but the nursery, a new program that has imported what workers need and does nothing else.
+
+It ignores what a scheduler or terminal sends to all processes of a run, as its workers do: the training process decides
+when they end. They end with it, also if it is killed.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from contextlib import suppress
+from functools import lru_cache
+from typing import NamedTuple, Optional
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_REQUEST = struct.Struct("<iq")  # _START or _KILL, and the number of the worker
+_START, _KILL = 0, 1
+_EVENT = struct.Struct("<qqi")  # number of the worker, its process, and its exit code or _RUNNING
+_RUNNING = 1 << 20
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class _Event(NamedTuple):
+    """What the nursery tells of a worker: it has started, or ended."""
+
+    pid: int
+    code: int
+
+
+class Nursery:
+    """The process that starts the workers of this process; it starts itself at once, and is ready seconds later."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._events: dict[int, _Event] = {}
+        self._count = 0
+        self._lock, self._owner = threading.Lock(), os.getpid()
+        # -P: the folder it is started in is on the path only if it is on ours.
+        words = [sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions), "-m", "energon_data.nursery"]
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(sys.path)}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # programs and forks have the mask of their parent
+        try:
+            process = subprocess.Popen(
+                [*words, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        weakref.finalize(self, _end, self._control, process, self._owner)
+
+    def start(self, channel: socket.socket) -> "Worker":
+        """Start a worker that reads and writes the channel; does not wait for it.
+
+        Raises:
+            OSError: the nursery is gone.
+        """
+        with self._lock:
+            while self._hear(socket.MSG_DONTWAIT):
+                pass  # else the nursery would wait for us in the end
+            self._count += 1
+            socket.send_fds(self._control, [_REQUEST.pack(_START, self._count)], [channel.fileno()])
+            return Worker(self, self._count)
+
+    def kill(self, number: int) -> None:
+        """Kill a worker if it is still there; does not wait for it."""
+        if os.getpid() == self._owner:
+            with suppress(OSError):
+                self._control.sendall(_REQUEST.pack(_KILL, number))
+
+    def event(self, number: int, *, ended: bool) -> Optional[_Event]:
+        """Wait until a worker has started, or ended; None if the nursery is gone."""
+        with self._lock:
+            while number not in self._events or (ended and self._events[number].code == _RUNNING):
+                if not self._hear():
+                    return None
+            return self._events[number]
+
+    def _hear(self, flags: int = 0) -> bool:
+        """Read an event; return whether there was one."""
+        try:
+            event = self._control.recv(_EVENT.size, flags | socket.MSG_WAITALL)
+        except OSError:  # none yet, or the nursery is gone
+            return False
+        if event:
+            number, pid, code = _EVENT.unpack(event)
+            self._events[number] = _Event(pid, code)
+        return bool(event)
+
+
+class Worker:
+    """A process that the nursery has started."""
+
+    def __init__(self, nursery: Nursery, number: int) -> None:
+        self._nursery, self._number = nursery, number
+
+    @property
+    def pid(self) -> int:
+        """Number of the process; waits until it has started."""
+        event = self._nursery.event(self._number, ended=False)
+        if event is None:
+            raise ProcessLookupError("the process that starts workers is gone")
+        return event.pid
+
+    def wait(self) -> Optional[int]:
+        """Wait until the worker has ended, and return its exit code, -N for signal N; None if it is not known."""
+        event = self._nursery.event(self._number, ended=True)
+        return None if event is None else event.code
+
+    def kill(self) -> None:
+        """Kill it if it is still there; does not wait for its end."""
+        self._nursery.kill(self._number)
+
+
+@lru_cache(maxsize=1)
+def nursery_of(pid: int) -> Nursery:
+    """Return the nursery of this process; `pid` is its own, so that a fork gets one of its own."""
+    return Nursery()
+
+
+def _end(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
+    control.close()
+    if os.getpid() == owner:  # a fork of the training process leaves its workers alone
+        process.kill()
+        process.wait()
+
+
+def _fork(channel: socket.socket, control: socket.socket) -> int:
+    """Start a worker, and return its process."""
+    from energon_data.worker import work
+
+    nursery = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        control.close()
+        if os.getppid() == nursery:
+            work(channel)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Be the nursery, until the training process is gone."""
+    import energon_data.energon_source  # noqa: F401  what nearly every stream needs
+
+    gc.freeze()  # else the collector of each worker would copy all of it
+    control = socket.socket(fileno=int(sys.argv[1]))
+    numbers: dict[int, int] = {}  # of the workers, by process
+
+    def reap(*_: object) -> None:
+        with suppress(ChildProcessError, OSError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                control.sendall(_EVENT.pack(numbers.pop(pid), pid, os.waitstatus_to_exitcode(status)))
+
+    signal.signal(signal.SIGCHLD, reap)
+    while True:
+        request, descriptors, *_ = socket.recv_fds(control, _REQUEST.size, 1, socket.MSG_WAITALL)
+        if not request:
+            return
+        kind, number = _REQUEST.unpack(request)
+        # The end of a worker is told after its start, and no process that is no longer ours is killed.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        if kind == _START:
+            with socket.socket(fileno=descriptors[0]) as channel:
+                pid = _fork(channel, control)
+            numbers[pid] = number
+            control.sendall(_EVENT.pack(number, pid, _RUNNING))
+        elif number in numbers.values():
+            os.kill(next(pid for pid, worker in numbers.items() if worker == number), signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+if __name__ == "__main__":
+    main()

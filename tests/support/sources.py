@@ -1,0 +1,56 @@
+"""Streams that a worker process opens in tests; it imports this module, so it imports little."""
+
+import gc
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+from dit.data_api import BatchSpec
+from energon_data.mock import MockData, MockSource
+from energon_data.streams import Delivery, Position
+
+
+class Watched:
+    """Synthetic samples, and what a test wants to see or to happen.
+
+    Args:
+        made: file that gets a byte for each delivery.
+        fails_at: delivery that is an error instead.
+        seconds: that each delivery takes longer.
+        collects: collect garbage before each.
+    """
+
+    def __init__(
+        self,
+        spec: BatchSpec,
+        made: Optional[Path] = None,
+        *,
+        fails_at: Optional[int] = None,
+        seconds: float = 0.0,
+        collects: bool = False,
+        **settings: Any,
+    ) -> None:
+        data = MockData(**{"shapes": ["1x4x4", "2x6x4"], **settings})
+        self.inner = MockSource(data, spec, seed=1, split="train", stream=0, num_streams=1)
+        self.made, self.fails_at, self.seconds, self.collects = made, fails_at, seconds, collects
+        self.count = 0
+
+    def next(self) -> Delivery:
+        self.count += 1
+        if self.made is not None:
+            with self.made.open("ab") as file:
+                file.write(b".")
+        if self.count == self.fails_at:
+            raise ZeroDivisionError("here")
+        if self.collects:
+            gc.collect()
+        time.sleep(self.seconds)
+        return self.inner.next()
+
+    def state(self) -> Position:
+        return self.inner.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.inner.load(state)
+
+    def close(self) -> None: ...
