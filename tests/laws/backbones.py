@@ -142,7 +142,7 @@ BACKBONES = {
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
     "stdit": Row(
         recipe="pretrain_stdit_xl",
-        quick=("tp2_sp", "cp2"),
+        quick=("cp2",),
         other={"layer_pattern": ["spatial", "full"], "position_span": 8.0, "temporal_rope": False},
         # Attention through time always turns its queries.
         given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {"rope_factors": [2.0, 1.0, 1.0]}},
@@ -151,7 +151,7 @@ BACKBONES = {
     "experts": Row(recipe="pretrain_ecditllama1b", quick=("tp2_sp",), **LEARNED_POSITIONS),
     "flux": Row(
         recipe="flux_12b",
-        quick=("tp2_sp", "pp2", "fsdp2_bf16"),
+        quick=("fsdp2_bf16",),
         other={"rope_factors": [1.0, 4.0, 1.0]},  # one pair of features turns with t, which ntk never slows
         also={
             "hidden_size": {"rope_axes": [4, 8, 4]},
@@ -163,10 +163,10 @@ BACKBONES = {
         without_effect={"class_dropout": "it takes no class"},
         text_tokens=1,  # a dropped text keeps its length in joint attention, a missing one is one null token
     ),
-    "wan": Row(recipe="wan_14b_mock", quick=("tp2_sp",)),
+    "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(
         recipe="tiny_ddpm_unet",
-        quick=("dp2", "distributed2", "fsdp2", "tp2_sp"),
+        quick=("fsdp2",),
         other={"block_out_channels": [8, 16], "mid_out_channels": [24, 8]},
         refused=("context_size",),
         given={"context_dropout": {}},
@@ -175,7 +175,6 @@ BACKBONES = {
     ),
     "ldm_unet": Row(
         recipe="tiny_ldm_unet",
-        quick=("fsdp2", "fsdp2_bf16", "tp2_sp"),
         other={
             "block_out_channels": [8, 16],
             "layers_per_block": 2,
@@ -191,7 +190,6 @@ BACKBONES = {
     ),
     "imagen": Row(
         recipe="imagen_400m_res_256",
-        quick=("dp2", "fsdp2", "tp2_sp"),
         other={
             **IMAGEN_OTHER,
             "condition_size": 24,
@@ -201,12 +199,9 @@ BACKBONES = {
         },
         **IMAGEN,
     ),
-    "efficient_unet": Row(
-        recipe="imagen_600m_res_256", quick=("tp2_sp",), other={**IMAGEN_OTHER, "skip_scaling": False}, **IMAGEN
-    ),
+    "efficient_unet": Row(recipe="imagen_600m_res_256", other={**IMAGEN_OTHER, "skip_scaling": False}, **IMAGEN),
     "trial_unet": Row(
         recipe="tests.laws.trial_unet.trial_unet",
-        quick=("dp2", "fsdp2", "tp2_sp"),
         other={"norm_groups": 2},
         refused=("context_size",),
         given={"context_dropout": {}},
@@ -214,7 +209,6 @@ BACKBONES = {
     ),
     "autoencoder": Row(
         recipe="pictogram_autoencoder",
-        quick=("dp2", "fsdp2", "tp2_sp"),
         other={
             "patch_spatial": 4,
             "latent_channels": 3,
