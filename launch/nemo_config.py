@@ -120,8 +120,8 @@ def _resolved(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         for name in _REFERENCE.findall(value):
             if name not in values or name in seen:
                 raise ConfigError(f"{key}={value}: {name} is {'its own value' if name in seen else 'no key'}")
-        if whole := _REFERENCE.fullmatch(value):
-            return value_of(whole[1], (*seen, whole[1]))
+        if alone := _REFERENCE.fullmatch(value):
+            return value_of(alone[1], (*seen, alone[1]))
         return _REFERENCE.sub(lambda found: str(value_of(found[1], (*seen, found[1]))), value)
 
     found: dict[str, Any] = {}
