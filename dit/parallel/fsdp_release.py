@@ -44,7 +44,8 @@ class _ReleaseBehindBackward:
 
         first.register_hook(behind_backward)
         # The unit that made the input has a hook there, too, which gathers weights: it must run behind this one.
-        hooks: dict[int, object] = first._backward_hooks
+        hooks = first._backward_hooks
+        assert hooks is not None  # one was registered just now
         for key in list(hooks)[:-1]:
             hooks[key] = hooks.pop(key)
         return first, *others
