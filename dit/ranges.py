@@ -63,6 +63,7 @@ POSITIVE = Range(0, math.inf, open_low=True, open_high=True)
 NOT_NEGATIVE = Range(0, math.inf, open_high=True)
 SHARE = Range(0, 1)
 SHARE_BELOW_1 = Range(0, 1, open_high=True)
+INSIDE_0_1 = Range(0, 1, open_low=True, open_high=True)
 
 
 def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None:

@@ -11,7 +11,7 @@ from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.objectives.noise_levels import LINEAR_BETA, REFERENCE_STEPS, SCALED_LINEAR_BETA
+from dit.objectives.noise_levels import REFERENCE_STEPS, beta_ends
 
 SCHEDULER_CONFIG = "scheduler_config.json"
 PAGE = "README.md"
@@ -35,18 +35,19 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
         names = ("sigma_min", "sigma_max", "sigma_data", "rho")
         own = {"_class_name": "EDMEulerScheduler", **{name: getattr(objective, name) for name in names}}
     elif isinstance(objective, DDPM) and objective.discrete_steps is not None:
-        first, last = SCALED_LINEAR_BETA if objective.schedule == "scaled_linear" else LINEAR_BETA
         own = {
             "_class_name": "DDIMScheduler",
             "num_train_timesteps": objective.discrete_steps,
             "beta_schedule": BETA_SCHEDULES[objective.schedule],
-            "beta_start": first * REFERENCE_STEPS / objective.discrete_steps,
-            "beta_end": last * REFERENCE_STEPS / objective.discrete_steps,
             "prediction_type": PREDICTIONS[objective.prediction],
             "timestep_spacing": "trailing",
             "set_alpha_to_one": True,
             "clip_sample": False,
         }
+        if objective.schedule != "cosine":
+            ends = beta_ends(objective.schedule, objective.beta_start, objective.beta_end)
+            scaled = (beta * REFERENCE_STEPS / objective.discrete_steps for beta in ends)
+            own |= dict(zip(("beta_start", "beta_end"), scaled))
     else:
         return None
     return {"_diffusers_version": VERSION, **own}

@@ -25,7 +25,7 @@ from dit.objectives.base import (
 )
 from dit.objectives.noise_levels import ScheduleName, TableSchedule, make_schedule
 from dit.objectives.variational_bound import VariationalBound
-from dit.ranges import NOT_NEGATIVE, POSITIVE, check_choice, check_ranges, whole
+from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, check_choice, check_ranges, whole
 
 Prediction = Literal["noise", "x0", "v"]
 NetworkTime = Literal["time", "log_snr"]
@@ -59,6 +59,9 @@ class DDPM(Objective):
             sampling both follow it.
         discrete_steps: length of the table of steps; the network gets step k as k / discrete_steps. None for
             continuous time in [0, 1].
+        beta_start, beta_end: variance that the first and the last of 1000 steps add, of the schedules `linear` and
+            `scaled_linear`; other lengths, continuous time included, end at the same noise. None for the published
+            ones, 1e-4 and 0.02, or 0.00085 and 0.012.
         network_time: what the network gets as the time: the time in [0, 1], or the log SNR ln(alpha^2 / sigma^2), as
             Imagen's networks do.
         loss_kind: pointwise error.
@@ -70,7 +73,8 @@ class DDPM(Objective):
         vlb_weight: of the bound, the sum over all steps in bits per dimension.
 
     Raises:
-        ConfigError: an unknown choice, a table too short for its schedule, or a learned variance without a table.
+        ConfigError: an unknown choice, a table too short for its schedule, betas that do not fit it, or a learned
+            variance without a table.
 
     Source: Ho et al. 2020, arXiv:2006.11239, Eq. 4 and 14; v prediction, Salimans and Ho 2022, arXiv:2202.00512,
     Appendix D; learned variance, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and 16 with their published code's
@@ -80,6 +84,8 @@ class DDPM(Objective):
     schedule: ScheduleName = "linear"
     prediction: Prediction = "noise"
     discrete_steps: Optional[int] = None
+    beta_start: Optional[float] = None
+    beta_end: Optional[float] = None
     network_time: NetworkTime = "time"
     loss_kind: LossKind = "l2"
     min_snr_gamma: Optional[float] = None
@@ -92,8 +98,8 @@ class DDPM(Objective):
         check_choice("loss_kind", self.loss_kind, LossKind)
         check_choice("network_time", self.network_time, NetworkTime)
         ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "vlb_weight": NOT_NEGATIVE}
-        check_ranges("objective", self, ranges)
-        self.noise_schedule = make_schedule(self.schedule, self.discrete_steps)
+        check_ranges("objective", self, {**ranges, **dict.fromkeys(("beta_start", "beta_end"), INSIDE_0_1)})
+        self.noise_schedule = make_schedule(self.schedule, self.discrete_steps, self.beta_start, self.beta_end)
         self._bound: Optional[VariationalBound] = None
         if self.learned_variance:
             if not isinstance(self.noise_schedule, TableSchedule) or self.noise_schedule.num_steps < 2:

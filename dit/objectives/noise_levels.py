@@ -21,8 +21,8 @@ ScheduleName = Literal["linear", "cosine", "scaled_linear"]
 
 # The published tables have this many steps; tables of another length scale beta so that the total noise stays.
 REFERENCE_STEPS = 1000
-LINEAR_BETA = (1e-4, 0.02)
-SCALED_LINEAR_BETA = (0.00085, 0.012)
+PUBLISHED_BETAS = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}
+POWERS = {"linear": 1, "scaled_linear": 2}  # beta to the power of one over this grows linearly
 COSINE_OFFSET = 0.008
 COSINE_MAX_BETA = 0.999
 
@@ -114,21 +114,30 @@ class LinearSchedule(ContinuousSchedule):
         return ((_decay_of_angle(angle) - 1e-4).clamp(min=0) / 10).sqrt().clamp(0, 1)
 
 
-class ScaledLinearSchedule(ContinuousSchedule):
-    """sqrt(beta) linear in time; the limit of infinitely many steps of the latent-diffusion table.
+class PowerSchedule(ContinuousSchedule):
+    """A power of beta linear in time: beta itself (power 1) or its root (2); the limit of tables of ever more steps.
 
-    Source: Rombach et al. 2022, arXiv:2112.10752 (beta from 0.00085 to 0.012 over 1000 steps);
-    -ln(alpha**2) is the integral of 1000 * (a + (b - a) t)**2 with a, b the roots of the two betas.
+    -ln(alpha**2) is the integral of 1000 * (a + (b - a) t)**power with a, b the roots of the two betas.
+
+    Args:
+        first, last: beta at time 0 and 1, of one step of 1000.
+        power: of what is linear.
+
+    Source: power 1, Song et al. 2021, arXiv:2011.13456, Eq. 32 (VP); power 2, Rombach et al. 2022, arXiv:2112.10752.
     """
 
+    def __init__(self, first: float, last: float, power: int) -> None:
+        self.power, self.ends = power, (first ** (1 / power), last ** (1 / power))
+
     def angle(self, t: Tensor) -> Tensor:
-        a, b = (math.sqrt(beta) for beta in SCALED_LINEAR_BETA)
-        return _angle_of_decay(REFERENCE_STEPS * ((a + (b - a) * t) ** 3 - a**3) / (3 * (b - a)))
+        (a, b), n = self.ends, self.power + 1
+        decay = REFERENCE_STEPS * ((a + (b - a) * t) ** n - a**n) / (n * (b - a))
+        return _angle_of_decay(decay.clamp(min=0))  # a rounding error may be below 0 at time 0
 
     def time(self, angle: Tensor) -> Tensor:
-        a, b = (math.sqrt(beta) for beta in SCALED_LINEAR_BETA)
-        cube = a**3 + 3 * (b - a) * _decay_of_angle(angle) / REFERENCE_STEPS
-        return ((cube ** (1 / 3) - a) / (b - a)).clamp(0, 1)
+        (a, b), n = self.ends, self.power + 1
+        root = (a**n + n * (b - a) * _decay_of_angle(angle) / REFERENCE_STEPS) ** (1 / n)
+        return ((root - a) / (b - a)).clamp(0, 1)
 
 
 class TableSchedule(Schedule):
@@ -181,11 +190,37 @@ class TableSchedule(Schedule):
         return angles[steps]
 
 
-def discrete_betas(name: ScheduleName, num_steps: int) -> Tensor:
-    """Return the variance added by each of `num_steps` steps, float64.
+def beta_ends(name: ScheduleName, beta_start: Optional[float], beta_end: Optional[float]) -> tuple[float, float]:
+    """Return the first and the last beta of a table of 1000 steps: those that are set, else the published ones.
 
     Raises:
-        ConfigError: the schedule is unknown, or too short for it (some beta would reach 1).
+        ConfigError: the schedule has none to set, or beta does not grow.
+    """
+    if name == "cosine":
+        raise ConfigError(
+            f"objective.beta_start={beta_start}, objective.beta_end={beta_end}: the cosine schedule has no betas to "
+            "set; use objective.schedule=linear or scaled_linear, or leave both at null"
+        )
+    first, last = PUBLISHED_BETAS[name]
+    first, last = first if beta_start is None else beta_start, last if beta_end is None else beta_end
+    if not first < last:
+        raise ConfigError(
+            f"objective.beta_start={first:g} must be below objective.beta_end={last:g}; the published ones of the "
+            f"{name} schedule are {PUBLISHED_BETAS[name]}"
+        )
+    return first, last
+
+
+def discrete_betas(
+    name: ScheduleName, num_steps: int, beta_start: Optional[float] = None, beta_end: Optional[float] = None
+) -> Tensor:
+    """Return the variance added by each of `num_steps` steps, float64.
+
+    Args:
+        beta_start, beta_end: first and last of a table of 1000 steps; None for the published ones.
+
+    Raises:
+        ConfigError: the schedule is unknown, or too short for it (some beta would reach 1), or as in `beta_ends`.
 
     Source: linear, Ho et al. 2020, arXiv:2006.11239; cosine, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17 with
     beta capped at 0.999; scaled_linear, Rombach et al. 2022, arXiv:2112.10752. Other lengths than 1000 scale the two
@@ -194,12 +229,12 @@ def discrete_betas(name: ScheduleName, num_steps: int) -> Tensor:
     check_choice("schedule", name, ScheduleName)
     if num_steps < 1:
         raise ConfigError(f"discrete_steps={num_steps} must be at least 1; use 1000, or None for continuous time")
-    if name == "cosine":
+    if name == "cosine" and beta_start is None and beta_end is None:
         edges = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
         alpha2 = CosineSchedule().angle(edges).cos().square()
         return (1 - alpha2[1:] / alpha2[:-1]).clamp(max=COSINE_MAX_BETA)
-    first, last = LINEAR_BETA if name == "linear" else SCALED_LINEAR_BETA
-    power = 1.0 if name == "linear" else 2.0
+    first, last = beta_ends(name, beta_start, beta_end)
+    power = POWERS[name]
     roots = torch.linspace(first ** (1 / power), last ** (1 / power), num_steps, dtype=torch.float64)
     betas = roots**power * (REFERENCE_STEPS / num_steps)
     if betas.max() >= 1:
@@ -211,21 +246,26 @@ def discrete_betas(name: ScheduleName, num_steps: int) -> Tensor:
     return betas
 
 
-def make_schedule(name: ScheduleName, discrete_steps: Optional[int]) -> Schedule:
+def make_schedule(
+    name: ScheduleName,
+    discrete_steps: Optional[int],
+    beta_start: Optional[float] = None,
+    beta_end: Optional[float] = None,
+) -> Schedule:
     """Build the schedule `name`, continuous if `discrete_steps` is None.
+
+    Args:
+        beta_start, beta_end: first and last beta of a table of 1000 steps; None for the published ones.
 
     Raises:
         ConfigError: as in `discrete_betas`.
     """
     check_choice("schedule", name, ScheduleName)
     if discrete_steps is not None:
-        return TableSchedule(discrete_betas(name, discrete_steps))
-    schedules: dict[str, type[Schedule]] = {
-        "linear": LinearSchedule,
-        "cosine": CosineSchedule,
-        "scaled_linear": ScaledLinearSchedule,
-    }
-    return schedules[name]()
+        return TableSchedule(discrete_betas(name, discrete_steps, beta_start, beta_end))
+    if beta_start is None and beta_end is None and name != "scaled_linear":
+        return CosineSchedule() if name == "cosine" else LinearSchedule()
+    return PowerSchedule(*beta_ends(name, beta_start, beta_end), POWERS[name])
 
 
 def _angle_of_decay(decay: Tensor) -> Tensor:

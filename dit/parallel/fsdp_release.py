@@ -43,4 +43,9 @@ class _ReleaseBehindBackward:
             release()
 
         first.register_hook(behind_backward)
+        # The unit that made the input has a hook there, too, which gathers weights: it must run behind this one.
+        hooks = first._backward_hooks
+        assert hooks is not None  # one was registered just now
+        for key in list(hooks)[:-1]:
+            hooks[key] = hooks.pop(key)
         return first, *others

@@ -35,6 +35,7 @@ OBJECTIVES = [
     ("ddim", 5, DDPM(discrete_steps=1000)),
     ("ddim", 10, DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v")),
     ("ddim", 5, DDPM(discrete_steps=100, schedule="cosine", prediction="x0")),
+    ("ddim", 5, DDPM(discrete_steps=500, beta_start=2e-4, beta_end=0.013)),
     ("euler", 5, EDM(sigma_max=20.0, sigma_data=0.8)),
 ]
 

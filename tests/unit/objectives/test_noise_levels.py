@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dit.errors import ConfigError
+from dit.objectives.ddpm import DDPM
 from dit.objectives.noise_levels import (
-    SCALED_LINEAR_BETA,
+    PUBLISHED_BETAS,
     discrete_betas,
     log_normal,
     logit_normal,
@@ -88,9 +89,9 @@ def test_tables_have_the_published_constants():
     linear, scaled, cosine = (discrete_betas(n, 1000) for n in ("linear", "scaled_linear", "cosine"))
     assert [linear[0].item(), linear[-1].item()] == pytest.approx([1e-4, 0.02])
     assert (1 - linear).prod().item() == pytest.approx(4.0358e-5, rel=1e-4)
-    assert [scaled[0].item(), scaled[-1].item()] == pytest.approx(list(SCALED_LINEAR_BETA))
+    assert [scaled[0].item(), scaled[-1].item()] == pytest.approx(list(PUBLISHED_BETAS["scaled_linear"]))
     assert scaled[500].sqrt().item() == pytest.approx(
-        sum(math.sqrt(b) * w for b, w in zip(SCALED_LINEAR_BETA, (499 / 999, 500 / 999)))
+        sum(math.sqrt(b) * w for b, w in zip(PUBLISHED_BETAS["scaled_linear"], (499 / 999, 500 / 999)))
     )
     assert (1 - scaled).prod().sqrt().item() == pytest.approx(0.0682649, rel=1e-5)
     f = [math.cos((k / 1000 + 0.008) / 1.008 * HALF_PI) ** 2 for k in range(1001)]
@@ -109,12 +110,34 @@ def test_continuous_schedules_have_the_published_log_snr():
     assert make_schedule("cosine", None).angle(torch.ones(1, dtype=torch.float64)).item() == pytest.approx(HALF_PI)
 
 
-@pytest.mark.parametrize(("name", "distance"), [("linear", 0.015), ("scaled_linear", 0.001), ("cosine", 0.008)])
-def test_continuous_time_is_the_limit_of_the_table(name, distance):
-    """The angle after step k of 1000 is that of time (k + 1) / 1000, up to the distances stated."""
+SET = {"beta_start": 2e-4, "beta_end": 0.013}
+LIMITS = [
+    *(("linear", {}, 0.015), ("scaled_linear", {}, 0.001), ("cosine", {}, 0.008)),
+    *(("linear", SET, 0.0015), ("scaled_linear", SET, 0.0015), ("linear", {"beta_end": 0.013}, 0.0015)),
+]
+
+
+@pytest.mark.parametrize(("name", "betas", "distance"), LIMITS)
+def test_continuous_time_is_the_limit_of_the_table(name, betas, distance):
+    """The angle after step k of 1000 is that of time (k + 1) / 1000, up to the distances stated; `time` undoes it."""
     t = torch.arange(1000, dtype=torch.float64) / 1000
-    gap = make_schedule(name, 1000).angle(t) - make_schedule(name, None).angle(t + 1e-3)
+    continuous = make_schedule(name, None, **betas)
+    gap = make_schedule(name, 1000, **betas).angle(t) - continuous.angle(t + 1e-3)
     assert gap.abs().max().item() < distance
+    torch.testing.assert_close(continuous.time(continuous.angle(t)), t, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["linear", "scaled_linear"])
+def test_betas_that_are_set_are_the_ends_of_the_table(name):
+    """Either of them, or both; the published ones change nothing, and other lengths scale them."""
+    first, last = PUBLISHED_BETAS[name]
+    table = discrete_betas(name, 1000, **SET)
+    assert [table[0].item(), table[-1].item()] == pytest.approx([2e-4, 0.013])
+    ends = discrete_betas(name, 1000, beta_start=2e-4)[[0, -1]]
+    assert ends.tolist() == pytest.approx([2e-4, last])
+    assert torch.equal(discrete_betas(name, 1000, first, last), discrete_betas(name, 1000))
+    torch.testing.assert_close(discrete_betas(name, 250, **SET)[[0, -1]], 4 * table[[0, -1]])
+    assert torch.equal(DDPM(schedule=name, discrete_steps=1000, **SET).noise_schedule.betas, table)
 
 
 def test_shorter_tables_end_at_the_same_noise():
@@ -161,6 +184,11 @@ def test_sampling_angles_respect_the_largest_angle_unless_every_step_is_asked_fo
         (lambda: make_schedule("sqrt", None), "schedule='sqrt' is unknown; use one of 'linear', 'cosine'"),
         (lambda: discrete_betas("linear", 20), "use at least 21 steps"),
         (lambda: discrete_betas("cosine", 0), "discrete_steps=0 must be at least 1"),
+        (lambda: make_schedule("cosine", 1000, 1e-4), "beta_start=0.0001, .*cosine schedule has no betas to set"),
+        (lambda: make_schedule("cosine", None, None, 0.1), "cosine schedule has no betas to set"),
+        (lambda: make_schedule("linear", 1000, 0.03), "beta_start=0.03 must be below objective.beta_end=0.02"),
+        (lambda: make_schedule("linear", None, 0.01, 0.01), "beta_start=0.01 must be below objective.beta_end=0.01"),
+        (lambda: DDPM(beta_end=1.0), "objective.beta_end=1.0 must be a finite number above 0 and below 1"),
         (
             lambda: make_schedule("linear", 50).sampling_angles(51, HALF_PI),
             "51 sampling steps .* discrete_steps=50",

@@ -3,6 +3,7 @@
 import math
 import operator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from dit.objectives.base import Objective, Path
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.sampling.solvers import FRACTIONS, SOLVERS, Solver, ddim, dpmpp_2m, euler, heun, solve
+from dit.sampling.solvers import FRACTIONS, SOLVERS, Reverse, Solver, ddim, dpmpp_2m, euler, heun, solve
 from dit.settings import SamplingConfig
 
 STD = 0.5
@@ -223,34 +224,58 @@ def test_the_ends_of_the_learned_variance_are_the_two_fixed_ones(objective, frac
     assert torch.equal(learned, fixed)
 
 
-def chain_moments(std: float, num_steps: int, variance: str) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of samples of N(0.3, std**2), drawn by `ancestral` with the exact denoiser.
+SHIFT = 0.3
+
+
+def clean_mean(ddpm: DDPM, std: float, x_TC: Tensor, u: Tensor) -> Tensor:
+    """Return E[x0 | x_u] for x0 ~ N(SHIFT, std**2), of states as coefficients (see `sample_moments`)."""
+    alpha, sigma = ddpm.path.alpha_sigma(u)
+    constant_TC = SHIFT * torch.eye(1, x_TC.shape[-1], dtype=torch.float64)
+    return constant_TC + alpha * std**2 / (alpha**2 * std**2 + sigma**2) * (x_TC - alpha * constant_TC)
+
+
+def sample_moments(
+    name: str, ddpm: DDPM, std: float, num_steps: int, reverse: Reverse, **options: Any
+) -> tuple[float, float]:
+    """Return mean and deviation of samples of N(SHIFT, std**2), drawn from the exact marginal.
 
     Every state is a sum of a constant, the start and the noises, and columns hold its coefficients: nothing is drawn.
+    """
+    column, grid = torch.eye(num_steps + 1, dtype=torch.float64)[:, None], ddpm.sampling_grid(num_steps)
+    alpha, sigma = ddpm.path.alpha_sigma(grid[0])
+    start = alpha * SHIFT * column[0] + (alpha**2 * std**2 + sigma**2).sqrt() * column[1]
+    noise_at = partial(operator.getitem, column[2:])
+    x_TC = solve(name, reverse, ddpm.path, start, grid, noise_at=noise_at, **options)
+    return x_TC[0, 0].item(), x_TC[0, 1:].norm().item()
+
+
+def last_deviation(ddpm: DDPM, std: float, num_steps: int) -> float:
+    """Return the deviation of E[x0 | x] at the last level before 0, where every solver ends."""
+    alpha, sigma = ddpm.path.alpha_sigma(ddpm.sampling_grid(num_steps)[-2])
+    return (std**2 * alpha / (alpha**2 * std**2 + sigma**2).sqrt()).item()
+
+
+def chain_moments(std: float, num_steps: int, variance: str) -> tuple[float, float]:
+    """Return the moments of `ancestral` with the exact denoiser.
+
     The exact variance of a reverse step is that of the posterior and of what x0 itself varies given x_t.
     """
-    ddpm, shift = DDPM(schedule="cosine", prediction="v"), 0.3
+    ddpm = DDPM(schedule="cosine", prediction="v")
     grid = ddpm.sampling_grid(num_steps)
-    column = torch.eye(num_steps + 1, dtype=torch.float64)[:, None]
 
     def reverse(x_TC: Tensor, u: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         alpha, sigma = ddpm.path.alpha_sigma(u)
-        total = alpha**2 * std**2 + sigma**2
-        x0_TC = shift * column[0] + alpha * std**2 / total * (x_TC - alpha * shift * column[0])
+        x0_TC = clean_mean(ddpm, std, x_TC, u)
         i = int((grid == u).nonzero())
         if variance != "learned" or i == num_steps - 1:
             return (x0_TC, torch.zeros(1)) if variance == "learned" else x0_TC
         (bar, bar_next) = (ddpm.path.alpha_sigma(grid[j])[0] ** 2 for j in (i, i + 1))
         beta = 1 - bar / bar_next
         posterior = (1 - bar_next) / (1 - bar) * beta
-        of_x0 = (bar_next.sqrt() * beta / (1 - bar)) ** 2 * std**2 * sigma**2 / total
+        of_x0 = (bar_next.sqrt() * beta / (1 - bar)) ** 2 * std**2 * sigma**2 / (alpha**2 * std**2 + sigma**2)
         return x0_TC, ((posterior + of_x0) / posterior).log() / (beta / posterior).log()
 
-    alpha, sigma = ddpm.path.alpha_sigma(grid[0])
-    start = alpha * shift * column[0] + (alpha**2 * std**2 + sigma**2).sqrt() * column[1]
-    noise_at = partial(operator.getitem, column[2:])
-    x_TC = solve("ancestral", reverse, ddpm.path, start, grid, noise_at=noise_at, variance=variance)
-    return x_TC[0, 0], x_TC[0, 1:].norm()
+    return sample_moments("ancestral", ddpm, std, num_steps, reverse, variance=variance)
 
 
 @pytest.mark.parametrize(("std", "variance"), [(1.0, "large"), (1e-9, "small"), (0.5, "learned"), (1.7, "learned")])
@@ -262,12 +287,58 @@ def test_ancestral_samples_have_mean_and_variance_of_the_data(std: float, varian
 
     Source: Ho et al. 2020, arXiv:2006.11239, section 3.2.
     """
-    ddpm = DDPM(schedule="cosine", prediction="v")
-    alpha, sigma = ddpm.path.alpha_sigma(ddpm.sampling_grid(num_steps)[-2])
     mean, deviation = chain_moments(std, num_steps, variance)
-    expected = std**2 * alpha / (alpha**2 * std**2 + sigma**2).sqrt()
-    assert mean.item() == pytest.approx(0.3, rel=1e-12)
-    assert deviation.item() == pytest.approx(expected.item(), rel=1e-9)
+    assert mean == pytest.approx(SHIFT, rel=1e-12)
+    expected = last_deviation(DDPM(schedule="cosine", prediction="v"), std, num_steps)
+    assert deviation == pytest.approx(expected, rel=1e-9)
+
+
+def perfect_network(ddpm: DDPM, std: float, x_TC: Tensor, time_S: Tensor) -> Tensor:
+    """Return the noise, x0 or v that a perfect network predicts for N(SHIFT, std**2)."""
+    u = ddpm.noise_schedule.angle(time_S[0].double())
+    alpha, sigma = ddpm.path.alpha_sigma(u)
+    x0_TC = clean_mean(ddpm, std, x_TC, u)
+    eps_TC = (x_TC - alpha * x0_TC) / sigma
+    return {"noise": eps_TC, "x0": x0_TC, "v": alpha * eps_TC - sigma * x0_TC}[ddpm.prediction]
+
+
+SAMPLERS = {
+    **{name: (name, {}) for name in DETERMINISTIC},
+    **{f"ddim_{eta}": ("ddim", {"eta": eta}) for eta in (0.5, 1.0)},
+    **{f"ancestral_{variance}": ("ancestral", {"variance": variance}) for variance in ("small", "large")},
+}
+SINGLE = 1e-5  # a network gets float32
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_known_gaussian_is_sampled_by_every_sampler_from_every_prediction(sampler: str, schedule: Any) -> None:
+    """Mean and deviation become those of the data in the solver's order, and noise, x0 and v give the same ones.
+
+    A chain with beta has too much variance and one with the posterior's too little, unless the data are white or a
+    point.
+    """
+    name, options = SAMPLERS[sampler]
+
+    def moments(prediction: Any, num_steps: int, *, exact: bool) -> tuple[float, float]:
+        ddpm, layout = DDPM(schedule=schedule, prediction=prediction), SequenceLayout.from_lengths([1])
+        network, estimate = partial(perfect_network, ddpm, STD), partial(clean_mean, ddpm, STD)
+        if not exact:
+            estimate = partial(ddpm.denoise, network, layout=layout)
+        return sample_moments(name, ddpm, STD, num_steps, estimate, **options)
+
+    for prediction in ("noise", "x0", "v"):
+        assert moments(prediction, 20, exact=False) == pytest.approx(moments(prediction, 20, exact=True), rel=SINGLE)
+    errors = []
+    for num_steps in (100, 200):
+        mean, deviation = moments("v", num_steps, exact=True)
+        # Straight steps in the angle follow a mean in their order only, the other solvers exactly.
+        assert mean == pytest.approx(SHIFT, rel=0.02 if name in ("euler", "heun") else 1e-12)
+        expected = last_deviation(DDPM(schedule=schedule, prediction="v"), STD, num_steps)
+        errors.append(deviation / expected - 1)
+    assert math.log2(errors[0] / errors[1]) == pytest.approx(SOLVERS[name].order, abs=0.4)
+    if name == "ancestral":
+        assert (errors[1] > 0) == (options["variance"] == "large")
 
 
 @pytest.mark.parametrize("steps", [None, 1000])

@@ -1,0 +1,59 @@
+"""Options of speed and memory change no number of a step of Imagen's UNets, within the tolerances stated here."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.backends.process_groups import ProcessGroups
+from dit.models.base import ModelConfig
+from dit.objectives.edm import EDM
+from dit.parallel.build import build_model
+from dit.parallel.dims import ParallelConfig
+from dit.settings import TrainingConfig
+from dit.training.step import training_forward_step
+from dit.verify.trial import disturb_constants
+from tests.laws.backbones import config_of, pack
+
+BASES = {"imagen": {"dropout": 0.3}, "efficient_unet": {}}
+ONE_LEVEL = {"channel_multipliers": [1], "num_res_blocks": [1], "attention_levels": [0]}  # few blocks to compile
+SUM_RTOL = 1e-5  # fp32: sums are taken in another order, and fused operations round less often
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    # settings of the model and of the training, and the largest relative error
+    "pictures_copied": ({"channels_last": False}, {}, SUM_RTOL),
+    "stable_attention": ({"stable_attention": True}, {}, SUM_RTOL),
+    "recompute_full": ({}, {"recompute": "full"}, 0.0),
+    "recompute_selective": ({}, {"recompute": "selective"}, 0.0),
+    "compiled": ({}, {"compile": True}, SUM_RTOL),
+    "compiled_recompute_full": ({}, {"compile": True, "recompute": "full"}, SUM_RTOL),
+}
+ROWS = [
+    pytest.param(name, option, marks=pytest.mark.matrix if "compiled" in option else ())
+    for name in BASES
+    for option in OPTIONS
+    if "compiled" not in option or name == "efficient_unet"  # the other one's numbers differ: README, limits
+]
+
+
+def step(model: ModelConfig, training: dict[str, Any], groups: ProcessGroups) -> Tensor:
+    """Return the loss of a training step and every gradient, in one row."""
+    settings = TrainingConfig(precision="fp32", **training)
+    (network,) = build_model(model, ParallelConfig(data_parallel="ddp"), settings, groups)
+    disturb_constants([network], groups)
+    prediction_TC, loss_of = training_forward_step(EDM(), model, 7, 0)(iter([pack(model, [0, 1])]), network)
+    loss = loss_of(prediction_TC)[0]
+    loss.backward()
+    return torch.cat([loss.detach()[None], *(p.grad.flatten() for p in network.parameters())])
+
+
+@pytest.mark.parametrize(("name", "option"), ROWS)
+def test_an_option_changes_no_number(one_rank_world: ProcessGroups, name: str, option: str) -> None:
+    """The default: pictures are views of the tokens, attention is torch's fused one, activations are saved."""
+    of_model, of_training, rtol = OPTIONS[option]
+    model = replace(config_of(name), **BASES[name], **(ONE_LEVEL if of_training.get("compile") else {}))
+    expected = step(model, {}, one_rank_world)
+    found = step(replace(model, **of_model), of_training, one_rank_world)
+    assert expected.isfinite().all()
+    assert (found - expected).norm() <= rtol * expected.norm()
