@@ -15,6 +15,7 @@ from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
+from dit.patchify import Grid
 from dit.ranges import (
     COUNT,
     COUNT_OR_NONE,
@@ -258,6 +259,17 @@ class EnergonData(DataConfig):
         if self.blend is None:
             return nullcontext(self.path)
         return metadataset({m.path: 1 if stage is None else m.weights[stage] for m in self._members()}, split)
+
+    def cropped_grid(self, patch_spatial: int) -> Optional[Grid]:
+        """Return the (t, h, w) patches of a picture that is cut out while reading; None where nothing says its size.
+
+        Args:
+            patch_spatial: of the model.
+        """
+        if self.crop_size is None or self.online_vae is not None:  # whose sizes are read when the run starts
+            return None
+        height, width = self.crop_size
+        return 1, height // patch_spatial, width // patch_spatial
 
     @property
     def _augments(self) -> bool:

@@ -137,7 +137,7 @@ def nursery_of(pid: int) -> Nursery:
     return Nursery()
 
 
-def _end(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
+def _end(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
     control.close()
     if os.getpid() == owner:  # a fork of the training process leaves its workers alone
         process.kill()
@@ -189,7 +189,7 @@ def main() -> None:
         if not request:
             return
         kind, number = _REQUEST.unpack(request)
-        # The end of a worker is told after its start, and no process that is no longer ours is killed.
+        # The end of a worker is reported after its start, and no process that is no longer ours is killed.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         if kind == _START:
             with socket.socket(fileno=descriptors[0]) as channel:

@@ -158,11 +158,11 @@ class SampleReader:
         """Read a sample; its arrays are views of the memory into which it was read."""
         descriptor, offsets = self._shard(number)
         start, end = int(offsets[position]), int(offsets[position + 1])
-        data = np.empty(end - start, np.uint8)
+        data = memoryview(np.empty(end - start, np.uint8))
         count = os.preadv(descriptor, [data], start)
         if count != end - start:
             raise ValueError(f"the shard is truncated: {count} of {end - start} bytes at offset {start}")
-        key, parts = group_members(parse_members(memoryview(data)))
+        key, parts = group_members(parse_members(data))
         return key, {name: part if name.endswith(".npy") else bytes(part) for name, part in parts.items()}
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:

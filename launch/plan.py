@@ -17,6 +17,7 @@ from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelDims
 from dit.patchify import Grid
 from dit.tracing.packs import PackShape
+from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def assumed_grid(tokens: int) -> Grid:
 def planned_sample(
     task: "run.Partial", model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
 ) -> Sample:
-    """Return the sample of the data settings: the largest synthetic one, or the longest that is read.
+    """Return the sample of the data settings: the largest synthetic one, the longest that is read, or what is cut out.
 
     Args:
         tokens: of a sample, or its (t, h, w) patches, instead.
@@ -85,6 +86,7 @@ def planned_sample(
     """
     data = fiddle.build(task.data)
     pack = getattr(data, "max_tokens_per_pack", None)
+    limit = getattr(data, "max_tokens_per_sample", None) or pack
     if model.context_size is None:
         text_tokens = None
     elif text_tokens is None:
@@ -94,8 +96,9 @@ def planned_sample(
     if tokens is None and isinstance(data, MockData):
         patch_t, patch_s = model.patch_temporal, model.patch_spatial
         tokens = max(((t // patch_t, h // patch_s, w // patch_s) for t, h, w in data.sizes()), key=math.prod)
-    elif tokens is None:
-        limit = getattr(data, "max_tokens_per_sample", None) or pack
+    elif tokens is None and limit is None and isinstance(data, EnergonData):
+        tokens = data.cropped_grid(model.patch_spatial)
+    if tokens is None:
         tokens, assumed = (limit or DEFAULT_TOKENS,), "shape" if limit else "size"
     if len(tokens) == 3:
         return Sample((tokens[0], tokens[1], tokens[2]), text_tokens, pack)

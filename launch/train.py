@@ -74,7 +74,8 @@ def _execute(options: cli.Options) -> int:
     environment.prepare()
     if not options.verbose:
         environment.quiet_libraries()
-    with environment.without_optional_packages():
+    with environment.light_imports():
+        importlib.import_module("dit.training.pretrain")  # and Megatron-Core
         from launch import config_file
 
     task = resolve(options)

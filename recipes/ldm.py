@@ -17,6 +17,8 @@ from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 
+LATENT_SIDE = 256 // 8
+CLIP_TOKENS = 77
 PROMPTS = [
     "a woman skiing down a snowy slope",
     "a squirrel eating a burger",
@@ -37,7 +39,13 @@ def ldm_cc3m_256() -> run.Partial:
     return run.Partial(
         pretrain,
         model=run.Config(LDMUNetConfig),
-        data=run.Config(EnergonData, path="data/cc3m_latents_256", bucket_by_shape=True),
+        data=run.Config(
+            EnergonData,
+            path="data/cc3m_latents_256",
+            bucket_by_shape=True,
+            max_tokens_per_sample=LATENT_SIDE**2,
+            max_text_tokens=CLIP_TOKENS,
+        ),
         objective=run.Config(DDPM, schedule="scaled_linear", discrete_steps=1000, prediction="noise"),
         optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=1e-2),
         schedule=run.Config(Constant, warmup_steps=10_000),

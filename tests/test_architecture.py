@@ -104,7 +104,7 @@ MAY_IMPORT = {
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.encoders"),
-        *("dit.conditions", "dit.condition_table"),
+        *("dit.conditions", "dit.condition_table", "dit.resize"),
     },
     "dit.training": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.config_record", "dit.layout"),

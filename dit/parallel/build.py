@@ -25,7 +25,7 @@ from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig, check_supported
-from dit.parallel.fsdp import reduces_in_backward, wrap_fsdp
+from dit.parallel.fsdp import reduces_in_backward, update_locally, wrap_fsdp
 from dit.parallel.implementations import DTYPES, target_of
 from dit.parallel.pipeline import split_layers, stages
 from dit.settings import OptimizerConfig, TrainingConfig
@@ -285,6 +285,8 @@ def build_optimizer(
             # The gradient norm counts an unsharded parameter on the first tensor-parallel rank only. Tensor-parallel
             # ranks have copies of a dense parameter, but different experts.
             part.tp_group = groups.collection.expt_tp
+        if parallel.data_parallel == "fsdp" and isinstance(part.optimizer, torch.optim.Adam):
+            update_locally(part.optimizer)
     for group in optimizer.param_groups:
         # Megatron-Core marks biases and one-dimensional parameters, but only its own scheduler applies these marks.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]

@@ -20,6 +20,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.optim import Adam
 
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.sharding import sharding_of, write_shard_attributes
@@ -28,6 +29,7 @@ from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
 from dit.parallel.fsdp_release import release_without_a_node
 from dit.parallel.fsdp_rows import shard_between_rows
+from dit.parallel.fsdp_walks import each_walk_once
 
 BUCKET_ELEMENTS = 40_000_000  # for parameters outside of FSDP units; Megatron-Core's size for data parallelism
 
@@ -50,6 +52,7 @@ class _Nested(nn.Module):
 _PREFIX = "module."
 
 
+@each_walk_once()
 def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups) -> FullyShardedDataParallel:
     """Shard a model's optimizer, gradients and weights over data-parallel ranks (fp32 gradient reduction).
 
@@ -133,6 +136,26 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def update_locally(optimizer: Adam) -> None:
+    """Let torch's Adam update the local shards of DTensors.
+
+    The update goes element by element. As one operation on DTensors it is checked in time that is quadratic in their
+    number: minutes for thousands of experts.
+
+    Args:
+        optimizer: over DTensors.
+    """
+    listed = optimizer._init_group
+
+    def locally(group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex = listed(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
+
+    optimizer._init_group = locally
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def plan(
     between = max(range(1, pp - 1), key=lambda rank: _num_layers(own[rank]), default=0)
     jobs: list[Job] = []
     probes: dict[int, list[_Probe]] = {}
-    fewest = fewest_layers(model, parallel)
+    fewest = fewest_layers(model, parallel, dims)
     for rank in sorted({0, between, pp - 1}):
         probes[rank] = shallower(model, own[rank], training, fewest)
         jobs += [
@@ -104,15 +104,17 @@ def plan(
     )
 
 
-def fewest_layers(model: ModelConfig, parallel: ParallelConfig) -> int:
+def fewest_layers(model: ModelConfig, parallel: ParallelConfig, dims: ParallelDims) -> int:
     """Return the number of layers from which on memory grows evenly.
 
-    Under FSDP each layer adds its full weights and gradients until they fill the window; then it adds its shards only.
+    Under FSDP over several ranks each layer adds its full weights and gradients until they fill the window; then it
+    adds its shards only.
     The reduction of a layer's gradients starts when at most a window of others waits, while the next layer's are made.
 
     Source: `MegatronFSDP._init_fsdp_param_and_grad_buffer` and `GradReducePipeline` of Megatron-Core 0.16.1.
     """
-    if parallel.data_parallel != "fsdp" or parallel.fsdp_sharding == "optim":
+    alone = dims.data_parallel_size * parallel.context_parallel_size == 1
+    if parallel.data_parallel != "fsdp" or parallel.fsdp_sharding == "optim" or alone:
         return FEWEST_LAYERS
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in build_on_meta(model).units()]
     share = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size

@@ -21,6 +21,7 @@ another rank is taken to be what this rank would have sent. Experts are taken to
 
 import contextlib
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -106,6 +107,7 @@ def _answer(pipe: Any, jobs: Sequence[Job]) -> None:
     os.environ["DIT_DEVICE"] = "cpu"
     torch.set_num_threads(1)
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # Megatron-Core imports it, for two seconds
+    gc.freeze()  # what is there already is no garbage, and need not be searched for it
     try:
         pipe.send([trace_here(job) for job in jobs])
     except Exception as error:
@@ -240,11 +242,11 @@ class Steady:
     micro_batches: int
 
 
-def steady_state(parallel: ParallelConfig, pp_rank: int) -> Steady:
+def steady_state(parallel: ParallelConfig, pp_rank: int, world_size: int) -> Steady:
     """Return where a rank's pipeline is full: after its first forward passes it takes turns, one forward and one back.
 
-    The first micro-batch of all may gather parameters, and the last one reduces gradients. On the first of 2 ranks
-    (F forward, B backward), what is counted between the marks is the cost of one micro-batch:
+    The first micro-batch of all may gather parameters, and the last one reduces gradients; a rank alone does neither.
+    On the first of 2 ranks (F forward, B backward), what is counted between the marks is the cost of one micro-batch:
 
         F0 | F1 B0 | F2 B1 F3 ...
 
@@ -252,7 +254,7 @@ def steady_state(parallel: ParallelConfig, pp_rank: int) -> Steady:
     """
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     unit, ahead = (1, pp - pp_rank - 1) if chunks == 1 else (pp, 2 * (pp - pp_rank - 1) + (chunks - 1) * pp)
-    first = max(1, ahead)
+    first = max(min(1, world_size - 1), ahead)
     last = first + unit * chunks
     return Steady(unit, (first, last), unit * (1 + last // (unit * chunks)))
 
@@ -292,7 +294,7 @@ class _Program:
         decay = None if training.ema_offload else training.ema_decay
         self.average = None if decay is None else EMA(shards, decay, training.ema_start_step)
         average = self.counter.live - before
-        steady = steady_state(job.parallel, self.groups.pp.rank())
+        steady = steady_state(job.parallel, self.groups.pp.rank(), job.world_size)
         traced = job.micro_batches if job.in_full else min(job.micro_batches, steady.micro_batches)
         self._step(steady.unit, 0)
         self.counter.begin()

@@ -15,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from dit.backends.process_groups import ProcessGroups
-from dit.tracing.repeats import repeats, tensors_in
+from dit.tracing.repeats import CPU, repeats, tensors_in
 
 Key = TypeVar("Key", bound=Hashable)
 REAL_ELEMENTS = 1 << 23
 """Tables up to this size are computed for real."""
+DEVICE, NUMBER = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
+MASKED, SORT = torch.ops.aten.masked_select.default, torch.ops.aten.sort.stable
 ANSWER = 1000
 """What the host reads from a tensor without values; as a gradient norm, one that is clipped."""
 STATE = ("weights and gradients", "optimizer", "average")
@@ -110,6 +112,7 @@ class StepCounter(TorchDispatchMode):
         self._fake, self._without_fakes = FakeTensor, unset_fake_temporarily
         self._formulas, self._repeats = flop_formulas(), repeats()
         self._names = {} if groups is None else _names(groups)
+        self._sorted: dict[Hashable, tuple[Tensor, ...]] = {}
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.received_shape: list[int] = []
         self.live = self.peak = 0
@@ -146,18 +149,18 @@ class StepCounter(TorchDispatchMode):
         self.live -= self._sizes.pop(key)[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # two calls of three
+            return getattr(args[0], "fake_device", CPU)
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # every second call
-            return getattr(args[0], "fake_device", torch.device("cpu"))
         tensors = tensors_in((*args, *kwargs.values()))
         if any(map(is_traceable_wrapper_subclass, tensors)):
             return NotImplemented  # a DTensor has no memory of its own; what is done to its shard comes here
         fake = any(isinstance(x, self._fake) for x in tensors)
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is NUMBER:
             self.trace.host_syncs += 1
             if fake:
                 return ANSWER if not tensors[0].dtype.is_floating_point else float(ANSWER)
-        if func is torch.ops.aten.masked_select.default and not isinstance(args[1], self._fake):
+        if func is MASKED and not isinstance(args[1], self._fake):
             self.trace.host_syncs += 1
             with self._without_fakes():
                 chosen = int(args[1].sum())
@@ -166,7 +169,7 @@ class StepCounter(TorchDispatchMode):
             return self._communicate(func, args, kwargs, fake)
         if not fake and _is_table(func, args, kwargs, tensors):
             with self._without_fakes():
-                out = func(*args, **kwargs)
+                out = self._sort(args, kwargs) if func is SORT else func(*args, **kwargs)
         else:
             out = self._repeats.run(func, args, kwargs)
         results = tensors_in((out,))
@@ -179,6 +182,14 @@ class StepCounter(TorchDispatchMode):
         elif not func.is_view and not func.__name__.startswith("empty"):
             self.trace.moved_bytes += sum(x.nbytes for x in (*tensors, *results))
         return out
+
+    def _sort(self, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+        """Sort a table, or copy what an equal one gave: every layer routes the same scores, and sorts them for long."""
+        values = args[0].contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        key = args[0].shape, args[0].dtype, values, args[1:], tuple(kwargs.items())
+        if key not in self._sorted:
+            self._sorted[key] = SORT(*args, **kwargs)
+        return tuple(x.clone() for x in self._sorted[key])
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, fake: bool) -> Any:
         """Count a call by what it sends; tables get what this rank would have sent."""

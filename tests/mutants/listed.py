@@ -38,6 +38,7 @@ STABLE, DROPOUT = "tests/unit/kernels/test_stable_attention.py", "tests/unit/lay
 LAYOUTS, EXPERTS, BACKBONES = (f"tests/parallel/test_{name}.py" for name in ("layouts", "experts", "backbones"))
 OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/training/test_step.py"
 RESUME, FSDP = "tests/integration/test_resume.py", "tests/parallel/test_fsdp.py"
+GROWTH = "tests/unit/planner/test_growth.py"
 LORA, CONVERT_LORA = "tests/unit/models/test_lora.py", "tests/parity/test_convert_lora.py"
 BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
     f"tests/unit/checkpoint/test_{name}.py" for name in ("boxes", "state_files", "hostile_checkpoint", "resume_check")
@@ -751,6 +752,20 @@ MUTANTS = (
         "first.detach().requires_grad_()",
         "first.detach()",
         (LAYOUTS,),
+    ),
+    Mutant(
+        "FSDP: the update is one operation on DTensors",
+        "dit/parallel/build.py",
+        "update_locally(part.optimizer)",
+        "pass",
+        (GROWTH,),
+    ),
+    Mutant(
+        "FSDP: walks over units are made again and again",
+        "dit/parallel/fsdp_walks.py",
+        "if parent_module not in below:",
+        "if True:",
+        (GROWTH,),
     ),
     Mutant(
         "adapters: exported without their scale",

@@ -121,9 +121,11 @@ def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
         ("pretrain_7b_pack", plan.Sample((1, 48, 48), 512, pack=2304, assumed="shape")),
         ("pretrain_ditllama5b_stage2", plan.Sample((2, 64, 64), 512, pack=8192, assumed="shape")),
         ("dit_xl2_imagenet", plan.Sample((1, 16, 16), assumed="size")),
+        ("imagen_500m_res_64_edm", plan.Sample((1, 64, 64), 128)),
+        ("imagen_600m_res_1024", plan.Sample((1, 256, 256), 128)),
     ],
 )
-def test_real_data_is_planned_by_its_limits(recipe, sample):
+def test_real_data_is_planned_by_its_limits_or_its_crops(recipe, sample):
     """Where only a number of tokens is known, they are a picture as square as can be, and the report says so."""
     task = call_recipe(recipe)
     assert plan.planned_sample(task, fiddle.build(task.model)) == sample

@@ -1,4 +1,4 @@
-"""Formulas of operations that torch's own take long for."""
+"""Formulas of operations that torch's own take long for, and tables that are sorted again."""
 
 import pytest
 import torch
@@ -41,3 +41,18 @@ def test_packed_attention_is_counted_as_by_torch(name, monkeypatch):
 def test_segments_without_values_are_taken_as_torch_takes_them(name):
     args = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in packed("backward" in name)]
     assert counter.flop_formulas()[OPS[name]()](*args) == flop_registry[OPS[name]()](*args) > 0
+
+
+def test_equal_tables_are_sorted_once_and_counted_each_time():
+    """As every layer's router does, which changes what it gets."""
+    scores, other = torch.tensor([[2.0, 1.0], [1.0, 3.0], [2.0, 2.0]]), torch.zeros(3, 2)
+    counting, moved = counter.StepCounter(), []
+    for table in (scores, scores.clone(), other):
+        before = counting.trace.moved_bytes
+        with counting:
+            order = table.argsort(dim=0, descending=True, stable=True)
+        moved.append(counting.trace.moved_bytes - before)
+        assert order.equal(table.argsort(dim=0, descending=True, stable=True))
+        order.zero_()
+    assert len(counting._sorted) == 2
+    assert len(set(moved)) == 1

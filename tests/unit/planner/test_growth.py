@@ -1,0 +1,64 @@
+"""Work on the host grows with the number of parameters, not with its square: in a dry run, and in training."""
+
+import sys
+
+import pytest
+from torch import nn
+
+from benchmarks.parallel_training import tiny_model
+from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer import master_weights
+from dit.parallel.dims import ParallelConfig
+from dit.planner.trace import Job, trace_here
+from dit.settings import OptimizerConfig, TrainingConfig
+from dit.tracing.packs import PackShape
+from tests.support import ranks
+
+EXPERTS = (4, 8, 12)
+PACK = PackShape(((1, 4, 8),), text_lengths=(4,))
+
+
+def count(experts: int) -> dict[str, int]:
+    """Trace a model of two layers of experts under FSDP, in a process that ends soon after.
+
+    Returns:
+        The modules that walks over the model pass, and the Python calls of the updates.
+    """
+    found = {"walks": 0, "updates": 0}
+    walk, update = nn.Module.named_modules, master_weights.apply_update
+
+    def walked(*args, **kwargs):
+        for module in walk(*args, **kwargs):
+            found["walks"] += 1
+            yield module
+
+    def called(frame, event, argument):
+        found["updates"] += event == "call"
+
+    def updated(*args):
+        sys.setprofile(called)
+        update(*args)
+        sys.setprofile(None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIT_DEVICE", "cpu")
+        patch.setattr(nn.Module, "named_modules", walked)
+        patch.setattr(master_weights, "apply_update", updated)
+        model, parallel = tiny_model(num_layers=2, num_experts=experts), ParallelConfig(data_parallel="fsdp")
+        settings = FlowMatching(), OptimizerConfig(), parallel, TrainingConfig(precision="fp32")
+        trace_here(Job(model, *settings, PACK, world_size=2))
+    return found
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    jobs = {str(experts): ranks.Job(count, {"experts": experts}) for experts in EXPERTS}
+    return list(ranks.run_jobs(tmp_path_factory.mktemp("growth"), jobs).values())
+
+
+@pytest.mark.parametrize(("work", "within"), [("walks", 0.02), ("updates", 0.2)])
+def test_as_many_experts_more_are_as_much_work_more(counts, work, within):
+    """Work that grows with the square would add half as much again, or more."""
+    few, more, most = (found[work] for found in counts)
+    assert few < more < most
+    assert most - more == pytest.approx(more - few, rel=within)
