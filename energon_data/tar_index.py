@@ -158,7 +158,7 @@ class SampleReader:
         """Read a sample; its arrays are views of the memory into which it was read."""
         descriptor, offsets = self._shard(number)
         start, end = int(offsets[position]), int(offsets[position + 1])
-        data = memoryview(np.empty(end - start, np.uint8))
+        data = memoryview(np.empty(end - start, np.uint8).data)
         count = os.preadv(descriptor, [data], start)
         if count != end - start:
             raise ValueError(f"the shard is truncated: {count} of {end - start} bytes at offset {start}")

@@ -155,7 +155,7 @@ def update_locally(optimizer: Adam) -> None:
             tensors[:] = map(local, tensors)
         return has_complex
 
-    optimizer._init_group = locally
+    optimizer._init_group = locally  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
