@@ -61,7 +61,8 @@ def cascade_letters_16() -> run.Partial:
     """Capital letters A-Z, 16 x 16 pixels, Imagen's regular UNet: two CPU cores. The first model of a cascade.
 
     The data are rendered by `python -m energon_data.prepare letters --out data/letters_16`; those of the next two
-    models with `--size 32` and `--size 64`. How many of its letters are read correctly is not measured for these settings yet.
+    models with `--size 32` and `--size 64`. How many letters of these
+    settings are read correctly is not measured yet.
     """
     recipe = _letters(16)
     recipe.model = run.Config(UNetConfig, hidden_size=32, **SIZES, **NARROW, **CLASSES)

@@ -136,8 +136,9 @@ class PowerSchedule(ContinuousSchedule):
 
     def time(self, angle: Tensor) -> Tensor:
         (a, b), n = self.ends, self.power + 1
-        root: Tensor = (a**n + n * (b - a) * _decay_of_angle(angle) / REFERENCE_STEPS) ** (1 / n)
-        return ((root - a) / (b - a)).clamp(0, 1)
+        root = (a**n + n * (b - a) * _decay_of_angle(angle) / REFERENCE_STEPS) ** (1 / n)
+        time: Tensor = (root - a) / (b - a)
+        return time.clamp(0, 1)
 
 
 class TableSchedule(Schedule):

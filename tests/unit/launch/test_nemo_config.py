@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any, Optional
@@ -19,7 +20,7 @@ from tests.parity.test_imagen import num_parameters
 from tests.unit.launch.pages import blocks, run_line, shown_commands
 
 Changes = Mapping[str, Any]
-ABSENT = object()
+ABSENT = Enum("Absent", "ABSENT").ABSENT  # not an object(): its name would differ between xdist's workers
 
 COMMON = """
 name: imagen-nemo
