@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +23,11 @@ from energon_data.worker import Job, Message
 POSITION_EVERY = 32
 """Deliveries from one position to the next. A resumed run reads up to as many again."""
 AHEAD = Ahead()
+
+
+def read_ahead(open_source: Callable[[], Source], name: str) -> Source:
+    """Return a stream that a worker process reads; off Linux, one that this process reads. Arguments as below."""
+    return BackgroundSource(open_source, name) if sys.platform == "linux" else open_source()
 
 
 class BackgroundSource:

@@ -1,8 +1,7 @@
 """Energon data sets as a `DataConfig`, checked before anything is built."""
 
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -261,11 +260,7 @@ class EnergonData(DataConfig):
         return metadataset({m.path: 1 if stage is None else m.weights[stage] for m in self._members()}, split)
 
     def cropped_grid(self, patch_spatial: int) -> Optional[Grid]:
-        """Return the (t, h, w) patches of a picture that is cut out while reading; None where nothing says its size.
-
-        Args:
-            patch_spatial: of the model.
-        """
+        """Return (t, h, w) patches of a crop, at `patch_spatial` pixels a side; None where nothing gives its size."""
         if self.crop_size is None or self.online_vae is not None:  # whose sizes are read when the run starts
             return None
         height, width = self.crop_size
@@ -372,22 +367,16 @@ class EnergonData(DataConfig):
             ConfigError: the stream count does not fit the data-parallel size.
             DataError: the data set is missing, incomplete, or could execute code.
         """
+        from energon_data.background import read_ahead
+
         self.folders(self.train_split)
         num_streams = check_streams(self.num_streams, dp_size, self.num_streams or dp_size)
-        opens = {
-            stream: partial(self._open, spec, stream, num_streams, seed, micro_batches_per_step)
-            for stream in range(dp_rank, num_streams, dp_size)
-        }
-        sources = {stream: self._source(stream, open_source) for stream, open_source in opens.items()}
+        sources = {}
+        for stream in range(dp_rank, num_streams, dp_size):
+            opens = partial(self._open, spec, stream, num_streams, seed, micro_batches_per_step)
+            sources[stream] = read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
         log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
         return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=log, origin=self.origin)
-
-    def _source(self, stream: int, open_source: Callable[[], Source]) -> Source:
-        if not self.background or sys.platform != "linux":
-            return open_source()
-        from energon_data.background import BackgroundSource
-
-        return BackgroundSource(open_source, f"stream {stream} of {self.origin}")
 
     def _open(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:
         """Open one global stream, with a stage for each set of weights."""
