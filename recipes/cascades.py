@@ -35,9 +35,9 @@ def _run(recipe: run.Partial, name: str) -> run.Partial:
     return recipe
 
 
-def _letters(pixels: int) -> run.Partial:
+def _letters(pixels: int, path: str) -> run.Partial:
     recipe = _run(letters_dit(), f"cascade_letters_{pixels}")
-    recipe.data = run.Config(EnergonData, path=f"data/letters_{pixels}", num_streams=2, bucket_by_shape=True)
+    recipe.data = run.Config(EnergonData, path=path, num_streams=2, bucket_by_shape=True)
     return recipe
 
 
@@ -60,11 +60,10 @@ def _enlarging(recipe: run.Partial) -> run.Partial:
 def cascade_letters_16() -> run.Partial:
     """Capital letters A-Z, 16 x 16 pixels, Imagen's regular UNet: two CPU cores. The first model of a cascade.
 
-    The data are rendered by `python -m energon_data.prepare letters --out data/letters_16`; those of the next two
-    models with `--size 32` and `--size 64`. How many letters of these
-    settings are read correctly is not measured yet.
+    The data are those of `letters_dit`; those of the next two models have `--size 32` and `--size 64`.
+    How many letters of these settings are read correctly is not measured yet.
     """
-    recipe = _letters(16)
+    recipe = _letters(16, "data/letters")
     recipe.model = run.Config(UNetConfig, hidden_size=32, **SIZES, **NARROW, **CLASSES)
     recipe.training.num_steps = 1200
     return recipe
@@ -76,7 +75,7 @@ def cascade_letters_32() -> run.Partial:
 
     It makes its small pictures from the data, `python -m energon_data.prepare letters --size 32 --out data/letters_32`.
     """
-    recipe = _enlarging(_letters(32))
+    recipe = _enlarging(_letters(32, "data/letters_32"))
     recipe.model = run.Config(EfficientUNetConfig, hidden_size=16, **SIZES, **NARROW, **CLASSES, **LARGER)
     return recipe
 
