@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
-from dit.parallel.build import build_on_meta
+from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
 from dit.training.step import training_forward_step
@@ -21,7 +21,6 @@ from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import compare, main, tiny_pair, verify_full
 from recipes import registry
-from tests.parity.costs import num_parameters
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 RECIPE = "pretrain_7b"
@@ -193,7 +192,7 @@ def test_every_recipe_has_a_tiny_form_for_its_parallel_ranks(recipe):
     assert type(pair.many.model) is type(model)
     assert pair.many.objective == config_of(recipe).objective
     assert getattr(pair.many.model, "position_embedding", None) == getattr(model, "position_embedding", None)
-    assert num_parameters(pair.many.model) < 1_500_000
+    assert count_parameters(pair.many.model) < 1_500_000
 
 
 def test_the_command_says_equal_or_names_what_is_not(verdicts, capsys):
