@@ -3,6 +3,7 @@
 import faulthandler
 import math
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from dit.errors import EXIT_PREEMPTED, NotFiniteError
 from dit.monitoring.exit_record import is_peer_lost
 
 NUM_NAMES = 8  # samples or ranks listed in a message; the others are counted
+SIGNAL_SKEW_S = 3.0  # between the first and the last rank that a scheduler's signal reaches
 
 
 class PreemptionFlag:
@@ -58,8 +60,8 @@ class PreemptionFlag:
     def leaves_at_once(self) -> Iterator[None]:
         """Let a request end the process at once, as long as there is nothing to save.
 
-        Ranks receive the signal at different times: a rank that got it and lost a peer counts as preempted too. After
-        `waits_from_here` a request is only recorded.
+        Ranks receive the signal at different times, so a rank that lost a peer waits for its own signal: both count as
+        preempted. After `waits_from_here` a request is only recorded.
 
         Raises:
             SystemExit: with code 75, at any point inside.
@@ -70,8 +72,11 @@ class PreemptionFlag:
                 raise SystemExit(EXIT_PREEMPTED)
             yield
         except Exception as error:
-            if self.requested and is_peer_lost(error):
-                raise SystemExit(EXIT_PREEMPTED) from error
+            if is_peer_lost(error):
+                if self.requested:
+                    raise SystemExit(EXIT_PREEMPTED) from error
+                if self._at_once:
+                    time.sleep(SIGNAL_SKEW_S)  # the handler raises
             raise
         finally:
             self._at_once = False

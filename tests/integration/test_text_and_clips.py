@@ -93,8 +93,8 @@ def test_clips_are_drawn_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, dic
     assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(done, 0), done
     metadata = json.loads(next((folder / "run").rglob("facts.json")).read_text())
     # Stills and clips share packs; what is sampled is a clip.
-    encoders = {"text_encoder": None, "autoencoder": None}
-    assert metadata == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "fps": FPS, **encoders}
+    unnamed = {"text_encoder": None, "autoencoder": None, "attributions": []}
+    assert metadata == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "fps": FPS, **unnamed}
     with Image.open(folder / "x.gif") as film, Image.open(folder / "x.png") as row:
         assert film.n_frames == FRAMES
         assert film.info["duration"] == 200

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dit.checkpoint import sharded_state
@@ -69,11 +70,16 @@ def index_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminated_inside(method: str, call: int = 1) -> Iterator[None]:
-    """Send SIGTERM to this process at the start of the given call of a method, named `package.module.Class.method`."""
+    """Send SIGTERM to this process at the start of the given call of a method, named `package.module.Class.method`.
+
+    Several ranks wait for each other there, so that none leaves before the others have been asked.
+    """
     original, calls = pkgutil.resolve_name(method), itertools.count(1)
 
     def signalled(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == call:
+            if dist.get_world_size() > 1:
+                dist.barrier()
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*args, **kwargs)
 

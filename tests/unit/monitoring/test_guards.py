@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dit.errors import NotFiniteError
+from dit.monitoring import guards
 from dit.monitoring.guards import PreemptionFlag, StackWatchdog, check_finite
 
 REPOSITORY = Path(__file__).parents[3]
@@ -64,8 +65,9 @@ def test_while_nothing_would_be_lost_a_request_is_honoured_at_once():
         assert (left.value.code, reached) == (75, [])
 
 
-def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted():
+def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted(monkeypatch):
     """The signal comes while it waits for the peer, so the lost peer is seen first; other errors stay errors."""
+    monkeypatch.setattr(guards, "SIGNAL_SKEW_S", 0.01)
 
     def ended_by(error, flag):
         with flag.leaves_at_once():
@@ -80,6 +82,16 @@ def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted():
         ended_by(ZeroDivisionError(), PreemptionFlag())
     with pytest.raises(ConnectionResetError), PreemptionFlag().leaves_at_once():
         raise lost
+
+
+def test_a_rank_that_loses_its_peer_waits_for_a_signal_that_comes_later():
+    with PreemptionFlag((signal.SIGUSR1,)) as flag:
+        later = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+        later.start()
+        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+            raise ConnectionResetError("connection reset by peer")
+        later.join()
+    assert left.value.code == 75
 
 
 def test_finite_values_pass():
