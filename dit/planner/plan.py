@@ -82,6 +82,8 @@ def plan(
     fewest = fewest_layers(model, parallel, dims)
     for rank in sorted({0, between, pp - 1}):
         probes[rank] = shallower(model, own[rank], training, fewest)
+        # Before several probes comes one more, of fewest layers, which fills the program's caches.
+        first = shallower(model, own[rank], training, 1)[:1] if len(probes[rank]) > 1 else []
         jobs += [
             Job(
                 model,
@@ -95,13 +97,17 @@ def plan(
                 dims.micro_batches,
                 probe.stages,
                 kernels,
+                fills_caches=index == 0,
             )
-            for probe in probes[rank]
+            for index, probe in enumerate([*first, *probes[rank]])
         ]
     traced = iter(trace(jobs))
-    return Plan(
-        {rank: combined([next(traced) for _ in few], [probe.weight for probe in few]) for rank, few in probes.items()}
-    )
+    found: dict[int, StepTrace] = {}
+    for rank, few in probes.items():
+        if len(few) > 1:
+            next(traced)
+        found[rank] = combined([next(traced) for _ in few], [probe.weight for probe in few])
+    return Plan(found)
 
 
 def fewest_layers(model: ModelConfig, parallel: ParallelConfig, dims: ParallelDims) -> int:

@@ -41,11 +41,15 @@ from dit.context_parallel.shard_batch import shard
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig
+from dit.philox import Words
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace, combined
 from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
+
+FEW_NUMBERS = 1 << 12
+"""Random numbers of samples, by which conditions are dropped, have values; there are no more of them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class Job:
         stages: the parts of the model that this rank has, one per chunk; None for those of its layout.
         kernels: the device whose attention runs: flash attention in half precision on an accelerator.
         in_full: trace every micro-batch; otherwise one is counted as often as needed, once the pipeline is full.
+        fills_caches: make a step before the traced one, for what the program makes once for all steps. Superfluous
+            behind another job of the same rank, model and pack in one call of `trace`.
     """
 
     model: ModelConfig
@@ -73,6 +79,7 @@ class Job:
     stages: Optional[tuple[Stage, ...]] = None
     kernels: torch.device = ACCELERATOR
     in_full: bool = False
+    fills_caches: bool = True
 
 
 def trace(jobs: Sequence[Job]) -> list[StepTrace]:
@@ -123,7 +130,7 @@ def trace_here(job: Job) -> StepTrace:
     from dit.backends import process_groups
 
     norms = _fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
-    with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values(), norms:
+    with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values(), _without_noise(), norms:
         groups = process_groups.initialize(job.parallel)
         try:
             counter = StepCounter(groups)
@@ -168,6 +175,33 @@ def _without_values() -> Iterator[None]:
     finally:
         clip_grads.l2_norm_impl, nn.Module.to = original, move  # type: ignore[method-assign]
         fsdp.validate_uneven_dtensor = validate
+
+
+@contextlib.contextmanager
+def _without_noise() -> Iterator[None]:
+    """Draw random numbers for tokens from counters without values: nobody reads them, and all take seconds."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from dit import philox as numbers
+    from dit.layers import dropout
+    from dit.objectives import addressed_noise
+
+    users = (addressed_noise, dropout)
+    original = numbers.philox
+
+    def philox(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
+        if counter[0].numel() > FEW_NUMBERS:
+            with _disable_current_modes():
+                counter = tuple(map(_fake_tensors().from_tensor, counter))
+        return original(counter, key)
+
+    for module in users:
+        module.philox = philox  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in users:
+            module.philox = original  # type: ignore[attr-defined]
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -270,7 +304,7 @@ class _Program:
         self.job, self.groups, self.counter = job, groups, counter
 
     def run(self) -> StepTrace:
-        """Build the model and its optimizer, make a first step for the optimizer's state, and trace the second."""
+        """Build the model, its optimizer and the optimizer's state, and trace a step."""
         from dit.optimizer.ema import EMA
         from dit.optimizer.master_weights import master_shards
         from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
@@ -287,23 +321,22 @@ class _Program:
         if self.groups.pp.size() > 1:
             self.counter.received_shape = self._between_stages(build)
         self.wrapped = wrap(chunks, job.parallel, self.groups)
-        state = {STATE[0]: self.counter.live}
+        weights = self.counter.live
         self.optimizer = build_optimizer(self.wrapped, job.optimizer, job.parallel, training.precision, self.groups)
         shards = master_shards(self.optimizer, chunks)
         before = self.counter.live
         decay = None if training.ema_offload else training.ema_decay
-        self.average = None if decay is None else EMA(shards, decay, training.ema_start_step)
+        self.average = None if decay is None else EMA(shards, decay)
         average = self.counter.live - before
+        self._make_optimizer_state()
+        state = dict(zip(STATE, (weights, self.counter.live - weights - average, average)))
         steady = steady_state(job.parallel, self.groups.pp.rank(), job.world_size)
         traced = job.micro_batches if job.in_full else min(job.micro_batches, steady.micro_batches)
-        self._step(steady.unit, 0)
+        if job.fills_caches:
+            self._step(steady.unit)
         self.counter.begin()
-        self.counter.trace.state_bytes = {
-            **state,
-            STATE[1]: self.counter.live - state[STATE[0]] - average,
-            STATE[2]: average,
-        }
-        marks = self._step(traced, 1, steady.calls)
+        self.counter.trace.state_bytes = state
+        marks = self._step(traced, steady.calls)
         step = self.counter.trace
         if traced == job.micro_batches:
             return step
@@ -319,7 +352,28 @@ class _Program:
         time_S = torch.zeros(batch.layout.num_samples)
         return list(first(batch.latents_TC, time_S, batch).shape)
 
-    def _step(self, micro_batches: int, step: int, marked: Sequence[int] = ()) -> list[StepTrace]:
+    def _make_optimizer_state(self) -> None:
+        """Make an update without a step: the optimizer makes its state there."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+            if self.job.parallel.data_parallel == "fsdp":
+                chunk.finish_grad_sync()  # shows the optimizer the local gradients
+        self._update()
+
+    def _update(self) -> None:
+        """Update the weights and their average from the gradients."""
+        from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
+
+        settings, counter = self.job.optimizer, self.counter
+        set_rates(self.optimizer, settings.lr, settings.beta1)
+        norm = gradient_norm(self.optimizer)
+        counter.phase(PHASES[1])
+        apply_update(self.optimizer, norm, settings.clip_grad)
+        if self.average is not None:
+            self.average.update(1)
+        counter.phase(PHASES[2])
+
+    def _step(self, micro_batches: int, marked: Sequence[int] = ()) -> list[StepTrace]:
         """Make one optimizer step, as `dit.training.pretrain.Run.step` does.
 
         Args:
@@ -328,7 +382,6 @@ class _Program:
         Returns:
             What was counted before each of these calls.
         """
-        from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
         from dit.parallel.schedule import forward_backward
         from dit.training.step import training_forward_step
 
@@ -337,7 +390,7 @@ class _Program:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        forward_step = training_forward_step(job.objective, job.model, job.training.seed, step)
+        forward_step = training_forward_step(job.objective, job.model, job.training.seed, step=1)
         marks: list[StepTrace] = []
         calls = itertools.count()
 
@@ -347,16 +400,9 @@ class _Program:
             return forward_step(*args)
 
         batches = (self._batch() for _ in range(micro_batches))
-        outputs = forward_backward(marking, batches, self.wrapped, micro_batches, self.groups)
+        forward_backward(marking, batches, self.wrapped, micro_batches, self.groups)
         counter.phase(PHASES[0])
-        set_rates(self.optimizer, job.optimizer.lr, job.optimizer.beta1)
-        norm = gradient_norm(self.optimizer)
-        del outputs
-        counter.phase(PHASES[1])
-        apply_update(self.optimizer, norm, job.optimizer.clip_grad)
-        if self.average is not None:
-            self.average.update(step + 1)
-        counter.phase(PHASES[2])
+        self._update()
         return marks
 
     def _batch(self) -> PackedBatch:

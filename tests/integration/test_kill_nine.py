@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -91,8 +91,7 @@ class Attempt:
 
     def kill(self, *, workers: bool) -> None:
         """Kill all ranks at once, with their workers or leaving those behind."""
-        threads = [task for rank in self.ranks for task in Path(f"/proc/{rank.pid}/task").glob("*/children")]
-        left = [int(number) for task in threads for number in task.read_text().split()]
+        left = [child for rank in self.ranks for child in _children(rank)]
         for rank in self.ranks:
             (os.killpg if workers else os.kill)(rank.pid, signal.SIGKILL)
         for rank in self.ranks:
@@ -101,6 +100,15 @@ class Attempt:
         while any(map(_runs, left)):
             assert time.monotonic() < deadline, "workers outlive their run"
             time.sleep(0.01)
+
+
+def _children(process: BaseProcess) -> list[int]:
+    """Return the numbers of the processes that the threads of a process have started."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            found += map(int, thread.read_text().split())
+    return found
 
 
 def _runs(process: int) -> bool:

@@ -11,6 +11,8 @@ from tests.integration.runs import SLOTS, assert_same_bits, checkpoint, letters,
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
+pytestmark = pytest.mark.matrix
+
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 DDP = {"parallel__data_parallel": "ddp"}
 TP = {"parallel__tensor_model_parallel_size": 2}

@@ -4,17 +4,20 @@ import sys
 
 import pytest
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.parallel_training import tiny_model
+from dit.objectives import addressed_noise
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import master_weights
 from dit.parallel.dims import ParallelConfig
-from dit.planner.trace import Job, trace_here
+from dit.planner.trace import FEW_NUMBERS, Job, trace_here
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 from tests.support import ranks
 
 EXPERTS = (4, 8, 12)
+SIDES = (64, 80)
 PACK = PackShape(((1, 4, 8),), text_lengths=(4,))
 
 
@@ -50,6 +53,23 @@ def count(experts: int) -> dict[str, int]:
     return found
 
 
+def real_random_numbers() -> list[int]:
+    """Trace a step on a large picture; return how many random numbers were real, and how many had no value."""
+    most, to_normal = [0, 0], addressed_noise.to_normal
+
+    def noted(words):
+        fake = isinstance(words[0], FakeTensor)
+        most[fake] = max(most[fake], words[0].numel())
+        return to_normal(words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIT_DEVICE", "cpu")
+        patch.setattr(addressed_noise, "to_normal", noted)
+        settings = FlowMatching(), OptimizerConfig(), ParallelConfig(), TrainingConfig(precision="fp32")
+        trace_here(Job(tiny_model(num_layers=1), *settings, PackShape(((1, *SIDES),), text_lengths=(4,))))
+    return most
+
+
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory):
     jobs = {str(experts): ranks.Job(count, {"experts": experts}) for experts in EXPERTS}
@@ -62,3 +82,11 @@ def test_as_many_experts_more_are_as_much_work_more(counts, work, within):
     few, more, most = (found[work] for found in counts)
     assert few < more < most
     assert most - more == pytest.approx(more - few, rel=within)
+
+
+def test_no_noise_is_drawn_for_tokens(tmp_path_factory):
+    """For a pack of a million pixels it would take a second each time, and nobody reads it."""
+    (found,) = ranks.run_jobs(tmp_path_factory.mktemp("noise"), {"noise": ranks.Job(real_random_numbers)}).values()
+    real, without_values = found
+    assert real == 0
+    assert without_values >= SIDES[0] * SIDES[1] > FEW_NUMBERS
