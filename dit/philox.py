@@ -8,7 +8,7 @@ import math
 from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
-_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
+_ROUND_A, _ROUND_B = 0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32)
 _WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -27,9 +27,10 @@ def philox(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # int64 products wrap modulo 2**64, so the low and (masked) high halves are exact.
+        # The constants are 2**32 too small, so that products fit int64: compiled code is undefined where they do not.
+        # (m + 2**32) c = m c + 2**32 c: the low half is that of m c, and c is missing in the high half.
         a, b = c0 * _ROUND_A, c2 * _ROUND_B
-        c0, c1, c2, c3 = ((b >> 32) & MASK32) ^ c1 ^ k0, b & MASK32, ((a >> 32) & MASK32) ^ c3 ^ k1, a & MASK32
+        c0, c1, c2, c3 = ((b >> 32) + c2) ^ c1 ^ k0, b & MASK32, ((a >> 32) + c0) ^ c3 ^ k1, a & MASK32
         k0, k1 = (k0 + _WEYL_A) & MASK32, (k1 + _WEYL_B) & MASK32
     return c0, c1, c2, c3
 

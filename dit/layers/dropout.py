@@ -37,9 +37,10 @@ class Dropout(nn.Module):
         elements = x_NCHW[0].numel()
         blocks = torch.arange(-(-elements // 4), device=x_NCHW.device)
         words = philox(
+            # Blocks come second: in torch 2.13, compiled multiples of an arange are cut to 32 bits.
             torch.broadcast_tensors(
-                blocks,
                 torch.full_like(blocks, self.place),
+                blocks,
                 (keys_N & MASK32)[:, None],
                 (keys_N >> 32 & MASK32)[:, None],
             ),

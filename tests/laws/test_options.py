@@ -33,7 +33,6 @@ ROWS = [
     pytest.param(name, option, marks=pytest.mark.matrix if "compiled" in option else ())
     for name in BASES
     for option in OPTIONS
-    if "compiled" not in option or name == "efficient_unet"  # the other one's numbers differ: README, limits
 ]
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise, philox
@@ -33,6 +34,26 @@ def words(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
 def test_philox_gives_the_published_known_answers(counter, key, expected):
     """Salmon et al. publish these three vectors for philox4x32-10."""
     assert words(counter, key) == expected
+
+
+class _Products(TorchDispatchMode):
+    """Notes the largest product of whole numbers, worked out without a limit."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mul.Tensor:
+            factors, number = args
+            self.largest = max(self.largest, *(abs(value * int(number)) for value in factors.flatten().tolist()))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_product_overflows():
+    """What an overflow gives is undefined in compiled code, which then draws other numbers."""
+    counter = tuple(torch.full((64,), 2**32 - 1) - torch.arange(64) for _ in range(4))
+    with _Products() as seen:
+        philox(counter, (2**32 - 1, 2**32 - 1))
+    assert 2**61 < seen.largest < 2**63
 
 
 @pytest.mark.parametrize("draws", [None, DRAWS])
