@@ -185,7 +185,10 @@ def main() -> None:
 
     signal.signal(signal.SIGCHLD, reap)
     while True:
-        request, descriptors, *_ = socket.recv_fds(control, _REQUEST.size, 1, socket.MSG_WAITALL)
+        try:
+            request, descriptors, *_ = socket.recv_fds(control, _REQUEST.size, 1, socket.MSG_WAITALL)
+        except ConnectionResetError:  # it has gone without reading the last events
+            return
         if not request:
             return
         kind, number = _REQUEST.unpack(request)
@@ -195,7 +198,8 @@ def main() -> None:
             with socket.socket(fileno=descriptors[0]) as channel:
                 pid = _fork(channel, control)
             numbers[pid] = number
-            control.sendall(_EVENT.pack(number, pid, _RUNNING))
+            with suppress(BrokenPipeError):
+                control.sendall(_EVENT.pack(number, pid, _RUNNING))
         elif number in numbers.values():
             os.kill(next(pid for pid, worker in numbers.items() if worker == number), signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])

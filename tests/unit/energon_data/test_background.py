@@ -19,10 +19,11 @@ from test_data_streams import PACKED, build, same, take, through_disk
 from torch import Tensor
 
 from energon_data import background
+from energon_data import nursery as nursery_module
 from energon_data.background import BackgroundSource
 from energon_data.dataset import EnergonData
 from energon_data.messages import Ahead, GoneError, Inbox, Outbox
-from energon_data.nursery import nursery_of
+from energon_data.nursery import Nursery, nursery_of
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Position, StreamGroup
 from tests.support.sources import Watched
@@ -237,6 +238,21 @@ def test_workers_end_with_the_process_that_started_them(opened: Open) -> None:
     with pytest.raises(RuntimeError, match="is gone, as is the process that started it"):
         take(iter(stream.next, None), 100)  # some were sent before
     opened().next()
+
+
+def test_the_nursery_ends_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    """A run that ends has not read the last events: nothing of that is worth a word at the end of a training."""
+    nursery = Nursery()
+    ours, theirs = socket.socketpair()
+    nursery.start(theirs)
+    event = nursery._control.recv(nursery_module._EVENT.size, socket.MSG_PEEK)
+    _, worker, _ = nursery_module._EVENT.unpack(event)
+    itself = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    nursery._control.close()
+    assert os.waitpid(itself, 0)[1] == 0
+    ours.close()
+    theirs.close()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
