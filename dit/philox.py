@@ -24,6 +24,11 @@ def philox(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
     Returns:
         Four int64 tensors of the same shape, with values in `[0, 2**32)`.
     """
+    return ten_rounds(counter, key)
+
+
+def ten_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
+    """Do the work of `philox`."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

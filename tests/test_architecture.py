@@ -70,7 +70,7 @@ MAY_IMPORT = {
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
     },
     "dit.tracing": {
-        *("dit.layout", "dit.batch", "dit.conditions", "dit.data_api", "dit.patchify"),
+        *("dit.philox", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api", "dit.patchify"),
         *("dit.backends", "dit.layers", "dit.models", "dit.parallel"),
     },
     "dit.optimizer": {"dit.errors", "dit.ranges", "dit.settings", "dit.backends", "dit.parallel"},

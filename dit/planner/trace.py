@@ -41,15 +41,12 @@ from dit.context_parallel.shard_batch import shard
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig
-from dit.philox import Words
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace, combined
+from dit.tracing.numbers import numbers_without_values
 from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
-
-FEW_NUMBERS = 1 << 12
-"""Random numbers of samples, by which conditions are dropped, have values; there are no more of them."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +127,11 @@ def trace_here(job: Job) -> StepTrace:
     from dit.backends import process_groups
 
     norms = _fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
-    with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values(), _without_noise(), norms:
+    with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values(), norms:
         groups = process_groups.initialize(job.parallel)
         try:
             counter = StepCounter(groups)
-            with _resizes_seen(counter), _fake_tensors(), counter:
+            with _resizes_seen(counter), numbers_without_values(_fake_tensors()), _fake_tensors(), counter:
                 return _Program(job, groups, counter).run()
         finally:
             process_groups.release()
@@ -175,33 +172,6 @@ def _without_values() -> Iterator[None]:
     finally:
         clip_grads.l2_norm_impl, nn.Module.to = original, move  # type: ignore[method-assign]
         fsdp.validate_uneven_dtensor = validate
-
-
-@contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    """Draw random numbers for tokens from counters without values: nobody reads them, and all take seconds."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    from dit import philox as numbers
-    from dit.layers import dropout
-    from dit.objectives import addressed_noise
-
-    users = (addressed_noise, dropout)
-    original = numbers.philox
-
-    def philox(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
-        if counter[0].numel() > FEW_NUMBERS:
-            with _disable_current_modes():
-                counter = tuple(map(_fake_tensors().from_tensor, counter))
-        return original(counter, key)
-
-    for module in users:
-        module.philox = philox  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for module in users:
-            module.philox = original  # type: ignore[attr-defined]
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -1,0 +1,38 @@
+"""Random numbers without values: those of all tokens take seconds, and nobody reads them."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from dit import philox
+from dit.philox import Words
+
+FEW_NUMBERS = 1 << 12
+"""Random numbers of samples, by which conditions are dropped, have values; there are no more of them."""
+
+
+@contextlib.contextmanager
+def numbers_without_values(fakes: Any) -> Iterator[None]:
+    """Draw many random numbers from counters without values.
+
+    Args:
+        fakes: the mode of fake tensors.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    original = philox.ten_rounds
+
+    def ten_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
+        if counter[0].numel() > FEW_NUMBERS:
+            with _disable_current_modes():
+                c0, c1, c2, c3 = map(fakes.from_tensor, counter)
+            counter = c0, c1, c2, c3
+        return original(counter, key)
+
+    philox.ten_rounds = ten_rounds
+    try:
+        yield
+    finally:
+        philox.ten_rounds = original
