@@ -210,4 +210,8 @@ def test_a_run_killed_at_twenty_moments_consumes_what_an_undisturbed_run_does(fo
     assert steps_of(killed, last).items() <= expected.items()
     reached = {step for number in range(last + 1) for step in steps_of(killed, number)}
     assert reached == set(expected)
-    assert loss_values(killed) == pytest.approx(loss_values(calm), rel=ROUNDING)
+    found = losses(killed)
+    for step, loss in enumerate(loss_values(calm), 1):  # one rank and two may both have made it
+        for value in found.pop(step):
+            assert float.fromhex(value) == pytest.approx(loss, rel=ROUNDING), step
+    assert not found
