@@ -10,13 +10,14 @@ DEMO_TEXT ?= runs/letters_text
 DEMO_VIDEO ?= runs/moving_letters_dit
 DEMO_LATENT ?= runs/pictograms_latent
 DEMO_AUTOENCODER ?= runs/pictogram_autoencoder
+DEMO_CASCADE ?= runs/cascade_letters
 # 400 colour pictograms, evenly spread over these blocks of Unicode.
 PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental extended --count 400
 
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-video demo-latent test lint test-parallel benchmark clean help
+.PHONY: demo demo-text demo-video demo-latent demo-cascade test lint test-parallel benchmark clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -82,6 +83,21 @@ demo-latent: $(VENV)/.pictograms data/pictograms_latent/dataset.json ## train an
 	  training.run_dir=$(DEMO_LATENT)
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_LATENT) --metric pictograms --out pictograms.png --minimum 0.6
 
+data/letters_%/dataset.json: | $(VENV)/.installed
+	$(VENV)/bin/python -m energon_data.prepare letters --size $* --out data/letters_$*
+
+demo-cascade: $(VENV)/.installed data/letters/dataset.json data/letters_32/dataset.json data/letters_64/dataset.json ## train Imagen's UNets on letters of 16, 32 and 64 pixels, read what each draws
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_letters_16 \
+	  training.run_dir=$(DEMO_CASCADE)_16
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_letters_32 \
+	  training.run_dir=$(DEMO_CASCADE)_32
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_letters_64 \
+	  training.run_dir=$(DEMO_CASCADE)_64
+	$(VENV)/bin/python -m launch.evaluate --out cascade.png --minimum 0.9 \
+	  --cascade base=$(DEMO_CASCADE)_16 sr32=$(DEMO_CASCADE)_32 sr64=$(DEMO_CASCADE)_64
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_CASCADE)_32 --metric sharpness
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_CASCADE)_64 --metric sharpness
+
 # Files in their order: what starts many processes comes first, so that the two workers end together.
 test: lint ## lint, types and the quick tests that need no GPU
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -98,4 +114,4 @@ benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit
 
 clean: ## remove what the commands above made
-	rm -rf runs data samples.png text.png moving.gif pictograms.png
+	rm -rf runs data samples.png text.png moving.gif pictograms.png cascade_*.png
