@@ -82,8 +82,8 @@ def plan(
     fewest = fewest_layers(model, parallel, dims)
     for rank in sorted({0, between, pp - 1}):
         probes[rank] = shallower(model, own[rank], training, fewest)
-        # Before several probes comes one more, of fewest layers, which fills the program's caches.
-        first = shallower(model, own[rank], training, 1)[:1] if len(probes[rank]) > 1 else []
+        if len(probes[rank]) > 1:  # one of fewest layers fills the program's caches for them, and does not count
+            probes[rank].insert(0, replace(shallower(model, own[rank], training, 1)[0], weight=0.0))
         jobs += [
             Job(
                 model,
@@ -99,15 +99,12 @@ def plan(
                 kernels,
                 fills_caches=index == 0,
             )
-            for index, probe in enumerate([*first, *probes[rank]])
+            for index, probe in enumerate(probes[rank])
         ]
     traced = iter(trace(jobs))
-    found: dict[int, StepTrace] = {}
-    for rank, few in probes.items():
-        if len(few) > 1:
-            next(traced)
-        found[rank] = combined([next(traced) for _ in few], [probe.weight for probe in few])
-    return Plan(found)
+    return Plan(
+        {rank: combined([next(traced) for _ in few], [probe.weight for probe in few]) for rank, few in probes.items()}
+    )
 
 
 def fewest_layers(model: ModelConfig, parallel: ParallelConfig, dims: ParallelDims) -> int:
