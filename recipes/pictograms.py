@@ -32,7 +32,7 @@ def pictogram_autoencoder() -> run.Partial:
     # Few pictures and little time: small batches learn most from each picture.
     recipe.optimizer.lr = 3e-3
     recipe.training.run_dir = "runs/pictogram_autoencoder"
-    recipe.training.num_steps = 2400
+    recipe.training.num_steps = 1800
     recipe.training.micro_batch_size = 4
     recipe.training.global_batch_size = 8
     recipe.training.ema_decay = 0.98
@@ -68,7 +68,7 @@ def pictograms_latent() -> run.Partial:
     recipe.data = run.Config(EnergonData, path="data/pictograms_latent", num_streams=2)
     recipe.optimizer.lr = 1.5e-3
     recipe.training.run_dir = "runs/pictograms_latent"
-    recipe.training.num_steps = 2400
+    recipe.training.num_steps = 1800
     recipe.training.validation_interval = 0
     recipe.training.sample_interval = 0
     recipe.checkpoint.interval = 600
