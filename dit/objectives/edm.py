@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -54,6 +55,9 @@ class EDM(Objective):
         sigma_data: standard deviation of clean latents (dimensionless, after VAE scale and shift).
         p_mean: mean of log sigma.
         p_std: standard deviation of log sigma.
+        augmentation_p_mean: mean of log sigma', which noises low-resolution pictures in training; None for `p_mean`,
+            as NeMo has it. At the paper's p_mean half of the small pictures are noised by more than sigma' = 0.3 and
+            a small model hardly learns to read clean ones.
         sigma_min: last noise level of the sampling grid before 0.
         sigma_max: first noise level of the sampling grid.
         rho: how strongly the grid crowds at low noise.
@@ -71,6 +75,7 @@ class EDM(Objective):
     sigma_data: float = 0.5
     p_mean: float = -1.2
     p_std: float = 1.2
+    augmentation_p_mean: Optional[float] = None
     sigma_min: float = 0.002
     sigma_max: float = 80.0
     rho: float = 7.0
@@ -83,7 +88,7 @@ class EDM(Objective):
         for name in ("sigma_data", "p_std", "rho"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"EDM {name}={getattr(self, name)} must be positive; the paper's is {_PAPER[name]}")
-        check_ranges("objective", self, {"p_mean": FINITE})
+        check_ranges("objective", self, {"p_mean": FINITE, "augmentation_p_mean": FINITE})
         if not 0 < self.sigma_min < self.sigma_max < math.inf:
             raise ConfigError(
                 f"EDM needs 0 < sigma_min < sigma_max, got sigma_min={self.sigma_min} and sigma_max={self.sigma_max}; "
@@ -109,9 +114,14 @@ class EDM(Objective):
     def augment(
         self, batch: PackedBatch, wanted: Sequence[Condition], noise: AddressedNoise, *, draw: bool
     ) -> PackedBatch:
-        """Noise low-resolution pictures by sigma', drawn as sigma is, and scale them by c_in(sigma')."""
-        levels = self.level if draw else None
+        """Noise low-resolution pictures by sigma', drawn around a mean of its own, and scale them by c_in(sigma')."""
+        levels = self.augmentation_level if draw else None
         return noised_low_resolution(batch, wanted, noise, levels, lambda sigma: self.scalings(sigma)[2])
+
+    def augmentation_level(self, quantile_S: Tensor) -> Tensor:
+        """Return sigma' drawn by each quantile."""
+        mean = self.p_mean if self.augmentation_p_mean is None else self.augmentation_p_mean
+        return log_normal(quantile_S, mean, self.p_std)
 
     def level(self, quantile_S: Tensor) -> Tensor:
         """Return sigma drawn by each quantile."""

@@ -63,6 +63,7 @@ MAY_BE_ZERO = {
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
     *("objective.logit_mean", "objective.p_mean", "objective.vlb_weight", "objective.kl_weight"),
+    "objective.augmentation_p_mean",
     *(
         "model.shift_factor",
         "model.class_dropout",
@@ -74,7 +75,8 @@ MAY_BE_ZERO = {
     ),
 }
 MAY_BE_NEGATIVE = {
-    *("sampling.guidance_scale", "objective.logit_mean", "objective.p_mean", "data.min_aesthetic_score"),
+    *("sampling.guidance_scale", "objective.logit_mean", "objective.p_mean", "objective.augmentation_p_mean"),
+    "data.min_aesthetic_score",
     "model.shift_factor",
 }
 MAY_BE_HUGE = {
@@ -83,6 +85,7 @@ MAY_BE_HUGE = {
     *("objective.logit_mean", "objective.logit_std", "objective.time_shift"),
     *("objective.min_snr_gamma", "objective.vlb_weight", "objective.kl_weight"),
     *("model.scaling_factor", "model.shift_factor"),
+    "objective.augmentation_p_mean",
     *("objective.p_mean", "objective.p_std", "objective.sigma_data", "objective.sigma_max", "objective.rho"),
     *("data.fps", "data.max_abs_latent", "data.min_aesthetic_score", "data.max_aspect_ratio"),
     *("data.min_seconds", "data.max_seconds"),

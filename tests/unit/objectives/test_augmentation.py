@@ -1,5 +1,6 @@
 """Low-resolution pictures: made from the data, noised at their own size, at a level of their own."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,10 @@ def test_levels_are_drawn_as_sigma_is_and_apart_from_it() -> None:
     sigma_S = edm.augment(batch, MODEL.conditions(), noise_of(batch), draw=True).conditions["augmentation"].values
     assert ((sigma_S.log() - 2).abs() < 0.5).all()
     assert not torch.isclose(sigma_S, edm.level(noise_of(batch).level_S())).any()
+    weaker = replace(edm, augmentation_p_mean=-3.0)
+    weaker_S = weaker.augment(batch, MODEL.conditions(), noise_of(batch), draw=True).conditions["augmentation"].values
+    torch.testing.assert_close(weaker_S, sigma_S * math.exp(-5))
+    assert torch.equal(weaker.level(noise_of(batch).level_S()), edm.level(noise_of(batch).level_S()))
 
 
 def test_a_model_without_augmentation_gets_its_picture_as_it_is() -> None:
