@@ -129,8 +129,12 @@ def theirs(name: str, beside: str, network: "nn.Module", predict: Callable[[Pict
     return Arm(name, beside, network, step)
 
 
-def imagen_arms(groups: "ProcessGroups") -> Iterator[Arm]:
-    """Yield our regular UNet of Imagen with each of its options, and imagen-pytorch's where it is installed."""
+def imagen_arms(groups: "ProcessGroups", *, compiled: bool = True) -> Iterator[Arm]:
+    """Yield our regular UNet of Imagen with each of its options, and imagen-pytorch's where it is installed.
+
+    Args:
+        compiled: with `training.compile`, whose first step takes minutes on CPU.
+    """
     from dit.models.unet.config import UNetConfig
 
     fused = UNetConfig(
@@ -149,7 +153,8 @@ def imagen_arms(groups: "ProcessGroups") -> Iterator[Arm]:
     yield ours(f"{name}, stable attention", name, replace(fused, stable_attention=True), groups)
     yield ours(f"{name}, stacked attention", name, stacked, groups)
     yield ours(f"{name}, checkpointed", name, fused, groups, recompute="full")
-    yield ours(f"{name}, compiled", name, fused, groups, compile=True)
+    if compiled:
+        yield ours(f"{name}, compiled", name, fused, groups, compile=True)
     single = f"{name}, one block of a level, stacked attention"
     yield ours(single, single, replace(stacked, num_res_blocks=[1] * LEVELS), groups)
     if find_spec("imagen_pytorch"):

@@ -32,7 +32,7 @@ def pictogram_autoencoder() -> run.Partial:
     # Few pictures and little time: small batches learn most from each picture.
     recipe.optimizer.lr = 3e-3
     recipe.training.run_dir = "runs/pictogram_autoencoder"
-    recipe.training.num_steps = 1800
+    recipe.training.num_steps = 2400
     recipe.training.micro_batch_size = 4
     recipe.training.global_batch_size = 8
     recipe.training.ema_decay = 0.98

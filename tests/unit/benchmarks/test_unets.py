@@ -1,0 +1,37 @@
+"""benchmarks.unets compares what its table says: the same network twice, and options that change their own cost only."""
+
+import pytest
+
+from benchmarks.unets import TEXT_WIDTH, Row, imagen_arms, latent_arms, made_up, measure, table
+from dit.backends.process_groups import ProcessGroups
+
+pytestmark = pytest.mark.matrix
+
+
+@pytest.fixture(scope="module")
+def rows(one_rank_world: ProcessGroups) -> dict[str, Row]:
+    arms = [*imagen_arms(one_rank_world, compiled=False), *latent_arms(one_rank_world)]
+    return {row.name: row for row in measure(arms, made_up(8, 1), 1)}
+
+
+def test_diffusers_builds_the_network_of_ours(rows: dict[str, Row]) -> None:
+    """As many operations, and as many parameters but for our null token."""
+    ours, theirs = rows["latent diffusion"], rows["diffusers UNet2DConditionModel"]
+    assert ours.parameters == theirs.parameters + TEXT_WIDTH
+    assert ours.gflop == pytest.approx(theirs.gflop, rel=1e-3)
+
+
+def test_options_have_the_parameters_of_the_network_itself(rows: dict[str, Row]) -> None:
+    """Checkpointing adds operations, most of a forward pass; copies none."""
+    own = rows["Imagen"]
+    for option in ("pictures copied", "stable attention", "checkpointed"):
+        assert rows[f"Imagen, {option}"].parameters == own.parameters
+    assert rows["Imagen, pictures copied"].gflop == own.gflop
+    assert 1.2 < rows["Imagen, checkpointed"].gflop / own.gflop < 1.34
+
+
+def test_rates_are_of_the_time_shown(rows: dict[str, Row]) -> None:
+    for row in rows.values():
+        assert row.images_per_s == pytest.approx(1 / row.seconds)
+    assert {row.ratio for row in rows.values() if row.name in ("Imagen", "latent diffusion")} == {1.0}
+    assert len(table([*rows.values()]).splitlines()) == 2 + len(rows)
