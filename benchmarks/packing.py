@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dit.errors import EXIT_OK
-from energon_data.packing import CostLimit, greedy_knapsack
+from energon_data.packing import CostLimit, balanced_packs, greedy_knapsack
 
 Bins = list[list[int]]
 Packer = Callable[[Sequence[int], int], Bins]
@@ -101,7 +101,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
 
 def two_budgets(lengths: Sequence[int], capacity: int, *, longer: float, attention: int) -> Bins:
     """Fill packs of up to `longer` x capacity, none with more work than a sample as long as the capacity."""
-    return greedy_knapsack(lengths, int(longer * capacity), CostLimit(capacity, attention))
+    return balanced_packs(lengths, int(longer * capacity), CostLimit(capacity, attention))
 
 
 def packers(attention: int) -> dict[str, Packer]:

@@ -5,11 +5,12 @@ Three clips of 5, 2 and 3 tokens, with `multiple_of` 2 and a pack length of 14 (
     a0 a1 a2 a3 a4 . | b0 b1 | c0 c1 c2 . | . .      lengths (5, 2, 3), padded_lengths (6, 2, 4), total_tokens 14
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isqrt
+from heapq import heappop, heappush
 from typing import Optional
 
 import torch
@@ -21,6 +22,9 @@ from dit.data_api import BatchSpec
 from dit.layout import SequenceLayout
 from dit.patchify import Grid, grid_positions, patchify_all
 from energon_data.samples import Clip
+
+SPARE = 1.04
+"""Room for tokens in balanced packs, in units of the tokens: without it the last items find none in cheap packs."""
 
 
 def padded_length(length: int, multiple_of: int) -> int:
@@ -44,20 +48,20 @@ class CostLimit:
         """Return the cost of a sample, in units of a token's other work divided by `attention`."""
         return length * (self.attention + length)
 
-    def longest(self, room: int) -> int:
-        """Return the longest sample whose cost is at most `room`."""
-        return (isqrt(self.attention**2 + 4 * room) - self.attention) // 2
+    @property
+    def most(self) -> int:
+        """The cost of a full pack."""
+        return self.cost(self.tokens)
 
 
-def greedy_knapsack(lengths: Sequence[int], capacity: int, limit: Optional[CostLimit] = None) -> list[list[int]]:
+def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack items into bins: add the longest item that fits into the open bin, or open a new one.
 
-    Every item is in exactly one bin, and no bin exceeds the capacity or the limit. O(n log n) searches.
+    Every item is in exactly one bin, and no bin exceeds the capacity. O(n log n) searches.
 
     Args:
-        lengths: length of each item, each at most `capacity`, and at most the limit's.
+        lengths: length of each item, each at most `capacity`.
         capacity: maximal sum of lengths per bin.
-        limit: of the cost of a bin; None for any.
 
     Returns:
         Item indices of each bin.
@@ -65,24 +69,56 @@ def greedy_knapsack(lengths: Sequence[int], capacity: int, limit: Optional[CostL
     # Longest last; of equal lengths the first item last, so that it is used first.
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
     sizes = [lengths[i] for i in order]
-    longest = capacity if limit is None else min(capacity, limit.tokens)
-    if sizes and sizes[-1] > longest:
-        raise ValueError(f"an item of {sizes[-1]} tokens does not fit into a pack of {longest}; drop it before packing")
+    _check_longest(sizes[-1:], capacity)
     bins = []
     while sizes:
         room, items = capacity, []
-        cost = 0 if limit is None else limit.cost(limit.tokens)
-        fits = longest
-        while (at := bisect_right(sizes, fits) - 1) >= 0:
-            size = sizes.pop(at)
+        while (at := bisect_right(sizes, room) - 1) >= 0:
+            room -= sizes.pop(at)
             items.append(order.pop(at))
-            room -= size
-            fits = room
-            if limit is not None:
-                cost -= limit.cost(size)
-                fits = min(room, limit.longest(cost))
         bins.append(items)
     return bins
+
+
+def balanced_packs(lengths: Sequence[int], capacity: int, limit: CostLimit) -> list[list[int]]:
+    """Pack items into bins of nearly equal cost: each item, the longest first, into the cheapest bin with room for it.
+
+    Every item is in exactly one bin, and no bin exceeds the capacity or the limit. There are about as few bins as both
+    allow.
+
+    Args:
+        lengths: length of each item, each at most `capacity` and `limit.tokens`.
+        capacity: maximal sum of lengths per bin.
+        limit: of the cost of a bin.
+
+    Returns:
+        Item indices of each bin.
+
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies" (longest processing time first), with a capacity.
+    """
+    _check_longest(sorted(lengths)[-1:], min(capacity, limit.tokens))
+    costs = [limit.cost(length) for length in lengths]
+    count = max(math.ceil(SPARE * sum(lengths) / capacity), -(-sum(costs) // limit.most))
+    bins: list[list[int]] = [[] for _ in range(count)]
+    cheapest = [(0, 0, number) for number in range(count)]  # a heap of cost, tokens and the bin
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        full = []
+        while cheapest and cheapest[0][1] + lengths[i] > capacity:
+            full.append(heappop(cheapest))
+        if cheapest and cheapest[0][0] + costs[i] <= limit.most:
+            cost, tokens, number = heappop(cheapest)
+        else:
+            cost, tokens, number = 0, 0, len(bins)
+            bins.append([])
+        bins[number].append(i)
+        for entry in (*full, (cost + costs[i], tokens + lengths[i], number)):
+            heappush(cheapest, entry)
+    return [items for items in bins if items]
+
+
+def _check_longest(longest: Sequence[int], most: int) -> None:
+    if longest and longest[0] > most:
+        raise ValueError(f"an item of {longest[0]} tokens does not fit into a pack of {most}; drop it before packing")
 
 
 @lru_cache(maxsize=512)

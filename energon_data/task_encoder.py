@@ -28,7 +28,7 @@ from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import COOKERS, read_caption, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
-from energon_data.packing import CostLimit, collate, greedy_knapsack, padded_length
+from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS, Clip, SampleError
 from energon_data.skip_log import Ledger, Skip
 from energon_data.tar_index import READ_ERROR, SampleReader
@@ -222,11 +222,12 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     def select_samples_to_pack(self, samples: list[Clip]) -> list[list[Clip]]:
         """Fill packs from a full buffer; no pack exceeds the limit, every sample is in exactly one."""
-        assert self.options.max_tokens_per_pack is not None
+        capacity, limit = self.options.max_tokens_per_pack, self.options.cost_limit
+        assert capacity is not None
         lengths = [padded_length(c.num_tokens, self.spec.multiple_of) for c in samples]
-        bins = greedy_knapsack(lengths, self.options.max_tokens_per_pack, self.options.cost_limit)
+        bins = greedy_knapsack(lengths, capacity) if limit is None else balanced_packs(lengths, capacity, limit)
         packs = [[samples[i] for i in items] for items in bins]
-        # The fullest packs come first; ordering them by sample id removes this trend from the stream. A large buffer of
+        # Packs of long samples come first; an order by sample id removes this trend from the stream. A large buffer of
         # few samples gives the same pack many times: each time has an id of its own, so that its copies are apart.
         seen: Counter[tuple[str, ...]] = Counter()
         order = []

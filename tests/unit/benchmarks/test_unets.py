@@ -1,4 +1,4 @@
-"""benchmarks.unets compares what its table says: the same network twice, and options that change their own cost only."""
+"""benchmarks.unets compares what its table says: the same network twice, and options that change their own cost."""
 
 import pytest
 
