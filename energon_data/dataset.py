@@ -60,7 +60,7 @@ class EnergonData(DataConfig):
         max_tokens_per_pack: pack samples of any length up to this many tokens (micro_batch_size must then be 1); None
             for dense batches.
         pack_cost_tokens: give all packs nearly the same work, at most that of one sample of this many tokens, so that
-            ranks wait little for each other; attention is quadratic. `max_tokens_per_pack` may then be longer, 1.25 times this.
+            ranks wait little for each other; attention is quadratic. `max_tokens_per_pack` may be 1.25 times this.
         packing_buffer_size: samples from which packs are filled.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together, as convolutional backbones need.

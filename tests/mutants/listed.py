@@ -626,6 +626,20 @@ MUTANTS = (
         (PACKING,),
     ),
     Mutant(
+        "packing: the cheapest pack is full",
+        "energon_data/packing.py",
+        "if cheapest and cheapest[0][0] + costs[i] <= limit.most:",
+        "if cheapest:",
+        (PACKING,),
+    ),
+    Mutant(
+        "packing: a pack that was passed over is lost",
+        "energon_data/packing.py",
+        "for entry in (*full, (cost",
+        "for entry in (*(), (cost",
+        (PACKING,),
+    ),
+    Mutant(
         "packing: padding between samples forgotten",
         "dit/layout.py",
         "zip(self.starts, self.lengths):",
