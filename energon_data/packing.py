@@ -81,7 +81,7 @@ def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def balanced_packs(lengths: Sequence[int], capacity: int, limit: CostLimit) -> list[list[int]]:
-    """Pack items into bins of nearly equal cost: each item, the longest first, into the cheapest bin with room for it.
+    """Pack items into bins of nearly equal cost: each item, the longest first, into the cheapest bin.
 
     Every item is in exactly one bin, and no bin exceeds the capacity or the limit. There are about as few bins as both
     allow.
@@ -102,17 +102,15 @@ def balanced_packs(lengths: Sequence[int], capacity: int, limit: CostLimit) -> l
     bins: list[list[int]] = [[] for _ in range(count)]
     cheapest = [(0, 0, number) for number in range(count)]  # a heap of cost, tokens and the bin
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        full = []
         while cheapest and cheapest[0][1] + lengths[i] > capacity:
-            full.append(heappop(cheapest))
+            heappop(cheapest)  # shorter items hardly find room in it either
         if cheapest and cheapest[0][0] + costs[i] <= limit.most:
             cost, tokens, number = heappop(cheapest)
         else:
             cost, tokens, number = 0, 0, len(bins)
             bins.append([])
         bins[number].append(i)
-        for entry in (*full, (cost + costs[i], tokens + lengths[i], number)):
-            heappush(cheapest, entry)
+        heappush(cheapest, (cost + costs[i], tokens + lengths[i], number))
     return [items for items in bins if items]
 
 

@@ -95,7 +95,7 @@ def cascade_letters_64() -> run.Partial:
     The data: `python -m energon_data.prepare letters --size 64 --out data/letters_64`. 92 % are read correctly.
     """
     recipe = cascade_letters_32()
-    recipe.model.hidden_size = 24
+    recipe.model.hidden_size, recipe.training.num_steps = 16, 1200
     recipe.data.path = "data/letters_64"
     recipe.training.run_dir = "runs/cascade_letters_64"
     return recipe
@@ -136,7 +136,7 @@ def cascade_pictograms_64() -> run.Partial:
     The data are those of `cascade_pictograms_32`.
     """
     recipe = cascade_pictograms_32()
-    recipe.model.hidden_size = 24
+    recipe.model.hidden_size, recipe.training.num_steps = 16, 1200
     recipe.data.resize_side = None
     recipe.training.run_dir = "runs/cascade_pictograms_64"
     return recipe

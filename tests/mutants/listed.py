@@ -633,13 +633,6 @@ MUTANTS = (
         (PACKING,),
     ),
     Mutant(
-        "packing: a pack that was passed over is lost",
-        "energon_data/packing.py",
-        "for entry in (*full, (cost",
-        "for entry in (*(), (cost",
-        (PACKING,),
-    ),
-    Mutant(
         "packing: padding between samples forgotten",
         "dit/layout.py",
         "zip(self.starts, self.lengths):",
