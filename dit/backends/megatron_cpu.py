@@ -29,6 +29,8 @@ _BOUND_AT_IMPORT = {
     "dist_all_gather_func": "all_gather_into_tensor",
     "dist_reduce_scatter_func": "reduce_scatter_tensor",
 }
+_ALONE = {"all_reduce": (0, 0), "broadcast": (0, 0), "all_gather_into_tensor": (0, 1), "reduce_scatter_tensor": (0, 1)}
+"""Collectives whose result on one rank is their input: the places of the two among the arguments."""
 _MODULES_THAT_BIND = (
     "megatron.core.tensor_parallel.layers",
     "megatron.core.tensor_parallel.mappings",
@@ -95,14 +97,22 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
     return make
 
 
-def _waiting(collective: Callable[..., Work | None]) -> Callable[..., _FinishedWork | None]:
-    """Run a collective synchronously, also with `async_op=True`.
+def _waiting(name: str, collective: Callable[..., Work | None]) -> Callable[..., _FinishedWork | None]:
+    """Run a collective synchronously, also with `async_op=True`; on one rank it is a copy, or nothing where in place.
 
-    The streams that order asynchronous collectives on CUDA are no-ops here: gloo could read a reused buffer.
+    The streams that order asynchronous collectives on CUDA are no-ops here: gloo could read a reused buffer. On one rank
+    gloo copies a whole gradient buffer three times.
     """
 
     @functools.wraps(collective)
     def run(*args: object, **kwargs: object) -> _FinishedWork | None:
+        group = kwargs.get("group")
+        if name in _ALONE and isinstance(group, ProcessGroup) and group.size() == 1:
+            result, given = (args[place] if place < len(args) else None for place in _ALONE[name])
+            if isinstance(result, torch.Tensor) and isinstance(given, torch.Tensor):
+                if result.data_ptr() != given.data_ptr():
+                    result.copy_(given.view_as(result))
+                return _FinishedWork() if kwargs.get("async_op") else None
         work = collective(*args, **kwargs)
         if work is None:
             return None
@@ -185,7 +195,7 @@ def _redirect_tensors() -> None:
 def _redirect_collectives() -> None:
     dist = torch.distributed
     for name in _COLLECTIVES:
-        setattr(dist, name, _waiting(getattr(dist, name)))
+        setattr(dist, name, _waiting(name, getattr(dist, name)))
     _replace(dist, _coalescing_manager=_run_at_once)
     for module_name in _MODULES_THAT_BIND:
         module = importlib.import_module(module_name)

@@ -287,6 +287,9 @@ def build_optimizer(
             part.tp_group = groups.collection.expt_tp
         if parallel.data_parallel == "fsdp" and isinstance(part.optimizer, torch.optim.Adam):
             update_locally(part.optimizer)
+        if parallel.data_parallel == "distributed_optimizer" and precision == "fp32":
+            # What it updates are views of the model's own parameters, which Megatron-Core copies onto themselves.
+            part._copy_main_params_to_model_params = lambda: None
     for group in optimizer.param_groups:
         # Megatron-Core marks biases and one-dimensional parameters, but only its own scheduler applies these marks.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
