@@ -96,11 +96,12 @@ def ddpm_fonts() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def ddpm_fonts_small() -> run.Partial:
-    """Capital letters A-Z, 32 x 32 pixels, class-conditional DDPM UNet (0.9 M): two CPU cores.
+    """Capital letters A-Z, 16 x 16 pixels, class-conditional DDPM UNet (0.9 M): two CPU cores.
 
-    As ddpm_fonts with fewer channels, a smaller batch and a faster sampler.
+    The data are those of `letters_dit`. As ddpm_fonts with fewer channels, a smaller batch and a faster sampler.
     """
     recipe = ddpm_fonts()
+    recipe.data.path = "data/letters"
     recipe.model.block_out_channels = [32, 64, 64]
     recipe.model.mid_out_channels = [64]
     recipe.optimizer.lr = 2e-3
