@@ -126,6 +126,7 @@ def cascade_pictograms_32() -> run.Partial:
     recipe = _enlarging(_pictograms(32))
     recipe.data.path = "data/all_pictograms_64"
     recipe.model = run.Config(EfficientUNetConfig, hidden_size=32, **SIZES, **NARROW, **TEXTS, **LARGER)
+    recipe.training.num_steps = 1600
     return recipe
 
 
@@ -136,7 +137,7 @@ def cascade_pictograms_64() -> run.Partial:
     The data are those of `cascade_pictograms_32`.
     """
     recipe = cascade_pictograms_32()
-    recipe.model.hidden_size, recipe.training.num_steps = 16, 1200
+    recipe.model.hidden_size = 16
     recipe.data.resize_side = None
     recipe.training.run_dir = "runs/cascade_pictograms_64"
     return recipe
