@@ -22,6 +22,7 @@ from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
 from tests.integration.runs import environment
+from tests.support import slurm
 from tests.unit.launch.pages import FILES, MARKDOWN, ROOT, blocks, shown_commands, without_assignments
 
 PAGES = [
@@ -29,12 +30,11 @@ PAGES = [
     for path in FILES
     if path.parts[0] != "tests" and (path.suffix in (".md", ".sh", ".py") or path.name in ("Makefile", "run"))
 ]
-# How each kind of page sets the variables of its commands: `NAME ?= a`, `for NAME in a b; do`, `#SBATCH --nodes=4`.
-VARIABLES = [
-    (re.compile(r"^(\w+) \?= (\S+)", re.MULTILINE), None),
-    (re.compile(r"^ *for (\w+) in ([^;\n]+); do", re.MULTILINE), None),
-    (re.compile(r"^#SBATCH --nodes=(\d+)", re.MULTILINE), "SLURM_NNODES"),
-]
+# How each kind of page sets the variables of its commands: `NAME ?= a`, `for NAME in a b; do`.
+VARIABLES = (
+    re.compile(r"^(\w+) \?= (\S+)", re.MULTILINE),
+    re.compile(r"^ *for (\w+) in ([^;\n]+); do", re.MULTILINE),
+)
 OVERRIDE = re.compile(r"[a-z_.]+[-+*/]?=(\S+|\[.+\])")
 PLACEHOLDER = re.compile(r"[A-Z]+")
 
@@ -51,10 +51,9 @@ class Command(NamedTuple):
 def variables(text: str) -> dict[str, list[str]]:
     """Return the values that each variable of a page takes."""
     found: dict[str, list[str]] = {}
-    for pattern, name in VARIABLES:
+    for pattern in VARIABLES:
         for match in pattern.finditer(text):
-            key, values = (match[1], match[2]) if name is None else (name, match[1])
-            found[key] = shlex.split(values)
+            found[match[1]] = shlex.split(match[2])
     return found
 
 
@@ -77,10 +76,16 @@ def parsed(page: Path, line: str) -> Optional[Command]:
         return None
     recipe = recipe.partition("(")[0]  # its arguments name folders of the reader's: test_fine_tuning_page.py
     planned = re.search(r"--world-size (\d+)", line)
-    ranks, nodes = (re.search(rf'--{flag} "?(\d+)', before) for flag in ("nproc-per-node", "nnodes"))
-    started = (int(ranks[1]) if ranks else 1) * (int(nodes[1]) if nodes else 1)
-    world_size = int(planned[1]) if planned else None if re.search("--dryrun|launch.verify", line) else started
+    world_size = int(planned[1]) if planned else None if re.search("--dryrun|launch.verify", line) else started(before)
     return Command(page, recipe, tuple(word for word in rest if OVERRIDE.fullmatch(word)), world_size)
+
+
+def started(line: str) -> int:
+    """Return how many ranks a line starts: by torchrun, or by sbatch with the script's own flags."""
+    sbatch = slurm.directives() if "sbatch " in line else {}
+    ranks, nodes = re.search(r"--nproc-per-node (\d+)", line), re.search(r"--(?:nnodes |nodes=)(\d+)", line)
+    of_node = int(ranks[1]) if ranks else int(sbatch.get("gpus-per-node", 1))
+    return of_node * (int(nodes[1]) if nodes else int(sbatch.get("nodes", 1)))
 
 
 def lines(page: Path) -> Iterator[str]:
@@ -111,7 +116,7 @@ def test_the_commands_of_all_pages_are_found():
     assert ("README.md", "dit_xl2_imagenet", 8) in found
     assert ("Makefile", "letters_dit", 2) in found
     on_nodes = [c for c in COMMANDS if str(c.page) == "launch/README.md"]
-    assert [c.world_size for c in on_nodes] == [8, 32, 32, 32, 8, 8, 8]
+    assert [c.world_size for c in on_nodes] == [8, 32, 32, 8, 32, 32, 8, 8, 8]
     assert {c.overrides for c in on_nodes[-3:]} == {
         ("parallel.data_parallel=fsdp",),
         ("parallel.tensor_model_parallel_size=2",),
@@ -179,7 +184,7 @@ def checked_by(page: Path, line: str) -> str:
     start = " ".join(words[:2])
     if start == "python -m":
         return "test_a_documented_module_takes_the_flags_of_its_page"
-    if words[0] == "torchrun" and "--factory" in words:
+    if words[0] in ("torchrun", "sbatch") and "--factory" in words:
         return "test_a_documented_command_plans_at_its_world_size"
     if words[0] == "torchrun" and "-m" in words:
         return "test_a_documented_module_takes_the_flags_of_its_page"
@@ -209,10 +214,12 @@ def test_every_line_of_a_block_is_checked():
 
 
 def test_every_script_parses():
-    scripts = [block for page in MARKDOWN for block in blocks(page) if block.language == "bash"]
+    """Those that pages show, and files."""
+    scripts = [block.text for page in MARKDOWN for block in blocks(page) if block.language == "bash"]
+    scripts += [(ROOT / path).read_text() for path in FILES if path.suffix == ".sh"]
     assert len(scripts) > 2
     for script in scripts:
-        subprocess.run(["bash", "-n"], input=script.text, text=True, check=True)
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 def test_targets_and_extras_exist():
