@@ -269,7 +269,6 @@ def test_every_page_of_docs_is_in_its_list():
 RUNS_THE_PYTHON = {
     "README.md": "test_documented_commands.py",
     "energon_data/README.md": "test_data_page.py",
-    "launch/README.md": "test_launch_page.py",
     "docs/adding-a-backbone.md": "test_extending_pages.py",
     "docs/runs.md": "test_loop_options.py",
     "docs/adding-an-objective.md": "test_extending_pages.py",

@@ -1,4 +1,4 @@
-"""launch/README.md: its commands are ones that torchrun and this launcher take, its scripts compile and build."""
+"""launch/README.md: its commands are ones that torchrun and this launcher take, its images hold what they start."""
 
 import re
 import shlex
@@ -12,7 +12,6 @@ from launch import cli, train
 REPOSITORY = Path(__file__).parents[3]
 PAGE = (REPOSITORY / "launch" / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-EXPERIMENT, ON_SLURM = (text for language, text in BLOCKS if language == "python")
 COMMANDS = [
     line[line.index("torchrun") :]
     for _, text in BLOCKS
@@ -28,15 +27,6 @@ def test_torchrun_and_the_launcher_take_each_command(command):
     assert (parsed.module, parsed.training_script) == (True, "launch.train")
     task = train.resolve(cli.parse(parsed.training_script_args))
     assert task.data.path == "/data/latents"
-
-
-def test_the_experiment_builds_both_executors():
-    """All but starting it: imports, the recipe's settings, and the arguments of both executors."""
-    namespace = {"__name__": "experiment"}
-    exec(compile(EXPERIMENT, "experiment.py", "exec"), namespace)
-    assert namespace["executor"].nproc_per_node() == 2
-    exec(compile(ON_SLURM, "on_slurm.py", "exec"), namespace)
-    assert namespace["executor"].nodes * namespace["executor"].ntasks_per_node == 32
 
 
 def test_the_image_holds_what_on_gpu_starts():
