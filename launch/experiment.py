@@ -19,7 +19,7 @@ from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from launch import environment, grid
 
 if TYPE_CHECKING:
-    from nemo_run.core.execution.base import Executor
+    from nemo_run.core.execution.base import Executor as Executor
     from torchx.specs import AppDryRunInfo
 
 SUCCEEDED = "SUCCEEDED"
@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say where an experiment runs."""
     parser.add_argument("--name", help="of the experiment (default: the first recipe)")
     parser.add_argument("--folder", type=Path, help="of nemo-run's scripts and logs (NEMORUN_HOME, or ~/.nemo_run)")
-    parser.add_argument("--detach", action="store_true", help="return once submitted; Slurm and SkyPilot alone")
     parser.add_argument("--dryrun", action="store_true", help="print what would be started, and start nothing")
 
 
@@ -42,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--executor", default="local", help="a name of launch/executors.py, with its arguments (%(default)s)"
     )
+    parser.add_argument("--detach", action="store_true", help="return once submitted; Slurm and SkyPilot alone")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the run folders (%(default)s)")
     add_arguments(parser)
     grid.add_arguments(parser)
