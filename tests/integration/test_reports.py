@@ -54,6 +54,7 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
         ),
     }
     found = run_jobs(folder / "world", jobs)
+    found["split"] = found["split"][0]  # the first of two ranks reports
     assert {ended.code for ended in found.values()} == {0}, found
     return found
 
