@@ -74,8 +74,8 @@ def flux_12b() -> run.Partial:
 def bench_flux12b_1024() -> run.Partial:
     """FLUX.1 (11.9 B) on synthetic images of 1024 px (4096 tokens), FSDP: 4 x 141 GB, 87 GiB each.
 
-    torchtitan's row: 9294 tokens/s and 490 TFLOP/s in its own convention for each of 4 GB200. Its batch is not published,
-    one image to a micro-batch and two to a step on each GPU are assumed; texts have 512 tokens.
+    torchtitan's row: 9294 tokens/s and 490 TFLOP/s in its own convention for each of 4 GB200. Its batch is unknown; one
+    image to a micro-batch and two to a step on each GPU are assumed; texts have 512 tokens.
     """
     recipe = with_fsdp(as_mock(_flux("bench_flux12b_1024", flux_dev()), IMAGE_1024))
     recipe.training.global_batch_size = 8

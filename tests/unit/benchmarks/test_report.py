@@ -9,7 +9,7 @@ from dit.errors import EXIT_CONFIG, EXIT_OK
 from recipes import registry
 
 NEMO = {10052: (519, 359), 3409: (439, 385), 2510: (468, 307), 1386: (445, 357)}
-"""TFLOPS as stated and of necessary work, by the published tokens/s: executed by hand, 6 x 14 h^2 L + 12 L h s + text."""
+"""TFLOPS as stated and of necessary work, by hand: 6 x 14 h^2 L + 12 L h s and the text; by the published tokens/s."""
 
 
 @pytest.mark.parametrize("rate", NEMO)

@@ -31,9 +31,14 @@ def test_torchrun_and_the_launcher_take_each_command(command):
 
 def test_the_image_holds_what_on_gpu_starts():
     """The modules that benchmarks/on_gpu.sh runs, the tests it begins with, and pytest."""
-    image = (REPOSITORY / "Dockerfile").read_text()
+    images = (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[1:]
+    assert [image.splitlines()[0].rpartition(" AS ")[2] for image in images] == ["cpu", "cuda"]
+    assert all(image.count("\nCMD ") == image.count("\nWORKDIR ") == 1 for image in images)
     script = (REPOSITORY / "benchmarks" / "on_gpu.sh").read_text()
     started = set(re.findall(r"-m (\w+)\.\w+", script)) | set(re.findall(r"-m pytest (\w+)/", script))
     assert started == {"benchmarks", "launch", "tests"}
-    assert started <= set(re.findall(r"^COPY (\w+) ", image, re.MULTILINE))
-    assert "pytest" in image
+    for image in images:
+        copied = set(re.findall(r"^COPY (\w+) ", image, re.MULTILINE))
+        assert started <= copied
+        assert copied == {"dit", "recipes", "energon_data", "launch", "benchmarks", "tests"}
+    assert "pytest" in images[1]
