@@ -168,7 +168,11 @@ def test_a_documented_module_takes_the_flags_of_its_page(page, module, line, cap
 
 
 GRID_LINES = sorted(
-    {line for _, module, line in MODULES if re.search(GRIDS, f"{module} ") and re.search("--factory (?!NAME)", line)}
+    line
+    for page, module, line in MODULES
+    if re.search(GRIDS, f"{module} ")
+    and re.search("--factory (?!NAME)", line)
+    and page != Path("benchmarks/results/README.md")  # it measured a refused layout, too
 )
 
 
