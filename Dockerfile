@@ -1,7 +1,29 @@
-# CUDA image: everything of the CPU install, plus Transformer Engine and flash-attn.
+# Two images: `docker build --target cuda -t megatron-dit .` (the default) and `--target cpu`, a small one without CUDA
+# for data, plans, sampling and tests. Neither CUDA nor torch is told anything here: each run sets that itself, by its
+# layout (launch/environment.py).
 ARG BASE=pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel
-FROM ${BASE}
 
+FROM python:3.12-slim AS cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+WORKDIR /workspace/megatron-dit
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends fonts-dejavu-core fonts-liberation git \
+ && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY dit dit
+COPY recipes recipes
+COPY energon_data energon_data
+COPY launch launch
+COPY benchmarks benchmarks
+COPY tests tests
+RUN pip install --no-cache-dir -c constraints.txt --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple torch \
+ && pip install --no-cache-dir -c constraints.txt ".[dev]"
+ENV OMP_NUM_THREADS=1 \
+    TQDM_DISABLE=1
+CMD ["megatron-dit", "train", "--list"]
+
+# Everything of the CPU image, plus Transformer Engine and flash-attn.
+FROM ${BASE} AS cuda
 WORKDIR /workspace/megatron-dit
 COPY pyproject.toml README.md LICENSE ./
 COPY dit dit
@@ -11,14 +33,10 @@ COPY launch launch
 COPY benchmarks benchmarks
 # What benchmarks/on_gpu.sh checks before it takes times.
 COPY tests tests
-
 # The image's own torch stays; constraints.txt is for CPU installs. flash-attn and Transformer Engine build from source.
 RUN pip install --no-cache-dir "setuptools>=77" wheel ninja packaging pybind11 "pytest>=8" "pytest-timeout>=2.3" \
  && pip install --no-cache-dir . \
  && MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation ".[gpu,encoders]"
-
-# Nothing that CUDA or torch reads: each run sets that itself, by its layout (launch/environment.py).
 ENV OMP_NUM_THREADS=1 \
     TQDM_DISABLE=1
-
 CMD ["megatron-dit", "train", "--list"]

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 PEAK_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 """Dense bf16 peak by a word of the device's name; other devices have no utilisation column."""
 
+OK, OUT_OF_MEMORY, REFUSED = "ok", "out of memory", "refused"
+"""How a measurement ended, in its record."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command; overrides are parsed by the recipe."""
@@ -131,9 +134,6 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     tflops = {c: count / ranks / p50 / 1e12 for c, count in zip(conventions, flops_per_step)}
     run.close()
     record = {
-        "device": describe(),
-        "revision": revision(),
-        "torch": torch.__version__,
         "world_size": ranks,
         "tp": parallel.tensor_model_parallel_size,
         "sp": parallel.sequence_parallel,
@@ -190,30 +190,48 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
 
 
+def where() -> dict[str, Any]:
+    """Return the device, the revision of the code and the versions: what a measurement is worth nothing without."""
+    from dit.backends.device import describe
+    from dit.monitoring.environment_record import versions
+
+    found = versions()
+    return {"device": describe(), "revision": revision(), "torch": found["packages"]["torch"], "versions": found}
+
+
+def write(record: dict[str, Any], out: Optional[Path]) -> None:
+    """Print a record on rank 0, and append its line to a file."""
+    if int(os.environ.get("RANK", "0")):
+        return
+    print(table(record))
+    line = json.dumps(record)
+    print(line)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with open(out, "a") as file:
+            file.write(line + "\n")
+
+
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the command and return its exit code; out of memory is a result, not a crash."""
+    """Run the command and return its exit code; out of memory and a refused layout are results, with a line each."""
     args = build_parser().parse_args(argv)
     if args.steps < 1 or args.warmup < 0:
         raise ConfigError(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
     environment.prepare()
-    record: dict[str, Any] = {"recipe": args.factory, "overrides": args.overrides, "status": "ok"}
+    record: dict[str, Any] = {"recipe": args.factory, "overrides": args.overrides, "status": OK, **where()}
     with tempfile.TemporaryDirectory() as run_dir:
         try:
             record |= measure(config_of(args, run_dir), args.steps, args.warmup)
+        except ConfigError as error:
+            write(record | {"status": REFUSED, "error": str(error).partition("\n")[0]}, args.out)
+            raise
         except RuntimeError as error:
-            if "out of memory" not in str(error).lower():
+            if OUT_OF_MEMORY not in str(error).lower():
                 raise
-            record["status"] = "out of memory"
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(table(record))
-        line = json.dumps(record)
-        print(line)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with open(args.out, "a") as file:
-                file.write(line + "\n")
-    return EXIT_OK if record["status"] == "ok" else EXIT_UNEXPECTED
+            record["status"] = OUT_OF_MEMORY
+    write(record, args.out)
+    return EXIT_OK if record["status"] == OK else EXIT_UNEXPECTED
 
 
 if __name__ == "__main__":

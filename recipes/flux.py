@@ -9,6 +9,7 @@ import nemo_run as run
 from dit.models.base import ModelConfig
 from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
@@ -67,3 +68,42 @@ def flux_12b() -> run.Partial:
     recipe.data = run.Config(EnergonData, path="data/latents_1024", max_tokens_per_sample=4096, bucket_by_shape=True)
     recipe.parallel.context_parallel_size = 2
     return recipe
+
+
+@run.cli.factory(target=pretrain)
+def bench_flux12b_1024() -> run.Partial:
+    """FLUX.1 (11.9 B) on synthetic images of 1024 px (4096 tokens), FSDP: 4 x 141 GB, 87 GiB each.
+
+    torchtitan's row: 9294 tokens/s and 490 TFLOP/s in its own convention for each of 4 GB200. Its batch is unknown; one
+    image to a micro-batch and two to a step on each GPU are assumed; texts have 512 tokens.
+    """
+    recipe = with_fsdp(as_mock(_flux("bench_flux12b_1024", flux_dev()), IMAGE_1024))
+    recipe.training.global_batch_size = 8
+    return recipe
+
+
+def _on_one_gpu(name: str, blocks: int) -> run.Partial:
+    """Return FLUX.1 cut to joint blocks and twice as many single-stream ones, as the whole has them (19 and 38)."""
+    recipe = as_mock(_flux(name, flux_dev()), IMAGE_1024)
+    recipe.model.num_joint_layers, recipe.model.num_single_layers = blocks, 2 * blocks
+    recipe.training.global_batch_size = 1
+    recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp")
+    return recipe
+
+
+@run.cli.factory(target=pretrain, name="bench_flux12b_1024_1gpu_L3")
+def bench_flux12b_1024_1gpu_l3() -> run.Partial:
+    """1 joint and 2 single-stream blocks of FLUX.1 (677 M) on images of 1024 px: one 24 GB GPU, 13 GiB.
+
+    The time of bench_flux12b_1024_1gpu_L6 minus this one's, times 19, is that of all blocks of FLUX.1.
+    """
+    return _on_one_gpu("bench_flux12b_1024_1gpu_L3", 1)
+
+
+@run.cli.factory(target=pretrain, name="bench_flux12b_1024_1gpu_L6")
+def bench_flux12b_1024_1gpu_l6() -> run.Partial:
+    """2 joint and 4 single-stream blocks of FLUX.1 (1.30 B) on images of 1024 px: one 40 GB GPU, 25 GiB.
+
+    See bench_flux12b_1024_1gpu_L3; nothing is recomputed, and one image is a step.
+    """
+    return _on_one_gpu("bench_flux12b_1024_1gpu_L6", 2)

@@ -9,6 +9,7 @@ import nemo_run as run
 from dit.models.base import ModelConfig
 from dit.models.wan.config import WanConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from recipes.components import wan_1_3b, wan_14b
@@ -69,3 +70,43 @@ def wan_14b_mock() -> run.Partial:
     DFM publishes 325.8 TFLOP/s for each of 128 H100 with this model, clip and layout: 1974 tokens/s.
     """
     return with_fsdp(_mock("wan_14b_mock", wan_14b(), 16))
+
+
+@run.cli.factory(target=pretrain)
+def bench_wan14b_37k_tp2sp_cp4() -> run.Partial:
+    """Wan 2.1 14B (14.3 B) at 37,440 tokens, TP 2 + SP, CP 4, 24 of 40 layers recomputed: 128 x 80 GB, 69 GiB each.
+
+    DFM's row: 325.8 TFLOP/s for each of 128 H100, where 8 layers recomputed are enough. Its batch is not published, 64
+    clips are assumed. Weights are replicated over data-parallel ranks, the optimizer's states are not.
+    """
+    recipe = _mock("bench_wan14b_37k_tp2sp_cp4", wan_14b(), 64)
+    recipe.training.recompute, recipe.training.recompute_layers = "full", 24
+    return recipe
+
+
+def _on_one_gpu(name: str, num_layers: int) -> run.Partial:
+    """Return layers of Wan 14B that fit one GPU: two numbers give the time of a layer, and of the ends."""
+    recipe = as_mock(as_large_model(_wan(name, wan_14b())), CLIP_480P)
+    recipe.model.num_layers = num_layers
+    recipe.training.global_batch_size = 1
+    recipe.training.recompute = "selective"
+    recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp")
+    return recipe
+
+
+@run.cli.factory(target=pretrain, name="bench_wan14b_37k_1gpu_L2")
+def bench_wan14b_37k_1gpu_l2() -> run.Partial:
+    """2 layers of Wan 14B (936 M) at 37,440 tokens on one GPU of 80 GB, 39 GiB: with ..._L4, the time of a layer.
+
+    Cheap activations are recomputed. The time of bench_wan14b_37k_1gpu_L4 minus this one's is that of two layers.
+    """
+    return _on_one_gpu("bench_wan14b_37k_1gpu_L2", 2)
+
+
+@run.cli.factory(target=pretrain, name="bench_wan14b_37k_1gpu_L4")
+def bench_wan14b_37k_1gpu_l4() -> run.Partial:
+    """4 layers of Wan 14B (1.64 B) at 37,440 tokens on one GPU of 141 GB, 72 GiB.
+
+    See bench_wan14b_37k_1gpu_L2; cheap activations are recomputed here, too, and attention is most of the work.
+    """
+    return _on_one_gpu("bench_wan14b_37k_1gpu_L4", 4)

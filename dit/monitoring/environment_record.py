@@ -48,13 +48,17 @@ def environment_record(world_size: int, kernels: Mapping[str, Selection]) -> dic
         "job": job_id(),
         "world_size": world_size,
         "device": describe(),
-        **accelerator_versions(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        **versions(),
         "revision": git_revision(),
         "kernels": {op: selection.name for op, selection in kernels.items()},
         "kernels_not_selected": {op: dict(selection.others) for op, selection in kernels.items() if selection.others},
     }
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions of the accelerator's software, of Python and of `PACKAGES` (None: not installed)."""
+    packages = {name: _version(name) for name in PACKAGES}
+    return {**accelerator_versions(), "python": platform.python_version(), "packages": packages}
 
 
 def git_revision() -> Optional[dict[str, Any]]:

@@ -48,11 +48,13 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
         ),
         "broken": Job(actions.train, {"arguments": run("broken", **MIRRORS), "fault": faults.no_wandb}),
         "benchmark": Job(actions.benchmark, {"arguments": measure}),
+        "split": Job(actions.benchmark, {"arguments": [*measure, "parallel.tensor_model_parallel_size=2"]}, 2),
         "shape": Job(
             actions.benchmark, {"arguments": [*measure, "--shape", "1x16x8", "training.global_batch_size=16"]}
         ),
     }
     found = run_jobs(folder / "world", jobs)
+    found["split"] = found["split"][0]  # the first of two ranks reports
     assert {ended.code for ended in found.values()} == {0}, found
     return found
 
@@ -101,9 +103,16 @@ def test_mirrors_change_nothing_in_the_record(done: dict[str, Any], folder: Path
     assert not (folder / "plain" / "events").exists()
 
 
-@pytest.mark.parametrize(("name", "tokens", "samples"), [("benchmark", 64, 8), ("shape", 32, 16)])
-def test_a_benchmark_adds_up(done: dict[str, Any], folder: Path, name: str, tokens: int, samples: int) -> None:
-    """Rates times time are the tokens and operations of a step, counted anew; on the recipe's own data, or others."""
+@pytest.mark.parametrize(
+    ("name", "ranks", "tokens", "samples"), [("benchmark", 1, 64, 8), ("shape", 1, 32, 16), ("split", 2, 64, 8)]
+)
+def test_a_benchmark_adds_up(
+    done: dict[str, Any], folder: Path, name: str, ranks: int, tokens: int, samples: int
+) -> None:
+    """Rates times time are the tokens and operations of a step, counted anew; on the recipe's own data, or others.
+
+    Ranks that share a layer share its work; parameters are those of the full model.
+    """
     record = json.loads(done[name].out.splitlines()[-1])
     written = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
     assert record in written
@@ -114,11 +123,11 @@ def test_a_benchmark_adds_up(done: dict[str, Any], folder: Path, name: str, toke
     assert record["status"] == "ok"
     assert record["parameters"] == num_parameters(model)
     assert (record["steps"], record["global_batch_size"], record["tokens_per_step"]) == (4, samples, samples * tokens)
-    assert record["valid_tokens_per_s_per_rank"] * seconds == pytest.approx(samples * tokens)
-    assert record["padded_tokens_per_s_per_rank"] * seconds == pytest.approx(samples * tokens)
+    assert record["valid_tokens_per_s_per_rank"] * seconds * ranks == pytest.approx(samples * tokens)
+    assert record["padded_tokens_per_s_per_rank"] * seconds * ranks == pytest.approx(samples * tokens)
     assert record["samples_per_s"] * seconds == pytest.approx(samples)
     for convention in ("model", "hardware", "nemo"):
         counted = samples / 4 * PackFlops(model).training(micro_batch, [(1, tokens // 8, 8)] * 4, convention=convention)
-        assert record[f"tflops_per_rank_{convention}"] * seconds * 1e12 == pytest.approx(counted), convention
+        assert record[f"tflops_per_rank_{convention}"] * seconds * ranks * 1e12 == pytest.approx(counted), convention
     assert record["step_ms_p50"] <= record["step_ms_p90"]
     assert 0 < record["loss"] < 10

@@ -4,6 +4,7 @@ Every line of a fenced block is a command that some test checks, every Python bl
 somewhere. Pages are found, not listed: a new page or command is checked without anybody thinking of it.
 """
 
+import io
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
 from tests.integration.runs import environment
+from tests.support import slurm
 from tests.unit.launch.pages import FILES, MARKDOWN, ROOT, blocks, shown_commands, without_assignments
 
 PAGES = [
@@ -29,13 +31,13 @@ PAGES = [
     for path in FILES
     if path.parts[0] != "tests" and (path.suffix in (".md", ".sh", ".py") or path.name in ("Makefile", "run"))
 ]
-# How each kind of page sets the variables of its commands: `NAME ?= a`, `for NAME in a b; do`, `#SBATCH --nodes=4`.
-VARIABLES = [
-    (re.compile(r"^(\w+) \?= (\S+)", re.MULTILINE), None),
-    (re.compile(r"^ *for (\w+) in ([^;\n]+); do", re.MULTILINE), None),
-    (re.compile(r"^#SBATCH --nodes=(\d+)", re.MULTILINE), "SLURM_NNODES"),
-]
+# How each kind of page sets the variables of its commands: `NAME ?= a`, `for NAME in a b; do`.
+VARIABLES = (
+    re.compile(r"^(\w+) \?= (\S+)", re.MULTILINE),
+    re.compile(r"^ *for (\w+) in ([^;\n]+); do", re.MULTILINE),
+)
 OVERRIDE = re.compile(r"[a-z_.]+[-+*/]?=(\S+|\[.+\])")
+GRIDS = r"(launch\.experiment|benchmarks\.sweep) "
 PLACEHOLDER = re.compile(r"[A-Z]+")
 
 
@@ -51,10 +53,9 @@ class Command(NamedTuple):
 def variables(text: str) -> dict[str, list[str]]:
     """Return the values that each variable of a page takes."""
     found: dict[str, list[str]] = {}
-    for pattern, name in VARIABLES:
+    for pattern in VARIABLES:
         for match in pattern.finditer(text):
-            key, values = (match[1], match[2]) if name is None else (name, match[1])
-            found[key] = shlex.split(values)
+            found[match[1]] = shlex.split(match[2])
     return found
 
 
@@ -77,16 +78,24 @@ def parsed(page: Path, line: str) -> Optional[Command]:
         return None
     recipe = recipe.partition("(")[0]  # its arguments name folders of the reader's: test_fine_tuning_page.py
     planned = re.search(r"--world-size (\d+)", line)
-    ranks, nodes = (re.search(rf'--{flag} "?(\d+)', before) for flag in ("nproc-per-node", "nnodes"))
-    started = (int(ranks[1]) if ranks else 1) * (int(nodes[1]) if nodes else 1)
-    world_size = int(planned[1]) if planned else None if re.search("--dryrun|launch.verify", line) else started
+    world_size = int(planned[1]) if planned else None if re.search("--dryrun|launch.verify", line) else started(before)
     return Command(page, recipe, tuple(word for word in rest if OVERRIDE.fullmatch(word)), world_size)
+
+
+def started(line: str) -> int:
+    """Return how many ranks a line starts: by torchrun, or by sbatch with the script's own flags."""
+    sbatch = slurm.directives() if "sbatch " in line else {}
+    ranks, nodes = re.search(r"--nproc-per-node (\d+)", line), re.search(r"--(?:nnodes |nodes=)(\d+)", line)
+    of_node = int(ranks[1]) if ranks else int(sbatch.get("gpus-per-node", 1))
+    return of_node * (int(nodes[1]) if nodes else int(sbatch.get("nodes", 1)))
 
 
 def lines(page: Path) -> Iterator[str]:
     """Yield the logical lines of a page; of Python, those that hold a command rather than a message about one."""
     text = (ROOT / page).read_text()
     for line in text.replace("\\\n", " ").splitlines():
+        if re.search(GRIDS, line):  # many recipes to a line: test_a_documented_grid_dry_runs
+            continue
         if page.suffix != ".py" or re.search(r"(launch\.train|benchmarks\.step|megatron-dit) ", line):
             yield from expanded(line, variables(text))
 
@@ -106,17 +115,12 @@ def test_a_documented_command_plans_at_its_world_size(command):
 
 
 def test_the_commands_of_all_pages_are_found():
-    """The four nodes of launch/README.md by torchrun and by Slurm, make's variables, the sweep's loop."""
+    """The four nodes of launch/README.md by torchrun and by Slurm, make's variables."""
     found = {(str(c.page), c.recipe, c.world_size) for c in COMMANDS}
     assert ("README.md", "dit_xl2_imagenet", 8) in found
     assert ("Makefile", "letters_dit", 2) in found
     on_nodes = [c for c in COMMANDS if str(c.page) == "launch/README.md"]
-    assert [c.world_size for c in on_nodes] == [8, 32, 32, 32, 8, 8, 8]
-    assert {c.overrides for c in on_nodes[-3:]} == {
-        ("parallel.data_parallel=fsdp",),
-        ("parallel.tensor_model_parallel_size=2",),
-        ("parallel.context_parallel_size=2",),
-    }
+    assert [c.world_size for c in on_nodes] == [8, 32, 32, 8, 32, 32, 1]
     assert any("training.num_steps=2100" in c.overrides for c in COMMANDS)
 
 
@@ -163,6 +167,35 @@ def test_a_documented_module_takes_the_flags_of_its_page(page, module, line, cap
     assert not missing, f"{page}: {module} does not take {missing}"
 
 
+GRID_LINES = sorted(
+    line
+    for page, module, line in MODULES
+    if re.search(GRIDS, f"{module} ")
+    and re.search("--factory (?!NAME)", line)
+    and page != Path("benchmarks/results/README.md")  # it measured a refused layout, too
+)
+
+
+@pytest.mark.parametrize("line", GRID_LINES)
+def test_a_documented_grid_dry_runs(line, tmp_path, monkeypatch, capsys):
+    """It prints a command for every cell, each of which plans on as many ranks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    _, _, module, *words = shlex.split(line)
+    folder = [] if "--folder" in words else ["--folder", str(tmp_path / "nemo_run")]
+    assert import_module(module).main([*words, *folder, *(["--dryrun"] if "--dryrun" not in words else [])]) == 0
+    out = capsys.readouterr().out
+    started = re.findall(r"--nproc-per-node (\d+) .*?-m (?:launch\.train|benchmarks\.step) (.*--factory .*)", out)
+    assert started
+    for ranks, cell in started:
+        nodes = re.search(r"--nnodes (\d+)", out)
+        _, recipe, *rest = re.split(r"--factory (\S+) ", cell)
+        task = call_recipe(recipe)
+        given = [word for word in shlex.split(rest[0]) if OVERRIDE.fullmatch(word)]
+        apply_overrides(task, given, load_component)
+        built(task).check(int(ranks) * (int(nodes[1]) if nodes else 1))
+
+
 def target_of(words: list[str]) -> list[str]:
     """Return the targets that a `make` command names; its variables are set by `NAME=VALUE`."""
     return [word for word in words[1:] if "=" not in word]
@@ -179,7 +212,7 @@ def checked_by(page: Path, line: str) -> str:
     start = " ".join(words[:2])
     if start == "python -m":
         return "test_a_documented_module_takes_the_flags_of_its_page"
-    if words[0] == "torchrun" and "--factory" in words:
+    if words[0] in ("torchrun", "sbatch") and "--factory" in words:
         return "test_a_documented_command_plans_at_its_world_size"
     if words[0] == "torchrun" and "-m" in words:
         return "test_a_documented_module_takes_the_flags_of_its_page"
@@ -209,10 +242,12 @@ def test_every_line_of_a_block_is_checked():
 
 
 def test_every_script_parses():
-    scripts = [block for page in MARKDOWN for block in blocks(page) if block.language == "bash"]
+    """Those that pages show, and files."""
+    scripts = [block.text for page in MARKDOWN for block in blocks(page) if block.language == "bash"]
+    scripts += [(ROOT / path).read_text() for path in FILES if path.suffix == ".sh"]
     assert len(scripts) > 2
     for script in scripts:
-        subprocess.run(["bash", "-n"], input=script.text, text=True, check=True)
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 def test_targets_and_extras_exist():
@@ -262,7 +297,6 @@ def test_every_page_of_docs_is_in_its_list():
 RUNS_THE_PYTHON = {
     "README.md": "test_documented_commands.py",
     "energon_data/README.md": "test_data_page.py",
-    "launch/README.md": "test_launch_page.py",
     "docs/adding-a-backbone.md": "test_extending_pages.py",
     "docs/runs.md": "test_loop_options.py",
     "docs/adding-an-objective.md": "test_extending_pages.py",

@@ -1,0 +1,251 @@
+"""Time a grid of recipes, layouts and variants: one row each, as JSON lines, a table and a plot.
+
+    python -m benchmarks.sweep --factory tiny_dit --layouts ddp distopt fsdp tp2 tp2sp pp2 cp2 --ranks 2 --out sweep
+
+Every cell is `benchmarks.step` in processes of its own. A cell that runs out of memory, whose layout is refused or
+that fails is a row, too. Rows that `--out` has are not measured again: the same command goes on where it was stopped.
+`--executor NAME` measures the cells as one nemo-run experiment (launch/README.md).
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from benchmarks.step import OUT_OF_MEMORY, where
+from dit.durable_files import write_atomic
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from launch import environment, experiment, grid
+
+if TYPE_CHECKING:
+    from launch.experiment import Executor
+
+ROWS, PAGE, PLOT = "sweep.jsonl", "sweep.md", "sweep.png"
+TIMED_OUT, FAILED = "timed out", "failed"
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_ms_p50": ("ms, p50", lambda x: f"{x:,.1f}"),
+    "step_ms_p90": ("ms, p90", lambda x: f"{x:,.1f}"),
+    "planned_ms": ("ms, planned", lambda x: f"{x:,.1f}"),
+    "valid_tokens_per_s_per_rank": ("tokens/s per rank", lambda x: f"{x:,.0f}"),
+    "samples_per_s": ("samples/s", lambda x: f"{x:,.1f}"),
+    "tflops_per_rank_model": ("TFLOPS, executed", lambda x: f"{x:.4g}"),
+    "tflops_per_rank_hardware": ("TFLOPS, with recomputation and padding", lambda x: f"{x:.4g}"),
+    "tflops_per_rank_nemo": ("TFLOPS, NeMo's convention", lambda x: f"{x:.4g}"),
+    "mfu": ("MFU", lambda x: f"{x:.1%}"),
+    "peak_memory_gib": ("GiB", lambda x: f"{x:.2f}"),
+}
+"""Columns of the table: heading and format by the field of a row; a column without any value is left out."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help=f"folder of {ROWS}, {PAGE}, {PLOT} and of the logs")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a cell (%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before timing (%(default)s)")
+    parser.add_argument("--shape", metavar="TxHxW", help="synthetic latents, as in benchmarks.step")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds that a cell may take (%(default)s)")
+    parser.add_argument("--executor", help="measure as one nemo-run experiment; it has its own ranks")
+    experiment.add_arguments(parser)
+    grid.add_arguments(parser)
+    return parser
+
+
+def asked(cell: grid.Cell, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a row was asked for: two rows with the same of it are one measurement."""
+    names = {"recipe": cell.recipe, "layout": cell.layout, "variant": cell.variant, "overrides": cell.overrides}
+    return {**names, "ranks": args.ranks, "steps": args.steps, "warmup": args.warmup, "shape": args.shape}
+
+
+def is_row_of(row: dict[str, Any], cell: grid.Cell, args: argparse.Namespace) -> bool:
+    """Return whether a row is the measurement that is asked for."""
+    return all(row[key] == value for key, value in asked(cell, args).items())
+
+
+def words_of(cell: grid.Cell, args: argparse.Namespace, file: Path) -> list[str]:
+    """Return the words of `benchmarks.step` for a cell."""
+    shape = ["--shape", args.shape] if args.shape else []
+    lengths = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    return ["--factory", cell.recipe, *lengths, *shape, "--out", str(file), *cell.overrides]
+
+
+def command_of(words: Sequence[str], ranks: int) -> list[str]:
+    """Return the command of a cell on this machine."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
+    return [sys.executable, "-m", *launcher, "benchmarks.step", *words]
+
+
+def run_here(command: Sequence[str], log: Path, limit: float) -> bool:
+    """Run a command in a session of its own, of which nothing stays; return whether it ended within the limit (s)."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return True
+
+
+def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
+    """Return the record that a cell wrote, or how it ended without one.
+
+    Args:
+        file: of its record.
+        log: its output; may be missing.
+        in_time: whether it ended by itself.
+    """
+    if file.exists():
+        record: dict[str, Any] = json.loads(file.read_text().splitlines()[0])
+        return record
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if OUT_OF_MEMORY in text.lower():  # of another rank than the first, which alone writes
+        return {"status": OUT_OF_MEMORY, **where()}
+    errors = [line.strip() for line in text.splitlines() if "error:" in line.lower()]
+    status = FAILED if in_time else TIMED_OUT
+    return {"status": status, "error": errors[-1] if errors else f"no record; see {log}", **where()}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a sweep; a line that was cut while it was written does not count."""
+    if not path.exists():
+        return []
+    complete = path.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a row to a sweep, behind those that are complete."""
+    write_atomic(path, "".join(json.dumps(known) + "\n" for known in [*read_rows(path), row]))
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row in a line for the console."""
+    keys = [key for key in ("step_ms_p50", "valid_tokens_per_s_per_rank") if row.get(key) is not None]
+    found = [f"{COLUMNS[key][0]} {COLUMNS[key][1](row[key])}" for key in keys]
+    return "  ".join(filter(None, [*name_of(row), row["status"], *found, row.get("error")]))
+
+
+def name_of(row: dict[str, Any]) -> list[str]:
+    """Return the recipe, the layout and, if there is one, the variant of a row."""
+    return list(filter(None, (row["recipe"], row["layout"], row["variant"])))
+
+
+def page(rows: Sequence[dict[str, Any]], title: str) -> str:
+    """Return the table of the rows, with what they were measured on and with."""
+    shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    names = [name for name in ("recipe", "layout", "variant") if any(row[name] for row in rows)]
+    lines = [
+        f"| {' | '.join([*names, 'status', *(COLUMNS[key][0] for key in shown)])} |",
+        f"| {' | '.join(['---'] * (len(names) + 1) + ['---:'] * len(shown))} |",
+    ]
+    for row in rows:
+        cells = [COLUMNS[key][1](row[key]) if row.get(key) is not None else "-" for key in shown]
+        lines.append(f"| {' | '.join([*(row[name] or '-' for name in names), row['status'], *cells])} |")
+    refused = [f"* {', '.join(name_of(row))}: {row['error']}" for row in rows if row.get("error")]
+    places = sorted({f"{device_of(row)}, torch {row['torch']}, revision {row['revision']}" for row in rows})
+    counts = sorted({f"{row['steps']} steps after {row['warmup']}" for row in rows})
+    about = f"Measured on {'; '.join(places)}. Percentiles of {', '.join(counts)}; rates are those of the median step."
+    return "\n".join([f"# {title}", "", about, "", *lines, *(["", *refused] if refused else []), ""])
+
+
+def device_of(row: dict[str, Any]) -> str:
+    """Return how many of which device a row was measured on."""
+    return f"{row['ranks']} x {row['device']}"
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw tokens/s per rank of every cell; a cell without a time shows how it ended."""
+    from matplotlib.figure import Figure
+
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    figure = Figure(figsize=(9, 1.2 + 0.32 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    rates = [row.get("valid_tokens_per_s_per_rank") or 0.0 for row in rows]
+    axes.barh(range(len(rows)), rates, color=[f"C{recipes.index(row['recipe'])}" for row in rows])
+    for i, (row, rate) in enumerate(zip(rows, rates)):
+        text = f"{rate:,.0f}" if rate else row["status"]
+        axes.annotate(text, (rate, i), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), ["  ".join(name_of(row)) for row in rows], fontsize=8)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.set(xlabel="tokens/s per rank", title=", ".join(sorted(set(map(device_of, rows)))))
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+def measure_here(args: argparse.Namespace, cells: Sequence[grid.Cell]) -> None:
+    """Measure cells one by one in processes of this machine, and append a row after each."""
+    for cell in cells:
+        file, log = args.out / "cells" / f"{cell.name}.jsonl", args.out / "logs" / f"{cell.name}.log"
+        file.unlink(missing_ok=True)  # of a sweep that was stopped before it took the row
+        in_time = run_here(command_of(words_of(cell, args, file), args.ranks), log, args.limit)
+        take(args, cell, result_of(file, log, in_time))
+
+
+def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor: "Executor") -> None:
+    """Measure cells as one nemo-run experiment, and append their rows at its end."""
+    files = {cell: args.out.resolve() / "cells" / f"{cell.name}.jsonl" for cell in cells}
+    tasks = {cell.name: words_of(cell, args, file) for cell, file in files.items()}
+    for file in files.values():
+        file.unlink(missing_ok=True)
+    places = {"folder": args.folder, "dryrun": args.dryrun}
+    states = experiment.execute(args.name or args.out.name, "benchmarks.step", tasks, executor, **places)
+    for cell, file in files.items():
+        if cell.name in states:
+            take(args, cell, result_of(file, args.out / "logs" / f"{cell.name}.log", in_time=True))
+
+
+def take(args: argparse.Namespace, cell: grid.Cell, result: dict[str, Any]) -> None:
+    """Append the row of a cell, and print it in a line."""
+    row = {**result, **asked(cell, args)}
+    append(args.out / ROWS, row)
+    print(line_of(row), flush=True)
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code: 0 if every cell has a time, or is out of memory or refused."""
+    args = build_parser().parse_intermixed_args(argv)
+    if args.ranks < 1 or args.limit <= 0:
+        raise ConfigError(f"--ranks={args.ranks} and --limit={args.limit:g} must be above 0")
+    of_steps, of_executor = experiment.split_overrides(grid.overrides_of(args))
+    cells = grid.cells_of(args, of_steps)
+    environment.prepare()
+    executor = None if args.executor is None else experiment.executor_of(args.executor, of_executor)
+    if executor is not None:
+        args.ranks = executor.nnodes() * executor.nproc_per_node()
+    have = read_rows(args.out / ROWS)
+    missing = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in have)]
+    print(f"{len(missing)} of {len(cells)} cells to measure")
+    if executor is not None:
+        measure_there(args, missing, executor)
+    elif args.dryrun:
+        for cell in missing:
+            print(shlex.join(command_of(words_of(cell, args, args.out / "cells" / f"{cell.name}.jsonl"), args.ranks)))
+    else:
+        measure_here(args, missing)
+    if args.dryrun:
+        return EXIT_OK
+    rows = read_rows(args.out / ROWS)
+    write_atomic(args.out / PAGE, page(rows, f"Sweep {args.out.name}"))
+    plot(rows, args.out / PLOT)
+    print(f"{args.out / PAGE}, {args.out / PLOT}")
+    return EXIT_UNEXPECTED if any(row["status"] in (FAILED, TIMED_OUT) for row in rows) else EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Where the runs of an experiment run: nemo-run's executors, by name.
+
+`launch.experiment --executor "slurm(account='a', job_dir='/shared', nodes=4)" executor.qos=high`. Every field of the
+executor can be set as `executor.FIELD=value`. The package is installed wherever a run starts: nothing is packed and
+sent but for SkyPilot, whose executor takes a git archive alone.
+"""
+
+from collections.abc import Callable
+from typing import Optional
+
+import nemo_run as run
+from nemo_run.core.execution.docker import DockerExecutor
+from nemo_run.core.execution.kubeflow import KubeflowExecutor
+from nemo_run.core.execution.skypilot import SkypilotExecutor
+
+SAVE_S = 170
+"""Seconds that torchrun waits for ranks which save; Slurm's signal comes 10 s earlier before the limit."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_S), "LOGLEVEL": "WARNING"}
+
+
+@run.cli.factory
+def local() -> run.Config[run.LocalExecutor]:
+    """One process on this machine."""
+    return run.Config(run.LocalExecutor, env_vars=dict(ENVIRONMENT))
+
+
+@run.cli.factory
+def torchrun(ranks: int = 8) -> run.Config[run.LocalExecutor]:
+    """Several processes on this machine, started by torchrun."""
+    return run.Config(run.LocalExecutor, ntasks_per_node=ranks, launcher="torchrun", env_vars=dict(ENVIRONMENT))
+
+
+@run.cli.factory
+def docker(
+    image: str = "megatron-dit", ranks: int = 8, volumes: Optional[list[str]] = None
+) -> run.Config[DockerExecutor]:
+    """A container of this machine, with all its GPUs; `volumes` as FROM:TO."""
+    return run.Config(
+        DockerExecutor,
+        container_image=image,
+        ntasks_per_node=ranks,
+        num_gpus=-1,
+        runtime="nvidia",
+        ipc_mode="host",  # loader workers hand tensors over in shared memory
+        volumes=volumes or [],
+        launcher="torchrun",
+        packager=run.Config(run.Packager),
+        env_vars=dict(ENVIRONMENT),
+    )
+
+
+@run.cli.factory
+def slurm(
+    account: str,
+    job_dir: str,
+    partition: Optional[str] = None,
+    nodes: int = 1,
+    ranks: int = 8,
+    time: str = "04:00:00",
+) -> run.Config[run.SlurmExecutor]:
+    """Jobs of Slurm, submitted from a login node; `job_dir` is absolute, on a disk that all nodes see.
+
+    A failed job is requeued three times, 75 or not; launch/train.sh tells them apart.
+    """
+    return run.Config(
+        run.SlurmExecutor,
+        account=account,
+        partition=partition,
+        nodes=nodes,
+        ntasks_per_node=ranks,
+        gpus_per_node=ranks,
+        time=time,
+        launcher="torchrun",  # one task per node, whatever ntasks_per_node says
+        signal=f"TERM@{SAVE_S + 10}",  # nemo-run's torchrun has no --signals-to-handle; SIGTERM is passed on without
+        retries=3,
+        tunnel=run.Config(run.LocalTunnel, job_dir=job_dir),
+        packager=run.Config(run.Packager),
+        env_vars=dict(ENVIRONMENT),
+    )
+
+
+@run.cli.factory
+def skypilot(
+    gpus: str = "H100", ranks: int = 8, nodes: int = 1, infra: Optional[str] = None, image: Optional[str] = None
+) -> run.Config[SkypilotExecutor]:
+    """A cluster of a cloud or of Kubernetes by SkyPilot (`infra="k8s/CONTEXT"`); the committed tree is installed."""
+    return run.Config(
+        SkypilotExecutor,
+        gpus=gpus,
+        gpus_per_node=ranks,
+        num_nodes=nodes,
+        infra=infra,
+        container_image=image,
+        setup="pip install .",
+        launcher="torchrun",
+        env_vars=dict(ENVIRONMENT),
+    )
+
+
+@run.cli.factory
+def kubeflow(image: str, ranks: int = 8, nodes: int = 1, namespace: str = "default") -> run.Config[KubeflowExecutor]:
+    """A TrainJob of Kubeflow's Training Operator 2 on Kubernetes; launch/kubernetes.yaml needs no operator."""
+    return run.Config(
+        KubeflowExecutor,
+        image=image,
+        gpus_per_node=ranks,
+        num_nodes=nodes,
+        namespace=namespace,
+        launcher="torchrun",
+        packager=run.Config(run.Packager),
+        env_vars=dict(ENVIRONMENT),
+    )
+
+
+EXECUTORS: dict[str, Callable[..., run.Config]] = {
+    factory.__name__: factory for factory in (local, torchrun, docker, slurm, skypilot, kubeflow)
+}

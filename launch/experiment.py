@@ -1,0 +1,176 @@
+"""Train a recipe, or a grid of recipes, layouts and variants, as one nemo-run experiment.
+
+    python -m launch.experiment --executor "torchrun(ranks=2)" --factory tiny_dit --layouts ddp tp2 pp2
+
+Each run is `launch.train` with its own checks and exit codes, in a run folder of its own below `--runs`. On this
+machine they go one after the other, elsewhere all are submitted at once. A run that fails makes the command fail; the
+others still run. `--dryrun` prints what would be started.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from launch import environment, grid
+
+if TYPE_CHECKING:
+    from nemo_run.core.execution.base import Executor as Executor
+    from torchx.specs import AppDryRunInfo
+
+SUCCEEDED = "SUCCEEDED"
+EXECUTOR = "executor."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say where an experiment runs."""
+    parser.add_argument("--name", help="of the experiment (default: the first recipe)")
+    parser.add_argument("--folder", type=Path, help="of nemo-run's scripts and logs (NEMORUN_HOME, or ~/.nemo_run)")
+    parser.add_argument("--dryrun", action="store_true", help="print what would be started, and start nothing")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.experiment", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--executor", default="local", help="a name of launch/executors.py, with its arguments (%(default)s)"
+    )
+    parser.add_argument("--detach", action="store_true", help="return once submitted; Slurm and SkyPilot alone")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the run folders (%(default)s)")
+    add_arguments(parser)
+    grid.add_arguments(parser)
+    return parser
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides of the runs, and those of the executor without their prefix."""
+    own = [word.removeprefix(EXECUTOR) for word in words if word.startswith(EXECUTOR)]
+    return [word for word in words if not word.startswith(EXECUTOR)], own
+
+
+def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
+    """Return the executor that `name(argument=value)` and overrides of its fields describe.
+
+    Raises:
+        ConfigError: there is no such executor, it does not take the arguments, or what it needs is not installed.
+    """
+    import fiddle
+    import nemo_run as run
+    from nemo_run.cli.cli_parser import CLIException, parse_cli_args
+
+    from launch.executors import EXECUTORS
+    from launch.overrides import apply_overrides, split_arguments
+
+    name, _, arguments = text.partition("(")
+    if name not in EXECUTORS:
+        raise ConfigError(f"--executor {name}: no such executor; use one of {', '.join(EXECUTORS)}")
+    try:
+        call = parse_cli_args(EXECUTORS[name], split_arguments(arguments.removesuffix(")")), output_type=run.Partial)
+        config = fiddle.build(call)()
+    except (CLIException, TypeError) as error:
+        raise ConfigError(f"--executor {text}: {error.args[0]}; launch/executors.py has its arguments") from error
+    apply_overrides(config, list(overrides), lambda name: None)
+    try:
+        executor: Executor = fiddle.build(config)
+    except (AssertionError, ImportError) as error:  # nemo-run's way to say that an extra of it is missing
+        raise ConfigError(f"--executor {name}: {str(error).partition(chr(10))[0]}") from error
+    return executor
+
+
+def execute(
+    title: str,
+    module: str,
+    tasks: Mapping[str, Sequence[str]],
+    executor: "Executor",
+    *,
+    folder: Optional[Path] = None,
+    detach: bool = False,
+    dryrun: bool = False,
+) -> dict[str, str]:
+    """Run `python -m MODULE WORDS` for each task as one experiment, and return their states by name.
+
+    Args:
+        title: of the experiment, a name of a folder.
+        module: with its own command line, such as `launch.train`.
+        tasks: words by the name of a task.
+        executor: where they run; on this machine one after the other.
+        folder: of scripts and logs; None for nemo-run's own.
+        detach: return once submitted, with the states of that moment.
+        dryrun: print the scripts; no task has a state.
+    """
+    import nemo_run as run
+    from nemo_run.core.execution.docker import DockerExecutor
+
+    own, start = isinstance(executor, run.LocalExecutor), [module]
+    if own:  # python of this installation, also where its folder is not on PATH
+        path = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), os.environ.get("PATH"))))
+        executor.env_vars.setdefault("PATH", path)
+    if own and executor.launcher == "torchrun":
+        # nemo-run quotes the words of torchrun for a shell, and on this machine starts it without one.
+        executor.launcher = None
+        ranks = str(executor.nproc_per_node())
+        start = ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", module]
+    base = None if folder is None else str(folder)
+    quiet = {"skip_status_at_exit": True, "enable_goodbye_message": False, "log_level": "WARN"}
+    with run.Experiment(title, base_dir=base, **quiet) as experiment:
+        for name, words in tasks.items():
+            script = run.Script(path=start[0], m=True, args=[*start[1:], *words], entrypoint="python")
+            experiment.add(script, executor=executor, name=name)
+        if dryrun:
+            experiment.dryrun(log=False)
+            for job in experiment.jobs:
+                print(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # nemo-run has no public name for it
+            return {}
+        one_by_one = own or isinstance(executor, DockerExecutor)
+        experiment.run(sequential=one_by_one and len(tasks) > 1, detach=detach, tail_logs=not detach)
+    jobs = experiment.status(return_dict=True) or {}
+    return {name: str(job["status"]) for name, job in jobs.items()}
+
+
+def _script(planned: "AppDryRunInfo[Any]") -> str:
+    """Return what nemo-run would start: a command line on this machine, else the scheduler's own script."""
+    roles = getattr(planned.request, "role_params", {})
+    return "\n".join(shlex.join(process.args) for processes in roles.values() for process in processes) or str(planned)
+
+
+def conclude(states: Mapping[str, str], detached: bool) -> int:
+    """Print the states of the tasks, and return the exit code: 0 if all succeeded, or were submitted."""
+    for name, state in states.items():
+        print(f"{state:<10} {name}")
+    failed = [name for name, state in states.items() if state != SUCCEEDED]
+    if not failed or detached:
+        return EXIT_OK
+    print(f"error: {len(failed)} of {len(states)} runs did not succeed: {', '.join(failed)}", file=sys.stderr)
+    return EXIT_UNEXPECTED
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    args = build_parser().parse_intermixed_args(argv)
+    of_runs, of_executor = split_overrides(grid.overrides_of(args))
+    cells = grid.cells_of(args, of_runs, own=["training.run_dir"])
+    environment.prepare()
+    with environment.light_imports():
+        import nemo_run  # noqa: F401
+    executor = executor_of(args.executor, of_executor)
+    tasks = {
+        cell.name: [
+            *("--yes", "--factory", cell.recipe, *cell.overrides),
+            f"training.run_dir={args.runs.resolve() / cell.name}",
+        ]
+        for cell in cells
+    }
+    where = {"folder": args.folder, "detach": args.detach, "dryrun": args.dryrun}
+    states = execute(args.name or args.factory[0], "launch.train", tasks, executor, **where)
+    return conclude(states, args.detach)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Grids of runs: recipes x layouts x variants, as `launch.experiment` trains them and `benchmarks.sweep` times them.
+
+A layout is written as recipes spell it, `tp2sp_cp4`, `fsdp`, `tp2+pp2`; `own` is that of the recipe. Sizes that it does
+not name are 1, whatever the recipe has.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Optional
+
+from dit.errors import ConfigError
+
+OWN = "own"
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+DATA_PARALLEL = {"ddp": "ddp", "distopt": "distributed_optimizer", "fsdp": "fsdp"}
+_SIZE = rf"(?P<size>{'|'.join(SIZES)})(?P<number>[1-9]\d*)"
+_WORDS = re.compile(rf"{_SIZE}|(?P<sequence>sp)|(?P<data>{'|'.join(DATA_PARALLEL)})|[_+]")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid.
+
+    Attributes:
+        recipe: a name of `--list`.
+        layout: as in `layout_overrides`.
+        variant: further overrides, separated by spaces; may be empty.
+        common: overrides of every cell.
+    """
+
+    recipe: str
+    layout: str
+    variant: str
+    common: tuple[str, ...]
+
+    @property
+    def overrides(self) -> list[str]:
+        """All overrides, the later ones win."""
+        return [*self.common, *layout_overrides(self.layout), *self.variant.split()]
+
+    @property
+    def name(self) -> str:
+        """A name that a folder or a job can have; unequal for unequal cells of a grid."""
+        return re.sub(r"[^\w.=-]+", "_", ".".join(filter(None, (self.recipe, self.layout, self.variant))))
+
+
+def layout_overrides(text: str) -> list[str]:
+    """Return the overrides of a layout: `tp2sp`, `cp4`, `pp2_fsdp`, or `own` for none.
+
+    Raises:
+        ConfigError: a word is not one of a layout, or is there twice.
+    """
+    if text == OWN:
+        return []
+    settings: dict[str, int | bool | str] = {**dict.fromkeys(SIZES.values(), 1), "sequence_parallel": False}
+    named, rest = set[str](), text
+    while rest:
+        match = _WORDS.match(rest)
+        setting = _setting(match) if match else None
+        if match is None or (setting and setting[0] in named):
+            raise ConfigError(
+                f"layout {text!r}: {rest!r} is not a further word of a layout; write sizes as {', '.join(SIZES)} with "
+                f"a number, then sp, {', '.join(DATA_PARALLEL)}, such as tp2sp_cp4 or fsdp, or {OWN}"
+            )
+        if setting:
+            named.add(setting[0])
+            settings[setting[0]] = setting[1]
+        rest = rest[match.end() :]
+    return [f"parallel.{key}={value}" for key, value in settings.items()]
+
+
+def _setting(word: re.Match[str]) -> Optional[tuple[str, int | bool | str]]:
+    """Return the setting that a word of a layout makes; None for a separator."""
+    if size := word["size"]:
+        return SIZES[size], int(word["number"])
+    if word["sequence"]:
+        return "sequence_parallel", True
+    return ("data_parallel", DATA_PARALLEL[word["data"]]) if word["data"] else None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a grid to a command."""
+    parser.add_argument("--factory", required=True, nargs="+", metavar="RECIPE", help="recipes (launch.train --list)")
+    parser.add_argument(
+        "--layouts", nargs="+", default=[OWN], metavar="LAYOUT", help="such as tp2sp_cp4, pp2, fsdp (%(default)s)"
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        metavar="'key=value ...'",
+        help="a variant: its overrides; may be given several times",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of every run")
+
+
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """Return the overrides of every run, also those that stand behind a list of recipes or layouts."""
+    return [*args.overrides, *filter(_is_override, (*args.factory, *args.layouts))]
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word.partition("(")[0]
+
+
+def cells_of(args: argparse.Namespace, common: Sequence[str], own: Sequence[str] = ()) -> list[Cell]:
+    """Return the cells of a parsed command, recipe by recipe.
+
+    Args:
+        common: overrides of every cell.
+        own: settings that the command itself makes for each cell.
+
+    Raises:
+        ConfigError: a recipe does not exist, a layout is not one, two cells are equal, or a setting is `own`.
+    """
+    from launch import cli
+
+    recipes, layouts = ([word for word in words if not _is_override(word)] for words in (args.factory, args.layouts))
+    for recipe in recipes:
+        cli.check_factory(recipe)
+    grid = product(recipes, layouts or [OWN], args.vary or [""])
+    found = [Cell(recipe, layout, variant, tuple(common)) for recipe, layout, variant in grid]
+    names = [cell.name for cell in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"the grid has {', '.join(twice)} twice; name each recipe, layout and variant once")
+    for cell in found:
+        for word in cell.overrides:
+            key, equals, _ = word.partition("=")
+            if not equals or key in own:
+                reason = "is set by the command for each run" if equals else "is not key=value"
+                raise ConfigError(f"override {word!r} {reason}; leave it out")
+    return found

@@ -1,0 +1,66 @@
+#!/bin/bash
+# Train a recipe on Slurm: sbatch [flags of sbatch] launch/train.sh --factory RECIPE key=value ...
+#
+# One task per node, which is torchrun; all meet at the first node. The command line is resolved before any of them
+# starts. The exit code is that of the run (docs/runs.md): a preempted run (75) is requeued and resumes, a lost peer or an
+# unexpected error (70) too, MAX_RESTARTS times; everything else ends the job. `scancel` ends this script, so that a
+# cancelled run is not requeued.
+#
+# Flags of sbatch's command line win over those below. Read from the environment:
+#   RANKS_PER_NODE  processes of a node (the GPUs that Slurm allocated there)
+#   NUMA            node, socket, exclusive or core-complex: each rank runs on the cores near its GPU; needs numactl
+#   PORT            of the rendezvous on the first node (from the job's number)
+#   MAX_RESTARTS    after unexpected errors (3)
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --time=04:00:00
+#SBATCH --signal=USR1@180
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -uo pipefail
+
+fail() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+[[ -n ${SLURM_JOB_ID:-} ]] ||
+  fail "launch/train.sh runs as a job of Slurm, sbatch launch/train.sh $*; elsewhere start torchrun (launch/README.md)"
+if [[ -f .venv/bin/activate ]]; then . .venv/bin/activate; fi
+
+ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
+[[ $ranks =~ ^[1-9][0-9]*$ ]] ||
+  fail "the job has no GPUs (SLURM_GPUS_ON_NODE='$ranks'); give sbatch --gpus-per-node=N, or set RANKS_PER_NODE=N"
+numa=()
+if [[ -n ${NUMA:-} ]]; then
+  command -v numactl >/dev/null || fail "NUMA=$NUMA needs numactl, which $(hostname) does not have; install it or unset NUMA"
+  numa=(--numa-binding "$NUMA")
+fi
+
+# A mistake ends here with its code, before nodes wait for each other. What it resolves to says where the run is.
+config=$(mktemp --suffix=.yaml)
+trap 'rm -f "$config"' EXIT
+python -m launch.train "$@" --to-yaml "$config" || exit $?
+run_dir=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["training"]["run_dir"])' "$config") || exit $?
+rm -f "$run_dir/exit.json" # of an earlier attempt
+
+# Slurm sends USR1 180 s before the limit, to the tasks of srun alone; torchrun passes it on and waits for its ranks.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-170}
+head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+restarts=${SLURM_RESTART_COUNT:-0}
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" \
+  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID.$restarts" \
+  --rdzv-endpoint "$head_node:${PORT:-$((20000 + SLURM_JOB_ID % 20000))}" \
+  --signals-to-handle SIGTERM,SIGINT,SIGUSR1 "${numa[@]}" -m launch.train --yes "$@"
+code=$?
+
+# torchrun ends with 1 for every failure; the record has the code of the rank that failed first.
+recorded=$(sed -n 's/^ *"code": \([0-9]*\),$/\1/p' "$run_dir/exit.json" 2>/dev/null)
+code=${recorded:-$code}
+if ((code == 75 || (code == 70 && restarts < ${MAX_RESTARTS:-3}))); then
+  echo "ended with $code after $restarts restarts; requeued" >&2
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

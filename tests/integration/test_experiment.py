@@ -1,0 +1,57 @@
+"""A grid as one nemo-run experiment on this machine, and nemo-run's own command on our recipes; both end truly."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+from tests.integration.runs import environment, loss_values, outcome
+
+pytestmark = pytest.mark.matrix
+
+
+def ended(*command: str, **environ: str) -> subprocess.CompletedProcess:
+    """Run a command to its end; its output goes to the test's."""
+    done = subprocess.run(
+        command, env=environment(**environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(done.stdout[-3000:])
+    return done
+
+
+def test_a_grid_runs_to_its_end_and_fails_if_one_run_does(tmp_path):
+    """The first run is refused by its ranks, the second still trains; the command fails and names the first."""
+    done = ended(
+        *(sys.executable, "-m", "launch.experiment", "--executor", "torchrun(ranks=2)"),
+        *("--folder", str(tmp_path / "nemo_run"), "--runs", str(tmp_path / "runs")),
+        *("--factory", "tiny_dit", "--layouts", "pp4", "tp2", "training.num_steps=3"),
+    )
+    assert done.returncode == EXIT_UNEXPECTED
+    assert "1 of 2 runs did not succeed: tiny_dit.pp4" in done.stdout
+    assert outcome(tmp_path / "runs" / "tiny_dit.pp4")["code"] == EXIT_CONFIG
+    assert outcome(tmp_path / "runs" / "tiny_dit.tp2")["code"] == EXIT_OK
+    assert len(loss_values(tmp_path / "runs" / "tiny_dit.tp2")) == 3
+
+
+@pytest.fixture
+def entry_point(tmp_path) -> str:
+    """The path of a folder that declares our entry point as an installed copy does."""
+    folder = tmp_path / "site" / "entry_point_of_this_tree-0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: entry-point-of-this-tree\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text("[nemo_run.cli]\ndit = launch.nemorun\n")
+    return f"{folder.parent}{os.pathsep}{environment()['PYTHONPATH']}"
+
+
+def test_nemo_runs_own_command_trains_our_recipes(tmp_path, entry_point):
+    """`nemorun dit pretrain`: recipe, settings and a part by name; a mistake ends with 1, nemo-run's code for all."""
+    nemorun = [str(Path(sys.executable).parent / "nemorun"), "dit", "pretrain", "--factory", "tiny_dit", "--yes"]
+    words = [f"training.run_dir={tmp_path / 'run'}", "training.num_steps=3", "objective=edm"]
+    environ = {"PYTHONPATH": entry_point, "NEMORUN_HOME": str(tmp_path)}
+    assert ended(*nemorun, *words, **environ).returncode == 0
+    assert outcome(tmp_path / "run")["code"] == EXIT_OK
+    assert "dit.objectives.edm.EDM" in (tmp_path / "run" / "config.yaml").read_text()
+    assert ended(*nemorun, *words, "training.num_stepz=3", **environ).returncode == 1

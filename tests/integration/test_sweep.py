@@ -1,0 +1,38 @@
+"""`benchmarks.sweep` on two gloo ranks, over six layouts and a refused one; the same as a nemo-run experiment."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sweep import PLOT, ROWS
+from tests.integration.runs import environment
+
+pytestmark = pytest.mark.matrix
+LAYOUTS = ("ddp", "distopt", "fsdp", "tp2sp", "pp2", "cp2", "pp4")
+
+
+def sweep(out: Path, *words: str) -> list[dict]:
+    """Run the sweep in a process of its own and return its rows."""
+    grid = ["--factory", "tiny_dit", "--layouts", *LAYOUTS, "--steps", "2", "--warmup", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.sweep", *grid, *words]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert (out / PLOT).stat().st_size > 5000
+    return [json.loads(line) for line in (out / ROWS).read_text().splitlines()]
+
+
+def test_a_sweep_here_is_the_sweep_as_an_experiment(tmp_path):
+    """Same cells and layouts, same tokens, same loss to the bit; only times differ. The refused layout is a row."""
+    here = sweep(tmp_path / "here", "--ranks", "2")
+    there = sweep(tmp_path / "there", "--executor", "torchrun(ranks=2)", "--folder", str(tmp_path / "nemo_run"))
+    assert [row["layout"] for row in here] == list(LAYOUTS)
+    assert [row["status"] for row in here] == ["ok"] * 6 + ["refused"]
+    for own, other in zip(here, there, strict=True):
+        same = ("recipe", "layout", "overrides", "ranks", "status", "tokens_per_step", "loss", "parameters", "tp", "pp")
+        assert {key: own.get(key) for key in same} == {key: other.get(key) for key in same}
+    measured = [row for row in here if row["status"] == "ok"]
+    assert {row["parameters"] for row in measured} == {measured[0]["parameters"]}
+    assert {row["world_size"] for row in measured} == {2}

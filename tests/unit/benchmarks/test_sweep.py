@@ -1,0 +1,115 @@
+"""`benchmarks.sweep`: what a cell's end becomes, what is not run again, the table and the plot.
+
+Cells are stand-ins that end at once here; tests/integration/test_sweep.py measures on two ranks.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import sweep
+from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+
+ENDS = """
+import json, pathlib, sys, time
+words = sys.argv[1:]
+file = pathlib.Path(words[words.index("--out") + 1])
+layout = file.stem.split(".")[1]
+record = {"device": "CPU", "torch": "2", "revision": "abc"}
+def write(**more):
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(record | more) + "\\n")
+if layout == "ddp":
+    write(status="ok", step_ms_p50=20.0, step_ms_p90=25.0, valid_tokens_per_s_per_rank=1234.5, samples_per_s=9.0)
+elif layout == "tp2":
+    write(status="out of memory")
+elif layout == "pp3":
+    write(status="refused", error="num_layers=2 cannot be split")
+elif layout == "cp2":
+    print("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
+elif layout == "fsdp":
+    print("Traceback"); print("error: the disk is full")
+else:
+    time.sleep(60)
+sys.exit(layout != "ddp")
+"""
+LAYOUTS = ("ddp", "tp2", "pp3", "cp2", "fsdp", "ep2")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The cells that were started, by their words."""
+    found: list[list[str]] = []
+
+    def command(words: list[str], ranks: int) -> list[str]:
+        found.append(words)
+        return [sys.executable, "-c", ENDS, *words]
+
+    monkeypatch.setattr(sweep, "command_of", command)
+    return found
+
+
+def run(out: Path, *words: str) -> int:
+    return sweep.main(["--factory", "tiny_dit", "--ranks", "2", "--out", str(out), *words])
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
+
+
+def test_every_cell_has_a_row_however_it_ends(tmp_path, started, capsys):
+    """A layout that is refused, memory of any rank, a failure, a hang: the sweep goes on, and says it at its end."""
+    assert run(tmp_path, "--limit", "5", "--layouts", *LAYOUTS) == EXIT_UNEXPECTED
+    found = rows(tmp_path)
+    ended = ["ok", "out of memory", "refused", "out of memory", "failed", "timed out"]
+    assert [(row["layout"], row["status"]) for row in found] == list(zip(LAYOUTS, ended, strict=True))
+    assert all({"device", "torch", "revision", "ranks", "overrides"} <= set(row) for row in found)
+    assert found[4]["error"] == "error: the disk is full"
+    page = (tmp_path / "sweep.md").read_text()
+    assert "| tiny_dit | ddp | ok | 20.0 | 25.0 | 1,234 | 9.0 |" in page
+    assert "| tiny_dit | pp3 | refused | - | - | - | - |" in page
+    assert "* tiny_dit, pp3: num_layers=2 cannot be split" in page
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, started, capsys):
+    """Rows that are there stay to the byte; one that was cut while written is measured again, and so is another one."""
+    assert run(tmp_path, "--layouts", "ddp", "tp2") == EXIT_OK
+    before = (tmp_path / "sweep.jsonl").read_text()
+    (tmp_path / "sweep.jsonl").write_text(before + before[:40])
+    assert run(tmp_path, "--layouts", "ddp", "tp2", "pp3") == EXIT_OK
+    assert len(started) == 3
+    assert (tmp_path / "sweep.jsonl").read_text().startswith(before)
+    assert len(rows(tmp_path)) == 3
+    assert run(tmp_path, "--layouts", "ddp", "--steps", "7") == EXIT_OK
+    assert run(tmp_path, "--layouts", "ddp", "training.recompute=full") == EXIT_OK
+    assert [row["steps"] for row in rows(tmp_path)[3:]] == [7, 20]
+    assert len(started) == 5
+    assert "0 of 2 cells" in [run(tmp_path, "--layouts", "ddp", "tp2"), capsys.readouterr().out][1]
+
+
+def test_a_dry_run_prints_the_commands(tmp_path, capsys):
+    assert run(tmp_path, "--dryrun", "--layouts", "tp2", "--shape", "1x8x8", "training.precision=bf16") == EXIT_OK
+    command = capsys.readouterr().out.splitlines()[1]
+    assert "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.step --factory tiny_dit" in command
+    assert "--shape 1x8x8" in command
+    assert "training.precision=bf16 parallel.tensor_model_parallel_size=2" in command
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path, capsys):
+    assert run(tmp_path, "--ranks", "0") == EXIT_CONFIG
+    assert "--ranks=0 and --limit=1800 must be above 0" in capsys.readouterr().err
+
+
+def test_planned_times_have_a_column_where_a_row_has_one():
+    row = {"recipe": "r", "layout": "own", "variant": "", "status": "ok", "ranks": 1, "steps": 5, "warmup": 1}
+    row |= {"device": "CPU", "torch": "2", "revision": "abc", "step_ms_p50": 20.0}
+    assert "planned" not in sweep.page([row], "x")
+    page = sweep.page([row | {"planned_ms": 18.0}, row], "x")
+    assert "| recipe | layout | status | ms, p50 | ms, planned |" in page
+    assert "| r | own | ok | 20.0 | 18.0 |" in page
+    assert "| r | own | ok | 20.0 | - |" in page

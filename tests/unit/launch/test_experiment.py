@@ -1,0 +1,144 @@
+"""`launch.experiment`: grids, executors by name, and what a dry run prints; tests/integration runs one."""
+
+import argparse
+import io
+import shlex
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError
+from dit.parallel.dims import ParallelConfig
+from launch import cli, executors, experiment, grid, train
+
+SLURM = "slurm(account='lab', partition='gpu', nodes=4, job_dir='/shared/nemo_run')"
+
+
+def parallel(layout: str) -> ParallelConfig:
+    """Return the settings of a layout, on a recipe that has others."""
+    words = ["--factory", "tiny_dit", "parallel.tensor_model_parallel_size=4", "parallel.sequence_parallel=True"]
+    task = train.resolve(cli.parse([*words, *grid.layout_overrides(layout)]))
+    return ParallelConfig(**{f.name: getattr(task.parallel, f.name) for f in fields(ParallelConfig)})
+
+
+def test_a_layout_is_written_as_recipes_spell_it():
+    """Sizes that it does not name are 1, also where the recipe has others; `own` leaves them."""
+    tp, pp, cp, ep = grid.SIZES.values()
+    assert parallel("tp2sp_cp4") == ParallelConfig(**{tp: 2, cp: 4}, sequence_parallel=True, data_parallel="ddp")
+    assert parallel("tp2+pp3+distopt") == ParallelConfig(**{tp: 2, pp: 3}, data_parallel="distributed_optimizer")
+    assert parallel("fsdp") == ParallelConfig(data_parallel="fsdp")
+    assert parallel("ep2") == ParallelConfig(**{ep: 2}, data_parallel="ddp")
+    assert parallel("own") == ParallelConfig(**{tp: 4}, sequence_parallel=True, data_parallel="ddp")
+
+
+@pytest.mark.parametrize("layout", ["tp", "tp0", "2tp", "tp2tp4", "fsdp_ddp", "spsp", "zero3", "tp2 sp"])
+def test_a_word_that_is_no_layout_is_named(layout):
+    with pytest.raises(
+        ConfigError, match=r"layout .* is not a further word of a layout; write sizes as tp, pp, cp, ep"
+    ):
+        grid.layout_overrides(layout)
+
+
+def parsed(*words: str) -> list[grid.Cell]:
+    parser = argparse.ArgumentParser()
+    grid.add_arguments(parser)
+    args = parser.parse_intermixed_args(words)
+    return grid.cells_of(args, grid.overrides_of(args), own=["training.run_dir"])
+
+
+def test_a_grid_has_every_combination_and_a_variant_wins():
+    common = "training.num_steps=5"
+    variants = ("training.num_steps=7 model.num_layers=3", "")
+    vary = [word for variant in variants for word in ("--vary", variant)]
+    cells = parsed(*vary, "--factory", "tiny_dit", "tiny_wan", "--layouts", "own", "tp2", common)
+    assert len({cell.name for cell in cells}) == len(cells) == 8
+    assert cells[0].overrides == [common, *variants[0].split()]
+    assert cells[3].overrides == [common, *grid.layout_overrides("tp2")]
+    assert {cell.recipe for cell in cells[4:]} == {"tiny_wan"}
+    assert all(Path(cell.name).name == cell.name and not shlex.quote(cell.name).startswith("'") for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--factory", "tiny_dti"], "no such recipe; did you mean tiny_dit"),
+        (["--factory", "tiny_dit", "--layouts", "tp2", "tp2"], "tiny_dit.tp2 twice"),
+        (["--factory", "tiny_dit", "--vary", "training.run_dir=x"], "is set by the command for each run"),
+        (["--factory", "tiny_dit", "--vary", "faster"], "'faster' is not key=value"),
+    ],
+)
+def test_a_grid_that_cannot_run_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        parsed(*words)
+
+
+def dry_run(tmp_path: Path, capsys: pytest.CaptureFixture, *words: str) -> str:
+    where = ["--folder", str(tmp_path / "nemo_run"), "--runs", str(tmp_path / "runs"), "--dryrun"]
+    code = experiment.main([*words, *where, "--factory", "tiny_dit", "--layouts", "ddp", "tp2", *OVERRIDES])
+    out, err = capsys.readouterr()
+    assert (code, err) == (EXIT_OK, "")
+    assert not (tmp_path / "runs").exists()
+    return out
+
+
+OVERRIDES = ["training.num_steps=5", "data.shapes=['1x8x8', '1x8x16']"]
+
+
+def test_a_dry_run_on_this_machine_prints_command_lines(tmp_path, capsys):
+    """They are what torchrun and launch.train take, values with spaces in them included."""
+    out = dry_run(tmp_path, capsys, "--executor", "torchrun(ranks=2)")
+    start = "python -m torch.distributed.run "
+    commands = [line.removeprefix(start) for line in out.splitlines() if line.startswith(start)]
+    for line, layout in zip(commands, ("ddp", "tp2"), strict=True):
+        found = get_args_parser().parse_args(shlex.split(line))
+        assert (found.nproc_per_node, found.module, found.training_script) == ("2", True, "launch.train")
+        options = cli.parse(found.training_script_args)
+        run_dir = f"training.run_dir={tmp_path / 'runs' / f'tiny_dit.{layout}'}"
+        assert options.overrides == [*OVERRIDES, *grid.layout_overrides(layout), run_dir]
+        assert (options.factory, options.yes) == ("tiny_dit", True)
+
+
+def test_a_dry_run_for_slurm_prints_scripts(tmp_path, capsys, monkeypatch):
+    """Each is a script of bash that asks for four nodes, and warns the ranks before its limit."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # nemo-run copies files by a library that reads it
+    out = dry_run(tmp_path, capsys, "--executor", SLURM, "executor.qos=high")
+    scripts = [text.partition("\n# tiny_dit.")[0] for text in out.split("#!/bin/bash")[1:]]
+    assert len(scripts) == 2
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        asked = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+        wanted = ("account=lab", "partition=gpu", "qos=high", "nodes=4", "ntasks-per-node=1", "gpus-per-node=8")
+        assert set(wanted) <= set(asked)
+        seconds = int(next(line for line in asked if line.startswith("signal=TERM@")).partition("@")[2])
+        assert 30 < executors.SAVE_S < seconds
+        assert "--nnodes 4 --nproc-per-node 8" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["slum"], "--executor slum: no such executor; use one of local, torchrun, docker, slurm, skypilot, kubeflow"),
+        (["slurm(nodes=2)"], "missing 2 required positional arguments: 'account' and 'job_dir'"),
+        (["torchrun(rank=2)"], "rank"),
+        (["torchrun", "executor.nodez=2"], "did you mean nodes?"),
+        (["skypilot"], "Skypilot is not installed"),
+        (["kubeflow(image='x')"], "kubernetes package is required"),
+    ],
+)
+def test_an_executor_that_cannot_be_built_is_named(capsys, words, message):
+    """Of the last two, what is missing here; their arguments are checked before."""
+    assert experiment.main(["--executor", *words[:1], "--factory", "tiny_dit", *words[1:]]) == EXIT_CONFIG
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_one_failed_run_fails_the_command(capsys):
+    """A submitted one has not failed yet."""
+    states = {"a": "SUCCEEDED", "b": "FAILED", "c": "UNKNOWN"}
+    assert experiment.conclude(states, detached=False) == EXIT_UNEXPECTED
+    assert "2 of 3 runs did not succeed: b, c" in capsys.readouterr().err
+    assert experiment.conclude({"a": "SUCCEEDED"}, detached=False) == EXIT_OK
+    assert experiment.conclude({"a": "SUBMITTED"}, detached=True) == EXIT_OK

@@ -1,0 +1,141 @@
+"""launch/train.sh by what it starts and how it ends; tests/integration/test_slurm.py trains with it.
+
+torchrun and the resolving of the command line are stand-ins here, which cost no time; the script is the real one.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from launch import cli
+from tests.support import slurm
+
+TORCHRUN = """#!/bin/bash
+printf '%q ' "$@" >>"{folder}/started"; echo >>"{folder}/started"
+echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >"{folder}/timeout"
+cp "{folder}/record.json" "{folder}/run/exit.json" 2>/dev/null
+exit "$(cat "{folder}/code")"
+"""
+PYTHON = """#!/bin/bash
+if [[ "$1 $2" != "-m launch.train" ]]; then exec {python} "$@"; fi
+[[ "$*" != *refused* ]] || exit 2
+printf 'training:\\n  run_dir: {folder}/run\\n' >"${{@: -1}}"
+"""
+
+
+class Ended(NamedTuple):
+    """A job that ended: its code, whether it is requeued, its output, and the command line of each torchrun."""
+
+    code: int
+    requeued: bool
+    log: str
+    started: list[list[str]]
+
+
+def job(folder: Path, *arguments: str, flags: tuple[str, ...] = (), restarts: int = 0, **environ: str) -> Ended:
+    """Run the script to its end, with stand-ins for torchrun and for `python -m launch.train`."""
+    slurm.commands(folder, torchrun=TORCHRUN, python=PYTHON)
+    (folder / "run").mkdir(exist_ok=True)
+    (folder / "code").touch()
+    process = slurm.sbatch(folder, flags, arguments, {**os.environ, **environ}, restarts)
+    code = process.wait(timeout=60)
+    started = folder / "started"
+    lines = started.read_text().splitlines() if started.exists() else []
+    return Ended(code, slurm.is_requeued(folder), (folder / "job.log").read_text(), [shlex.split(x) for x in lines])
+
+
+def ends_with(folder: Path, code: int, recorded: Optional[int]) -> None:
+    """Let torchrun end with a code, and the run with a record."""
+    (folder / "code").write_text(str(code))
+    if recorded is not None:
+        (folder / "record.json").write_text(json.dumps({"code": recorded, "reason": "x"}, indent=1) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "recorded", "restarts", "code", "requeued"),
+    [
+        (0, 0, 0, 0, False),
+        (1, 75, 0, 75, True),
+        (1, 75, 99, 75, True),
+        (1, 70, 2, 70, True),
+        (1, 70, 3, 70, False),
+        (1, 3, 0, 3, False),
+        (1, 5, 0, 5, False),
+        (9, None, 0, 9, False),
+    ],
+)
+def test_a_job_ends_with_the_code_of_its_run(tmp_path, torchrun, recorded, restarts, code, requeued):
+    """What goes on is requeued, an unexpected error three times; torchrun's code counts where there is no record."""
+    ends_with(tmp_path, torchrun, recorded)
+    ended = job(tmp_path, "--factory", "tiny_dit", restarts=restarts)
+    assert (ended.code, ended.requeued) == (code, requeued), ended.log
+
+
+def test_the_record_of_an_earlier_attempt_does_not_count(tmp_path):
+    ends_with(tmp_path, 9, None)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "exit.json").write_text(json.dumps({"code": 75, "reason": "preempted"}, indent=1))
+    ended = job(tmp_path, "--factory", "tiny_dit")
+    assert (ended.code, ended.requeued) == (9, False), ended.log
+
+
+def test_every_node_starts_a_torchrun_that_takes_the_words(tmp_path):
+    """Four nodes meet at the first; a word with spaces arrives as one; the signal and the time to save are Slurm's."""
+    ends_with(tmp_path, 0, 0)
+    words = ("--factory", "dit_xl2_imagenet", "data.path=/data/with space", "training.run_dir=/shared/xl2")
+    ended = job(tmp_path, *words, flags=("--nodes=4",), restarts=2)
+    assert len(ended.started) == 4
+    assert all(started == ended.started[0] for started in ended.started)
+    parsed = get_args_parser().parse_args(ended.started[0])
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_backend) == ("4", "8", "c10d")
+    assert (parsed.rdzv_id, parsed.rdzv_endpoint) == (f"{slurm.JOB_ID}.2", f"localhost:{20000 + slurm.JOB_ID}")
+    assert (parsed.module, parsed.training_script, parsed.numa_binding) == (True, "launch.train", None)
+    options = cli.parse(parsed.training_script_args)
+    assert (options.yes, options.factory, options.overrides) == (True, words[1], list(words[2:]))
+    name, seconds = re.fullmatch(r"(\w+)@(\d+)", slurm.directives()["signal"]).groups()
+    assert f"SIG{name}" in parsed.signals_to_handle.split(",")
+    assert 30 < int((tmp_path / "timeout").read_text()) < int(seconds)
+
+
+def test_a_refused_command_line_starts_nothing(tmp_path):
+    ended = job(tmp_path, "--factory", "refused")
+    assert (ended.code, ended.requeued, ended.started) == (2, False, [])
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"NUMA": "node", "PATH": "/usr/bin:/bin"}, "NUMA=node needs numactl"),
+        ({"RANKS_PER_NODE": "two"}, "give sbatch --gpus-per-node=N, or set RANKS_PER_NODE=N"),
+    ],
+)
+def test_what_a_node_lacks_is_named(tmp_path, environ, message):
+    ended = job(tmp_path, "--factory", "tiny_dit", **environ)
+    assert (ended.code, ended.started) == (2, [])
+    assert message in ended.log
+
+
+def test_numa_binding_is_torchruns_own(tmp_path):
+    """Where numactl is there; torchrun binds each rank to the cores near its GPU."""
+    ends_with(tmp_path, 0, 0)
+    numactl = tmp_path / "numactl"
+    numactl.write_text("#!/bin/bash\n")
+    numactl.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    ended = job(tmp_path, "--factory", "tiny_dit", NUMA="node", PATH=path, RANKS_PER_NODE="4")
+    parsed = get_args_parser().parse_args(ended.started[0])
+    assert (parsed.numa_binding, parsed.nproc_per_node) == ("node", "4")
+
+
+def test_outside_slurm_the_way_is_named(tmp_path):
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    ended = subprocess.run(["bash", slurm.SCRIPT, "--factory", "x"], env=environ, cwd=tmp_path, capture_output=True)
+    assert ended.returncode == 2
+    assert b"sbatch launch/train.sh --factory x; elsewhere start torchrun (launch/README.md)" in ended.stderr
