@@ -1,17 +1,21 @@
 """What a run will need, before it needs it: parameters, memory per rank and operations, without GPU, data or ranks.
 
+`python -m launch.plan --factory NAME --gpus 256` searches the layout for it: see `launch.layouts`.
+
 All of it is read from the program: operations from a forward pass on the meta device, memory from steps on fake tensors
 (`dit.planner`), which have a shape and no values. What is not counted is what no tensor holds: CUDA's context,
 libraries' workspaces, the allocator's gaps.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Optional
 
 import fiddle
 
+from dit.errors import ConfigError, one_line_errors
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelDims
@@ -23,6 +27,8 @@ from energon_data.mock import MockData
 if TYPE_CHECKING:
     import nemo_run as run
 
+    from dit.planner.devices import Device
+    from dit.planner.plan import Plan
     from dit.run_config import RunConfig
 
 DEFAULT_TOKENS = 256
@@ -65,6 +71,19 @@ class Sample:
             return shape
         total = -(-self.pack // dims.token_multiple) * dims.token_multiple
         return replace(shape, total_tokens=max(total, shape.layout().total_tokens))
+
+
+def named_device(name: str) -> "Device":
+    """Return the constants of a device.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    from dit.planner.devices import DEVICES
+
+    if name not in DEVICES:
+        raise ConfigError(f"--device {name}: no such device; use one of {', '.join(DEVICES)}")
+    return DEVICES[name]
 
 
 def assumed_grid(tokens: int) -> Grid:
@@ -140,13 +159,14 @@ def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, given
     ]
 
 
-def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample) -> list[str]:
+def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: Optional["Device"] = None) -> list[str]:
     """Say what a run costs: parameters, operations, memory of a rank, a checkpoint.
 
     Args:
         config: checked settings.
         dims: what checking them gave.
         sample: the sample that it is planned for.
+        device: whose time is planned, too.
     """
     from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
     from dit.monitoring.flops import PackFlops
@@ -158,7 +178,8 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample) -> list[
     flops = PackFlops(model).training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
     step = flops * sample.count(1) * training.global_batch_size
     shape = sample.shape(dims)
-    need = plan(model, config.objective, config.optimizer, parallel, training, shape, dims).fullest
+    planned = plan(model, config.objective, config.optimizer, parallel, training, shape, dims)
+    need = planned.fullest
     count = count_parameters(model)
     trained = count if model.adapters is None else count_parameters(model, trained=True)
     state = checkpoint_bytes(trained, averaged=training.ema_decay is not None)
@@ -174,7 +195,26 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample) -> list[
         "",
         f"memory per rank{fullest}, {training.precision}",
         *(f"  {name:<{width}}{value / GIB:10.3f} GiB" for name, value in rows.items()),
+        *([] if device is None else ["", _time_line(config, dims, planned, device, step)]),
     ]
+
+
+def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:
+    """Say how long a step takes on a device, 8 to a node.
+
+    Args:
+        flops: of the step.
+    """
+    from dit.planner.step import planned_step
+    from dit.planner.time import Cluster
+
+    time = planned_step(planned, dims, Cluster(device, dims.world_size, config.parallel)).time
+    most = sorted(time.parts, key=lambda part: -time.parts[part])[:3]
+    return (
+        f"time        {time.total * 1e3:,.0f} ms a step on {dims.world_size} {device.name}, planned: "
+        f"{', '.join(f'{part} {time.parts[part] / time.total:.0%}' for part in most)}; "
+        f"MFU {flops / time.total / dims.world_size / device.peak_flops:.1%} (docs/planner.md)"
+    )
 
 
 def report(
@@ -182,6 +222,7 @@ def report(
     world_size: Optional[int],
     tokens: Optional[Sequence[int]] = None,
     text_tokens: Optional[int] = None,
+    device: Optional[str] = None,
 ) -> str:
     """Return the plan of a run as text.
 
@@ -189,14 +230,28 @@ def report(
         world_size: ranks to plan for; None for the smallest world that fits the layout.
         tokens: of a sample, or its (t, h, w) patches; None for what the data settings say, or 256.
         text_tokens: of its text; None for what the data settings say, or 512.
+        device: whose time is planned, too; None for none.
 
     Raises:
-        ConfigError: the settings do not fit together.
+        ConfigError: the settings do not fit together, or there is no such device.
     """
     from launch.config_file import built, summary
 
+    on = None if device is None else named_device(device)
     config = built(task)
     dims, _ = config.check(world_size)
     sample = planned_sample(task, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, given=world_size is not None)
-    return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample)])
+    return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, on)])
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Search a recipe's layout and return the exit code."""
+    from launch import layouts
+
+    return layouts.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

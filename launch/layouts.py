@@ -1,0 +1,320 @@
+"""Search the layout that trains a recipe fastest: `python -m launch.plan --factory NAME --gpus 256 --device h100`.
+
+Time and memory come from steps traced on fake tensors (`dit.planner`). No GPU is needed, and none was asked: what the
+model of time was checked against, and what not, is in docs/planner.md.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError
+from launch import cli, environment
+
+if TYPE_CHECKING:
+    from dit.parallel.dims import ParallelDims
+    from dit.planner.layouts import Allowed, Candidate, Problem
+    from dit.planner.search import Priced, Verdict
+    from dit.planner.step import PlannedStep
+    from launch.plan import Sample
+
+GIB = 2**30
+CAUSES = {
+    "matmul": "matrix products (recomputed, or too narrow)",
+    "attention": "attention (recomputed)",
+    "memory-bound": "memory-bound operations",
+    "tensor parallel": "tensor-parallel traffic",
+    "context parallel": "context-parallel traffic",
+    "expert parallel": "expert-parallel traffic",
+    "pipeline sends": "sends of the pipeline",
+    "pipeline bubble": "the pipeline's bubble",
+    "data parallel": "gradients and weights that are not hidden",
+    "optimizer": "the optimizer",
+    "launches": "launches of the host",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command; overrides are parsed by the recipe."""
+    parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__)
+    parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to train on")
+    parser.add_argument("--device", default="h100", metavar="NAME", help="h100, h200 or b200 (%(default)s)")
+    parser.add_argument("--nodes-of", type=int, default=8, metavar="N", help="GPUs joined by NVLink (%(default)s)")
+    parser.add_argument(
+        "--tokens", metavar="N|TxHxW", help="tokens of a sample, or its patches (default: the recipe's)"
+    )
+    parser.add_argument("--text-tokens", type=int, metavar="N", help="tokens of its text")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw the best step: its pipeline and its parts")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Turns the time of a step into what people compare.
+
+    Attributes:
+        unit: "tokens" or "images".
+        per_step: of these.
+        flops: of a step by convention (`dit.monitoring.flops`); of "hardware", without recompute.
+        recomputed: operations of one more forward pass through all layers.
+    """
+
+    problem: "Problem"
+    unit: str
+    per_step: int
+    flops: dict[str, float]
+    recomputed: float
+
+    def per_gpu(self, seconds: float) -> float:
+        """Return units per second of each GPU."""
+        return self.per_step / seconds / self.problem.world_size
+
+    def mfu(self, candidate: "Candidate", seconds: float) -> dict[str, float]:
+        """Return the share of the device's dense bf16 peak by convention."""
+        peak = self.problem.device.peak_flops * self.problem.world_size
+        done = {**self.flops, "hardware": self.flops["hardware"] + candidate.recomputed * self.recomputed}
+        return {name: flops / seconds / peak for name, flops in done.items()}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a search has found, and the best layout traced at its real depth."""
+
+    problem: "Problem"
+    rates: Rates
+    allowed: "Allowed"
+    verdict: "Verdict"
+    seconds: tuple[float, float]
+    step: Optional["PlannedStep"]
+    peak: Optional[int]
+
+    def lines(self, top: int) -> list[str]:
+        """Return the report for the console."""
+        verdict, problem = self.verdict, self.problem
+        count = len(self.allowed.found)
+        head = (
+            f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.node_size} to a node: "
+            f"{len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not; "
+            f"traced in {self.seconds[0]:.0f} s, searched in {self.seconds[1]:.1f} s"
+        )
+        if not verdict.fitting:
+            return [head, "", *self.losers()]
+        return [head, "", *self.table(verdict.fitting[:top]), "", *self.best(), "", *self.losers()]
+
+    def table(self, rows: Sequence["Priced"]) -> list[str]:
+        """Return the best layouts, one line each."""
+        lines = [f"{'':<58} {'step':>10} {self.rates.unit + '/s/GPU':>13} {'MFU':>6} {'memory':>10}"]
+        for priced in rows:
+            seconds = priced.time.total
+            lines.append(
+                f"{named(priced.candidate, priced.dims):<58} {seconds * 1e3:>7,.0f} ms "
+                f"{self.rates.per_gpu(seconds):>13,.0f} {self.rates.mfu(priced.candidate, seconds)['model']:>6.1%} "
+                f"{priced.peak / GIB:>6.1f} GiB"
+            )
+        return lines
+
+    def best(self) -> list[str]:
+        """Return the best layout in full, from a trace of its real depth."""
+        priced = self.verdict.fitting[0]
+        assert self.step is not None
+        assert self.peak is not None
+        time = self.step.time
+        mfu = ", ".join(f"{name} {share:.1%}" for name, share in self.rates.mfu(priced.candidate, time.total).items())
+        return [
+            f"the first, traced at its real depth: {time.total * 1e3:,.0f} ms, {self.peak / GIB:.1f} GiB",
+            *(
+                f"  {name:<17} {seconds * 1e3:>9,.1f} ms {seconds / time.total:>6.1%}"
+                for name, seconds in time.parts.items()
+                if seconds > 1e-3 * time.total
+            ),
+            f"  {self.rates.per_gpu(time.total):,.0f} {self.rates.unit}/s/GPU; MFU {mfu}",
+            f"  {' '.join(overrides(priced.candidate, self.problem))}",
+        ]
+
+    def losers(self) -> list[str]:
+        """Say why the others lose, do not fit or are not allowed: one line for each kind."""
+        lines = []
+        for item, group in self.verdict.by_item().items():
+            first = group[0]
+            lines.append(
+                f"{len(group):>6,} do not fit, most of it {item}: the smallest needs {first.peak / GIB:,.1f} GiB "
+                f"({named(first.candidate, first.dims)})"
+            )
+        for part, group in self.verdict.by_loss().items():
+            first, best = group[0], self.verdict.fitting[0]
+            slower = first.time.total / best.time.total - 1
+            lines.append(
+                f"{len(group):>6,} lose by {CAUSES[part]}: the fastest takes {slower:.1%} longer "
+                f"({named(first.candidate, first.dims)})"
+            )
+        refused = sorted(self.allowed.refused.values(), reverse=True)
+        return [*lines, *(f"{count:>6,} not allowed, as: {example}" for count, example in refused)]
+
+    def record(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        verdict, problem = self.verdict, self.problem
+        return {
+            "gpus": problem.world_size,
+            "device": problem.device.name,
+            "node_size": problem.node_size,
+            "tokens": problem.tokens,
+            "unit": self.rates.unit,
+            "searched_s": self.seconds[1],
+            "fitting": [self._row(priced) for priced in verdict.fitting],
+            "too_large": [self._row(priced) for priced in verdict.too_large],
+            "not_allowed": [{"count": n, "example": text} for n, text in self.allowed.refused.values()],
+            "best": None
+            if self.step is None
+            else {"step_s": self.step.time.total, "parts_s": self.step.time.parts, "peak_bytes": self.peak},
+        }
+
+    def _row(self, priced: "Priced") -> dict[str, Any]:
+        seconds = priced.time.total
+        return {
+            "layout": named(priced.candidate, priced.dims),
+            "overrides": overrides(priced.candidate, self.problem),
+            "step_s": seconds,
+            "parts_s": priced.time.parts,
+            "memory_bytes": priced.memory,
+            f"{self.rates.unit}_per_s_per_gpu": self.rates.per_gpu(seconds),
+            "mfu": self.rates.mfu(priced.candidate, seconds),
+        }
+
+
+def named(candidate: "Candidate", dims: "ParallelDims") -> str:
+    """Return a layout in one short line."""
+    shape = candidate.shape
+    sizes = {"TP": shape.tensor, "CP": shape.context, "PP": candidate.pipeline, "VPP": candidate.chunks or 1}
+    words = [f"{name}{size}" for name, size in {**sizes, "EP": shape.expert}.items() if size > 1]
+    kind = {"distributed_optimizer": "sharded optimizer", "fsdp": "FSDP", "ddp": "DDP"}[candidate.data_parallel]
+    words += [f"DP{dims.data_parallel_size}", kind, f"micro-batch {dims.micro_batch_size}"]
+    if candidate.recomputed:
+        words.append(f"recompute {candidate.recomputed:.0%}")
+    elif shape.recompute != "none":
+        words.append(f"recompute {shape.recompute}")
+    return " ".join(words)
+
+
+def overrides(candidate: "Candidate", problem: "Problem") -> list[str]:
+    """Return the settings that turn the recipe into this layout."""
+    layout = candidate.parallel(problem.parallel)
+    training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
+    found = []
+    for name, new, old in (("parallel", layout, problem.parallel), ("training", training, problem.training)):
+        found += [f"{name}.{key}={value}" for key, value in vars(new).items() if value != vars(old)[key]]
+    return found
+
+
+def rates(problem: "Problem", sample: "Sample") -> Rates:
+    """Count the work of a step."""
+    from dit.layout import SequenceLayout
+    from dit.monitoring.flops import Convention, PackFlops
+
+    texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
+    given = SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts
+    counter, samples = PackFlops(problem.model), sample.count(1) * problem.training.global_batch_size
+    conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
+    flops: dict[str, float] = {name: float(samples * counter.training(*given, convention=name)) for name in conventions}
+    again = samples * counter.training(*given, convention="hardware", recomputed=1.0) - flops["hardware"]
+    pictures = not problem.model.supports.mixed_shapes
+    unit, each = ("images", 1) if pictures else ("tokens", sample.tokens)
+    return Rates(problem, unit, samples * each, flops, again)
+
+
+def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
+    """Read what is to be trained on what.
+
+    Raises:
+        ConfigError: the device or the recipe does not exist, or the recipe's settings do not fit.
+    """
+    from dit.parallel.dims import ParallelDims
+    from dit.planner.layouts import Problem
+    from launch.config_file import built
+    from launch.plan import named_device, planned_sample
+    from launch.train import resolve
+
+    for flag, value in (("--gpus", args.gpus), ("--nodes-of", args.nodes_of), ("--top", args.top)):
+        if value < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {value}")
+    given = ["--tokens", args.tokens] if args.tokens else []
+    options = cli.parse(["--factory", args.factory, *given, *args.overrides])
+    cli.check_factory(args.factory)
+    task = resolve(options)
+    config = built(task)
+    sample = planned_sample(task, config.model, options.tokens, args.text_tokens)
+    problem = Problem(
+        config.model,
+        config.objective,
+        config.optimizer,
+        config.parallel,
+        config.training,
+        lambda samples, multiple: sample.shape(ParallelDims(args.gpus, 1, samples, 1, multiple)),
+        sample.tokens * sample.count(1),
+        args.gpus,
+        named_device(args.device),
+        args.nodes_of,
+    )
+    return problem, sample
+
+
+def searched(problem: "Problem", sample: "Sample") -> Report:
+    """Trace what the layouts need, price all of them, and trace the best one at its real depth."""
+    from dit.planner.layouts import allowed, candidates, shapes
+    from dit.planner.plan import plan
+    from dit.planner.search import Prices, costs, judged
+    from dit.planner.step import planned_step
+    from dit.planner.time import Cluster
+
+    found = allowed(problem, candidates(problem))
+    if not found.found:
+        return Report(problem, rates(problem, sample), found, judged(problem, []), (0.0, 0.0), None, None)
+    started, needed, traced = time.perf_counter(), shapes(found.found), {}
+    for number, shape in enumerate(needed, 1):
+        print(f"\rtracing stage shape {number} of {len(needed)}", end="", file=sys.stderr, flush=True)
+        traced[shape] = costs(problem, shape)
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    between = time.perf_counter()
+    prices = Prices(problem, traced)
+    verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in found.found])
+    spent = between - started, time.perf_counter() - between
+    step = peak = None
+    if verdict.fitting:
+        candidate, dims = verdict.fitting[0].candidate, verdict.fitting[0].dims
+        layout = candidate.parallel(problem.parallel)
+        training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
+        parts = problem.model, problem.objective, problem.optimizer, layout, training
+        full = plan(*parts, sample.shape(dims), dims)
+        step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout, problem.node_size))
+        peak = full.fullest.peak
+    return Report(problem, rates(problem, sample), found, verdict, spent, step, peak)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    environment.prepare()
+    environment.quiet_libraries()
+    with environment.light_imports():
+        importlib.import_module("dit.training.pretrain")  # and Megatron-Core
+    problem, sample = problem_of(args)
+    report = searched(problem, sample)
+    print("\n".join(report.lines(args.top)))
+    if args.json:
+        args.json.write_text(json.dumps(report.record(), indent=1))
+    if args.out and report.step is not None:
+        from launch.step_picture import draw
+
+        best = report.verdict.fitting[0]
+        title = f"{args.factory}, {args.gpus} {problem.device.name}: {named(best.candidate, best.dims)}"
+        draw(report.step, title).save(args.out)
+    return EXIT_OK if report.verdict.fitting else EXIT_CONFIG

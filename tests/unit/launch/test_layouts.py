@@ -1,0 +1,99 @@
+"""`python -m launch.plan`: the search of a recipe's layout, from the command line to the picture."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from dit.errors import EXIT_CONFIG, EXIT_OK
+from dit.planner.schedule import replay
+from dit.planner.step import PlannedStep
+from dit.planner.time import PARTS, StepTime
+from launch import layouts, plan
+from launch.step_picture import BACKWARD, COLOURS, FORWARD, PAPER, draw
+
+SMALL = ["--factory", "tiny_dit", "--gpus", "4", "model.num_attention_heads=2"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return what the command prints, and its record."""
+    folder = tmp_path_factory.mktemp("plan")
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args))))
+        code = plan.main([*SMALL, "--device", "h200", "--json", str(folder / "a.json"), "--out", str(folder / "a.png")])
+    assert code == EXIT_OK
+    return "\n".join(lines), json.loads((folder / "a.json").read_text()), folder / "a.png"
+
+
+def test_the_table_begins_with_the_fastest_and_accounts_for_all(written):
+    text, record, _ = written
+    rows = record["fitting"]
+    assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
+    assert rows[0]["layout"] in text
+    assert f"{len(rows) + len(record['too_large']):,} layouts of 4 h200" in text
+    losers = [int(line.split()[0].replace(",", "")) for line in text.splitlines() if " lose by " in line]
+    assert sum(losers) == len(rows) - 1
+    assert any("not allowed, as: " in line for line in text.splitlines()) == bool(record["not_allowed"])
+
+
+def test_rates_follow_from_the_time(written):
+    """tokens/s/GPU x step x GPUs is the step's tokens; MFU is operations over time and peak, nemo's above the model's."""
+    _, record, _ = written
+    per_step = {row["tokens_per_s_per_gpu"] * row["step_s"] * 4 for row in record["fitting"]}
+    assert max(per_step) == pytest.approx(min(per_step))
+    for row in record["fitting"]:
+        assert row["step_s"] == pytest.approx(sum(row["parts_s"].values()))
+        assert row["mfu"]["model"] <= row["mfu"]["hardware"]
+        assert ("recompute" in row["layout"]) == (row["mfu"]["model"] < row["mfu"]["hardware"])
+
+
+def test_the_overrides_of_a_row_make_its_layout(written):
+    """Given to the recipe, they are the layout that the row names."""
+    from launch.config_file import built
+    from launch.overrides import apply_overrides
+    from launch.train import call_recipe, load_component
+
+    _, record, _ = written
+    for row in (record["fitting"][0], record["fitting"][-1]):
+        task = call_recipe("tiny_dit")
+        apply_overrides(task, ["model.num_attention_heads=2", *row["overrides"]], load_component)
+        dims, _ = built(task).check(4)
+        assert f"DP{dims.data_parallel_size} " in row["layout"]
+        assert ("FSDP" in row["layout"]) == (task.parallel.data_parallel == "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "a100"], "use one of h100, h200, b200"),
+        (["--nodes-of", "0"], "--nodes-of must be at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, message, capsys):
+    assert plan.main([*SMALL, *flags]) == EXIT_CONFIG
+    assert message in capsys.readouterr().err
+
+
+def test_every_part_of_a_step_has_a_colour_and_a_cause():
+    assert set(COLOURS) == set(PARTS)
+    assert set(layouts.CAUSES) == set(PARTS) - {"other"}
+
+
+def test_the_picture_has_a_row_for_each_stage_and_areas_in_proportion():
+    """Forward and backward passes of 1 and 3: in a row of the timeline, three times as much green as blue."""
+    timeline = replay([(1.0, 3.0)] * 4, 1, 8)
+    parts = dict.fromkeys(PARTS, 0.0) | {"matmul": 3.0, "attention": 1.0, "optimizer": 4.0}
+    picture = draw(PlannedStep(StepTime(parts, (1.0, 3.0)), timeline), "title").convert("RGB")
+    assert isinstance(picture, Image.Image)
+    rows = [[picture.getpixel((x, y)) for x in range(picture.width)] for y in range(picture.height)]
+    stages = [row for row in rows if row.count(FORWARD) > 100 < row.count(BACKWARD) and COLOURS["optimizer"] not in row]
+    starts = [y for y, row in enumerate(rows) if row in stages and rows[y - 1] not in stages]
+    assert len(starts) == 4
+    for y in starts:
+        row = rows[y + 3]
+        assert row.count(BACKWARD) / row.count(FORWARD) == pytest.approx(3.0, rel=0.15)
+    bar = next(row for row in rows if row.count(COLOURS["optimizer"]) > 100)
+    assert bar.count(COLOURS["matmul"]) / bar.count(COLOURS["attention"]) == pytest.approx(3.0, rel=0.02)
+    assert rows[0].count(PAPER) == picture.width
