@@ -125,7 +125,7 @@ def traced(row: Row) -> Traced:
     from dit.parallel.pipeline import split_layers
     from dit.planner.plan import plan
     from launch.config_file import built
-    from launch.plan import planned_sample
+    from launch.planned_sample import planned_sample
     from launch.train import resolve
 
     task = resolve(cli.Options(factory=row.recipe, overrides=list(row.overrides)))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dit.planner.layouts import Allowed, Candidate, Problem
     from dit.planner.search import Priced, Verdict
     from dit.planner.step import PlannedStep
-    from launch.plan import Sample
+    from launch.planned_sample import Sample
 
 GIB = 2**30
 CAUSES = {
@@ -240,7 +240,7 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     from dit.parallel.dims import ParallelDims
     from dit.planner.layouts import Problem
     from launch.config_file import built
-    from launch.plan import named_device, planned_sample
+    from launch.planned_sample import named_device, planned_sample
     from launch.train import resolve
 
     for flag, value in (("--gpus", args.gpus), ("--nodes-of", args.nodes_of), ("--top", args.top)):

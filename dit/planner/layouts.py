@@ -114,7 +114,7 @@ class Problem:
 
 
 def _powers(limit: int) -> list[int]:
-    return [2**i for i in range(max(1, limit).bit_length()) if 2**i <= limit]
+    return [2**i for i in range(max(1, limit).bit_length())]
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:

@@ -79,7 +79,9 @@ def parsed(page: Path, line: str) -> Optional[Command]:
     planned = re.search(r"--world-size (\d+)", line)
     ranks, nodes = (re.search(rf'--{flag} "?(\d+)', before) for flag in ("nproc-per-node", "nnodes"))
     started = (int(ranks[1]) if ranks else 1) * (int(nodes[1]) if nodes else 1)
-    world_size = int(planned[1]) if planned else None if re.search("--dryrun|launch.verify", line) else started
+    world_size = (
+        int(planned[1]) if planned else None if re.search("--dryrun|launch.verify|launch.plan", line) else started
+    )
     return Command(page, recipe, tuple(word for word in rest if OVERRIDE.fullmatch(word)), world_size)
 
 

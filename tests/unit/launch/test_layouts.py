@@ -39,7 +39,7 @@ def test_the_table_begins_with_the_fastest_and_accounts_for_all(written):
 
 
 def test_rates_follow_from_the_time(written):
-    """tokens/s/GPU x step x GPUs is the step's tokens; MFU is operations over time and peak, nemo's above the model's."""
+    """Tokens per second, times the step and the GPUs, are the tokens of a step; recompute is work in one convention."""
     _, record, _ = written
     per_step = {row["tokens_per_s_per_gpu"] * row["step_s"] * 4 for row in record["fitting"]}
     assert max(per_step) == pytest.approx(min(per_step))
