@@ -1,158 +1,324 @@
-"""What a run will need, before it needs it: parameters, memory per rank and operations, without GPU, data or ranks.
+"""Search the layout that trains a recipe fastest: `python -m launch.plan --factory NAME --gpus 256 --device h100`.
 
-`python -m launch.plan --factory NAME --gpus 256` searches the layout for it: see `launch.layouts`.
-
-All of it is read from the program: operations from a forward pass on the meta device, memory from steps on fake tensors
-(`dit.planner`), which have a shape and no values. What is not counted is what no tensor holds: CUDA's context,
-libraries' workspaces, the allocator's gaps.
+Time and memory come from steps traced on fake tensors (`dit.planner`). No GPU is needed, and none was asked: what the
+model of time was checked against, and what not, is in docs/planner.md.
 """
 
+import argparse
+import importlib
+import json
 import sys
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import one_line_errors
-from dit.layout import SequenceLayout
-from dit.parallel.dims import ParallelDims
-from launch.planned_sample import Sample, named_device, planned_sample
+from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError, one_line_errors
+from launch import cli, environment
 
 if TYPE_CHECKING:
-    import nemo_run as run
-
-    from dit.planner.devices import Device
-    from dit.planner.plan import Plan
-    from dit.run_config import RunConfig
+    from dit.parallel.dims import ParallelDims
+    from dit.planner.layouts import Allowed, Candidate, Problem
+    from dit.planner.search import Priced, Verdict
+    from dit.planner.step import PlannedStep
+    from launch.planned_sample import Sample
 
 GIB = 2**30
+CAUSES = {
+    "matmul": "matrix products (recomputed, or too narrow)",
+    "attention": "attention (recomputed)",
+    "memory-bound": "memory-bound operations",
+    "tensor parallel": "tensor-parallel traffic",
+    "context parallel": "context-parallel traffic",
+    "expert parallel": "expert-parallel traffic",
+    "pipeline sends": "sends of the pipeline",
+    "pipeline bubble": "the pipeline's bubble",
+    "data parallel": "gradients and weights that are not hidden",
+    "optimizer": "the optimizer",
+    "launches": "launches of the host",
+}
 
 
-def _described(sample: Sample) -> str:
-    """Say for which sample the operations are counted."""
-    t, h, w = sample.grid
-    text = "" if sample.text_tokens is None else f", {sample.text_tokens} of text"
-    cure = {"": "", "shape": "; the shape is assumed: give --tokens TxHxW", "size": "; assumed: give --tokens TxHxW"}
-    return f"{sample.tokens} to a sample of {t}x{h}x{w} patches{text}{cure[sample.assumed]}"
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command; overrides are parsed by the recipe."""
+    parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__)
+    parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to train on")
+    parser.add_argument("--device", default="h100", metavar="NAME", help="h100, h200 or b200 (%(default)s)")
+    parser.add_argument("--nodes-of", type=int, default=8, metavar="N", help="GPUs joined by NVLink (%(default)s)")
+    parser.add_argument(
+        "--tokens", metavar="N|TxHxW", help="tokens of a sample, or its patches (default: the recipe's)"
+    )
+    parser.add_argument("--text-tokens", type=int, metavar="N", help="tokens of its text")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw the best step: its pipeline and its parts")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
 
 
-def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, given: bool) -> list[str]:
-    """Say how a run is laid out, and which settings were adapted to its size.
+@dataclass(frozen=True)
+class Rates:
+    """Turns the time of a step into what people compare.
 
-    Args:
-        config: checked settings.
-        dims: what checking them gave.
-        packed: micro-batches are packs.
-        given: the number of ranks was asked for.
+    Attributes:
+        unit: "tokens" or "images".
+        per_step: of these.
+        flops: of a step by convention (`dit.monitoring.flops`); of "hardware", without recompute.
+        recomputed: operations of one more forward pass through all layers.
     """
-    parallel, training = config.parallel, config.training
-    pp = parallel.pipeline_model_parallel_size
-    pipeline = f"pipeline {pp} x " if pp > 1 else ""
-    cp = parallel.context_parallel_size
-    context = f"context {cp} x " if cp > 1 else ""
-    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
-    if parallel.expert_model_parallel_size > 1:
-        sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
-    batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
-    changes = config.adaptations(dims)
-    return [
-        f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}"
-        f"{'' if given else '; the fewest for this layout: give --world-size N'}",
-        f"batch       {training.global_batch_size} {'packs' if packed else 'samples'} = {batch}",
-        *(f"{'adapted' if line == changes[0] else '':<12}{line}" for line in changes),
-    ]
+
+    problem: "Problem"
+    unit: str
+    per_step: int
+    flops: dict[str, float]
+    recomputed: float
+
+    def per_gpu(self, seconds: float) -> float:
+        """Return units per second of each GPU."""
+        return self.per_step / seconds / self.problem.world_size
+
+    def mfu(self, candidate: "Candidate", seconds: float) -> dict[str, float]:
+        """Return the share of the device's dense bf16 peak by convention."""
+        peak = self.problem.device.peak_flops * self.problem.world_size
+        done = {**self.flops, "hardware": self.flops["hardware"] + candidate.recomputed * self.recomputed}
+        return {name: flops / seconds / peak for name, flops in done.items()}
 
 
-def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: Optional["Device"] = None) -> list[str]:
-    """Say what a run costs: parameters, operations, memory of a rank, a checkpoint.
+@dataclass(frozen=True)
+class Report:
+    """What a search has found, and the best layout traced at its real depth."""
 
-    Args:
-        config: checked settings.
-        dims: what checking them gave.
-        sample: the sample that it is planned for.
-        device: whose time is planned, too.
-    """
-    from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
-    from dit.monitoring.flops import PackFlops
-    from dit.parallel.build import count_parameters
-    from dit.planner.plan import plan
+    problem: "Problem"
+    rates: Rates
+    allowed: "Allowed"
+    verdict: "Verdict"
+    seconds: tuple[float, float]
+    step: Optional["PlannedStep"]
+    peak: Optional[int]
 
-    model, training, parallel = config.model, config.training, config.parallel
+    def lines(self, top: int) -> list[str]:
+        """Return the report for the console."""
+        verdict, problem = self.verdict, self.problem
+        count = len(self.allowed.found)
+        head = (
+            f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.node_size} to a node: "
+            f"{len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not; "
+            f"traced in {self.seconds[0]:.0f} s, searched in {self.seconds[1]:.1f} s"
+        )
+        if not verdict.fitting:
+            return [head, "", *self.losers()]
+        return [head, "", *self.table(verdict.fitting[:top]), "", *self.best(), "", *self.losers()]
+
+    def table(self, rows: Sequence["Priced"]) -> list[str]:
+        """Return the best layouts, one line each."""
+        lines = [f"{'':<58} {'step':>10} {self.rates.unit + '/s/GPU':>13} {'MFU':>6} {'memory':>10}"]
+        for priced in rows:
+            seconds = priced.time.total
+            lines.append(
+                f"{named(priced.candidate, priced.dims):<58} {seconds * 1e3:>7,.0f} ms "
+                f"{self.rates.per_gpu(seconds):>13,.0f} {self.rates.mfu(priced.candidate, seconds)['model']:>6.1%} "
+                f"{priced.peak / GIB:>6.1f} GiB"
+            )
+        return lines
+
+    def best(self) -> list[str]:
+        """Return the best layout in full, from a trace of its real depth."""
+        priced = self.verdict.fitting[0]
+        assert self.step is not None
+        assert self.peak is not None
+        time = self.step.time
+        mfu = ", ".join(f"{name} {share:.1%}" for name, share in self.rates.mfu(priced.candidate, time.total).items())
+        return [
+            f"the first, traced at its real depth: {time.total * 1e3:,.0f} ms, {self.peak / GIB:.1f} GiB",
+            *(
+                f"  {name:<17} {seconds * 1e3:>9,.1f} ms {seconds / time.total:>6.1%}"
+                for name, seconds in time.parts.items()
+                if seconds > 1e-3 * time.total
+            ),
+            f"  {self.rates.per_gpu(time.total):,.0f} {self.rates.unit}/s/GPU; MFU {mfu}",
+            f"  {' '.join(overrides(priced.candidate, self.problem))}",
+        ]
+
+    def losers(self) -> list[str]:
+        """Say why the others lose, do not fit or are not allowed: one line for each kind."""
+        lines = []
+        for item, group in self.verdict.by_item().items():
+            first = group[0]
+            lines.append(
+                f"{len(group):>6,} do not fit, most of it {item}: the smallest needs {first.peak / GIB:,.1f} GiB "
+                f"({named(first.candidate, first.dims)})"
+            )
+        for part, group in self.verdict.by_loss().items():
+            first, best = group[0], self.verdict.fitting[0]
+            slower = first.time.total / best.time.total - 1
+            lines.append(
+                f"{len(group):>6,} lose by {CAUSES[part]}: the fastest takes {slower:.1%} longer "
+                f"({named(first.candidate, first.dims)})"
+            )
+        refused = sorted(self.allowed.refused.values(), reverse=True)
+        return [*lines, *(f"{count:>6,} not allowed, as: {example}" for count, example in refused)]
+
+    def record(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        verdict, problem = self.verdict, self.problem
+        return {
+            "gpus": problem.world_size,
+            "device": problem.device.name,
+            "node_size": problem.node_size,
+            "tokens": problem.tokens,
+            "unit": self.rates.unit,
+            "searched_s": self.seconds[1],
+            "fitting": [self._row(priced) for priced in verdict.fitting],
+            "too_large": [self._row(priced) for priced in verdict.too_large],
+            "not_allowed": [{"count": n, "example": text} for n, text in self.allowed.refused.values()],
+            "best": None
+            if self.step is None
+            else {"step_s": self.step.time.total, "parts_s": self.step.time.parts, "peak_bytes": self.peak},
+        }
+
+    def _row(self, priced: "Priced") -> dict[str, Any]:
+        seconds = priced.time.total
+        return {
+            "layout": named(priced.candidate, priced.dims),
+            "overrides": overrides(priced.candidate, self.problem),
+            "step_s": seconds,
+            "parts_s": priced.time.parts,
+            "memory_bytes": priced.memory,
+            f"{self.rates.unit}_per_s_per_gpu": self.rates.per_gpu(seconds),
+            "mfu": self.rates.mfu(priced.candidate, seconds),
+        }
+
+
+def named(candidate: "Candidate", dims: "ParallelDims") -> str:
+    """Return a layout in one short line."""
+    shape = candidate.shape
+    sizes = {"TP": shape.tensor, "CP": shape.context, "PP": candidate.pipeline, "VPP": candidate.chunks or 1}
+    words = [f"{name}{size}" for name, size in {**sizes, "EP": shape.expert}.items() if size > 1]
+    kind = {"distributed_optimizer": "sharded optimizer", "fsdp": "FSDP", "ddp": "DDP"}[candidate.data_parallel]
+    words += [f"DP{dims.data_parallel_size}", kind, f"micro-batch {dims.micro_batch_size}"]
+    if candidate.recomputed:
+        words.append(f"recompute {candidate.recomputed:.0%}")
+    elif shape.recompute != "none":
+        words.append(f"recompute {shape.recompute}")
+    return " ".join(words)
+
+
+def overrides(candidate: "Candidate", problem: "Problem") -> list[str]:
+    """Return the settings that turn the recipe into this layout."""
+    layout = candidate.parallel(problem.parallel)
+    training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
+    found = []
+    for name, new, old in (("parallel", layout, problem.parallel), ("training", training, problem.training)):
+        found += [f"{name}.{key}={value}" for key, value in vars(new).items() if value != vars(old)[key]]
+    return found
+
+
+def rates(problem: "Problem", sample: "Sample") -> Rates:
+    """Count the work of a step."""
+    from dit.layout import SequenceLayout
+    from dit.monitoring.flops import Convention, PackFlops
+
     texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
-    flops = PackFlops(model).training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
-    step = flops * sample.count(1) * training.global_batch_size
-    shape = sample.shape(dims)
-    planned = plan(model, config.objective, config.optimizer, parallel, training, shape, dims)
-    need = planned.fullest
-    count = count_parameters(model)
-    trained = count if model.adapters is None else count_parameters(model, trained=True)
-    state = checkpoint_bytes(trained, averaged=training.ema_decay is not None)
-    rows = {**need.state_bytes, "activations and temporaries": need.peak - need.live, "total": need.peak}
-    width = max(map(len, rows))
-    fullest = " (the fullest of the pipeline)" if parallel.pipeline_model_parallel_size > 1 else ""
-    return [
-        f"parameters  {count:,}" + ("" if trained == count else f", of which {trained:,} are trained (LoRA)"),
-        f"work        {flops / sample.tokens / 1e9:,.4g} GFLOP per token ({_described(sample)}), "
-        f"{step / 1e12:,.4g} TFLOP per step",
-        f"checkpoint  {state / GIB:,.3f} GiB on disk, {state / GIB / dims.world_size:,.3f} GiB from each rank through "
-        f"{STAGING_BYTES >> 20} MiB of host memory; no device memory",
-        "",
-        f"memory per rank{fullest}, {training.precision}",
-        *(f"  {name:<{width}}{value / GIB:10.3f} GiB" for name, value in rows.items()),
-        *([] if device is None else ["", _time_line(config, dims, planned, device, step)]),
-    ]
+    given = SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts
+    counter, samples = PackFlops(problem.model), sample.count(1) * problem.training.global_batch_size
+    conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
+    flops: dict[str, float] = {name: float(samples * counter.training(*given, convention=name)) for name in conventions}
+    again = samples * counter.training(*given, convention="hardware", recomputed=1.0) - flops["hardware"]
+    pictures = not problem.model.supports.mixed_shapes
+    unit, each = ("images", 1) if pictures else ("tokens", sample.tokens)
+    return Rates(problem, unit, samples * each, flops, again)
 
 
-def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:
-    """Say how long a step takes on a device, 8 to a node.
+def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
+    """Read what is to be trained on what.
 
-    Args:
-        flops: of the step.
+    Raises:
+        ConfigError: the device or the recipe does not exist, or the recipe's settings do not fit.
     """
+    from dit.parallel.dims import ParallelDims
+    from dit.planner.layouts import Problem
+    from launch.config_file import built
+    from launch.planned_sample import named_device, planned_sample
+    from launch.train import resolve
+
+    for flag, value in (("--gpus", args.gpus), ("--nodes-of", args.nodes_of), ("--top", args.top)):
+        if value < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {value}")
+    given = ["--tokens", args.tokens] if args.tokens else []
+    options = cli.parse(["--factory", args.factory, *given, *args.overrides])
+    cli.check_factory(args.factory)
+    task = resolve(options)
+    config = built(task)
+    sample = planned_sample(task, config.model, options.tokens, args.text_tokens)
+    problem = Problem(
+        config.model,
+        config.objective,
+        config.optimizer,
+        config.parallel,
+        config.training,
+        lambda samples, multiple: sample.shape(ParallelDims(args.gpus, 1, samples, 1, multiple)),
+        sample.tokens * sample.count(1),
+        args.gpus,
+        named_device(args.device),
+        args.nodes_of,
+    )
+    return problem, sample
+
+
+def searched(problem: "Problem", sample: "Sample") -> Report:
+    """Trace what the layouts need, price all of them, and trace the best one at its real depth."""
+    from dit.planner.layouts import allowed, candidates, shapes
+    from dit.planner.plan import plan
+    from dit.planner.search import Prices, costs, judged
     from dit.planner.step import planned_step
     from dit.planner.time import Cluster
 
-    time = planned_step(planned, dims, Cluster(device, dims.world_size, config.parallel)).time
-    most = sorted(time.parts, key=lambda part: -time.parts[part])[:3]
-    return (
-        f"time        {time.total * 1e3:,.0f} ms a step on {dims.world_size} {device.name}, planned: "
-        f"{', '.join(f'{part} {time.parts[part] / time.total:.0%}' for part in most)}; "
-        f"MFU {flops / time.total / dims.world_size / device.peak_flops:.1%} (docs/planner.md)"
-    )
-
-
-def report(
-    task: "run.Partial",
-    world_size: Optional[int],
-    tokens: Optional[Sequence[int]] = None,
-    text_tokens: Optional[int] = None,
-    device: Optional[str] = None,
-) -> str:
-    """Return the plan of a run as text.
-
-    Args:
-        world_size: ranks to plan for; None for the smallest world that fits the layout.
-        tokens: of a sample, or its (t, h, w) patches; None for what the data settings say, or 256.
-        text_tokens: of its text; None for what the data settings say, or 512.
-        device: whose time is planned, too; None for none.
-
-    Raises:
-        ConfigError: the settings do not fit together, or there is no such device.
-    """
-    from launch.config_file import built, summary
-
-    on = None if device is None else named_device(device)
-    config = built(task)
-    dims, _ = config.check(world_size)
-    sample = planned_sample(task, config.model, tokens, text_tokens)
-    layout = layout_lines(config, dims, packed=sample.pack is not None, given=world_size is not None)
-    return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, on)])
+    found = allowed(problem, candidates(problem))
+    if not found.found:
+        return Report(problem, rates(problem, sample), found, judged(problem, []), (0.0, 0.0), None, None)
+    started, needed, traced = time.perf_counter(), shapes(found.found), {}
+    for number, shape in enumerate(needed, 1):
+        print(f"\rtracing stage shape {number} of {len(needed)}", end="", file=sys.stderr, flush=True)
+        traced[shape] = costs(problem, shape)
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    between = time.perf_counter()
+    prices = Prices(problem, traced)
+    verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in found.found])
+    spent = between - started, time.perf_counter() - between
+    step = peak = None
+    if verdict.fitting:
+        candidate, dims = verdict.fitting[0].candidate, verdict.fitting[0].dims
+        layout = candidate.parallel(problem.parallel)
+        training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
+        parts = problem.model, problem.objective, problem.optimizer, layout, training
+        full = plan(*parts, sample.shape(dims), dims)
+        step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout, problem.node_size))
+        peak = full.fullest.peak
+    return Report(problem, rates(problem, sample), found, verdict, spent, step, peak)
 
 
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Search a recipe's layout and return the exit code."""
-    from launch import layouts
+    """Run the command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    environment.prepare()
+    environment.quiet_libraries()
+    with environment.light_imports():
+        importlib.import_module("dit.training.pretrain")  # and Megatron-Core
+    problem, sample = problem_of(args)
+    report = searched(problem, sample)
+    print("\n".join(report.lines(args.top)))
+    if args.json:
+        args.json.write_text(json.dumps(report.record(), indent=1))
+    if args.out and report.step is not None:
+        from launch.step_picture import draw
 
-    return layouts.main(argv)
+        best = report.verdict.fitting[0]
+        title = f"{args.factory}, {args.gpus} {problem.device.name}: {named(best.candidate, best.dims)}"
+        draw(report.step, title).save(args.out)
+    return EXIT_OK if report.verdict.fitting else EXIT_CONFIG
 
 
 if __name__ == "__main__":

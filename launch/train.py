@@ -87,10 +87,10 @@ def _execute(options: cli.Options) -> int:
     if options.print_config and shows:
         print(config_file.dump(task), end="")
     if options.dryrun and shows:
-        from launch import plan
+        from launch import dry_run
 
         world_size = options.world_size or (environment.world_size() if environment.is_launched() else None)
-        print(plan.report(task, world_size, options.tokens, options.text_tokens, options.device))
+        print(dry_run.report(task, world_size, options.tokens, options.text_tokens, options.device))
     if not options.starts_training:
         return EXIT_OK
     environment.prepare_layout(task.parallel)
