@@ -59,9 +59,7 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
         assert planned.sent_bytes[kind] == pytest.approx(sent, rel=OF_PEAK)
     for kind, amount in full.work.items():
         assert planned.work[kind] == pytest.approx(amount, rel=OF_PEAK)
-    if (
-        "micro-batch" in planned.parts
-    ):  # all matrix products and attention are in micro-batches, a third in forward passes
+    if "micro-batch" in planned.parts:  # all products and attention, a third in forward passes
         micro_batch, forward = planned.parts["micro-batch"], planned.parts["forward"]
         assert micro_batches * micro_batch.flops == full.flops
         assert 0.3 < forward.flops / micro_batch.flops < 0.35
