@@ -51,6 +51,7 @@ flags
       --tokens N|TxHxW     tokens per sample to plan for with --dryrun, or its patches, such as 24x32x32 (frames x
                            height x width); default: those of the data settings, else 256
       --text-tokens N      tokens of its text (default: those of the data settings, else 512)
+      --device NAME        with --dryrun, also plan the time of a step on h100, h200 or b200 (docs/planner.md)
       --print-config       print the complete configuration as YAML
       --to-yaml FILE       write it to FILE (readable by --yaml)
   -l, --list               list the recipes
@@ -76,6 +77,7 @@ class Options:
     world_size: Optional[int] = None
     tokens: Optional[tuple[int, ...]] = None
     text_tokens: Optional[int] = None
+    device: Optional[str] = None
     print_config: bool = False
     to_yaml: Optional[str] = None
     list_recipes: bool = False
@@ -102,7 +104,7 @@ _ALIASES = {
     "-h": "help",
     "--dry-run": "dryrun",
 }
-_TAKES_VALUE = {"factory", "yaml", "nemo_config", "to_yaml", "world_size", "tokens", "text_tokens"}
+_TAKES_VALUE = {"factory", "yaml", "nemo_config", "to_yaml", "world_size", "tokens", "text_tokens", "device"}
 _NUMBERS = {"world_size", "text_tokens"}
 # nemo-run's own flags, refused with their replacement here.
 _ELSEWHERE = {

@@ -34,6 +34,7 @@ COMMANDS = {
     "plan": Command(
         "launch.train", "a recipe's parameters, memory per rank and FLOPs, without training", ("--dryrun",)
     ),
+    "layouts": Command("launch.plan", "search the layout that trains a recipe fastest on some number of GPUs"),
     "verify": Command("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
     "sample": Command("launch.sample", "generate samples from a run's checkpoint"),
     "evaluate": Command("launch.evaluate", "letters read correctly and other measurements of a checkpoint"),

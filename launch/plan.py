@@ -1,202 +1,325 @@
-"""What a run will need, before it needs it: parameters, memory per rank and operations, without GPU, data or ranks.
+"""Search the layout that trains a recipe fastest: `python -m launch.plan --factory NAME --gpus 256 --device h100`.
 
-All of it is read from the program: operations from a forward pass on the meta device, memory from steps on fake tensors
-(`dit.planner`), which have a shape and no values. What is not counted is what no tensor holds: CUDA's context,
-libraries' workspaces, the allocator's gaps.
+Time and memory come from steps traced on fake tensors (`dit.planner`). No GPU is needed, and none was asked: what the
+model of time was checked against, and what not, is in docs/planner.md.
 """
 
-import math
+import argparse
+import importlib
+import json
+import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Optional
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
 
-import fiddle
-
-from dit.layout import SequenceLayout
-from dit.models.base import ModelConfig
-from dit.parallel.dims import ParallelDims
-from dit.patchify import Grid
-from dit.tracing.packs import PackShape
-from energon_data.dataset import EnergonData
-from energon_data.mock import MockData
+from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError, one_line_errors
+from launch import cli, environment
 
 if TYPE_CHECKING:
-    import nemo_run as run
+    from dit.parallel.dims import ParallelDims
+    from dit.planner.layouts import Allowed, Candidate, Problem
+    from dit.planner.search import Priced, Verdict
+    from dit.planner.step import PlannedStep
+    from launch.planned_sample import Sample
 
-    from dit.run_config import RunConfig
-
-DEFAULT_TOKENS = 256
-DEFAULT_TEXT_TOKENS = 512
-LARGEST_PICTURE = 64 * 64
-"""Tokens that are taken to be one picture where nothing says how they lie; more of them are a clip."""
 GIB = 2**30
+CAUSES = {
+    "matmul": "matrix products (recomputed, or too narrow)",
+    "attention": "attention (recomputed)",
+    "memory-bound": "memory-bound operations",
+    "tensor parallel": "tensor-parallel traffic",
+    "context parallel": "context-parallel traffic",
+    "expert parallel": "expert-parallel traffic",
+    "pipeline sends": "sends of the pipeline",
+    "pipeline bubble": "the pipeline's bubble",
+    "data parallel": "gradients and weights that are not hidden",
+    "optimizer": "the optimizer",
+    "launches": "launches of the host",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command; overrides are parsed by the recipe."""
+    parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__)
+    parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to train on")
+    parser.add_argument("--device", default="h100", metavar="NAME", help="h100, h200 or b200 (%(default)s)")
+    parser.add_argument("--nodes-of", type=int, default=8, metavar="N", help="GPUs joined by NVLink (%(default)s)")
+    parser.add_argument(
+        "--tokens", metavar="N|TxHxW", help="tokens of a sample, or its patches (default: the recipe's)"
+    )
+    parser.add_argument("--text-tokens", type=int, metavar="N", help="tokens of its text")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw the best step: its pipeline and its parts")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The sample that a run is planned for.
+class Rates:
+    """Turns the time of a step into what people compare.
 
     Attributes:
-        grid: its (t, h, w) patches.
-        text_tokens: of its text; None for a model without text.
-        pack: tokens of a micro-batch that is a pack of such samples; None for micro-batches of `micro_batch_size`.
-        assumed: what nothing says: "" for nothing, "shape" for how the tokens lie, "size" for how many they are.
+        unit: "tokens" or "images".
+        per_step: of these.
+        flops: of a step by convention (`dit.monitoring.flops`); of "hardware", without recompute.
+        recomputed: operations of one more forward pass through all layers.
     """
 
-    grid: Grid
-    text_tokens: Optional[int] = None
-    pack: Optional[int] = None
-    assumed: Literal["", "shape", "size"] = ""
+    problem: "Problem"
+    unit: str
+    per_step: int
+    flops: dict[str, float]
+    recomputed: float
 
-    @property
-    def tokens(self) -> int:
-        return math.prod(self.grid)
+    def per_gpu(self, seconds: float) -> float:
+        """Return units per second of each GPU."""
+        return self.per_step / seconds / self.problem.world_size
 
-    def count(self, micro_batch_size: int) -> int:
-        """Return the samples of a micro-batch."""
-        return micro_batch_size * max(1, (self.pack or 0) // self.tokens)
-
-    def shape(self, dims: ParallelDims) -> PackShape:
-        """Return the shape of a micro-batch."""
-        count = self.count(dims.micro_batch_size)
-        texts = () if self.text_tokens is None else (self.text_tokens,) * count
-        shape = PackShape((self.grid,) * count, texts, dims.token_multiple)
-        if self.pack is None:
-            return shape
-        total = -(-self.pack // dims.token_multiple) * dims.token_multiple
-        return replace(shape, total_tokens=max(total, shape.layout().total_tokens))
+    def mfu(self, candidate: "Candidate", seconds: float) -> dict[str, float]:
+        """Return the share of the device's dense bf16 peak by convention."""
+        peak = self.problem.device.peak_flops * self.problem.world_size
+        done = {**self.flops, "hardware": self.flops["hardware"] + candidate.recomputed * self.recomputed}
+        return {name: flops / seconds / peak for name, flops in done.items()}
 
 
-def assumed_grid(tokens: int) -> Grid:
-    """Return the patches of a picture, or of as few as make a clip, as square as the number of tokens allows."""
-    frames = next(t for t in range(1, tokens + 1) if tokens % t == 0 and tokens // t <= LARGEST_PICTURE)
-    area = tokens // frames
-    height = max(side for side in range(1, math.isqrt(area) + 1) if area % side == 0)
-    return frames, height, area // height
+@dataclass(frozen=True)
+class Report:
+    """What a search has found, and the best layout traced at its real depth."""
+
+    problem: "Problem"
+    rates: Rates
+    allowed: "Allowed"
+    verdict: "Verdict"
+    seconds: tuple[float, float]
+    step: Optional["PlannedStep"]
+    peak: Optional[int]
+
+    def lines(self, top: int) -> list[str]:
+        """Return the report for the console."""
+        verdict, problem = self.verdict, self.problem
+        count = len(self.allowed.found)
+        head = (
+            f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.node_size} to a node: "
+            f"{len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not; "
+            f"traced in {self.seconds[0]:.0f} s, searched in {self.seconds[1]:.1f} s"
+        )
+        if not verdict.fitting:
+            return [head, "", *self.losers()]
+        return [head, "", *self.table(verdict.fitting[:top]), "", *self.best(), "", *self.losers()]
+
+    def table(self, rows: Sequence["Priced"]) -> list[str]:
+        """Return the best layouts, one line each."""
+        lines = [f"{'':<58} {'step':>10} {self.rates.unit + '/s/GPU':>13} {'MFU':>6} {'memory':>10}"]
+        for priced in rows:
+            seconds = priced.time.total
+            lines.append(
+                f"{named(priced.candidate, priced.dims):<58} {seconds * 1e3:>7,.0f} ms "
+                f"{self.rates.per_gpu(seconds):>13,.0f} {self.rates.mfu(priced.candidate, seconds)['model']:>6.1%} "
+                f"{priced.peak / GIB:>6.1f} GiB"
+            )
+        return lines
+
+    def best(self) -> list[str]:
+        """Return the best layout in full, from a trace of its real depth."""
+        priced = self.verdict.fitting[0]
+        assert self.step is not None
+        assert self.peak is not None
+        time = self.step.time
+        mfu = ", ".join(f"{name} {share:.1%}" for name, share in self.rates.mfu(priced.candidate, time.total).items())
+        return [
+            f"the first, traced at its real depth: {time.total * 1e3:,.0f} ms, {self.peak / GIB:.1f} GiB",
+            *(
+                f"  {name:<17} {seconds * 1e3:>9,.1f} ms {seconds / time.total:>6.1%}"
+                for name, seconds in time.parts.items()
+                if seconds > 1e-3 * time.total
+            ),
+            f"  {self.rates.per_gpu(time.total):,.0f} {self.rates.unit}/s/GPU; MFU {mfu}",
+            f"  {' '.join(overrides(priced.candidate, self.problem))}",
+        ]
+
+    def losers(self) -> list[str]:
+        """Say why the others lose, do not fit or are not allowed: one line for each kind."""
+        lines = []
+        for item, group in self.verdict.by_item().items():
+            first = group[0]
+            lines.append(
+                f"{len(group):>6,} do not fit, most of it {item}: the smallest needs {first.peak / GIB:,.1f} GiB "
+                f"({named(first.candidate, first.dims)})"
+            )
+        for part, group in self.verdict.by_loss().items():
+            first, best = group[0], self.verdict.fitting[0]
+            slower = first.time.total / best.time.total - 1
+            lines.append(
+                f"{len(group):>6,} lose by {CAUSES[part]}: the fastest takes {slower:.1%} longer "
+                f"({named(first.candidate, first.dims)})"
+            )
+        refused = sorted(self.allowed.refused.values(), reverse=True)
+        return [*lines, *(f"{count:>6,} not allowed, as: {example}" for count, example in refused)]
+
+    def record(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        verdict, problem = self.verdict, self.problem
+        return {
+            "gpus": problem.world_size,
+            "device": problem.device.name,
+            "node_size": problem.node_size,
+            "tokens": problem.tokens,
+            "unit": self.rates.unit,
+            "searched_s": self.seconds[1],
+            "fitting": [self._row(priced) for priced in verdict.fitting],
+            "too_large": [self._row(priced) for priced in verdict.too_large],
+            "not_allowed": [{"count": n, "example": text} for n, text in self.allowed.refused.values()],
+            "best": None
+            if self.step is None
+            else {"step_s": self.step.time.total, "parts_s": self.step.time.parts, "peak_bytes": self.peak},
+        }
+
+    def _row(self, priced: "Priced") -> dict[str, Any]:
+        seconds = priced.time.total
+        return {
+            "layout": named(priced.candidate, priced.dims),
+            "overrides": overrides(priced.candidate, self.problem),
+            "step_s": seconds,
+            "parts_s": priced.time.parts,
+            "memory_bytes": priced.memory,
+            f"{self.rates.unit}_per_s_per_gpu": self.rates.per_gpu(seconds),
+            "mfu": self.rates.mfu(priced.candidate, seconds),
+        }
 
 
-def planned_sample(
-    task: "run.Partial", model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
-) -> Sample:
-    """Return the sample of the data settings: the largest synthetic one, the longest that is read, or what is cut out.
-
-    Args:
-        tokens: of a sample, or its (t, h, w) patches, instead.
-        text_tokens: of its text, instead.
-    """
-    data = fiddle.build(task.data)
-    pack = getattr(data, "max_tokens_per_pack", None)
-    limit = getattr(data, "max_tokens_per_sample", None) or pack
-    if model.context_size is None:
-        text_tokens = None
-    elif text_tokens is None:
-        known = data.text_tokens if isinstance(data, MockData) else getattr(data, "max_text_tokens", None)
-        text_tokens = known or DEFAULT_TEXT_TOKENS
-    assumed: Literal["", "shape", "size"] = ""
-    if tokens is None and isinstance(data, MockData):
-        patch_t, patch_s = model.patch_temporal, model.patch_spatial
-        tokens = max(((t // patch_t, h // patch_s, w // patch_s) for t, h, w in data.sizes()), key=math.prod)
-    elif tokens is None and limit is None and isinstance(data, EnergonData):
-        tokens = data.cropped_grid(model.patch_spatial)
-    if tokens is None:
-        tokens, assumed = (limit or DEFAULT_TOKENS,), "shape" if limit else "size"
-    if len(tokens) == 3:
-        return Sample((tokens[0], tokens[1], tokens[2]), text_tokens, pack)
-    return Sample(assumed_grid(tokens[0]), text_tokens, pack, assumed or "shape")
+def named(candidate: "Candidate", dims: "ParallelDims") -> str:
+    """Return a layout in one short line."""
+    shape = candidate.shape
+    sizes = {"TP": shape.tensor, "CP": shape.context, "PP": candidate.pipeline, "VPP": candidate.chunks or 1}
+    words = [f"{name}{size}" for name, size in {**sizes, "EP": shape.expert}.items() if size > 1]
+    kind = {"distributed_optimizer": "sharded optimizer", "fsdp": "FSDP", "ddp": "DDP"}[candidate.data_parallel]
+    words += [f"DP{dims.data_parallel_size}", kind, f"micro-batch {dims.micro_batch_size}"]
+    if candidate.recomputed:
+        words.append(f"recompute {candidate.recomputed:.0%}")
+    elif shape.recompute != "none":
+        words.append(f"recompute {shape.recompute}")
+    return " ".join(words)
 
 
-def _described(sample: Sample) -> str:
-    """Say for which sample the operations are counted."""
-    t, h, w = sample.grid
-    text = "" if sample.text_tokens is None else f", {sample.text_tokens} of text"
-    cure = {"": "", "shape": "; the shape is assumed: give --tokens TxHxW", "size": "; assumed: give --tokens TxHxW"}
-    return f"{sample.tokens} to a sample of {t}x{h}x{w} patches{text}{cure[sample.assumed]}"
+def overrides(candidate: "Candidate", problem: "Problem") -> list[str]:
+    """Return the settings that turn the recipe into this layout."""
+    layout = candidate.parallel(problem.parallel)
+    training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
+    found = []
+    for name, new, old in (("parallel", layout, problem.parallel), ("training", training, problem.training)):
+        found += [f"{name}.{key}={value}" for key, value in vars(new).items() if value != vars(old)[key]]
+    return found
 
 
-def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, given: bool) -> list[str]:
-    """Say how a run is laid out, and which settings were adapted to its size.
+def rates(problem: "Problem", sample: "Sample") -> Rates:
+    """Count the work of a step."""
+    from dit.layout import SequenceLayout
+    from dit.monitoring.flops import Convention, PackFlops
 
-    Args:
-        config: checked settings.
-        dims: what checking them gave.
-        packed: micro-batches are packs.
-        given: the number of ranks was asked for.
-    """
-    parallel, training = config.parallel, config.training
-    pp = parallel.pipeline_model_parallel_size
-    pipeline = f"pipeline {pp} x " if pp > 1 else ""
-    cp = parallel.context_parallel_size
-    context = f"context {cp} x " if cp > 1 else ""
-    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
-    if parallel.expert_model_parallel_size > 1:
-        sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
-    batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
-    changes = config.adaptations(dims)
-    return [
-        f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}"
-        f"{'' if given else '; the fewest for this layout: give --world-size N'}",
-        f"batch       {training.global_batch_size} {'packs' if packed else 'samples'} = {batch}",
-        *(f"{'adapted' if line == changes[0] else '':<12}{line}" for line in changes),
-    ]
-
-
-def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample) -> list[str]:
-    """Say what a run costs: parameters, operations, memory of a rank, a checkpoint.
-
-    Args:
-        config: checked settings.
-        dims: what checking them gave.
-        sample: the sample that it is planned for.
-    """
-    from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
-    from dit.monitoring.flops import PackFlops
-    from dit.parallel.build import count_parameters
-    from dit.planner.plan import plan
-
-    model, training, parallel = config.model, config.training, config.parallel
     texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
-    flops = PackFlops(model).training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
-    step = flops * sample.count(1) * training.global_batch_size
-    shape = sample.shape(dims)
-    need = plan(model, config.objective, config.optimizer, parallel, training, shape, dims).fullest
-    count = count_parameters(model)
-    trained = count if model.adapters is None else count_parameters(model, trained=True)
-    state = checkpoint_bytes(trained, averaged=training.ema_decay is not None)
-    rows = {**need.state_bytes, "activations and temporaries": need.peak - need.live, "total": need.peak}
-    width = max(map(len, rows))
-    fullest = " (the fullest of the pipeline)" if parallel.pipeline_model_parallel_size > 1 else ""
-    return [
-        f"parameters  {count:,}" + ("" if trained == count else f", of which {trained:,} are trained (LoRA)"),
-        f"work        {flops / sample.tokens / 1e9:,.4g} GFLOP per token ({_described(sample)}), "
-        f"{step / 1e12:,.4g} TFLOP per step",
-        f"checkpoint  {state / GIB:,.3f} GiB on disk, {state / GIB / dims.world_size:,.3f} GiB from each rank through "
-        f"{STAGING_BYTES >> 20} MiB of host memory; no device memory",
-        "",
-        f"memory per rank{fullest}, {training.precision}",
-        *(f"  {name:<{width}}{value / GIB:10.3f} GiB" for name, value in rows.items()),
-    ]
+    given = SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts
+    counter, samples = PackFlops(problem.model), sample.count(1) * problem.training.global_batch_size
+    conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
+    flops: dict[str, float] = {name: float(samples * counter.training(*given, convention=name)) for name in conventions}
+    again = samples * counter.training(*given, convention="hardware", recomputed=1.0) - flops["hardware"]
+    pictures = not problem.model.supports.mixed_shapes
+    unit, each = ("images", 1) if pictures else ("tokens", sample.tokens)
+    return Rates(problem, unit, samples * each, flops, again)
 
 
-def report(
-    task: "run.Partial",
-    world_size: Optional[int],
-    tokens: Optional[Sequence[int]] = None,
-    text_tokens: Optional[int] = None,
-) -> str:
-    """Return the plan of a run as text.
-
-    Args:
-        world_size: ranks to plan for; None for the smallest world that fits the layout.
-        tokens: of a sample, or its (t, h, w) patches; None for what the data settings say, or 256.
-        text_tokens: of its text; None for what the data settings say, or 512.
+def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
+    """Read what is to be trained on what.
 
     Raises:
-        ConfigError: the settings do not fit together.
+        ConfigError: the device or the recipe does not exist, or the recipe's settings do not fit.
     """
-    from launch.config_file import built, summary
+    from dit.parallel.dims import ParallelDims
+    from dit.planner.layouts import Problem
+    from launch.config_file import built
+    from launch.planned_sample import named_device, planned_sample
+    from launch.train import resolve
 
+    for flag, value in (("--gpus", args.gpus), ("--nodes-of", args.nodes_of), ("--top", args.top)):
+        if value < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {value}")
+    given = ["--tokens", args.tokens] if args.tokens else []
+    options = cli.parse(["--factory", args.factory, *given, *args.overrides])
+    cli.check_factory(args.factory)
+    task = resolve(options)
     config = built(task)
-    dims, _ = config.check(world_size)
-    sample = planned_sample(task, config.model, tokens, text_tokens)
-    layout = layout_lines(config, dims, packed=sample.pack is not None, given=world_size is not None)
-    return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample)])
+    sample = planned_sample(task, config.model, options.tokens, args.text_tokens)
+    problem = Problem(
+        config.model,
+        config.objective,
+        config.optimizer,
+        config.parallel,
+        config.training,
+        lambda samples, multiple: sample.shape(ParallelDims(args.gpus, 1, samples, 1, multiple)),
+        sample.tokens * sample.count(1),
+        args.gpus,
+        named_device(args.device),
+        args.nodes_of,
+    )
+    return problem, sample
+
+
+def searched(problem: "Problem", sample: "Sample") -> Report:
+    """Trace what the layouts need, price all of them, and trace the best one at its real depth."""
+    from dit.planner.layouts import allowed, candidates, shapes
+    from dit.planner.plan import plan
+    from dit.planner.search import Prices, costs, judged
+    from dit.planner.step import planned_step
+    from dit.planner.time import Cluster
+
+    found = allowed(problem, candidates(problem))
+    if not found.found:
+        return Report(problem, rates(problem, sample), found, judged(problem, []), (0.0, 0.0), None, None)
+    started, needed, traced = time.perf_counter(), shapes(found.found), {}
+    for number, shape in enumerate(needed, 1):
+        print(f"\rtracing stage shape {number} of {len(needed)}", end="", file=sys.stderr, flush=True)
+        traced[shape] = costs(problem, shape)
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    between = time.perf_counter()
+    prices = Prices(problem, traced)
+    verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in found.found])
+    spent = between - started, time.perf_counter() - between
+    step = peak = None
+    if verdict.fitting:
+        candidate, dims = verdict.fitting[0].candidate, verdict.fitting[0].dims
+        layout = candidate.parallel(problem.parallel)
+        training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
+        parts = problem.model, problem.objective, problem.optimizer, layout, training
+        full = plan(*parts, sample.shape(dims), dims)
+        step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout, problem.node_size))
+        peak = full.fullest.peak
+    return Report(problem, rates(problem, sample), found, verdict, spent, step, peak)
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    environment.prepare()
+    environment.quiet_libraries()
+    with environment.light_imports():
+        importlib.import_module("dit.training.pretrain")  # and Megatron-Core
+    problem, sample = problem_of(args)
+    report = searched(problem, sample)
+    print("\n".join(report.lines(args.top)))
+    if args.json:
+        args.json.write_text(json.dumps(report.record(), indent=1))
+    if args.out and report.step is not None:
+        from launch.step_picture import draw
+
+        best = report.verdict.fitting[0]
+        title = f"{args.factory}, {args.gpus} {problem.device.name}: {named(best.candidate, best.dims)}"
+        draw(report.step, title).save(args.out)
+    return EXIT_OK if report.verdict.fitting else EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

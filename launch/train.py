@@ -87,10 +87,10 @@ def _execute(options: cli.Options) -> int:
     if options.print_config and shows:
         print(config_file.dump(task), end="")
     if options.dryrun and shows:
-        from launch import plan
+        from launch import dry_run
 
         world_size = options.world_size or (environment.world_size() if environment.is_launched() else None)
-        print(plan.report(task, world_size, options.tokens, options.text_tokens))
+        print(dry_run.report(task, world_size, options.tokens, options.text_tokens, options.device))
     if not options.starts_training:
         return EXIT_OK
     environment.prepare_layout(task.parallel)
@@ -117,9 +117,10 @@ def _check(options: cli.Options) -> None:
         raise ConfigError(
             "no recipe selected; give --factory NAME (--list shows all), --yaml FILE or --nemo-config FILE"
         )
-    if (options.world_size or options.tokens or options.text_tokens) and not options.dryrun:
+    if (options.world_size or options.tokens or options.text_tokens or options.device) and not options.dryrun:
         raise ConfigError(
-            "--world-size, --tokens and --text-tokens only plan; add --dryrun, or start that many ranks with torchrun"
+            "--world-size, --tokens, --text-tokens and --device only plan; add --dryrun, or start that many ranks with "
+            "torchrun"
         )
     if options.nemo_config:
         cli.check_keys(options.overrides)

@@ -100,8 +100,8 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 def _waiting(name: str, collective: Callable[..., Work | None]) -> Callable[..., _FinishedWork | None]:
     """Run a collective synchronously, also with `async_op=True`; on one rank it is a copy, or nothing where in place.
 
-    The streams that order asynchronous collectives on CUDA are no-ops here: gloo could read a reused buffer. On one rank
-    gloo copies a whole gradient buffer three times.
+    The streams that order asynchronous collectives on CUDA are no-ops here: gloo could read a reused buffer. On one
+    rank gloo copies a whole gradient buffer three times.
     """
 
     @functools.wraps(collective)

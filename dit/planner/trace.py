@@ -308,11 +308,13 @@ class _Program:
         self.counter.trace.state_bytes = state
         marks = self._step(traced, steady.calls)
         step = self.counter.trace
-        if traced == job.micro_batches:
+        if len(marks) < len(steady.calls):  # too few micro-batches for a pipeline that is full
             return step
-        times = (job.micro_batches - traced) / steady.unit
-        total = combined([step, *marks], [1, -times, times])
-        return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes)
+        unit = marks[1].since(marks[0])
+        parts = {**step.parts, "micro-batch": combined([unit], [1 / steady.unit])}
+        missing = (job.micro_batches - traced) / steady.unit
+        total = combined([replace(step, parts={}), unit], [1, missing])
+        return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes, parts=parts)
 
     @torch.no_grad()
     def _between_stages(self, build: Callable[[Sequence[Stage]], list[Backbone]]) -> list[int]:
@@ -337,11 +339,11 @@ class _Program:
         settings, counter = self.job.optimizer, self.counter
         set_rates(self.optimizer, settings.lr, settings.beta1)
         norm = gradient_norm(self.optimizer)
-        counter.phase(PHASES[1])
+        counter.phase(PHASES[2])
         apply_update(self.optimizer, norm, settings.clip_grad)
         if self.average is not None:
             self.average.update(1)
-        counter.phase(PHASES[2])
+        counter.phase(PHASES[3])
 
     def _step(self, micro_batches: int, marked: Sequence[int] = ()) -> list[StepTrace]:
         """Make one optimizer step, as `dit.training.pretrain.Run.step` does.
@@ -365,14 +367,27 @@ class _Program:
         calls = itertools.count()
 
         def marking(*args: Any) -> Any:
-            if next(calls) in marked:
-                marks.append(counter.trace.copy())
-            return forward_step(*args)
+            if next(calls) not in marked:
+                return forward_step(*args)
+            marks.append(counter.trace.copy())
+            made = forward_step(*args)
+            forward = counter.trace.since(marks[-1])
+            counter.trace.parts["forward"] = combined([forward], [len(self.wrapped)])  # of one chunk
+            return made
+
+        def finalize(*args: Any, **kwargs: Any) -> None:
+            counter.phase(PHASES[0])
+            exchange(*args, **kwargs)
 
         batches = (self._batch() for _ in range(micro_batches))
+        config = self.wrapped[0].config
+        exchange, config.finalize_model_grads_func = config.finalize_model_grads_func, finalize
         forward_backward(marking, batches, self.wrapped, micro_batches, self.groups)
-        counter.phase(PHASES[0])
+        config.finalize_model_grads_func = exchange
+        counter.phase(PHASES[1])
+        before = counter.trace.copy()
         self._update()
+        counter.trace.parts["update"] = counter.trace.since(before)
         return marks
 
     def _batch(self) -> PackedBatch:

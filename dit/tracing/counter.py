@@ -25,7 +25,16 @@ MASKED, SORT = torch.ops.aten.masked_select.default, torch.ops.aten.sort.stable
 ANSWER = 1000
 """What the host reads from a tensor without values; as a gradient norm, one that is clipped."""
 STATE = ("weights and gradients", "optimizer", "average")
-PHASES = ("forward and backward", "gradient norm", "update")
+PHASES = ("forward and backward", "gradient exchange", "gradient norm", "update")
+MATMUL, NARROW, ATTENTION, ATTENTION_BACKWARD, OPS = WORK = (
+    *("matmul flops", "narrow matmul bytes", "attention flops", "attention backward flops"),
+    "device ops",
+)
+"""What time is spent on, besides the bytes of other operations and those that are sent."""
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution", "convolution_backward"}
+"""Operations with a formula that are no attention."""
+NARROW_FLOPS_PER_BYTE = 128
+"""Matrix products of fewer operations per byte take as long as their bytes, on every device from H100 on."""
 KINDS = {
     "allgather": "all_gather",
     "allgather_base": "all_gather",
@@ -53,6 +62,9 @@ class StepTrace:
         sent_bytes: bytes that it sends, by (kind of collective, name of the group); a reduction is counted as a ring.
         calls: how many of these calls it makes.
         host_syncs: how often the host waits for a value of the device.
+        work: `flops` by kind, bytes of narrow matrix products, and operations that reach the device (`WORK`).
+        parts: of the step: "forward" and "micro-batch" (forward and backward) of one micro-batch once the pipeline is
+            full, and the "update" behind the last one; without the two of a micro-batch if the step had too few.
     """
 
     state_bytes: dict[str, int] = field(default_factory=dict)
@@ -62,10 +74,17 @@ class StepTrace:
     sent_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     host_syncs: int = 0
+    work: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, "StepTrace"] = field(default_factory=dict)
 
     def copy(self) -> "StepTrace":
         """Return the present counts."""
-        return replace(self, sent_bytes=self.sent_bytes.copy(), calls=self.calls.copy())
+        return replace(self, sent_bytes=self.sent_bytes.copy(), calls=self.calls.copy(), work=self.work.copy())
+
+    def since(self, earlier: "StepTrace") -> "StepTrace":
+        """Return what was counted after an earlier copy; bytes of memory are left out."""
+        both = [replace(step, state_bytes={}, peak_bytes={}, parts={}) for step in (self, earlier)]
+        return combined(both, [1, -1])
 
     @property
     def live(self) -> int:
@@ -95,7 +114,13 @@ def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
         Counter(table([step.sent_bytes for step in steps])),
         Counter(table([step.calls for step in steps])),
         total([step.host_syncs for step in steps]),
+        Counter(table([step.work for step in steps])),
+        {name: combined([step.parts[name] for step in steps], weights) for name in _common_parts(steps)},
     )
+
+
+def _common_parts(steps: Sequence[StepTrace]) -> list[str]:
+    return [name for name in steps[0].parts if all(name in step.parts for step in steps)]
 
 
 class StepCounter(TorchDispatchMode):
@@ -178,10 +203,24 @@ class StepCounter(TorchDispatchMode):
         formula = self._formulas.get(func._overloadpacket)
         if formula is not None:
             with self._without_fakes():  # it may read a table of lengths
-                self.trace.flops += formula(*args, **kwargs, out_val=out)
+                flops = formula(*args, **kwargs, out_val=out)
+            self.trace.flops += flops
+            self._classify(func._overloadpacket.__name__, flops, sum(x.nbytes for x in (*tensors, *results)))
         elif not func.is_view and not func.__name__.startswith("empty"):
             self.trace.moved_bytes += sum(x.nbytes for x in (*tensors, *results))
+            self.trace.work[OPS] += fake
         return out
+
+    def _classify(self, name: str, flops: int, nbytes: int) -> None:
+        """Count a matrix product or an attention by its kind."""
+        work = self.trace.work
+        work[OPS] += 1
+        if name not in PRODUCTS:
+            work[ATTENTION_BACKWARD if "backward" in name else ATTENTION] += flops
+        elif flops < NARROW_FLOPS_PER_BYTE * nbytes:
+            work[NARROW] += nbytes
+        else:
+            work[MATMUL] += flops
 
     def _sort(self, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
         """Sort a table, or copy what an equal one gave: every layer routes the same scores, and sorts them for long."""

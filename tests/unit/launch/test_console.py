@@ -52,7 +52,7 @@ def test_every_command_is_one_that_python_m_starts():
     for command in console.COMMANDS.values():
         assert callable(import_module(command.module).main), command
     assert " ".join(sorted(console.COMMANDS)) == (
-        "bench convert evaluate export import inspect kernels plan prepare sample train verify"
+        "bench convert evaluate export import inspect kernels layouts plan prepare sample train verify"
     )
     assert [f"{name}*" for name in sorted(console.PACKAGES)] == sorted(SETUPTOOLS["packages"]["find"]["include"])
 
@@ -71,7 +71,7 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path: Path):
     ("words", "code", "expected"),
     [
         (["trian"], EXIT_CONFIG, "'trian' is not a command; did you mean train?"),
-        (["xyz"], EXIT_CONFIG, "use one of train, plan, verify, sample, "),
+        (["xyz"], EXIT_CONFIG, "use one of train, plan, layouts, verify, "),
         ([], EXIT_CONFIG, "no command given"),
         (["--version"], EXIT_OK, f"megatron-dit {__version__}"),
         (["plan", "--factory", "tiny_dti"], EXIT_CONFIG, "did you mean tiny_dit, "),

@@ -78,7 +78,8 @@ def parsed(page: Path, line: str) -> Optional[Command]:
         return None
     recipe = recipe.partition("(")[0]  # its arguments name folders of the reader's: test_fine_tuning_page.py
     planned = re.search(r"--world-size (\d+)", line)
-    world_size = int(planned[1]) if planned else None if re.search("--dryrun|launch.verify", line) else started(before)
+    one_process = re.search("--dryrun|launch.verify|launch.plan", line)
+    world_size = int(planned[1]) if planned else None if one_process else started(before)
     return Command(page, recipe, tuple(word for word in rest if OVERRIDE.fullmatch(word)), world_size)
 
 

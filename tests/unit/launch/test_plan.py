@@ -1,168 +1,99 @@
-"""A plan without ranks or memory says what a run needs; what a rank really takes, tests/parallel/test_trace.py says."""
+"""`python -m launch.plan`: the search of a recipe's layout, from the command line to the picture."""
 
-import re
+import json
 
-import fiddle
 import pytest
+from PIL import Image
 
-from dit.errors import ConfigError
-from dit.layout import SequenceLayout
-from dit.objectives.ddpm import DDPM
-from dit.parallel.dims import ParallelDims
+from dit.errors import EXIT_CONFIG, EXIT_OK
+from dit.planner.schedule import replay
+from dit.planner.step import PlannedStep
+from dit.planner.time import PARTS, StepTime
 from launch import plan
-from launch.config_file import built
-from launch.train import call_recipe
-from tests.parity.costs import forward_flops, num_parameters
+from launch.step_picture import BACKWARD, COLOURS, FORWARD, PAPER, draw
+
+SMALL = ["--factory", "tiny_dit", "--gpus", "4", "model.num_attention_heads=2"]
 
 
-def laid_out(task, world_size=None):
-    """Return how the report says that a run is laid out."""
-    config = built(task)
-    dims, _ = config.check(world_size)
-    return "\n".join(plan.layout_lines(config, dims, packed=False, given=world_size is not None))
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return what the command prints, and its record."""
+    folder = tmp_path_factory.mktemp("plan")
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args))))
+        code = plan.main([*SMALL, "--device", "h200", "--json", str(folder / "a.json"), "--out", str(folder / "a.png")])
+    assert code == EXIT_OK
+    return "\n".join(lines), json.loads((folder / "a.json").read_text()), folder / "a.png"
 
 
-def test_the_report_says_what_was_asked_for():
-    """Operations of the very sample, read from the program; state as a hand counts it: fp32 and Adam on one rank."""
-    task = call_recipe("tiny_dit")
-    text = plan.report(task, world_size=1, tokens=(4, 4, 2), text_tokens=3)
-    assert "8 samples = 2 micro-batches x 4 x 1 replicas" in text
-    assert "32 to a sample of 4x4x2 patches, 3 of text)" in text
-    count = int(re.search(r"parameters +([\d,]+)", text)[1].replace(",", ""))
-    model = fiddle.build(task.model)
-    assert count == num_parameters(model)
-    flops = 3 * forward_flops(model, SequenceLayout.from_lengths([32]))
-    assert f"{flops / 32 / 1e9:,.4g} GFLOP per token" in text
-    assert f"{8 * flops / 1e12:,.4g} TFLOP per step" in text
-    rows = {name: float(size) for name, size in re.findall(r"^  (\w.*?) +([\d.]+) GiB$", text, re.MULTILINE)}
-    for name, bytes_each in (("weights and gradients", 8), ("optimizer", 8), ("average", 4)):
-        assert rows[name] == pytest.approx(bytes_each * count / plan.GIB, abs=1e-3), name
-    assert rows["total"] == pytest.approx(sum(rows.values()) - rows["total"], abs=2e-3)
+def test_the_table_begins_with_the_fastest_and_accounts_for_all(written):
+    text, record, _ = written
+    rows = record["fitting"]
+    assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
+    assert rows[0]["layout"] in text
+    assert f"{len(rows) + len(record['too_large']):,} layouts of 4 h200" in text
+    losers = [int(line.split()[0].replace(",", "")) for line in text.splitlines() if " lose by " in line]
+    assert sum(losers) == len(rows) - 1
+    assert any("not allowed, as: " in line for line in text.splitlines()) == bool(record["not_allowed"])
 
 
-def test_a_world_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="global_batch_size=64"):
-        plan.report(call_recipe("letters_dit"), world_size=3)
+def test_rates_follow_from_the_time(written):
+    """Tokens per second, times the step and the GPUs, are the tokens of a step; recompute is work in one convention."""
+    _, record, _ = written
+    per_step = {row["tokens_per_s_per_gpu"] * row["step_s"] * 4 for row in record["fitting"]}
+    assert max(per_step) == pytest.approx(min(per_step))
+    for row in record["fitting"]:
+        assert row["step_s"] == pytest.approx(sum(row["parts_s"].values()))
+        assert row["mfu"]["model"] <= row["mfu"]["hardware"]
+        assert ("recompute" in row["layout"]) == (row["mfu"]["model"] < row["mfu"]["hardware"])
 
 
-def test_the_micro_batch_is_the_largest_that_fits():
-    """The largest divisor of a replica's share of 256 that is at most 32."""
-    task = call_recipe("dit_xl2_imagenet")
-    for ranks, size in ((1, 32), (8, 32), (16, 16), (32, 8), (256, 1)):
-        dims, _ = built(task).check(ranks)
-        assert (dims.micro_batch_size, dims.micro_batches) == (size, 256 // ranks // size)
-    task.training.micro_batch_size = 48
-    assert built(task).check(1)[0].micro_batch_size == 32
-    task.training.micro_batch_size = 32
-    asked = "micro-batches of 8, not training.micro_batch_size=32: a global batch of 256"
-    assert asked in laid_out(task, 32)
-    task.training.micro_batch_size = 8
-    assert asked not in laid_out(task, 32)
+def test_the_overrides_of_a_row_make_its_layout(written):
+    """Given to the recipe, they are the layout that the row names."""
+    from launch.config_file import built
+    from launch.overrides import apply_overrides
+    from launch.train import call_recipe, load_component
+
+    _, record, _ = written
+    for row in (record["fitting"][0], record["fitting"][-1]):
+        task = call_recipe("tiny_dit")
+        apply_overrides(task, ["model.num_attention_heads=2", *row["overrides"]], load_component)
+        dims, _ = built(task).check(4)
+        assert f"DP{dims.data_parallel_size} " in row["layout"]
+        assert ("FSDP" in row["layout"]) == (task.parallel.data_parallel == "fsdp")
 
 
 @pytest.mark.parametrize(
-    ("world_size", "interleaved", "words"),
+    ("flags", "message"),
     [
-        (3, False, ["global_batch_size=64", "data-parallel size 3", "use 63 or 66", "such as for 2 replicas"]),
-        (128, False, ["global_batch_size=64", "use 128", "such as for 64 replicas"]),
-        (24, True, ["global_batch_size=64", "=2 micro-batches", "12 data-parallel replicas", "use 48 or 72"]),
+        (["--device", "a100"], "use one of h100, h200, b200"),
+        (["--nodes-of", "0"], "--nodes-of must be at least 1"),
     ],
 )
-def test_a_global_batch_that_no_micro_batch_divides_is_refused(world_size, interleaved, words):
-    task = call_recipe("letters_dit")
-    task.model.num_layers, task.data.num_streams = 4, None
-    if interleaved:
-        task.parallel.pipeline_model_parallel_size = task.parallel.virtual_pipeline_model_parallel_size = 2
-    with pytest.raises(ConfigError) as caught:
-        plan.report(task, world_size)
-    assert all(word in str(caught.value) for word in words)
+def test_a_mistake_is_one_line(flags, message, capsys):
+    assert plan.main([*SMALL, *flags]) == EXIT_CONFIG
+    assert message in capsys.readouterr().err
 
 
-def test_a_short_run_says_how_its_warm_up_changes():
-    task = call_recipe("letters_dit")
-    task.training.num_steps = 50
-    assert "a warm-up of 50 steps, not schedule.warmup_steps=" in laid_out(task)
+def test_every_part_of_a_step_has_a_colour_and_a_cause():
+    assert set(COLOURS) == set(PARTS)
+    assert set(plan.CAUSES) == set(PARTS) - {"other"}
 
 
-def test_the_fewest_ranks_are_taken_when_none_are_given():
-    task = call_recipe("tiny_dit")
-    task.parallel.tensor_model_parallel_size = 4
-    assert "ranks       4 = tensor 4 x data 1, data_parallel=ddp; the fewest" in laid_out(task)
-    assert "the fewest" not in laid_out(task, world_size=4)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"schedule.min_lr": 1.0}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}, {"model.out_channels": 2}],
-    ids=str,
-)
-def test_what_training_would_refuse_is_not_planned(change):
-    task = call_recipe("letters_dit")
-    for path, value in change.items():
-        part, _, field = path.partition(".")
-        setattr(getattr(task, part), field, value)
-    with pytest.raises(ConfigError):
-        plan.report(task, world_size=None)
-
-
-def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
-    """A clip of 24 x 32 x 32 patches, of whose pairs of tokens attention in frames and columns leaves most out."""
-    task = call_recipe("mock_stdit_xl")
-    model = fiddle.build(task.model)
-    assert plan.planned_sample(task, model) == plan.Sample((24, 32, 32), 512)
-    assert plan.planned_sample(call_recipe("tiny_stdit"), model) == plan.Sample((4, 4, 4), 8, pack=128)
-    assert plan.planned_sample(task, model, tokens=(2, 3, 4), text_tokens=7) == plan.Sample((2, 3, 4), 7)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "sample"),
-    [
-        ("pretrain_7b", plan.Sample((1, 13, 20), 512, assumed="shape")),
-        ("pretrain_7b_pack", plan.Sample((1, 48, 48), 512, pack=2304, assumed="shape")),
-        ("pretrain_ditllama5b_stage2", plan.Sample((2, 64, 64), 512, pack=8192, assumed="shape")),
-        ("dit_xl2_imagenet", plan.Sample((1, 16, 16), assumed="size")),
-        ("imagen_500m_res_64_edm", plan.Sample((1, 64, 64), 128)),
-        ("imagen_600m_res_1024", plan.Sample((1, 256, 256), 128)),
-    ],
-)
-def test_real_data_is_planned_by_its_limits_or_its_crops(recipe, sample):
-    """Where only a number of tokens is known, they are a picture as square as can be, and the report says so."""
-    task = call_recipe(recipe)
-    assert plan.planned_sample(task, fiddle.build(task.model)) == sample
-
-
-def test_a_pack_holds_as_many_samples_as_fit():
-    """Nine images of 256 tokens and their texts, padded to what context and sequence parallelism split evenly."""
-    task = call_recipe("pretrain_7b_pack")
-    sample = plan.planned_sample(task, fiddle.build(task.model), tokens=(256,))
-    shape = sample.shape(ParallelDims(16, 16, 1, 32, 8))
-    assert (len(shape.grids), shape.text_lengths, shape.layout().total_tokens) == (9, (512,) * 9, 2304)
-    assert plan.Sample((1, 3, 3), pack=30).shape(ParallelDims(1, 1, 1, 1, 8)).layout().total_tokens == 48
-
-
-@pytest.mark.parametrize(
-    ("part", "setting", "value"),
-    [
-        ("sampling", "num_steps", 0),
-        ("sampling", "num_steps", -1),
-        ("sampling", "samples_per_class", -1),
-        ("sampling", "guidance_scale", float("inf")),
-        ("sampling", "guidance_scale", float("nan")),
-        ("sampling", "solver", "rk45"),
-        ("logging", "profile_steps", [5, 2]),
-    ],
-)
-def test_a_plan_refuses_what_training_would(part, setting, value):
-    """A run would find out at its first pictures, or at once."""
-    task = call_recipe("tiny_dit")
-    setattr(getattr(task, part), setting, value)
-    with pytest.raises(ConfigError, match=re.escape(f"{part}.{setting}={value!r}")):
-        plan.report(task, None)
-
-
-def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
-    task = call_recipe("tiny_dit")
-    task.objective = fiddle.Config(DDPM, discrete_steps=30)
-    task.sampling.num_steps = 31
-    with pytest.raises(ConfigError, match="31 sampling steps"):
-        plan.report(task, None)
+def test_the_picture_has_a_row_for_each_stage_and_areas_in_proportion():
+    """Forward and backward passes of 1 and 3: in a row of the timeline, three times as much green as blue."""
+    timeline = replay([(1.0, 3.0)] * 4, 1, 8)
+    parts = dict.fromkeys(PARTS, 0.0) | {"matmul": 3.0, "attention": 1.0, "optimizer": 4.0}
+    picture = draw(PlannedStep(StepTime(parts, (1.0, 3.0)), timeline), "title").convert("RGB")
+    assert isinstance(picture, Image.Image)
+    rows = [[picture.getpixel((x, y)) for x in range(picture.width)] for y in range(picture.height)]
+    stages = [row for row in rows if row.count(FORWARD) > 100 < row.count(BACKWARD) and COLOURS["optimizer"] not in row]
+    starts = [y for y, row in enumerate(rows) if row in stages and rows[y - 1] not in stages]
+    assert len(starts) == 4
+    for y in starts:
+        row = rows[y + 3]
+        assert row.count(BACKWARD) / row.count(FORWARD) == pytest.approx(3.0, rel=0.15)
+    bar = next(row for row in rows if row.count(COLOURS["optimizer"]) > 100)
+    assert bar.count(COLOURS["matmul"]) / bar.count(COLOURS["attention"]) == pytest.approx(3.0, rel=0.02)
+    assert rows[0].count(PAPER) == picture.width

@@ -17,7 +17,7 @@ from dit.run_config import RunConfig
 from dit.settings import TrainingConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from launch import plan
+from launch.dry_run import report
 from recipes.tiny import tiny_dit
 
 NOTHING = dict.fromkeys(Supports.__dataclass_fields__, False)
@@ -60,7 +60,7 @@ def dry_run(config: RunConfig) -> None:
     for part in ("parallel", "training"):
         for name, value in vars(getattr(config, part)).items():
             setattr(getattr(task, part), name, value)
-    plan.report(task, None)
+    report(task, None)
 
 
 @pytest.mark.parametrize("what", ASKED)

@@ -57,6 +57,12 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
     assert planned.moved_bytes == pytest.approx(full.moved_bytes, rel=OF_PEAK)
     for kind, sent in full.sent_bytes.items():
         assert planned.sent_bytes[kind] == pytest.approx(sent, rel=OF_PEAK)
+    for kind, amount in full.work.items():
+        assert planned.work[kind] == pytest.approx(amount, rel=OF_PEAK)
+    if "micro-batch" in planned.parts:  # all products and attention, a third in forward passes
+        micro_batch, forward = planned.parts["micro-batch"], planned.parts["forward"]
+        assert micro_batches * micro_batch.flops == full.flops
+        assert 0.3 < forward.flops / micro_batch.flops < 0.35
     assert planned.live == pytest.approx(full.live, rel=OF_PEAK)
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 

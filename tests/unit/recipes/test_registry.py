@@ -10,7 +10,7 @@ import pytest
 from nemo_run.config import get_type_namespace
 
 from dit.models.base import ModelConfig
-from launch import plan
+from launch import dry_run
 from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
@@ -112,9 +112,9 @@ ON_GPUS = [entry for entry in registry.recipes() if (match := RANKS.search(entry
 def test_a_recipe_fits_the_gpus_that_its_line_names(entry):
     """The planned step fits, or the line says how much it needs."""
     match = RANKS.search(entry.line)
-    report = plan.report(call_recipe(entry.name), stated_ranks(entry.line))
+    report = dry_run.report(call_recipe(entry.name), stated_ranks(entry.line))
     (memory,) = (group for group in match.group(*SIZES) if group)
-    need, room = float(re.search(r"total +([\d.]+) GiB", report)[1]), int(memory) * 1e9 / plan.GIB
+    need, room = float(re.search(r"total +([\d.]+) GiB", report)[1]), int(memory) * 1e9 / dry_run.GIB
     assert need < room
     assert match["need"] or need < NEARLY_FULL * room
     assert int(match["need"] or round(need)) == round(need)

@@ -1,0 +1,211 @@
+"""Planned beside published: `python -m benchmarks.planned` predicts the rows that others have published on H100.
+
+The matrix products, the attention and the traffic of a row are those of our recipe of the same model and layout, traced
+on fake tensors. The published systems ran neither our kernels for what is between them nor ours alone, so their
+memory-bound work is stated, not traced (`THEIRS`): the passes over memory of an eager adaLN block as counted in plain
+PyTorch, and adaLN's weights, which every rank of NeMo's has in full. Their batch was not published: 256 samples are
+assumed, which matters for the row with pipeline stages.
+
+Two constants are fitted, the rates of matrix products and of attention, on the four rows of NeMo; the row of Wan is in
+no fit. A row left out says what the fit is worth: the rates of the other three predict it.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Optional
+
+import numpy as np
+
+from dit.errors import EXIT_OK, one_line_errors
+from dit.planner.devices import H100, Device
+from dit.planner.time import FORWARD, K_HOST, K_MEMORY, MICRO_BATCH, Cluster, StepTime, cost_of, step_time
+from launch import cli, environment
+
+if TYPE_CHECKING:
+    from dit.planner.plan import Plan
+    from dit.run_config import RunConfig
+
+EAGER_PASSES, EAGER_FORWARD_PASSES = 178, 52
+"""Reads and writes of tokens x hidden size that an eager layer of three sub-layers makes, and its forward pass alone.
+
+Counted in plain PyTorch for two sub-layers, 30 and 73, and carried over to cross-attention and the norms of q and k.
+"""
+MODULATION_BYTES = 12
+"""Traffic of a modulation weight in a micro-batch: read in bf16 by both passes, added to in fp32."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published measurement on H100, 8 to a node.
+
+    Attributes:
+        name: as in the table.
+        recipe: ours of the same model and layout.
+        gpus: it ran on.
+        tokens_per_s: of each GPU.
+        fitted: whether the constants may see it.
+        overrides: of the recipe.
+        modulation: weights of a layer's adaLN projections, over the squared hidden size.
+    """
+
+    name: str
+    recipe: str
+    gpus: int
+    tokens_per_s: float
+    fitted: bool = True
+    overrides: tuple[str, ...] = ()
+    modulation: int = 9
+
+
+ROWS = (
+    Row("7B 8k, TP2 SP", "bench_dit7b_8k_tp2sp", 256, 10_052),
+    Row("7B 74k, TP2 SP CP4", "bench_dit7b_74k_tp2sp_cp4", 256, 3409),
+    Row("28B 8k, TP4 PP4", "bench_dit28b_8k_tp4pp4", 256, 2510),
+    Row("28B 64k, FSDP, recomputed", "bench_dit28b_64k_fsdp_ckpt", 256, 1386),
+    Row(
+        "Wan 14B 37k, TP2 SP CP4",
+        "wan_14b_mock",
+        128,
+        1974,
+        fitted=False,
+        overrides=(
+            "parallel.data_parallel=distributed_optimizer",
+            "training.recompute=full",
+            "training.recompute_layers=8",
+        ),
+        modulation=0,  # a table for each layer
+    ),
+)
+"""Sources: README of NVIDIA NeMo's diffusion collection, November 2024; performance summary of NVIDIA-NeMo/DFM."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A row with the trace of our recipe.
+
+    Attributes:
+        tokens: of a step.
+        micro_batches: of a step on one replica.
+        memory: bytes that the published system is taken to move in a micro-batch and in its forward pass, by rank.
+    """
+
+    row: Row
+    config: "RunConfig"
+    plan: "Plan"
+    tokens: int
+    micro_batches: int
+    memory: dict[int, tuple[float, float]]
+
+    @property
+    def measured(self) -> float:
+        """Seconds of the published step."""
+        return self.tokens / (self.row.gpus * self.row.tokens_per_s)
+
+    def predicted(self, device: Device) -> StepTime:
+        """Return the time of the slowest rank."""
+        cluster = Cluster(device, self.row.gpus, self.config.parallel)
+        times = []
+        for rank, trace in self.plan.ranks.items():
+            cost = cost_of(trace, self.micro_batches, cluster)
+            cost[[MICRO_BATCH, FORWARD], K_MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
+            cost[:, K_HOST] = 0.0  # of our program
+            times.append(step_time(cost, self.micro_batches, cluster))
+        return max(times, key=lambda time: time.total)
+
+    def error(self, device: Device) -> float:
+        """Return the predicted time over the measured one, less one."""
+        return self.predicted(device).total / self.measured - 1
+
+
+def traced(row: Row) -> Traced:
+    """Trace a row's recipe."""
+    from dit.monitoring.flops import recomputed_share
+    from dit.parallel.pipeline import split_layers
+    from dit.planner.plan import plan
+    from launch.config_file import built
+    from launch.planned_sample import planned_sample
+    from launch.train import resolve
+
+    task = resolve(cli.Options(factory=row.recipe, overrides=list(row.overrides)))
+    config = built(task)
+    dims, _ = config.check(row.gpus)
+    sample = planned_sample(task, config.model)
+    parts = config.model, config.objective, config.optimizer, config.parallel, config.training
+    found = plan(*parts, sample.shape(dims), dims)
+    sizes, layout = config.model.megatron_sizes(), config.parallel
+    layers = split_layers(sizes.num_layers, layout.pipeline_model_parallel_size)
+    again = recomputed_share(config.training, layout, sizes.num_layers)
+    share = layout.tensor_model_parallel_size * layout.context_parallel_size
+    one_pass = 2 * sample.tokens * dims.micro_batch_size * sizes.hidden_size / share
+    weights = row.modulation * sizes.hidden_size**2
+    moved = (
+        (EAGER_PASSES + again * EAGER_FORWARD_PASSES) * one_pass + MODULATION_BYTES * weights,
+        EAGER_FORWARD_PASSES * one_pass + 2 * weights,
+    )
+    memory = {rank: (moved[0] * layers[rank], moved[1] * layers[rank]) for rank in found.ranks}
+    tokens = sample.tokens * config.training.global_batch_size
+    return Traced(row, config, found, tokens, dims.micro_batches, memory)
+
+
+def fitted(rows: Sequence[Traced], start: Device = H100) -> Device:
+    """Return a device whose rates of matrix products and attention give the least squared relative errors.
+
+    The errors are nearly linear in the inverse rates, so that Newton's steps on these settle at once.
+    """
+    inverse = np.array([1 / start.matmul_flops, 1 / start.attention_flops])
+
+    def device(values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> Device:
+        return replace(start, matmul_flops=1 / values[0], attention_flops=1 / values[1])
+
+    for _ in range(8):
+        errors = np.array([row.error(device(inverse)) for row in rows])
+        steps = np.diag(inverse * 1e-4)
+        slopes = np.array([[row.error(device(inverse + step)) for step in steps] for row in rows]) - errors[:, None]
+        inverse = inverse - np.linalg.lstsq(slopes / (inverse * 1e-4), errors, rcond=None)[0]
+    return device(inverse)
+
+
+def left_out(rows: Sequence[Traced], row: Traced) -> Device:
+    """Return the device fitted to the rows that may be fitted, without this one."""
+    return fitted([other for other in rows if other.row.fitted and other is not row])
+
+
+def table(rows: Sequence[Traced]) -> str:
+    """Return the predictions as a table, each beside that of a fit which has not seen the row."""
+    lines = [f"{'':<26} {'published':>10} {'planned':>10} {'error':>7} {'left out':>9}  the fit without it"]
+    for row in rows:
+        device = left_out(rows, row)
+        lines.append(
+            f"{row.row.name:<26} {row.measured * 1e3:>7,.0f} ms {row.predicted(H100).total * 1e3:>7,.0f} ms "
+            f"{row.error(H100):>+7.1%} {row.error(device):>+9.1%}  {_rates(device)}"
+        )
+    seen = [row for row in rows if row.row.fitted]
+    others = [row.row.name for row in rows if not row.row.fitted]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"2 constants fitted to {len(seen)} rows: {_rates(fitted(seen))}; used: {_rates(H100)}",
+            f"in no fit: {', '.join(others)}",
+        ]
+    )
+
+
+def _rates(device: Device) -> str:
+    return f"matmul {device.matmul_flops / 1e12:.0f}, attention {device.attention_flops / 1e12:.0f} TFLOP/s"
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__).parse_args(argv)
+    environment.prepare()
+    environment.quiet_libraries()
+    print(table([traced(row) for row in ROWS]))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""The layouts that a search looks at: powers of two of everything, checked as a run would check them."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal, Optional
+
+from dit.errors import ConfigError
+from dit.models.base import Ability, ModelConfig
+from dit.objectives.base import Objective
+from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.planner.devices import Device
+from dit.settings import OptimizerConfig, TrainingConfig
+from dit.tracing.packs import PackShape
+
+DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
+Recompute = Literal["none", "selective"]
+RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the layers that are recomputed in full."""
+FSDP_TENSOR = 2
+"""Largest tensor parallel size with FSDP, which splits the weights by itself."""
+FEWEST_TOKENS = 2048
+"""Tokens of a sample on one rank, below which context parallelism is not searched."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a layout has to be traced.
+
+    Attributes:
+        fsdp: weights, gradients and optimizer are sharded; otherwise the optimizer is.
+    """
+
+    tensor: int
+    sequence: bool
+    context: int
+    expert: int
+    recompute: Recompute
+    fsdp: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, a micro-batch and a form of recompute.
+
+    Attributes:
+        shape: its traced part.
+        recomputed: share of each stage's layers that are recomputed in full, instead of the shape's form.
+    """
+
+    shape: Shape
+    pipeline: int
+    chunks: Optional[int]
+    data_parallel: DataParallel
+    micro_batch_size: int
+    recomputed: float = 0.0
+
+    def parallel(self, base: ParallelConfig) -> ParallelConfig:
+        """Return the layout, with what a recipe says of the rest; gradients and weights travel while others compute."""
+        return replace(
+            base,
+            tensor_model_parallel_size=self.shape.tensor,
+            sequence_parallel=self.shape.sequence,
+            context_parallel_size=self.shape.context,
+            expert_model_parallel_size=self.shape.expert,
+            pipeline_model_parallel_size=self.pipeline,
+            virtual_pipeline_model_parallel_size=self.chunks,
+            pipeline_layers=None,
+            data_parallel=self.data_parallel,
+            fsdp_sharding="optim_grads_params",
+            overlap_grad_reduce=True,
+            overlap_param_gather=self.data_parallel != "ddp",
+        )
+
+    def training(self, base: TrainingConfig, layers_of_chunk: int) -> TrainingConfig:
+        """Return the settings of a run.
+
+        Args:
+            layers_of_chunk: of one stage of the network.
+        """
+        again = round(self.recomputed * layers_of_chunk)
+        return replace(
+            base,
+            micro_batch_size=self.micro_batch_size,
+            recompute="full" if again else self.shape.recompute,
+            recompute_layers=again if again < layers_of_chunk and again else None,
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be trained, and on what.
+
+    Attributes:
+        pack_of: returns the shape of a micro-batch of some samples, each padded to a multiple of some tokens.
+        tokens: of a sample.
+    """
+
+    model: ModelConfig
+    objective: Objective
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    pack_of: Callable[[int, int], PackShape]
+    tokens: int
+    world_size: int
+    device: Device
+    node_size: int = 8
+
+    def layers_of_chunk(self, candidate: Candidate) -> int:
+        """Return the layers of each stage of a candidate's network."""
+        return self.model.megatron_sizes().num_layers // (candidate.pipeline * (candidate.chunks or 1))
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**i for i in range(max(1, limit).bit_length())]
+
+
+def candidates(problem: Problem) -> Iterator[Candidate]:
+    """Yield every layout in powers of two, whether or not the settings allow it."""
+    model, world = problem.model, problem.world_size
+    sizes, able = model.megatron_sizes(), model.supports.abilities()
+    layers, experts = sizes.num_layers, sizes.num_moe_experts or 1
+
+    def upto(ability: Ability, limit: int) -> list[int]:
+        return _powers(min(limit, world)) if able[ability] else [1]
+
+    tensors = upto(Ability.TENSOR, problem.node_size)
+    contexts = upto(Ability.CONTEXT, problem.tokens // FEWEST_TOKENS)
+    pipelines = upto(Ability.PIPELINE, layers)
+    form: Recompute = "selective" if problem.training.recompute == "selective" else "none"
+    for tensor, context, expert, pipeline in product(tensors, contexts, _powers(experts), pipelines):
+        for chunks in [None, *_powers(layers // pipeline)[1:3]] if pipeline > 1 else [None]:
+            for data, size, share in product(
+                ("distributed_optimizer", "fsdp", "ddp"), _powers(problem.training.global_batch_size), RECOMPUTED
+            ):
+                if data == "fsdp" and tensor > FSDP_TENSOR:
+                    continue
+                if size <= max(1, problem.training.global_batch_size * tensor * context * pipeline // world):
+                    sequence = tensor > 1 and able[Ability.SEQUENCE]
+                    shape = Shape(tensor, sequence, context, expert, form, data == "fsdp")
+                    yield Candidate(shape, pipeline, chunks, data, size, share)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Candidates that the settings allow.
+
+    Attributes:
+        found: with their sizes.
+        refused: how many were refused, by the reason without its numbers, and the first of each.
+    """
+
+    found: list[tuple[Candidate, ParallelDims]]
+    refused: dict[str, tuple[int, str]]
+
+
+def allowed(problem: Problem, asked: Iterator[Candidate]) -> Allowed:
+    """Check candidates as a run would."""
+    found: list[tuple[Candidate, ParallelDims]] = []
+    refused: dict[str, tuple[int, str]] = {}
+    for candidate in asked:
+        layout = candidate.parallel(problem.parallel)
+        training = replace(problem.training, micro_batch_size=candidate.micro_batch_size)
+        try:
+            dims = check_parallel(problem.model, layout, training, problem.world_size)
+        except ConfigError as error:
+            reason = re.sub(r"\d+", "N", str(error).partition(";")[0])
+            count, example = refused.get(reason, (0, str(error).partition(";")[0]))
+            refused[reason] = count + 1, example
+            continue
+        if dims.micro_batch_size == candidate.micro_batch_size:
+            found.append((candidate, dims))
+    return Allowed(found, refused)
+
+
+def shapes(found: Sequence[tuple[Candidate, ParallelDims]]) -> list[Shape]:
+    """Return what must be traced for some candidates."""
+    return list(dict.fromkeys(candidate.shape for candidate, _ in found))

@@ -1,0 +1,145 @@
+"""What a run will need, before it needs it: parameters, memory per rank and operations, without GPU, data or ranks.
+
+`launch.plan` searches the layout for it.
+
+All of it is read from the program: operations from a forward pass on the meta device, memory from steps on fake tensors
+(`dit.planner`), which have a shape and no values. What is not counted is what no tensor holds: CUDA's context,
+libraries' workspaces, the allocator's gaps.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Optional
+
+from dit.layout import SequenceLayout
+from dit.parallel.dims import ParallelDims
+from launch.planned_sample import Sample, named_device, planned_sample
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+    from dit.planner.devices import Device
+    from dit.planner.plan import Plan
+    from dit.run_config import RunConfig
+
+GIB = 2**30
+
+
+def _described(sample: Sample) -> str:
+    """Say for which sample the operations are counted."""
+    t, h, w = sample.grid
+    text = "" if sample.text_tokens is None else f", {sample.text_tokens} of text"
+    cure = {"": "", "shape": "; the shape is assumed: give --tokens TxHxW", "size": "; assumed: give --tokens TxHxW"}
+    return f"{sample.tokens} to a sample of {t}x{h}x{w} patches{text}{cure[sample.assumed]}"
+
+
+def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, given: bool) -> list[str]:
+    """Say how a run is laid out, and which settings were adapted to its size.
+
+    Args:
+        config: checked settings.
+        dims: what checking them gave.
+        packed: micro-batches are packs.
+        given: the number of ranks was asked for.
+    """
+    parallel, training = config.parallel, config.training
+    pp = parallel.pipeline_model_parallel_size
+    pipeline = f"pipeline {pp} x " if pp > 1 else ""
+    cp = parallel.context_parallel_size
+    context = f"context {cp} x " if cp > 1 else ""
+    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
+    if parallel.expert_model_parallel_size > 1:
+        sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
+    batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
+    changes = config.adaptations(dims)
+    return [
+        f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}"
+        f"{'' if given else '; the fewest for this layout: give --world-size N'}",
+        f"batch       {training.global_batch_size} {'packs' if packed else 'samples'} = {batch}",
+        *(f"{'adapted' if line == changes[0] else '':<12}{line}" for line in changes),
+    ]
+
+
+def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: Optional["Device"] = None) -> list[str]:
+    """Say what a run costs: parameters, operations, memory of a rank, a checkpoint.
+
+    Args:
+        config: checked settings.
+        dims: what checking them gave.
+        sample: the sample that it is planned for.
+        device: whose time is planned, too.
+    """
+    from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
+    from dit.monitoring.flops import PackFlops
+    from dit.parallel.build import count_parameters
+    from dit.planner.plan import plan
+
+    model, training, parallel = config.model, config.training, config.parallel
+    texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
+    flops = PackFlops(model).training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
+    step = flops * sample.count(1) * training.global_batch_size
+    shape = sample.shape(dims)
+    planned = plan(model, config.objective, config.optimizer, parallel, training, shape, dims)
+    need = planned.fullest
+    count = count_parameters(model)
+    trained = count if model.adapters is None else count_parameters(model, trained=True)
+    state = checkpoint_bytes(trained, averaged=training.ema_decay is not None)
+    rows = {**need.state_bytes, "activations and temporaries": need.peak - need.live, "total": need.peak}
+    width = max(map(len, rows))
+    fullest = " (the fullest of the pipeline)" if parallel.pipeline_model_parallel_size > 1 else ""
+    return [
+        f"parameters  {count:,}" + ("" if trained == count else f", of which {trained:,} are trained (LoRA)"),
+        f"work        {flops / sample.tokens / 1e9:,.4g} GFLOP per token ({_described(sample)}), "
+        f"{step / 1e12:,.4g} TFLOP per step",
+        f"checkpoint  {state / GIB:,.3f} GiB on disk, {state / GIB / dims.world_size:,.3f} GiB from each rank through "
+        f"{STAGING_BYTES >> 20} MiB of host memory; no device memory",
+        "",
+        f"memory per rank{fullest}, {training.precision}",
+        *(f"  {name:<{width}}{value / GIB:10.3f} GiB" for name, value in rows.items()),
+        *([] if device is None else ["", _time_line(config, dims, planned, device, step)]),
+    ]
+
+
+def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:
+    """Say how long a step takes on a device, 8 to a node.
+
+    Args:
+        flops: of the step.
+    """
+    from dit.planner.step import planned_step
+    from dit.planner.time import Cluster
+
+    time = planned_step(planned, dims, Cluster(device, dims.world_size, config.parallel)).time
+    most = sorted(time.parts, key=lambda part: -time.parts[part])[:3]
+    return (
+        f"time        {time.total * 1e3:,.0f} ms a step on {dims.world_size} {device.name}, planned: "
+        f"{', '.join(f'{part} {time.parts[part] / time.total:.0%}' for part in most)}; "
+        f"MFU {flops / time.total / dims.world_size / device.peak_flops:.1%} (docs/planner.md)"
+    )
+
+
+def report(
+    task: "run.Partial",
+    world_size: Optional[int],
+    tokens: Optional[Sequence[int]] = None,
+    text_tokens: Optional[int] = None,
+    device: Optional[str] = None,
+) -> str:
+    """Return the plan of a run as text.
+
+    Args:
+        world_size: ranks to plan for; None for the smallest world that fits the layout.
+        tokens: of a sample, or its (t, h, w) patches; None for what the data settings say, or 256.
+        text_tokens: of its text; None for what the data settings say, or 512.
+        device: whose time is planned, too; None for none.
+
+    Raises:
+        ConfigError: the settings do not fit together, or there is no such device.
+    """
+    from launch.config_file import built, summary
+
+    on = None if device is None else named_device(device)
+    config = built(task)
+    dims, _ = config.check(world_size)
+    sample = planned_sample(task, config.model, tokens, text_tokens)
+    layout = layout_lines(config, dims, packed=sample.pack is not None, given=world_size is not None)
+    return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, on)])

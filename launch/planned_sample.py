@@ -1,0 +1,112 @@
+"""The sample that a run is planned for."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Optional
+
+import fiddle
+
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.parallel.dims import ParallelDims
+from dit.patchify import Grid
+from dit.tracing.packs import PackShape
+from energon_data.dataset import EnergonData
+from energon_data.mock import MockData
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+    from dit.planner.devices import Device
+
+DEFAULT_TOKENS = 256
+DEFAULT_TEXT_TOKENS = 512
+LARGEST_PICTURE = 64 * 64
+"""Tokens that are taken to be one picture where nothing says how they lie; more of them are a clip."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The sample that a run is planned for.
+
+    Attributes:
+        grid: its (t, h, w) patches.
+        text_tokens: of its text; None for a model without text.
+        pack: tokens of a micro-batch that is a pack of such samples; None for micro-batches of `micro_batch_size`.
+        assumed: what nothing says: "" for nothing, "shape" for how the tokens lie, "size" for how many they are.
+    """
+
+    grid: Grid
+    text_tokens: Optional[int] = None
+    pack: Optional[int] = None
+    assumed: Literal["", "shape", "size"] = ""
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.grid)
+
+    def count(self, micro_batch_size: int) -> int:
+        """Return the samples of a micro-batch."""
+        return micro_batch_size * max(1, (self.pack or 0) // self.tokens)
+
+    def shape(self, dims: ParallelDims) -> PackShape:
+        """Return the shape of a micro-batch."""
+        count = self.count(dims.micro_batch_size)
+        texts = () if self.text_tokens is None else (self.text_tokens,) * count
+        shape = PackShape((self.grid,) * count, texts, dims.token_multiple)
+        if self.pack is None:
+            return shape
+        total = -(-self.pack // dims.token_multiple) * dims.token_multiple
+        return replace(shape, total_tokens=max(total, shape.layout().total_tokens))
+
+
+def named_device(name: str) -> "Device":
+    """Return the constants of a device.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    from dit.planner.devices import DEVICES
+
+    if name not in DEVICES:
+        raise ConfigError(f"--device {name}: no such device; use one of {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+def assumed_grid(tokens: int) -> Grid:
+    """Return the patches of a picture, or of as few as make a clip, as square as the number of tokens allows."""
+    frames = next(t for t in range(1, tokens + 1) if tokens % t == 0 and tokens // t <= LARGEST_PICTURE)
+    area = tokens // frames
+    height = max(side for side in range(1, math.isqrt(area) + 1) if area % side == 0)
+    return frames, height, area // height
+
+
+def planned_sample(
+    task: "run.Partial", model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
+) -> Sample:
+    """Return the sample of the data settings: the largest synthetic one, the longest that is read, or what is cut out.
+
+    Args:
+        tokens: of a sample, or its (t, h, w) patches, instead.
+        text_tokens: of its text, instead.
+    """
+    data = fiddle.build(task.data)
+    pack = getattr(data, "max_tokens_per_pack", None)
+    limit = getattr(data, "max_tokens_per_sample", None) or pack
+    if model.context_size is None:
+        text_tokens = None
+    elif text_tokens is None:
+        known = data.text_tokens if isinstance(data, MockData) else getattr(data, "max_text_tokens", None)
+        text_tokens = known or DEFAULT_TEXT_TOKENS
+    assumed: Literal["", "shape", "size"] = ""
+    if tokens is None and isinstance(data, MockData):
+        patch_t, patch_s = model.patch_temporal, model.patch_spatial
+        tokens = max(((t // patch_t, h // patch_s, w // patch_s) for t, h, w in data.sizes()), key=math.prod)
+    elif tokens is None and limit is None and isinstance(data, EnergonData):
+        tokens = data.cropped_grid(model.patch_spatial)
+    if tokens is None:
+        tokens, assumed = (limit or DEFAULT_TOKENS,), "shape" if limit else "size"
+    if len(tokens) == 3:
+        return Sample((tokens[0], tokens[1], tokens[2]), text_tokens, pack)
+    return Sample(assumed_grid(tokens[0]), text_tokens, pack, assumed or "shape")

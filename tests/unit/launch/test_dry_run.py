@@ -1,0 +1,169 @@
+"""A plan without ranks or memory says what a run needs; what a rank really takes, tests/parallel/test_trace.py says."""
+
+import re
+
+import fiddle
+import pytest
+
+from dit.errors import ConfigError
+from dit.layout import SequenceLayout
+from dit.objectives.ddpm import DDPM
+from dit.parallel.dims import ParallelDims
+from launch import dry_run
+from launch.config_file import built
+from launch.planned_sample import Sample, planned_sample
+from launch.train import call_recipe
+from tests.parity.costs import forward_flops, num_parameters
+
+
+def laid_out(task, world_size=None):
+    """Return how the report says that a run is laid out."""
+    config = built(task)
+    dims, _ = config.check(world_size)
+    return "\n".join(dry_run.layout_lines(config, dims, packed=False, given=world_size is not None))
+
+
+def test_the_report_says_what_was_asked_for():
+    """Operations of the very sample, read from the program; state as a hand counts it: fp32 and Adam on one rank."""
+    task = call_recipe("tiny_dit")
+    text = dry_run.report(task, world_size=1, tokens=(4, 4, 2), text_tokens=3)
+    assert "8 samples = 2 micro-batches x 4 x 1 replicas" in text
+    assert "32 to a sample of 4x4x2 patches, 3 of text)" in text
+    count = int(re.search(r"parameters +([\d,]+)", text)[1].replace(",", ""))
+    model = fiddle.build(task.model)
+    assert count == num_parameters(model)
+    flops = 3 * forward_flops(model, SequenceLayout.from_lengths([32]))
+    assert f"{flops / 32 / 1e9:,.4g} GFLOP per token" in text
+    assert f"{8 * flops / 1e12:,.4g} TFLOP per step" in text
+    rows = {name: float(size) for name, size in re.findall(r"^  (\w.*?) +([\d.]+) GiB$", text, re.MULTILINE)}
+    for name, bytes_each in (("weights and gradients", 8), ("optimizer", 8), ("average", 4)):
+        assert rows[name] == pytest.approx(bytes_each * count / dry_run.GIB, abs=1e-3), name
+    assert rows["total"] == pytest.approx(sum(rows.values()) - rows["total"], abs=2e-3)
+
+
+def test_a_world_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="global_batch_size=64"):
+        dry_run.report(call_recipe("letters_dit"), world_size=3)
+
+
+def test_the_micro_batch_is_the_largest_that_fits():
+    """The largest divisor of a replica's share of 256 that is at most 32."""
+    task = call_recipe("dit_xl2_imagenet")
+    for ranks, size in ((1, 32), (8, 32), (16, 16), (32, 8), (256, 1)):
+        dims, _ = built(task).check(ranks)
+        assert (dims.micro_batch_size, dims.micro_batches) == (size, 256 // ranks // size)
+    task.training.micro_batch_size = 48
+    assert built(task).check(1)[0].micro_batch_size == 32
+    task.training.micro_batch_size = 32
+    asked = "micro-batches of 8, not training.micro_batch_size=32: a global batch of 256"
+    assert asked in laid_out(task, 32)
+    task.training.micro_batch_size = 8
+    assert asked not in laid_out(task, 32)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "interleaved", "words"),
+    [
+        (3, False, ["global_batch_size=64", "data-parallel size 3", "use 63 or 66", "such as for 2 replicas"]),
+        (128, False, ["global_batch_size=64", "use 128", "such as for 64 replicas"]),
+        (24, True, ["global_batch_size=64", "=2 micro-batches", "12 data-parallel replicas", "use 48 or 72"]),
+    ],
+)
+def test_a_global_batch_that_no_micro_batch_divides_is_refused(world_size, interleaved, words):
+    task = call_recipe("letters_dit")
+    task.model.num_layers, task.data.num_streams = 4, None
+    if interleaved:
+        task.parallel.pipeline_model_parallel_size = task.parallel.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError) as caught:
+        dry_run.report(task, world_size)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_short_run_says_how_its_warm_up_changes():
+    task = call_recipe("letters_dit")
+    task.training.num_steps = 50
+    assert "a warm-up of 50 steps, not schedule.warmup_steps=" in laid_out(task)
+
+
+def test_the_fewest_ranks_are_taken_when_none_are_given():
+    task = call_recipe("tiny_dit")
+    task.parallel.tensor_model_parallel_size = 4
+    assert "ranks       4 = tensor 4 x data 1, data_parallel=ddp; the fewest" in laid_out(task)
+    assert "the fewest" not in laid_out(task, world_size=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"schedule.min_lr": 1.0}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}, {"model.out_channels": 2}],
+    ids=str,
+)
+def test_what_training_would_refuse_is_not_planned(change):
+    task = call_recipe("letters_dit")
+    for path, value in change.items():
+        part, _, field = path.partition(".")
+        setattr(getattr(task, part), field, value)
+    with pytest.raises(ConfigError):
+        dry_run.report(task, world_size=None)
+
+
+def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
+    """A clip of 24 x 32 x 32 patches, of whose pairs of tokens attention in frames and columns leaves most out."""
+    task = call_recipe("mock_stdit_xl")
+    model = fiddle.build(task.model)
+    assert planned_sample(task, model) == Sample((24, 32, 32), 512)
+    assert planned_sample(call_recipe("tiny_stdit"), model) == Sample((4, 4, 4), 8, pack=128)
+    assert planned_sample(task, model, tokens=(2, 3, 4), text_tokens=7) == Sample((2, 3, 4), 7)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sample"),
+    [
+        ("pretrain_7b", Sample((1, 13, 20), 512, assumed="shape")),
+        ("pretrain_7b_pack", Sample((1, 48, 48), 512, pack=2304, assumed="shape")),
+        ("pretrain_ditllama5b_stage2", Sample((2, 64, 64), 512, pack=8192, assumed="shape")),
+        ("dit_xl2_imagenet", Sample((1, 16, 16), assumed="size")),
+        ("imagen_500m_res_64_edm", Sample((1, 64, 64), 128)),
+        ("imagen_600m_res_1024", Sample((1, 256, 256), 128)),
+    ],
+)
+def test_real_data_is_planned_by_its_limits_or_its_crops(recipe, sample):
+    """Where only a number of tokens is known, they are a picture as square as can be, and the report says so."""
+    task = call_recipe(recipe)
+    assert planned_sample(task, fiddle.build(task.model)) == sample
+
+
+def test_a_pack_holds_as_many_samples_as_fit():
+    """Nine images of 256 tokens and their texts, padded to what context and sequence parallelism split evenly."""
+    task = call_recipe("pretrain_7b_pack")
+    sample = planned_sample(task, fiddle.build(task.model), tokens=(256,))
+    shape = sample.shape(ParallelDims(16, 16, 1, 32, 8))
+    assert (len(shape.grids), shape.text_lengths, shape.layout().total_tokens) == (9, (512,) * 9, 2304)
+    assert Sample((1, 3, 3), pack=30).shape(ParallelDims(1, 1, 1, 1, 8)).layout().total_tokens == 48
+
+
+@pytest.mark.parametrize(
+    ("part", "setting", "value"),
+    [
+        ("sampling", "num_steps", 0),
+        ("sampling", "num_steps", -1),
+        ("sampling", "samples_per_class", -1),
+        ("sampling", "guidance_scale", float("inf")),
+        ("sampling", "guidance_scale", float("nan")),
+        ("sampling", "solver", "rk45"),
+        ("logging", "profile_steps", [5, 2]),
+    ],
+)
+def test_a_plan_refuses_what_training_would(part, setting, value):
+    """A run would find out at its first pictures, or at once."""
+    task = call_recipe("tiny_dit")
+    setattr(getattr(task, part), setting, value)
+    with pytest.raises(ConfigError, match=re.escape(f"{part}.{setting}={value!r}")):
+        dry_run.report(task, None)
+
+
+def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
+    task = call_recipe("tiny_dit")
+    task.objective = fiddle.Config(DDPM, discrete_steps=30)
+    task.sampling.num_steps = 31
+    with pytest.raises(ConfigError, match="31 sampling steps"):
+        dry_run.report(task, None)
