@@ -14,9 +14,9 @@ pytestmark = pytest.mark.matrix
 LAYOUTS = ("ddp", "distopt", "fsdp", "tp2sp", "pp2", "cp2", "pp4")
 
 
-def sweep(out: Path, *words: str) -> list[dict]:
+def sweep(out: Path, layouts: tuple[str, ...], *words: str) -> list[dict]:
     """Run the sweep in a process of its own and return its rows."""
-    grid = ["--factory", "tiny_dit", "--layouts", *LAYOUTS, "--steps", "2", "--warmup", "1", "--out", str(out)]
+    grid = ["--factory", "tiny_dit", "--layouts", *layouts, "--steps", "2", "--warmup", "1", "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.sweep", *grid, *words]
     done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -26,11 +26,12 @@ def sweep(out: Path, *words: str) -> list[dict]:
 
 def test_a_sweep_here_is_the_sweep_as_an_experiment(tmp_path):
     """Same cells and layouts, same tokens, same loss to the bit; only times differ. The refused layout is a row."""
-    here = sweep(tmp_path / "here", "--ranks", "2")
-    there = sweep(tmp_path / "there", "--executor", "torchrun(ranks=2)", "--folder", str(tmp_path / "nemo_run"))
+    here = sweep(tmp_path / "here", LAYOUTS, "--ranks", "2")
+    again = ("--executor", "torchrun(ranks=2)", "--folder", str(tmp_path / "nemo_run"))
+    there = sweep(tmp_path / "there", LAYOUTS[-3:], *again)
     assert [row["layout"] for row in here] == list(LAYOUTS)
     assert [row["status"] for row in here] == ["ok"] * 6 + ["refused"]
-    for own, other in zip(here, there, strict=True):
+    for own, other in zip(here[-3:], there, strict=True):
         same = ("recipe", "layout", "overrides", "ranks", "status", "tokens_per_step", "loss", "parameters", "tp", "pp")
         assert {key: own.get(key) for key in same} == {key: other.get(key) for key in same}
     measured = [row for row in here if row["status"] == "ok"]
