@@ -154,7 +154,9 @@ class SequenceLayout:
         """
         if self.window is not None and self.parent is not None:
             first, count = self.window
-            cut = ((i, max(start - first, 0), min(start + n - first, count)) for i, start, n in self.parent.segment_runs)
+            cut = (
+                (i, max(start - first, 0), min(start + n - first, count)) for i, start, n in self.parent.segment_runs
+            )
             return tuple((i, start, stop - start) for i, start, stop in cut if start < stop)
         if self.local_indices is None or self.local is not None:
             pack = self if self.local_indices is None else self.local

@@ -22,13 +22,13 @@ class Compiled:
 
     Attributes:
         registers: per thread.
-        spilled_bytes: of local memory, per thread.
+        spills: instructions that read or write local memory.
         shared_bytes: per program.
         accesses: instructions that read or write global memory, by their width in bits.
     """
 
     registers: int
-    spilled_bytes: int
+    spills: int
     shared_bytes: int
     accesses: Mapping[int, int]
 
@@ -60,13 +60,15 @@ def compiled(
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
         code = subprocess.run([TOOLS / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
     numbers = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage.stdout))
     accesses: dict[int, int] = {}
     for what in re.findall(r"\b(?:LDG|STG)\.E([.\w]*)", code):
-        width = next((int(w) for w in re.findall(r"\.(64|128|256)", what)), 8 if ".U8" in what else 16 if "16" in what else 32)
+        width = next(
+            (int(w) for w in re.findall(r"\.(64|128|256)", what)), 8 if ".U8" in what else 16 if "16" in what else 32
+        )
         accesses[width] = accesses.get(width, 0) + 1
-    return Compiled(
-        int(numbers["REG"]), int(numbers["STACK"]) + int(numbers["LOCAL"]), int(numbers["SHARED"]), accesses
-    )
+    return Compiled(int(numbers["REG"]), len(re.findall(r"\b(?:LDL|STL)\b", code)), int(numbers["SHARED"]), accesses)

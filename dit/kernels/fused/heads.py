@@ -81,11 +81,12 @@ def split_heads(
     out = _SplitHeads.apply(x_TGMH, *weights, bias, heads, eps, *angles)
     if norm is not None or rotation is not None:
         x, queries = x_TGMH.detach(), heads.queries
-        fixed = [None if w is None else w.detach() for w in weights]
+        weight_q, weight_k = (None if w is None else w.detach() for w in weights)
+        again = partial(_part, weight_q=weight_q, weight_k=weight_k, cos=angles[0], sin=angles[1], eps=eps)
         if queries:
-            recomputes(out[0], partial(_part, 0, x[:, :, :queries], *fixed, *angles, eps))
+            recomputes(out[0], partial(again, 0, x[:, :, :queries]))
         if heads.keys:
-            recomputes(out[1], partial(_part, 1, x[:, :, queries : queries + 1], *fixed, *angles, eps))
+            recomputes(out[1], partial(again, 1, x[:, :, queries : queries + 1]))
     return heads.present(out)
 
 

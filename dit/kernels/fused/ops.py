@@ -1,5 +1,7 @@
-"""The fused kernels as operators of torch, `dit::name`: each is one kernel that reads every argument and writes every
-result once, so that a trace on fake tensors counts their traffic and their memory by arguments and results.
+"""The fused kernels as operators of torch, `dit::name`, each of them one kernel.
+
+It reads every argument once and writes every result once, so that a trace on fake tensors counts its traffic by
+arguments and results, as that of any other operator.
 
 Shape suffixes: T local tokens, S samples, D hidden size, B blocks of tokens, N heads, G groups of heads, H head size, F
 inner width of the MLP. Gradients that a call does not have are empty tensors.
@@ -43,10 +45,10 @@ def residual_norm(
     Returns:
         x', the modulated tokens, mean and 1 / std of each token (float32 `[T]`); empty where there is none.
     """
-    from dit.kernels.fused import triton_residual_norm
+    from dit.kernels.fused.gpu import residual_norm as gpu
 
     outputs = _residual_norm_outputs(x_TD, y_TD, scale_SD, rms)
-    triton_residual_norm.residual_norm(
+    gpu.residual_norm(
         x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, Blocks(table_B3, offsets_S), eps, rms, outputs
     )
     return outputs
@@ -96,10 +98,10 @@ def residual_norm_backward(
         The gradient of x (empty without a norm: it is that of x'), of y (empty without a gate: it is that of x), and
         the sums, float32 `[B, K, D]`.
     """
-    from dit.kernels.fused import triton_residual_norm
+    from dit.kernels.fused.gpu import residual_norm as gpu
 
     outputs = _backward_outputs(grad_normed_TD, grad_out_TD, gate_SD, bias_D, scale_SD, table_B3)
-    triton_residual_norm.residual_norm_backward(
+    gpu.residual_norm_backward(
         *(grad_normed_TD, grad_out_TD, x_TD, y_TD, gate_SD, bias_D, scale_SD, weight_D, mean_T, rstd_T),
         Blocks(table_B3, offsets_S),
         outputs,
@@ -146,11 +148,11 @@ def segment_sums(
     Returns:
         The gradients of shift, scale and gate, `[S, D]` in `dtype`, of bias and weight, `[D]` in theirs.
     """
-    from dit.kernels.fused import triton_residual_norm
+    from dit.kernels.fused.gpu import residual_norm as gpu
 
     outputs = _sums_outputs(sums_BKD, gate_SD, bias_D, scale_SD, weight_D, offsets_S, dtype)
     blocks = Blocks(table_B3, offsets_S)
-    triton_residual_norm.segment_sums(sums_BKD, gate_SD, bias_D, scale_SD, weight_D, blocks, outputs)
+    gpu.segment_sums(sums_BKD, gate_SD, bias_D, scale_SD, weight_D, blocks, outputs)
     return outputs
 
 
@@ -199,10 +201,10 @@ def heads(
     Returns:
         Queries `[T, N, H]` and keys `[T, G, H]`; empty where there are none.
     """
-    from dit.kernels.fused import triton_heads
+    from dit.kernels.fused.gpu import heads as gpu
 
     outputs = _heads_outputs(x_TGMH, keys)
-    triton_heads.heads(x_TGMH, (weight_q, weight_k), (cos, sin), eps, outputs)
+    gpu.heads(x_TGMH, (weight_q, weight_k), (cos, sin), eps, outputs)
     return outputs
 
 
@@ -243,12 +245,12 @@ def heads_backward(
         The gradient of all heads `[T, G, P, H]`, and sums whose columns add up to the gradient of the bias, and of the
         norms' weights; float32.
     """
-    from dit.kernels.fused import triton_heads
+    from dit.kernels.fused.gpu import heads as gpu
 
     grads = grad_q, grad_k, grad_v
     outputs = _heads_backward_outputs(*grads, x_TGMH, groups, bias)
     weights, rotation = (weight_q, weight_k), (cos, sin)
-    triton_heads.heads_backward(grads, x_TGMH, weights, rotation, eps, ROWS_OF_TILES, bias, outputs)
+    gpu.heads_backward(grads, x_TGMH, weights, rotation, eps, ROWS_OF_TILES, bias, outputs)
     return outputs
 
 
@@ -280,10 +282,10 @@ def _(grad_q, grad_k, grad_v, x, weight_q, weight_k, cos, sin, groups, eps, bias
 @torch.library.custom_op("dit::column_sums", mutates_args=())
 def column_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Add up the rows of a matrix in their order, in float32; returns `dtype`."""
-    from dit.kernels.fused import triton_heads
+    from dit.kernels.fused.gpu import heads as gpu
 
     out = sums.new_empty(sums.shape[1], dtype=dtype)
-    triton_heads.column_sums(sums, out)
+    gpu.column_sums(sums, out)
     return out
 
 
@@ -295,10 +297,10 @@ def _(sums, dtype):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("dit::activation", mutates_args=())
 def activation(x_TF: Tensor, bias_F: Optional[Tensor], gated: bool) -> Tensor:
     """Compute GELU(x + bias), or SiLU(gate) * up of alternating features."""
-    from dit.kernels.fused import triton_activations
+    from dit.kernels.fused.gpu import activations as gpu
 
     out = _activation_output(x_TF, gated)
-    triton_activations.activation(x_TF, bias_F, gated, out)
+    gpu.activation(x_TF, bias_F, gated, out)
     return out
 
 
@@ -314,10 +316,10 @@ def _(x, bias, gated):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("dit::activation_backward", mutates_args=())
 def activation_backward(grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gated: bool) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and sums whose columns add up to that of the bias (float32)."""
-    from dit.kernels.fused import triton_activations
+    from dit.kernels.fused.gpu import activations as gpu
 
     outputs = _activation_backward_outputs(x_TF, bias_F)
-    triton_activations.activation_backward(grad, x_TF, bias_F, gated, ROWS_OF_TILES, outputs)
+    gpu.activation_backward(grad, x_TF, bias_F, gated, ROWS_OF_TILES, outputs)
     return outputs
 
 

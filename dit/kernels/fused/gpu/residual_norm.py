@@ -44,6 +44,7 @@ def residual_norm_kernel(
     RMS: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
+    """Compute x' = x + gate (y + bias), and norm(x') weight (1 + scale) + shift of the stored x'."""
     entry = table + tl.program_id(0) * ROWS_OF_TABLE
     first, rows, segment = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2).to(tl.int64)
     columns = tl.arange(0, WIDTH)
@@ -122,18 +123,15 @@ def residual_norm_backward_kernel(
     sum_g, sum_gn, sum_dy, sum_d = zeros, zeros, zeros, zeros
     for i in range(rows):
         row = (first + i).to(tl.int64)
-        at = row * size + columns
+        at = row * size
         grad = zeros
-        if PASSED:
-            grad = tl.load(grad_out + at, mask=inside, other=0.0).to(tl.float32)
         if NORM:
-            normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            normed = tl.load(x + at + columns, mask=inside, other=0.0).to(tl.float32)
             inverse = tl.load(rstd + row)
-            if RMS:
-                normed = normed * inverse
-            else:
-                normed = tl.where(inside, (normed - tl.load(mean + row)) * inverse, 0.0)
-            given = tl.load(grad_normed + at, mask=inside, other=0.0).to(tl.float32)
+            if not RMS:
+                normed -= tl.load(mean + row)
+            normed *= inverse  # whatever it is outside, the gradient there is 0
+            given = tl.load(grad_normed + at + columns, mask=inside, other=0.0).to(tl.float32)
             sum_g += given
             sum_gn += given * normed
             # The same row for every token of the block: it stays in the cache, not in registers.
@@ -141,20 +139,24 @@ def residual_norm_backward_kernel(
             if WEIGHT:
                 factor *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
             given *= factor
-            through = given - normed * (tl.sum(given * normed, 0) / size)
-            if not RMS:
-                through -= tl.sum(given, 0) / size
-            grad = grad + through * inverse
-            tl.store(grad_x + at, grad.to(grad_x.dtype.element_ty), mask=inside)
+            along = tl.sum(given * normed, 0) / size
+            if RMS:
+                grad = (given - normed * along) * inverse
+            else:
+                grad = (given - tl.sum(given, 0) / size - normed * along) * inverse
+        if PASSED:
+            grad += tl.load(grad_out + at + columns, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            tl.store(grad_x + at + columns, grad.to(grad_x.dtype.element_ty), mask=inside)
         if RESIDUAL:
             if GATE:
-                added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+                added = tl.load(y + at + columns, mask=inside, other=0.0).to(tl.float32)
                 sum_dy += grad * added
             if BIAS:
                 sum_d += grad
             if GATE:
                 grad *= tl.load(gate + segment * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-                tl.store(grad_y + at, grad.to(grad_y.dtype.element_ty), mask=inside)
+                tl.store(grad_y + at + columns, grad.to(grad_y.dtype.element_ty), mask=inside)
     into = sums + block.to(tl.int64) * (2 * NORM + GATE + BIAS) * size + columns
     if NORM:
         tl.store(into, sum_g, mask=inside)
@@ -346,4 +348,3 @@ def _stride(x_SD: Optional[Tensor]) -> int:
         return 0
     assert x_SD.stride(1) == 1, "the features of a modulation lie side by side"
     return x_SD.stride(0)
-

@@ -58,6 +58,7 @@ def heads_kernel(
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """Normalise and rotate the query heads and the key head of some groups, for some tokens."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     columns = tl.arange(0, HALF)[None, :]
     inside = token < tokens
@@ -170,18 +171,19 @@ def heads_backward_kernel(
                     sum_b += b
             if BIAS:
                 width = groups * parts * size
-                at = bias_sums + tl.program_id(0).to(tl.int64) * width + (group * parts + m) * size
+                into = bias_sums + tl.program_id(0).to(tl.int64) * width + (group * parts + m) * size
                 total_a, total_b = tl.sum(sum_a, 0)[None, :], tl.sum(sum_b, 0)[None, :]
-                _store_head(at, columns, half, size, everywhere, total_a, total_b)
+                _store_head(into, columns, half, size, everywhere, total_a, total_b)
         if NORM and m < P + KEY:
             program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-            at = weight_sums + (program * (P + KEY) + m) * size
-            total_a, total_b = tl.sum(sum_wa, 0)[None, :], tl.sum(sum_wb, 0)[None, :]
-            _store_head(at, columns, half, size, everywhere, total_a, total_b)
+            row = weight_sums + (program * (P + KEY) + m) * size
+            all_a, all_b = tl.sum(sum_wa, 0)[None, :], tl.sum(sum_wb, 0)[None, :]
+            _store_head(row, columns, half, size, everywhere, all_a, all_b)
 
 
 @triton.jit
 def column_sums_kernel(x, out, rows, size, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Add up all rows of some columns."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, rows, ROWS):

@@ -9,7 +9,7 @@ from torch import Tensor
 from dit.kernels.fused.blocks import cdiv
 
 COLUMNS, FORWARD_ROWS = 1024, 16
-"""Columns of a program, and its rows without sums."""
+"""Outputs of a program, and its rows without sums."""
 
 
 @triton.jit
@@ -21,9 +21,9 @@ def _load(at, bias, columns, width, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _gelu_sigmoid(x):
+def _gelu_argument(x):
     # 0.5 (1 + tanh(u)) = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x ** 3)
-    return tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+    return 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
 
 
 @triton.jit
@@ -38,7 +38,10 @@ def activation_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """`width` is that of x; with a gate, features of gate and up alternate and the output has half of it."""
+    """Compute GELU(x + bias), or SiLU(gate) * up.
+
+    `width` is that of x; with a gate, features of gate and up alternate, and the output has half of it.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for row in range(first, tl.minimum(first + ROWS, tokens)):
@@ -50,7 +53,7 @@ def activation_kernel(
             tl.store(at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inner < width // 2)
         else:
             at = out + row * width + columns
-            tl.store(at, (value * _gelu_sigmoid(value)).to(out.dtype.element_ty), mask=columns < width)
+            tl.store(at, (value * tl.sigmoid(_gelu_argument(value))).to(out.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit
@@ -78,13 +81,13 @@ def activation_backward_kernel(
             inner = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
             given = tl.load(grad + row * (width // 2) + inner, mask=inner < width // 2, other=0.0).to(tl.float32)
             s = tl.sigmoid(gate)
-            of_gate = given * up * s * (1.0 + gate * (1.0 - s))
+            of_gate = given * up * s * (1.0 + gate * tl.sigmoid(-gate))
             change = tl.reshape(tl.join(of_gate, given * gate * s), [COLUMNS])
         else:
             given = tl.load(grad + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-            s = _gelu_sigmoid(value)
+            u = _gelu_argument(value)
             slope = 1.5957691216057308 * (1.0 + 0.134145 * value * value)
-            change = given * s * (1.0 + value * (1.0 - s) * slope)
+            change = given * tl.sigmoid(u) * (1.0 + value * tl.sigmoid(-u) * slope)  # 1 - sigmoid(u) loses digits
         tl.store(grad_x + row * width + columns, change.to(grad_x.dtype.element_ty), mask=columns < width)
         if BIAS:
             total += change
@@ -95,11 +98,12 @@ def activation_backward_kernel(
 def activation(x_TF: Tensor, bias_F: Optional[Tensor], gated: bool, out: Tensor) -> None:
     """Launch the forward kernel."""
     tokens, width = x_TF.shape
-    activation_kernel[cdiv(tokens, FORWARD_ROWS), cdiv(width, COLUMNS)](
+    columns = COLUMNS << gated  # of the input
+    activation_kernel[cdiv(tokens, FORWARD_ROWS), cdiv(width, columns)](
         *(x_TF, bias_F, out, tokens, width),
         GATED=gated,
         BIAS=bias_F is not None,
-        COLUMNS=COLUMNS,
+        COLUMNS=columns,
         ROWS=FORWARD_ROWS,
         num_warps=4,
     )
@@ -110,10 +114,11 @@ def activation_backward(
 ) -> None:
     """Launch the backward kernel; `outputs` are the gradient of x and the sums of the blocks."""
     tokens, width = x_TF.shape
-    activation_backward_kernel[cdiv(tokens, rows), cdiv(width, COLUMNS)](
+    columns = COLUMNS << gated
+    activation_backward_kernel[cdiv(tokens, rows), cdiv(width, columns)](
         *(grad, x_TF, bias_F, *outputs, tokens, width, rows),
         GATED=gated,
         BIAS=bias_F is not None,
-        COLUMNS=COLUMNS,
+        COLUMNS=columns,
         num_warps=4,
     )
