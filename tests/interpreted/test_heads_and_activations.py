@@ -87,6 +87,7 @@ def test_activations_are_the_formulas(name, bias, tokens, width):
     shapes = (tokens, width), (width,) if bias else None
     for precision in ("fp32", "bf16") if width == 250 else ("fp32",):
         dtype, ulps = DTYPES[precision]
+        ulps = 2 * ulps if tokens > 100 else ulps  # the gradient of the bias is a sum over them
         formulas.check(lambda x, b: [function(x, b)], getattr(formulas, name), formulas.draws(*shapes), dtype, ulps)
 
 

@@ -38,14 +38,16 @@ class _SplitHeads(torch.autograd.Function):
             q, k, _ = heads.views(x)
         ctx.save_for_backward(changed if normed else None, weight_q, weight_k, cos, sin)
         ctx.heads, ctx.groups, ctx.eps, ctx.bias = heads, x.shape[1], eps, bias is not None
+        ctx.parts = tuple(part.shape for part in heads.views(x))
+        ctx.set_materialize_grads(False)
         return q, k, heads.views(x)[2]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
         x, weight_q, weight_k, cos, sin = ctx.saved_tensors
         heads: Heads = ctx.heads
-        present = heads.queries > 0, heads.keys, heads.values
-        q, k, v = (_rows(g) if has else None for g, has in zip(grads, present))
+        given = next(g for g in grads if g is not None)
+        q, k, v = (_rows(g, shape, given) for g, shape in zip(grads, ctx.parts))
         grad_x, bias_sums, weight_sums = ops.heads_backward(
             *(q, k, v, x, weight_q, weight_k, cos, sin, ctx.groups, ctx.eps, ctx.bias)
         )
@@ -62,8 +64,10 @@ class _SplitHeads(torch.autograd.Function):
         return grad_x, grad_q, grad_k, grad_bias, None, None, None, None
 
 
-def _rows(grad: Tensor) -> Tensor:
-    """Return a gradient whose features lie side by side."""
+def _rows(grad: Optional[Tensor], shape: torch.Size, like: Tensor) -> Optional[Tensor]:
+    """Return a gradient whose features lie side by side, zeros for heads that are not used; None for no heads."""
+    if grad is None:
+        return like.new_zeros(shape) if shape.numel() else None
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 

@@ -74,7 +74,7 @@ def heads_kernel(
                     wa, wb = _load_head(weight_q, columns, half, size, columns >= 0)
                 else:
                     wa, wb = _load_head(weight_k, columns, half, size, columns >= 0)
-                inverse = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / size + eps)
+                inverse = 1.0 / tl.sqrt(tl.sum(a * a + b * b, 1) / size + eps)
                 a, b = a * inverse[:, None] * wa, b * inverse[:, None] * wb
             if ROPE:
                 a, b = a * c - b * s, b * c + a * s
@@ -157,12 +157,12 @@ def heads_backward_kernel(
                 if NORM and m < P + KEY:
                     at = x + token * token_stride + group * group_stride + m * size
                     na, nb = _load_head(at, columns, half, size, inside)
-                    inverse = (1.0 / tl.sqrt((tl.sum(na * na, 1) + tl.sum(nb * nb, 1)) / size + eps))[:, None]
+                    inverse = (1.0 / tl.sqrt(tl.sum(na * na + nb * nb, 1) / size + eps))[:, None]
                     na, nb = na * inverse, nb * inverse
                     sum_wa += a * na
                     sum_wb += b * nb
                     a, b = a * wa, b * wb
-                    along = ((tl.sum(a * na, 1) + tl.sum(b * nb, 1)) / size)[:, None]
+                    along = (tl.sum(a * na + b * nb, 1) / size)[:, None]
                     a, b = (a - na * along) * inverse, (b - nb * along) * inverse
                 at = grad_x + ((token * groups + group) * parts + m) * size
                 _store_head(at, columns, half, size, inside, a, b)
