@@ -143,7 +143,8 @@ class _Again:
 
     def result(self) -> Tensor:
         """Return the result, computed at every use: a matrix product uses its input once."""
-        return self.function()
+        with torch.no_grad():
+            return self.function()
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,8 @@ def recomputes(result: Tensor, function: Callable[[], Tensor]) -> None:
 
     Args:
         result: a new tensor that is never modified in place, of a function that does not save it itself.
-        function: returns a tensor with the same storage layout; without a graph.
+        function: returns a tensor with the same storage layout. It runs without a graph, on parameters as they are then:
+            FSDP may have gathered them again.
     """
     region = _REGION.get()
     if region is not None and result.requires_grad:

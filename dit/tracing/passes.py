@@ -44,11 +44,6 @@ class LayerTraffic:
     backward: Passes
     saved: float
 
-    @property
-    def kernels(self) -> int:
-        """Memory-bound kernels of both directions."""
-        return self.forward.kernels + self.backward.kernels
-
 
 class _Counter(TorchDispatchMode):
     """Counts operations on fake tensors: each reads all arguments and writes all results, views move nothing."""

@@ -27,8 +27,7 @@ class _Activation(torch.autograd.Function):
 def _apply(x: Tensor, bias_F: Optional[Tensor], gated: bool) -> Tensor:
     x_TF = x.contiguous().view(-1, x.shape[-1])
     out_TF = _Activation.apply(x_TF, bias_F, gated)
-    saved = x_TF.detach(), None if bias_F is None else bias_F.detach()
-    recomputes(out_TF, partial(ops.activation, *saved, gated))
+    recomputes(out_TF, partial(ops.activation, x_TF.detach(), bias_F, gated))
     return out_TF.view(*x.shape[:-1], -1)
 
 

@@ -85,8 +85,7 @@ def split_heads(
     out = _SplitHeads.apply(x_TGMH, *weights, bias, heads, eps, *angles)
     if norm is not None or rotation is not None:
         x, queries = x_TGMH.detach(), heads.queries
-        weight_q, weight_k = (None if w is None else w.detach() for w in weights)
-        again = partial(_part, weight_q=weight_q, weight_k=weight_k, cos=angles[0], sin=angles[1], eps=eps)
+        again = partial(_part, weight_q=weights[0], weight_k=weights[1], cos=angles[0], sin=angles[1], eps=eps)
         if queries:
             recomputes(out[0], partial(again, 0, x[:, :, :queries]))
         if heads.keys:

@@ -94,8 +94,7 @@ def _apply(
     y_TD = None if y_TD is None else y_TD.contiguous()
     out, normed = _ResidualNorm.apply(x_TD, y_TD, gate_SD, bias_D, shift, scale, weight, layout, *norm)
     if shift is not None and scale is not None:
-        fixed = None if weight is None else weight.detach()
-        recomputes(normed, partial(_normed, out.detach(), shift.detach(), scale.detach(), fixed, layout, *norm))
+        recomputes(normed, partial(_normed, out.detach(), shift.detach(), scale.detach(), weight, layout, *norm))
     return out, normed
 
 
