@@ -229,7 +229,7 @@ def recomputes(result: Tensor, function: Callable[[], Tensor]) -> None:
 
     Args:
         result: a new tensor that is never modified in place, of a function that does not save it itself.
-        function: returns a tensor with the same storage layout. It runs without a graph, on parameters as they are then:
+        function: returns a tensor with the same storage layout. It runs without a graph, on the parameters of that time:
             FSDP may have gathered them again.
     """
     region = _REGION.get()
