@@ -229,8 +229,8 @@ def recomputes(result: Tensor, function: Callable[[], Tensor]) -> None:
 
     Args:
         result: a new tensor that is never modified in place, of a function that does not save it itself.
-        function: returns a tensor with the same storage layout. It runs without a graph, on the parameters of that time:
-            FSDP may have gathered them again.
+        function: returns a tensor with the same storage layout. It runs without a graph, on parameters as they are:
+            FSDP may have gathered them anew.
     """
     region = _REGION.get()
     if region is not None and result.requires_grad:
