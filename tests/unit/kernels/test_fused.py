@@ -20,7 +20,7 @@ BF16, FP32, INT32, NONE = "bf16", "fp32", "int32", "none"
 
 
 def interpret(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/interpreted", *arguments]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
