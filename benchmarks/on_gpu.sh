@@ -19,7 +19,7 @@ fi
 mkdir -p "$out"
 echo "== device: $device"
 
-echo "== values: attention on every path against the fp32 reference"
+echo "== values: attention on every path against the fp32 reference, fused kernels against formulas in float64"
 $python -m pytest tests/gpu -p no:cacheprovider -q 2>&1 | tee "$out/gpu_tests.log" | tail -n 25
 
 echo "== values: the loop trains and resumes on this device"
@@ -39,6 +39,14 @@ step --factory dit_s2_imagenet training.micro_batch_size=256 training.precision=
 step --factory dit_b2_imagenet training.micro_batch_size=256 training.precision=bf16
 step --factory dit_l2_imagenet training.micro_batch_size=128 training.global_batch_size=128 training.precision=bf16
 step --factory dit_xl2_imagenet training.micro_batch_size=128 training.global_batch_size=128 training.precision=bf16
+
+echo "== times: fused kernels of the layers, beside the rows above and below"
+step --factory dit_xl2_imagenet training.micro_batch_size=128 training.global_batch_size=128 training.precision=bf16 \
+  training.kernels=triton
+for recompute in none selective; do
+  step --factory bench_dit7b_8k_1gpu_L4 training.kernels=triton training.recompute="$recompute"
+  step --factory bench_dit7b_8k_1gpu_L8 training.kernels=triton training.recompute="$recompute"
+done
 
 echo "== times: DiT-7B layers; the difference of two depths is the time of four layers"
 for recompute in none selective full; do

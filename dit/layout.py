@@ -3,7 +3,7 @@
 Shape suffixes: T local tokens of the pack, S samples in the pack, R real tokens of the pack, D any width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -50,6 +50,7 @@ class SequenceLayout:
         parent: the layout that the local tokens were selected from, if the layers gather them again (sequence
             parallelism); else None.
         local: under context parallelism, the local tokens described as a pack of their own (samples may be empty).
+        window: first and number of the local tokens among those of `parent`, where they are a window of it.
     """
 
     lengths: tuple[int, ...]
@@ -59,6 +60,7 @@ class SequenceLayout:
     local_indices: Optional[Tensor] = None
     parent: Optional["SequenceLayout"] = None
     local: Optional["SequenceLayout"] = None
+    window: Optional[tuple[int, int]] = None
 
     @classmethod
     def from_lengths(
@@ -144,6 +146,33 @@ class SequenceLayout:
         return self._all_segment_ids if self.local_indices is None else self._all_segment_ids[self.local_indices]
 
     @cached_property
+    def segment_runs(self) -> tuple[tuple[int, int, int], ...]:
+        """Local tokens that follow each other inside one sample: (sample, first token, number of tokens), on the host.
+
+        The tail pad belongs to the last sample. The host knows them without a wait, except for tokens that are selected
+        one by one on a device.
+        """
+        if self.window is not None and self.parent is not None:
+            first, count = self.window
+            cut = (
+                (i, max(start - first, 0), min(start + n - first, count)) for i, start, n in self.parent.segment_runs
+            )
+            return tuple((i, start, stop - start) for i, start, stop in cut if start < stop)
+        if self.local_indices is None or self.local is not None:
+            pack = self if self.local_indices is None else self.local
+            assert pack is not None
+            ends = (*pack.starts[1:], pack.total_tokens)
+            return tuple((i, a, b - a) for i, (a, b) in enumerate(zip(pack.starts, ends)) if a < b)
+        ids, counts = torch.unique_consecutive(self.segment_ids_T, return_counts=True)
+        starts = counts.cumsum(0) - counts
+        return tuple(zip(ids.tolist(), starts.tolist(), counts.tolist()))
+
+    @cached_property
+    def tables(self) -> dict[Hashable, object]:
+        """What kernels compute from this layout, by what they need it for: once for all layers."""
+        return {}
+
+    @cached_property
     def token_index_T(self) -> Tensor:
         """Position of each local token inside its own sample, int64."""
         indices = self.local_indices
@@ -202,6 +231,8 @@ class SequenceLayout:
             padded_lengths=padded[0] + padded[1],
             total_tokens=self.total_tokens + other.total_tokens,
             local_indices=indices,
+            local=None,
+            window=None,
         )
 
     @property
@@ -210,7 +241,12 @@ class SequenceLayout:
         return self if self.parent is None else self.parent
 
     def select(
-        self, indices_T: Tensor, *, gathered: bool = False, local: Optional["SequenceLayout"] = None
+        self,
+        indices_T: Tensor,
+        *,
+        gathered: bool = False,
+        local: Optional["SequenceLayout"] = None,
+        window: Optional[tuple[int, int]] = None,
     ) -> "SequenceLayout":
         """Return the layout of some of the local tokens.
 
@@ -218,10 +254,15 @@ class SequenceLayout:
             indices_T: indices of these tokens among the present local tokens, int64.
             gathered: the layers gather the local tokens again before attention (sequence parallelism).
             local: these tokens described as a pack, if known (context parallelism).
+            window: first and number of these tokens, if they follow each other and are gathered again.
         """
         selected = indices_T if self.local_indices is None else self.local_indices[indices_T]
         return replace(
-            self, local_indices=selected.to(self.device), parent=self.gathered if gathered else None, local=local
+            self,
+            local_indices=selected.to(self.device),
+            parent=self.gathered if gathered else None,
+            local=local,
+            window=window,
         )
 
     def to(self, device: torch.device | str) -> "SequenceLayout":

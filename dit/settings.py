@@ -68,6 +68,9 @@ class TrainingConfig:
         attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
             scaled-dot-product attention elsewhere. `megatron-dit kernels` says which can run here.
         linears: library of the parallel linears; `auto` selects Megatron-Core's.
+        kernels: implementation of the memory-bound operations of transformer layers (norms, modulation, residuals,
+            heads, rotary positions, activations): `eager`, or one `triton` kernel for each; `auto` selects `triton` on
+            devices where tests/gpu has passed with it, which is none yet. Numbers change by rounding.
         compile: compile the residual blocks of Imagen's UNets by torch.compile; numbers change by rounding. Not under
             FSDP.
         recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
@@ -97,6 +100,7 @@ class TrainingConfig:
     precision: Literal["bf16", "fp32"] = "bf16"
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
+    kernels: Literal["auto", "triton", "eager"] = "auto"
     compile: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: Optional[int] = None

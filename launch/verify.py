@@ -161,6 +161,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         precision="fp32",
         attention="auto",
         linears="auto",
+        kernels="auto",
         recompute_layers=None,
     )
     dims, spec = replace(config, data=data, training=training).check(world_size)

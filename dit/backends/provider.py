@@ -23,15 +23,24 @@ from dit.backends.init import ZEROS, Init, uniform, with_init
 from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, sharding_of, state
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, installed, on_cuda
+from dit.kernels.layer_kernels import EAGER, LayerKernels
 
 REPLICATED, EXPERT = ParameterSharding(), ParameterSharding(expert=True)
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """y = x W^T + b with the output features split over tensor-parallel ranks; gathers the tokens under SP."""
+    """y = x W^T + b with the output features split over tensor-parallel ranks; gathers the tokens under SP.
+
+    Attributes:
+        sums_bias: whether this layer computes the gradient of its bias.
+    """
+
+    sums_bias = True
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return super().forward(x_TD)[0]
+        if self.sums_bias:
+            return super().forward(x_TD)[0]
+        return nn.functional.linear(x_TD, self.weight, self.bias.detach())
 
 
 class RowLinear(RowParallelLinear):
@@ -65,13 +74,20 @@ class LayerProvider:
         config: Megatron-Core's config of the layout and precision.
         groups: its `ProcessGroupCollection`; None builds the full model on one rank (meta device, export).
         linears: name of one of `LINEARS`, or `auto`.
+        kernels: of the layers.
 
     Raises:
         ConfigError: the linears are unknown, not installed or not for this device.
     """
 
-    def __init__(self, config: TransformerConfig, groups: Optional[Any] = None, linears: str = "megatron") -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: TransformerConfig,
+        groups: Optional[Any] = None,
+        linears: str = "megatron",
+        kernels: LayerKernels = EAGER,
+    ) -> None:
+        self.config, self.kernels = config, kernels
         self._column, self._row = choose(LINEARS, Target(local_device(), config.params_dtype), linears).load()
         self.tp_group = None if groups is None else groups.tp
         self.tp_size = 1 if groups is None else groups.tp.size()
@@ -101,11 +117,19 @@ class LayerProvider:
         return count // self.tp_size
 
     def column_linear(
-        self, in_features: int, out_features: int, *, bias: bool, init: Init, replicated_input: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        init: Init,
+        replicated_input: bool = False,
+        bias_apart: bool = False,
     ) -> ColumnLinear:
         """Build a linear layer whose output features are split.
 
         Args:
+            bias_apart: the layer does not add its bias: the operation behind it does.
             replicated_input: the input is replicated over tensor-parallel ranks, under sequence parallelism too (text):
                 nothing is gathered, and the input's gradient is complete on every rank.
         """
@@ -121,7 +145,7 @@ class LayerProvider:
             init_method=None,
             bias=bias,
             gather_output=False,
-            skip_bias_add=False,
+            skip_bias_add=bias_apart,
             is_expert=False,
             tp_group=self.tp_group,
         )
@@ -131,8 +155,30 @@ class LayerProvider:
         _start(layer, sharding, sharding, init)
         return layer
 
-    def row_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> RowLinear:
-        """Build a linear layer whose input features are split."""
+    def heads_linear(
+        self, in_features: int, out_features: int, *, bias: bool, init: Init, replicated_input: bool = False
+    ) -> tuple[ColumnLinear, bool]:
+        """Build a projection to attention heads: its bias is inside the matrix product where it can be.
+
+        That is on one tensor-parallel rank. The fused kernel behind it writes the gradient of the projection, and adds
+        up that of the bias on the way.
+
+        Returns:
+            The layer, and whether `split_heads` computes the gradient of its bias.
+        """
+        layer = self.column_linear(in_features, out_features, bias=bias, init=init, replicated_input=replicated_input)
+        apart = bias and self.kernels.sums_bias and self.tp_size == 1 and isinstance(layer, ColumnLinear)
+        layer.sums_bias = not apart
+        return layer, apart
+
+    def row_linear(
+        self, in_features: int, out_features: int, *, bias: bool, init: Init, bias_apart: bool = False
+    ) -> RowLinear:
+        """Build a linear layer whose input features are split.
+
+        Args:
+            bias_apart: the layer does not add its bias: the operation behind it does.
+        """
         self.split(in_features, "input features")
         layer = self._row(
             in_features,
@@ -141,7 +187,7 @@ class LayerProvider:
             init_method=None,
             bias=bias,
             input_is_parallel=True,
-            skip_bias_add=False,
+            skip_bias_add=bias_apart,
             is_expert=False,
             tp_group=self.tp_group,
         )

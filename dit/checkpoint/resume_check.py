@@ -44,7 +44,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "training": (
         "global_batch_size precision seed ema_decay ema_start_step ema_interval",
         # The stream itself refuses another micro-batch than it saved, by the number that fits the layout.
-        "run_dir num_steps micro_batch_size attention linears compile recompute recompute_layers ema_offload "
+        "run_dir num_steps micro_batch_size attention linears kernels compile recompute recompute_layers ema_offload "
         "log_interval validation_interval validate_raw_weights sanity_micro_batches sample_interval "
         "hooks stop_at_step",
     ),

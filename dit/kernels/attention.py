@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def varlen_attention(
     # The kernel always supported grouped queries; from torch 2.12 on this must be enabled.
     grouped = q_TNH.shape[1] != k_KNH.shape[1] and "enable_gqa" in signature(varlen_attn).parameters
     kernel = partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
-    return _without_padding(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+    return _packed(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
 
 
 def flash_attention(
@@ -137,10 +138,10 @@ def flash_attention(
     """Run the flash-attn package's varlen kernel on ragged packs; dense packs go to scaled-dot-product attention."""
     from flash_attn import flash_attn_varlen_func
 
-    return _without_padding(flash_attn_varlen_func, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+    return _packed(flash_attn_varlen_func, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
 
 
-def _without_padding(
+def _packed(
     kernel: Callable[..., Any],
     q_TNH: Tensor,
     k_KNH: Tensor,
@@ -148,14 +149,39 @@ def _without_padding(
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
 ) -> Tensor:
-    """Call a kernel that takes packs without padding: remove padding before, insert zeros after."""
+    """Call a kernel of packed segments; dense batches take `segment_sdpa`."""
     if layout_q.uniform_length and layout_k.uniform_length:
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     if nothing_attends(layout_q, layout_k):  # kernels may not support zero queries
         return zeros_of(q_TNH, k_KNH, v_KNH)
-    keep_q = layout_q.valid_T.nonzero()[:, 0] if layout_q.valid_tokens < layout_q.total_tokens else None
-    keep_k = layout_k.valid_T.nonzero()[:, 0] if layout_k.valid_tokens < layout_k.total_tokens else None
-    q = q_TNH if keep_q is None else q_TNH[keep_q]
-    k, v = (x if keep_k is None else x[keep_k] for x in (k_KNH, v_KNH))
-    out = kernel(q, k, v, layout_q.cu_seqlens, layout_k.cu_seqlens, layout_q.max_seqlen, layout_k.max_seqlen)
-    return out if keep_q is None else torch.zeros_like(q_TNH).index_copy(0, keep_q, out)
+    cu_q, cu_k, max_q, max_k = _segments_with_padding(layout_q, layout_k)
+    return kernel(q_TNH, k_KNH, v_KNH, cu_q, cu_k, max_q, max_k)
+
+
+def _segments_with_padding(layout_q: SequenceLayout, layout_k: SequenceLayout) -> tuple[Tensor, Tensor, int, int]:
+    """Return segments that cover all tokens: padding has its own, of queries without keys or keys without queries.
+
+    A kernel writes zeros for such queries, and zeros as the gradient of such keys, so that padding needs no copy of the
+    tokens, and no wait for their number. Samples a, b with texts p, q (`.` is padding):
+
+        queries   a0 a1 a2 | .  |   | b0 b1 b2 b3 |  |           keys  p0 p1 |  | . | q0 |  |
+        lengths   3          1    0   4             0  0               2       0  1   1    0  0
+
+    Returns:
+        Cumulative lengths of queries and of keys, int32 `[3 S + 1]`, and the longest of each.
+    """
+    if all(layout.valid_tokens == layout.total_tokens for layout in (layout_q, layout_k)):
+        return layout_q.cu_seqlens, layout_k.cu_seqlens, layout_q.max_seqlen, layout_k.max_seqlen
+    key = "segments", layout_k.lengths, layout_k.padded_lengths, layout_k.total_tokens
+    known = layout_q.tables.get(key)
+    if known is None:
+        lengths: tuple[list[int], list[int]] = [], []
+        for i, layout in enumerate((layout_q, layout_k)):
+            ends = (*layout.starts[1:], layout.total_tokens)
+            for start, length, end in zip(layout.starts, layout.lengths, ends):
+                padding = end - start - length
+                lengths[i].extend([length, 0, padding] if i else [length, padding, 0])
+        cumulative = [torch.tensor((0, *accumulate(x)), dtype=torch.int32, device=layout_q.device) for x in lengths]
+        known = layout_q.tables[key] = *cumulative, max(lengths[0]), max(lengths[1])
+    assert isinstance(known, tuple)
+    return known

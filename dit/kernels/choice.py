@@ -7,6 +7,7 @@ The implementations of an op stand in the order in which `auto` prefers them. Th
                  sdpa                  runs everywhere
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -52,6 +53,11 @@ def half_on_cuda(target: Target) -> Optional[str]:
 def on_cuda(target: Target) -> Optional[str]:
     """Require CUDA."""
     return None if target.device.type == "cuda" else f"needs CUDA, not {target.device.type}"
+
+
+def on_cuda_or_interpreted(target: Target) -> Optional[str]:
+    """Require CUDA, or Triton's interpreter (TRITON_INTERPRET=1), which runs its kernels anywhere, for tests."""
+    return None if os.environ.get("TRITON_INTERPRET") == "1" else on_cuda(target)
 
 
 def installed(package: str) -> Requirement:

@@ -136,10 +136,22 @@ class _Recomputed(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class _Again:
+    """How to compute a result again whose function has its own backward pass."""
+
+    function: Callable[[], Tensor]
+
+    def result(self) -> Tensor:
+        """Return the result, computed at every use: a matrix product uses its input once."""
+        with torch.no_grad():
+            return self.function()
+
+
+@dataclass(frozen=True)
 class _View:
     """A tensor in the storage of a result that can be recomputed."""
 
-    call: _Call
+    call: _Call | _Again
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -157,14 +169,18 @@ class _Region:
 
     def __init__(self) -> None:
         # By address of the storage. A weak reference prevents that another storage gets the same address.
-        self._calls: dict[int, tuple[StorageWeakRef, _Call]] = {}
+        self._calls: dict[int, tuple[StorageWeakRef, _Call | _Again]] = {}
 
     def run(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         call = _Call(function, args)
         out = _Recomputed.apply(call, *args)
-        storage = StorageWeakRef(out.untyped_storage())
-        self._calls[storage.cdata] = storage, call
+        self.register(out, call)
         return out
+
+    def register(self, result: Tensor, call: _Call | _Again) -> None:
+        """Save how to compute a result wherever it would be saved."""
+        storage = StorageWeakRef(result.untyped_storage())
+        self._calls[storage.cdata] = storage, call
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -206,3 +222,16 @@ def recomputable(function: Callable[[*Arguments], Tensor]) -> Callable[[*Argumen
         return region.run(function, args) if region is not None and grad else function(*args)
 
     return call
+
+
+def recomputes(result: Tensor, function: Callable[[], Tensor]) -> None:
+    """Say how to compute a result again: selective recompute then saves the arguments of that, not the result.
+
+    Args:
+        result: a new tensor that is never modified in place, of a function that does not save it itself.
+        function: returns a tensor with the same storage layout. It runs without a graph, on parameters as they are:
+            FSDP may have gathered them anew.
+    """
+    region = _REGION.get()
+    if region is not None and result.requires_grad:
+        region.register(result, _Again(function))

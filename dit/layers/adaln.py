@@ -1,6 +1,6 @@
 """Adaptive layer norm: shift, scale and gate per sample from the conditioning vector."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from torch import Tensor, nn
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import state_every_stage
-from dit.kernels.modulation import layer_norm_modulate, rms_norm_modulate
+from dit.kernels.layer_kernels import LayerKernels
+from dit.kernels.modulation import NormModulation
 from dit.layout import SequenceLayout
 
 
@@ -23,9 +24,9 @@ class RMSNorm(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         return nn.functional.rms_norm(x_TD, x_TD.shape[-1:], self.weight, self.eps)
 
-    def modulate(self, x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return RMSNorm(x) * (1 + scale) + shift."""
-        return rms_norm_modulate(x_TD, self.weight, shift_SD, scale_SD, layout, self.eps)
+    def before(self, modulation: "SublayerModulation") -> "SublayerModulation":
+        """Return a modulation of this norm in place of a layer norm without affine parameters."""
+        return replace(modulation, weight_D=self.weight, eps=self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -43,16 +44,48 @@ class LayerNorm(nn.Module):
 
 @dataclass(frozen=True)
 class SublayerModulation:
-    """The modulation of one sub-layer: shift and scale before it, a gate after it, `[S, D]` each."""
+    """The modulation of one sub-layer: shift and scale before it, a gate after it, `[S, D]` each.
+
+    Where two sub-layers meet, one call ends the first and begins the second (see `dit.kernels.modulation`):
+
+        x ------------+---- x ------------+---- x ------------+---- x
+        '- enter - f -' '- leave_for - g -' ...      - h - leave
+    """
 
     shift_SD: Tensor
     scale_SD: Tensor
     gate_SD: Tensor
     eps: float
+    kernels: LayerKernels
+    weight_D: Optional[Tensor] = None
+
+    @property
+    def norm(self) -> NormModulation:
+        """What is before the sub-layer: the norm, its shift and its scale."""
+        return NormModulation(self.shift_SD, self.scale_SD, self.eps, self.weight_D)
 
     def norm_and_modulate(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return LayerNorm(x) * (1 + scale) + shift, the input of the sub-layer."""
-        return layer_norm_modulate(x_TD, self.shift_SD, self.scale_SD, layout, self.eps)
+        """Return norm(x) * (1 + scale) + shift, the input of the sub-layer."""
+        return self.enter(x_TD, layout)[1]
+
+    def enter(self, x_TD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+        """Return x, which goes on as the residual, and the input of the sub-layer."""
+        return self.kernels.norm_modulate(x_TD, self.norm, layout)
+
+    def leave(self, x_TD: Tensor, y_TD: Tensor, layout: SequenceLayout, bias_D: Optional[Tensor] = None) -> Tensor:
+        """Return x + gate * (y + bias)."""
+        return self.kernels.residual(x_TD, y_TD, self.gate_SD, bias_D, layout)
+
+    def leave_for(
+        self,
+        following: "SublayerModulation",
+        x_TD: Tensor,
+        y_TD: Tensor,
+        layout: SequenceLayout,
+        bias_D: Optional[Tensor] = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + gate * (y + bias), and the input of the following sub-layer."""
+        return self.kernels.residual_norm_modulate(x_TD, y_TD, self.gate_SD, bias_D, following.norm, layout)
 
 
 class Modulation(nn.Module):
@@ -79,7 +112,7 @@ class Modulation(nn.Module):
         rank: Optional[int] = None,
     ) -> None:
         super().__init__()
-        self.num_sublayers, self.eps = num_sublayers, eps
+        self.num_sublayers, self.eps, self.kernels = num_sublayers, eps, provider.kernels
         self.down: nn.Module = nn.Identity()
         if rank is not None:
             init = xavier_uniform(hidden_size, rank)
@@ -90,7 +123,7 @@ class Modulation(nn.Module):
     def forward(self, cond_SD: Tensor) -> list[SublayerModulation]:
         chunks = self.linear(self.down(nn.functional.silu(cond_SD))).chunk(3 * self.num_sublayers, dim=-1)
         triples = zip(chunks[0::3], chunks[1::3], chunks[2::3])
-        return [SublayerModulation(shift, scale, gate, self.eps) for shift, scale, gate in triples]
+        return [SublayerModulation(*triple, self.eps, self.kernels) for triple in triples]
 
 
 class SharedModulation(nn.Module):
@@ -120,10 +153,10 @@ class TableModulation(nn.Module):
 
     def __init__(self, hidden_size: int, num_sublayers: int, provider: LayerProvider, *, eps: float = 1e-6) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.kernels = eps, provider.kernels
         self.table = provider.parameter((3 * num_sublayers, hidden_size), ZEROS)
 
     def forward(self, shared_SD: Tensor) -> list[SublayerModulation]:
         chunks = (shared_SD.unflatten(-1, self.table.shape) + self.table).unbind(1)
         triples = zip(chunks[0::3], chunks[1::3], chunks[2::3])
-        return [SublayerModulation(shift, scale, gate, self.eps) for shift, scale, gate in triples]
+        return [SublayerModulation(*triple, self.eps, self.kernels) for triple in triples]

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
-from dit.kernels.rope import Rotation, rotate
+from dit.kernels.layer_kernels import LayerKernels
+from dit.kernels.rope import HeadNorm, Heads, Rotation
 from dit.layout import SequenceLayout
 
 
@@ -20,6 +21,7 @@ class AttentionOptions(TypedDict, total=False):
     qk_layernorm: bool
     norm_full_width: bool
     eps: float
+    bias_apart: bool
 
 
 class HeadRMSNorm(nn.Module):
@@ -61,6 +63,39 @@ def qk_norms(
     return HeadRMSNorm(head_size, provider, eps=eps), HeadRMSNorm(head_size, provider, eps=eps)
 
 
+ONE_HEAD = Heads(1, keys=False, values=False)
+"""Each head a group of its own: queries or keys alone."""
+
+
+def split_heads(
+    kernels: LayerKernels,
+    x_TGMH: Tensor,
+    heads: Heads,
+    norms: tuple[nn.Module, nn.Module],
+    rotation: Optional[Rotation] = None,
+    bias: Optional[Tensor] = None,
+) -> list[Tensor]:
+    """Split a projection into queries, keys and values, those that it has; normalise and rotate queries and keys.
+
+    Args:
+        norms: of queries and of keys, from `qk_norms`; identities for none.
+        bias: see `dit.kernels.rope.split_heads`.
+    """
+    if isinstance(norms[1], HeadRMSNorm):
+        weight_q, weight_k = (norm.get_parameter("weight") for norm in norms)
+        of_heads = HeadNorm(weight_q if heads.queries else None, weight_k if heads.keys else None, norms[1].eps)
+        return kernels.split_heads(x_TGMH, heads, of_heads, rotation, bias)
+    if isinstance(norms[1], nn.Identity):
+        return kernels.split_heads(x_TGMH, heads, None, rotation, bias)
+    parts = kernels.split_heads(x_TGMH, heads, bias=bias)
+    present = [norm for norm, has in zip(norms, (heads.queries, heads.keys)) if has]
+    for i, norm in enumerate(present):  # over the full width: its sums may be those of several ranks
+        parts[i] = norm(parts[i])
+        if rotation is not None:
+            (parts[i],) = kernels.split_heads(parts[i][:, :, None], ONE_HEAD, rotation=rotation)
+    return parts
+
+
 class SelfAttention(nn.Module):
     """Bidirectional multi-head self-attention inside each sample of the pack.
 
@@ -79,6 +114,7 @@ class SelfAttention(nn.Module):
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
+        bias_apart: the output lacks `output_bias`, which the residual adds.
         attention: the attention path of this process.
     """
 
@@ -94,18 +130,25 @@ class SelfAttention(nn.Module):
         qk_layernorm: bool = False,
         norm_full_width: bool = False,
         eps: float = 1e-6,
+        bias_apart: bool = False,
     ) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention, self.kernels, self.bias_apart = attention, provider.kernels, bias_apart
         groups = num_heads if num_query_groups is None else num_query_groups
         self.local_heads = provider.split(num_heads, "num_attention_heads")
         self.local_groups = provider.split(groups, "num_query_groups")
         self.heads_per_group = num_heads // groups
         head_size = hidden_size // num_heads
         rows = hidden_size + 2 * groups * head_size
-        self.linear_qkv = provider.column_linear(hidden_size, rows, bias=bias, init=xavier_uniform(hidden_size, rows))
+        self.linear_qkv, self.bias_to_heads = provider.heads_linear(
+            hidden_size, rows, bias=bias, init=xavier_uniform(hidden_size, rows)
+        )
         self.linear_proj = provider.row_linear(
-            hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size)
+            hidden_size,
+            hidden_size,
+            bias=bias,
+            init=xavier_uniform(hidden_size, hidden_size),
+            bias_apart=bias_apart,
         )
         norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
         if qk_layernorm:
@@ -127,11 +170,15 @@ class SelfAttention(nn.Module):
             rotation: rotary positions of the tokens in attention (those of all tensor-parallel ranks); None for none.
             attend: attention inside segments finer than samples; None for the path of this process.
         """
-        qkv = self.linear_qkv(x_TD).unflatten(-1, (self.local_groups, self.heads_per_group + 2, -1))
-        q, k, v = qkv.split([self.heads_per_group, 1, 1], dim=2)
-        q, k, v = self.q_layernorm(q.flatten(1, 2)), self.k_layernorm(k.squeeze(2)), v.squeeze(2)
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        x_TGMH = self.linear_qkv(x_TD).unflatten(-1, (self.local_groups, self.heads_per_group + 2, -1))
+        bias, norms = self.linear_qkv.bias if self.bias_to_heads else None, (self.q_layernorm, self.k_layernorm)
+        q, k, v = split_heads(self.kernels, x_TGMH, Heads(self.heads_per_group), norms, rotation, bias)
         return self.linear_proj((attend or self.attention)(q, k, v, layout, layout).flatten(1))
+
+    @property
+    def output_bias(self) -> Optional[Tensor]:
+        """What the output lacks."""
+        return self.linear_proj.bias if self.bias_apart else None
 
 
 class CrossAttention(nn.Module):
@@ -148,6 +195,7 @@ class CrossAttention(nn.Module):
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead, as in `SelfAttention`.
+        bias_apart: the output lacks `output_bias`, as in `SelfAttention`.
         zero_output: zero-initialise the output projection, for a residual without gate (PixArt-alpha, Chen et al. 2023,
             section 2.3).
         attention: the attention path of this process; replicated keys need no communication.
@@ -167,20 +215,21 @@ class CrossAttention(nn.Module):
         norm_full_width: bool = False,
         zero_output: bool = False,
         eps: float = 1e-6,
+        bias_apart: bool = False,
     ) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention, self.kernels, self.bias_apart = attention, provider.kernels, bias_apart
         groups = num_heads if num_query_groups is None else num_query_groups
         self.local_heads = provider.split(num_heads, "num_attention_heads")
         self.local_groups = provider.split(groups, "num_query_groups")
         head_size = hidden_size // num_heads
         square, rows = xavier_uniform(hidden_size, hidden_size), 2 * groups * head_size
-        self.linear_q = provider.column_linear(hidden_size, hidden_size, bias=bias, init=square)
-        self.linear_kv = provider.column_linear(
+        self.linear_q, self.q_bias_to_heads = provider.heads_linear(hidden_size, hidden_size, bias=bias, init=square)
+        self.linear_kv, self.kv_bias_to_heads = provider.heads_linear(
             context_size, rows, bias=bias, init=xavier_uniform(context_size, rows), replicated_input=True
         )
         self.linear_proj = provider.row_linear(
-            hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square
+            hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, bias_apart=bias_apart
         )
         norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
         if qk_layernorm:
@@ -190,7 +239,16 @@ class CrossAttention(nn.Module):
     def forward(
         self, x_TD: Tensor, context_KD: Tensor, layout: SequenceLayout, context_layout: SequenceLayout
     ) -> Tensor:
-        q = self.linear_q(x_TD).unflatten(-1, (self.local_heads, -1))
-        k, v = self.linear_kv(context_KD).unflatten(-1, (self.local_groups, 2, -1)).unbind(2)
-        out_TNH = self.attention(self.q_layernorm(q), self.k_layernorm(k), v, layout, context_layout)
-        return self.linear_proj(out_TNH.flatten(1))
+        norms = self.q_layernorm, self.k_layernorm
+        q_TN1H = self.linear_q(x_TD).unflatten(-1, (self.local_heads, 1, -1))
+        kv_KG2H = self.linear_kv(context_KD).unflatten(-1, (self.local_groups, 2, -1))
+        q_bias = self.linear_q.bias if self.q_bias_to_heads else None
+        kv_bias = self.linear_kv.bias if self.kv_bias_to_heads else None
+        (q,) = split_heads(self.kernels, q_TN1H, ONE_HEAD, norms, bias=q_bias)
+        k, v = split_heads(self.kernels, kv_KG2H, Heads(0), norms, bias=kv_bias)
+        return self.linear_proj(self.attention(q, k, v, layout, context_layout).flatten(1))
+
+    @property
+    def output_bias(self) -> Optional[Tensor]:
+        """What the output lacks."""
+        return self.linear_proj.bias if self.bias_apart else None

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
-from dit.kernels.modulation import layer_norm_modulate
+from dit.kernels.modulation import NormModulation
 from dit.layers.adaln import RMSNorm
 from dit.layout import SequenceLayout
 
@@ -30,15 +30,16 @@ class FinalLayer(nn.Module):
         norm: Optional[RMSNorm] = None,
     ) -> None:
         super().__init__()
-        self.eps, self.norm = eps, norm
+        self.eps, self.norm, self.kernels = eps, norm, provider.kernels
         self.modulation = provider.replicated_linear(hidden_size, 2 * hidden_size, bias=True, init=ZEROS)
         self.linear = provider.replicated_linear(hidden_size, out_features, bias=True, init=ZEROS)
 
     def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
         shift_SD, scale_SD = self.modulation(nn.functional.silu(cond_SD)).chunk(2, dim=-1)
-        if self.norm is not None:
-            return self.linear(self.norm.modulate(x_TD, shift_SD, scale_SD, layout))
-        return self.linear(layer_norm_modulate(x_TD, shift_SD, scale_SD, layout, self.eps))
+        weight_D = None if self.norm is None else self.norm.weight
+        eps = self.eps if self.norm is None else self.norm.eps
+        into = NormModulation(shift_SD, scale_SD, eps, weight_D)
+        return self.linear(self.kernels.norm_modulate(x_TD, into, layout)[1])
 
 
 class TableFinalLayer(nn.Module):
@@ -49,10 +50,11 @@ class TableFinalLayer(nn.Module):
 
     def __init__(self, hidden_size: int, out_features: int, provider: LayerProvider, *, eps: float = 1e-6) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.kernels = eps, provider.kernels
         self.table = provider.parameter((2, hidden_size), ZEROS)
         self.linear = provider.replicated_linear(hidden_size, out_features, bias=True, init=ZEROS)
 
     def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
         shift_SD, scale_SD = (cond_SD + row_D for row_D in self.table)
-        return self.linear(layer_norm_modulate(x_TD, shift_SD, scale_SD, layout, self.eps))
+        into = NormModulation(shift_SD, scale_SD, self.eps)
+        return self.linear(self.kernels.norm_modulate(x_TD, into, layout)[1])

@@ -1,23 +1,42 @@
 """The feed-forward sub-layers, their inner width split over tensor-parallel ranks."""
 
+from typing import Optional
+
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.kernels.modulation import gelu_tanh, swiglu
 
 
 class MLP(nn.Module):
-    """Linear, tanh-GELU, Linear (DiT)."""
+    """Linear, tanh-GELU, Linear (DiT).
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool = True) -> None:
+    Args:
+        bias_apart: the output lacks `output_bias`, which the residual adds.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        provider: LayerProvider,
+        *,
+        bias: bool = True,
+        bias_apart: bool = False,
+    ) -> None:
         super().__init__()
         init = xavier_uniform(hidden_size, ffn_hidden_size)
-        self.linear_fc1 = provider.column_linear(hidden_size, ffn_hidden_size, bias=bias, init=init)
-        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
+        self.activation, self.bias_apart = provider.kernels.gelu_tanh, bias_apart
+        self.linear_fc1 = provider.column_linear(hidden_size, ffn_hidden_size, bias=bias, init=init, bias_apart=True)
+        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, bias_apart=bias_apart)
+
+    @property
+    def output_bias(self) -> Optional[Tensor]:
+        """What the output lacks."""
+        return self.linear_fc2.bias if self.bias_apart else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(gelu_tanh(self.linear_fc1(x_TD)))
+        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), self.linear_fc1.bias))
 
 
 class SwiGLU(nn.Module):
@@ -32,8 +51,11 @@ class SwiGLU(nn.Module):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool = False) -> None:
         super().__init__()
         init = xavier_uniform(hidden_size, ffn_hidden_size)
-        self.linear_fc1 = provider.column_linear(hidden_size, 2 * ffn_hidden_size, bias=bias, init=init)
+        self.activation = provider.kernels.swiglu
+        self.linear_fc1 = provider.column_linear(
+            hidden_size, 2 * ffn_hidden_size, bias=bias, init=init, bias_apart=True
+        )
         self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(swiglu(self.linear_fc1(x_TD)))
+        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), self.linear_fc1.bias))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.kernels.modulation import gelu_tanh, swiglu
 from dit.kernels.recompute import first_run
 from dit.layers.routing import balancing_loss, select_experts, select_tokens
 from dit.layout import SequenceLayout
@@ -25,13 +24,13 @@ class Expert(nn.Module):
     ) -> None:
         super().__init__()
         init = xavier_uniform(hidden_size, ffn_hidden_size)
-        self.activation = swiglu if gated else gelu_tanh
+        self.activation = provider.kernels.swiglu if gated else provider.kernels.gelu_tanh
         width = 2 * ffn_hidden_size if gated else ffn_hidden_size
         self.linear_fc1 = provider.expert_linear(hidden_size, width, bias=bias, init=init)
         self.linear_fc2 = provider.expert_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.linear_fc1(x_TD)))
+        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), None))
 
 
 class MoE(nn.Module):

@@ -35,7 +35,8 @@ def shard_tokens(
     share = layout.num_local_tokens // provider.tp_size
     start = provider.tp_rank * share
     indices_T = torch.arange(start, start + share, device=layout.device)
-    return layout.select(indices_T, gathered=True), tuple(x[start : start + share] for x in tensors_T)
+    selected = layout.select(indices_T, gathered=True, window=(start, share))
+    return selected, tuple(x[start : start + share] for x in tensors_T)
 
 
 def pad_tokens(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayout:

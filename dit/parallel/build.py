@@ -24,7 +24,7 @@ from dit.kernels.attention import Attention
 from dit.kernels.choice import AUTO, Target, choose
 from dit.kernels.compiled import compile_layers
 from dit.kernels.recompute import recompute_activations
-from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS
+from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS, LAYERS
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig, check_supported
@@ -184,7 +184,7 @@ def build_model(
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with counter-based initial weights.
 
     Args:
-        training: has precision, seed, recompute, attention and linears.
+        training: has precision, seed, recompute, attention, linears and kernels.
         uncertainty: the objective learns one, see `Backbone.learn_uncertainty`.
         traced: builds for tracing; None for training.
 
@@ -196,8 +196,9 @@ def build_model(
     config = megatron_config(model, parallel, training.precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline if this is set.
     config.has_cond_embedder = True
-    provider = LayerProvider(config, groups.collection, training.linears)
     target = target_of(model, training.precision, traced.device if traced else None)
+    kernels = choose(LAYERS, target, training.kernels).load()
+    provider = LayerProvider(config, groups.collection, training.linears, kernels)
     path = attention_path(parallel, groups, target, training.attention)
     own = stages(
         config.num_layers,

@@ -32,5 +32,5 @@ def implementations(model: ModelConfig, training: TrainingConfig) -> dict[str, S
     Raises:
         ConfigError: a setting names one that is unknown or cannot run here.
     """
-    asked = {"training.attention": training.attention, "training.linears": training.linears}
+    asked = {f"training.{name}": getattr(training, name) for name in ("attention", "linears", "kernels")}
     return table(OPS, target_of(model, training.precision), asked)

@@ -48,7 +48,7 @@ class Trial:
         stream: the data; the ranks of a step together get the same packs on every layout.
         micro_batches: of one optimizer step, over all data-parallel ranks.
         steps: optimizer steps.
-        recompute: `recompute` and `recompute_layers` of `TrainingConfig`.
+        recompute: `recompute`, `recompute_layers` and `kernels` of `TrainingConfig`.
         alter: changes the built model before it is wrapped, such as to break it.
         by_rank: report each rank's gradients, too.
     """

@@ -17,6 +17,7 @@ ROTARY = "tests/unit/layers/test_rotary.py"
 MOE = "tests/unit/layers/test_moe.py"
 ATTENTION = "tests/unit/kernels/test_attention.py"
 CHOICE = "tests/unit/kernels/test_choice.py"
+FUSED = "tests/unit/kernels/test_fused.py"
 FUSED_OPS = "tests/unit/kernels/test_modulation.py"
 BATCH = "tests/unit/test_batch.py"
 DAMAGE = "tests/unit/energon_data/test_data_damage.py"
@@ -514,10 +515,38 @@ MUTANTS = (
     ),
     Mutant(
         "attention: keys do not turn",
-        "dit/layers/attention.py",
-        "rotate(q, rotation), rotate(k, rotation)",
-        "rotate(q, rotation), k",
+        "dit/kernels/rope.py",
+        "rotate(q, rotation), rotate(k, rotation), v",
+        "rotate(q, rotation), k, v",
         (ROTARY, DIT_CROSS),
+    ),
+    Mutant(
+        "attention: padding is a query of the real keys",
+        "dit/kernels/attention.py",
+        "if i else [length, padding, 0]",
+        "if i else [length + padding, 0, 0]",
+        (ATTENTION,),
+    ),
+    Mutant(
+        "fused norm: the gradient of the scale is that of the shift",
+        "dit/kernels/fused/gpu/residual_norm.py",
+        "sum_gn += given * normed",
+        "sum_gn += given",
+        (FUSED,),
+    ),
+    Mutant(
+        "fused heads: the gradient turns on",
+        "dit/kernels/fused/gpu/heads.py",
+        "a, b = a * c + b * s, b * c - a * s",
+        "a, b = a * c - b * s, b * c + a * s",
+        (FUSED,),
+    ),
+    Mutant(
+        "fused sums: a block of the next sample, too",
+        "dit/kernels/fused/gpu/residual_norm.py",
+        "tl.where(everything, segments, segment + 1)",
+        "tl.where(everything, segments, segment + 2)",
+        (FUSED,),
     ),
     Mutant(
         "attention: segments of unlike text in one batch",

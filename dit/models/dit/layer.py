@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
-from dit.kernels.modulation import gated_residual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation
 from dit.layers.attention import SelfAttention
@@ -34,10 +33,11 @@ class DiTLayer(nn.Module):
             bias=bias,
             qk_layernorm=config.qk_layernorm,
             eps=eps,
+            bias_apart=True,
         )
         self.mlp: MLP | MoE
         if config.num_experts is None:
-            self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias)
+            self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias, bias_apart=True)
         else:
             self.mlp = MoE(config.hidden_size, provider, bias=bias, **config.moe_arguments(config.ffn_size))
 
@@ -45,8 +45,9 @@ class DiTLayer(nn.Module):
         self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout, rotation: Optional[Rotation] = None
     ) -> Tensor:
         attention_mod, mlp_mod = self.modulation(cond_SD)
-        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout, rotation)
-        x_TD = gated_residual(x_TD, y_TD, attention_mod.gate_SD, layout)
-        y_TD = mlp_mod.norm_and_modulate(x_TD, layout)
-        y_TD = self.mlp(y_TD, layout) if isinstance(self.mlp, MoE) else self.mlp(y_TD)
-        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)
+        x_TD, y_TD = attention_mod.enter(x_TD, layout)
+        y_TD = self.attention(y_TD, layout, rotation)
+        x_TD, y_TD = attention_mod.leave_for(mlp_mod, x_TD, y_TD, layout, self.attention.output_bias)
+        if isinstance(self.mlp, MoE):
+            return mlp_mod.leave(x_TD, self.mlp(y_TD, layout), layout)
+        return mlp_mod.leave(x_TD, self.mlp(y_TD), layout, self.mlp.output_bias)

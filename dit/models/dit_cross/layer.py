@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
-from dit.kernels.modulation import gated_residual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation
 from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
@@ -32,11 +31,12 @@ class DiTCrossLayer(nn.Module):
             "bias": bias,
             "qk_layernorm": config.qk_layernorm,
             "eps": eps,
+            "bias_apart": True,
         }
         self.modulation = Modulation(size, 3, provider, bias=bias, eps=eps, rank=config.adaln_lora_rank)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
         self.cross_attention = CrossAttention(size, config.context_size, heads, provider, attention, **options)
-        self.mlp = MLP(size, config.ffn_size, provider, bias=bias)
+        self.mlp = MLP(size, config.ffn_size, provider, bias=bias, bias_apart=True)
 
     def forward(
         self,
@@ -48,9 +48,9 @@ class DiTCrossLayer(nn.Module):
         rotation: Optional[Rotation] = None,
     ) -> Tensor:
         attention_mod, cross_mod, mlp_mod = self.modulation(cond_SD)
-        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout, rotation)
-        x_TD = gated_residual(x_TD, y_TD, attention_mod.gate_SD, layout)
-        y_TD = self.cross_attention(cross_mod.norm_and_modulate(x_TD, layout), context_KD, layout, context_layout)
-        x_TD = gated_residual(x_TD, y_TD, cross_mod.gate_SD, layout)
-        y_TD = self.mlp(mlp_mod.norm_and_modulate(x_TD, layout))
-        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)
+        x_TD, y_TD = attention_mod.enter(x_TD, layout)
+        y_TD = self.attention(y_TD, layout, rotation)
+        x_TD, y_TD = attention_mod.leave_for(cross_mod, x_TD, y_TD, layout, self.attention.output_bias)
+        y_TD = self.cross_attention(y_TD, context_KD, layout, context_layout)
+        x_TD, y_TD = cross_mod.leave_for(mlp_mod, x_TD, y_TD, layout, self.cross_attention.output_bias)
+        return mlp_mod.leave(x_TD, self.mlp(y_TD), layout, self.mlp.output_bias)

@@ -10,10 +10,9 @@ from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
-from dit.kernels.modulation import gated_residual, gelu_tanh
-from dit.kernels.rope import Rotation, rotate
+from dit.kernels.rope import HeadNorm, Heads, Rotation
 from dit.layers.adaln import Modulation, SublayerModulation
-from dit.layers.attention import HeadRMSNorm
+from dit.layers.attention import ONE_HEAD, HeadRMSNorm
 from dit.layers.mlp import MLP
 from dit.layout import SequenceLayout
 from dit.models.flux.config import FluxConfig
@@ -29,17 +28,23 @@ class Stream(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.layernorm_epsilon
         self.local_heads = provider.split(config.num_attention_heads, "num_attention_heads")
+        self.kernels = provider.kernels
         self.modulation = Modulation(size, 2, provider, eps=eps)
-        self.linear_qkv = provider.column_linear(size, 3 * size, bias=True, init=xavier_uniform(size, 3 * size))
-        self.linear_proj = provider.row_linear(size, size, bias=True, init=xavier_uniform(size, size))
+        self.linear_qkv, self.bias_to_heads = provider.heads_linear(
+            size, 3 * size, bias=True, init=xavier_uniform(size, 3 * size)
+        )
+        self.linear_proj = provider.row_linear(size, size, bias=True, init=xavier_uniform(size, size), bias_apart=True)
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
-        self.mlp = MLP(size, config.ffn_hidden_size, provider)
+        self.mlp = MLP(size, config.ffn_hidden_size, provider, bias_apart=True)
 
     def qkv(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, both normalised, and values, each `[T, N, H]`."""
-        q, k, v = self.linear_qkv(x_TD).unflatten(-1, (self.local_heads, 3, -1)).unbind(2)
-        return self.q_layernorm(q), self.k_layernorm(k), v
+        x_TN3H = self.linear_qkv(x_TD).unflatten(-1, (self.local_heads, 3, -1))
+        norm = HeadNorm(self.q_layernorm.weight, self.k_layernorm.weight, self.q_layernorm.eps)
+        bias = self.linear_qkv.bias if self.bias_to_heads else None
+        q, k, v = self.kernels.split_heads(x_TN3H, Heads(1), norm, bias=bias)
+        return q, k, v
 
 
 class JointLayer(nn.Module):
@@ -50,7 +55,7 @@ class JointLayer(nn.Module):
 
     def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention, self.kernels = attention, provider.kernels
         self.text, self.image = Stream(config, provider), Stream(config, provider)
 
     def forward(
@@ -70,22 +75,25 @@ class JointLayer(nn.Module):
             joint: of the tokens in attention.
         """
         text_mods, image_mods = self.text.modulation(cond_SD), self.image.modulation(cond_SD)
-        text_qkv = self.text.qkv(text_mods[0].norm_and_modulate(text_KD, text_layout))
-        image_qkv = self.image.qkv(image_mods[0].norm_and_modulate(x_TD, layout))
-        q, k, v = (joint.join(*pair) for pair in zip(text_qkv, image_qkv))
-        out_JNH = self.attention(rotate(q, rotation_J), rotate(k, rotation_J), v, joint, joint)
+        text_KD, y_KD = text_mods[0].enter(text_KD, text_layout)
+        x_TD, y_TD = image_mods[0].enter(x_TD, layout)
+        q, k, v = (joint.join(*pair) for pair in zip(self.text.qkv(y_KD), self.image.qkv(y_TD)))
+        out_JNH = self.attention(self._rotated(q, rotation_J), self._rotated(k, rotation_J), v, joint, joint)
         text_out, image_out = joint.split(out_JNH.flatten(1))
         text_KD = self._rest(self.text, text_KD, text_out, text_mods, text_layout)
         return text_KD, self._rest(self.image, x_TD, image_out, image_mods, layout)
+
+    def _rotated(self, x_JNH: Tensor, rotation_J: Optional[Rotation]) -> Tensor:
+        return self.kernels.split_heads(x_JNH[:, :, None], ONE_HEAD, rotation=rotation_J)[0]
 
     @staticmethod
     def _rest(
         stream: Stream, x_TD: Tensor, attended: Tensor, mods: Sequence[SublayerModulation], layout: SequenceLayout
     ) -> Tensor:
         attention_mod, mlp_mod = mods
-        x_TD = gated_residual(x_TD, stream.linear_proj(attended), attention_mod.gate_SD, layout)
-        y_TD = stream.mlp(mlp_mod.norm_and_modulate(x_TD, layout))
-        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)
+        y_TD = stream.linear_proj(attended)
+        x_TD, y_TD = attention_mod.leave_for(mlp_mod, x_TD, y_TD, layout, stream.linear_proj.bias)
+        return mlp_mod.leave(x_TD, stream.mlp(y_TD), layout, stream.mlp.output_bias)
 
 
 class SingleLayer(nn.Module):
@@ -104,7 +112,7 @@ class SingleLayer(nn.Module):
 
     def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
-        self.attention = attention
+        self.attention, self.kernels = attention, provider.kernels
         size, ffn, heads, eps = (
             config.hidden_size,
             config.ffn_hidden_size,
@@ -112,11 +120,13 @@ class SingleLayer(nn.Module):
             config.layernorm_epsilon,
         )
         self.local_heads = provider.split(heads, "num_attention_heads")
-        self.shares = [config.head_size] * 3 + [ffn // heads]
+        self.shares = [3 * config.head_size, ffn // heads]
         wide = 3 * size + ffn
         self.modulation = Modulation(size, 1, provider, eps=eps)
         self.linear_in = provider.column_linear(size, wide, bias=True, init=xavier_uniform(size, wide))
-        self.linear_out = provider.row_linear(size + ffn, size, bias=True, init=xavier_uniform(size + ffn, size))
+        self.linear_out = provider.row_linear(
+            size + ffn, size, bias=True, init=xavier_uniform(size + ffn, size), bias_apart=True
+        )
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
 
@@ -135,9 +145,10 @@ class SingleLayer(nn.Module):
             joint: of the tokens in attention.
         """
         (mod,) = self.modulation(cond_SD)
-        inner = self.linear_in(mod.norm_and_modulate(x_JD, layout)).unflatten(-1, (self.local_heads, -1))
-        q, k, v, mlp = inner.split(self.shares, -1)
-        q, k = rotate(self.q_layernorm(q), rotation_J), rotate(self.k_layernorm(k), rotation_J)
+        x_JD, y_JD = mod.enter(x_JD, layout)
+        qkv, mlp = self.linear_in(y_JD).unflatten(-1, (self.local_heads, -1)).split(self.shares, -1)
+        norm = HeadNorm(self.q_layernorm.weight, self.k_layernorm.weight, self.q_layernorm.eps)
+        q, k, v = self.kernels.split_heads(qkv.unflatten(-1, (3, -1)), Heads(1), norm, rotation_J)
         attended = self.attention(q, k, v, joint, joint)
-        both = torch.cat([attended, gelu_tanh(mlp)], -1)
-        return gated_residual(x_JD, self.linear_out(both.flatten(1)), mod.gate_SD, layout)
+        both = torch.cat([attended, self.kernels.gelu_tanh(mlp, None)], -1)
+        return mod.leave(x_JD, self.linear_out(both.flatten(1)), layout, self.linear_out.bias)

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
-from dit.kernels.modulation import gated_residual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation, RMSNorm
 from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
@@ -37,6 +36,7 @@ class MovieGenLayer(nn.Module):
             "qk_layernorm": config.qk_layernorm,
             "eps": eps,
         }
+        self.kernels = provider.kernels
         self.modulation = Modulation(size, 2, provider, bias=False, eps=eps)
         self.attention_norm = RMSNorm(size, provider, eps=eps)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
@@ -62,11 +62,12 @@ class MovieGenLayer(nn.Module):
         rotation: Optional[Rotation] = None,
     ) -> Tensor:
         attention_mod, mlp_mod = self.modulation(cond_SD)
+        attention_mod, mlp_mod = self.attention_norm.before(attention_mod), self.mlp_norm.before(mlp_mod)
         if positions_TD is not None:
             x_TD = x_TD + positions_TD
-        y_TD = self.attention_norm.modulate(x_TD, attention_mod.shift_SD, attention_mod.scale_SD, layout)
-        x_TD = gated_residual(x_TD, self.attention(y_TD, layout, rotation), attention_mod.gate_SD, layout)
-        x_TD = x_TD + self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
-        y_TD = self.mlp_norm.modulate(x_TD, mlp_mod.shift_SD, mlp_mod.scale_SD, layout)
+        x_TD, y_TD = attention_mod.enter(x_TD, layout)
+        x_TD = attention_mod.leave(x_TD, self.attention(y_TD, layout, rotation), layout)
+        y_TD = self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
+        x_TD, y_TD = self.kernels.residual_norm_modulate(x_TD, y_TD, None, None, mlp_mod.norm, layout)
         y_TD = self.mlp(y_TD, layout) if isinstance(self.mlp, MoE) else self.mlp(y_TD)
-        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)
+        return mlp_mod.leave(x_TD, y_TD, layout)

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
-from dit.kernels.modulation import gated_residual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import LayerNorm, TableModulation
 from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
@@ -30,12 +29,14 @@ class WanLayer(nn.Module):
             "qk_layernorm": config.qk_layernorm,
             "norm_full_width": True,
             "eps": eps,
+            "bias_apart": True,
         }
+        self.kernels = provider.kernels
         self.modulation = TableModulation(size, 2, provider, eps=eps)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
         self.cross_norm = LayerNorm(size, provider, eps=eps)
         self.cross_attention = CrossAttention(size, size, heads, provider, attention, zero_output=True, **options)
-        self.mlp = MLP(size, config.ffn_size, provider)
+        self.mlp = MLP(size, config.ffn_size, provider, bias_apart=True)
 
     def forward(
         self,
@@ -47,8 +48,10 @@ class WanLayer(nn.Module):
         rotation: Optional[Rotation],
     ) -> Tensor:
         attention_mod, mlp_mod = self.modulation(shared_SD)
-        y_TD = self.attention(attention_mod.norm_and_modulate(x_TD, layout), layout, rotation)
-        x_TD = gated_residual(x_TD, y_TD, attention_mod.gate_SD, layout)
-        x_TD = x_TD + self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
-        y_TD = self.mlp(mlp_mod.norm_and_modulate(x_TD, layout))
-        return gated_residual(x_TD, y_TD, mlp_mod.gate_SD, layout)
+        x_TD, y_TD = attention_mod.enter(x_TD, layout)
+        y_TD = self.attention(y_TD, layout, rotation)
+        x_TD = attention_mod.leave(x_TD, y_TD, layout, self.attention.output_bias)
+        y_TD = self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
+        bias_D = self.cross_attention.output_bias
+        x_TD, y_TD = self.kernels.residual_norm_modulate(x_TD, y_TD, None, bias_D, mlp_mod.norm, layout)
+        return mlp_mod.leave(x_TD, self.mlp(y_TD), layout, self.mlp.output_bias)

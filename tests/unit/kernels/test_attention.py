@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from dit.kernels.attention import _without_padding, reference_attention, segment_sdpa
+from dit.kernels.attention import _packed, reference_attention, segment_sdpa
 from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
@@ -60,7 +60,7 @@ def kernel_that_needs_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     raise AssertionError(f"called with {len(q)} queries and {len(k)} keys")
 
 
-@pytest.mark.parametrize("attention", [segment_sdpa, partial(_without_padding, kernel_that_needs_queries)])
+@pytest.mark.parametrize("attention", [segment_sdpa, partial(_packed, kernel_that_needs_queries)])
 @pytest.mark.parametrize("lengths", [((0, 0), (3, 5)), ((4, 0), (0, 5))])
 def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
     """A context-parallel rank of padding alone still gives every parameter before its attention a gradient, of zeros.
@@ -109,3 +109,33 @@ def test_one_kernel_call_per_pair_of_lengths(monkeypatch: pytest.MonkeyPatch):
     case = AttentionCase("mixed", (4, 6, 4, 6, 4), (2, 2, 2, 3, 2))
     segment_sdpa(*case.qkv(), *case.layouts())
     assert sorted(batches) == [1, 1, 3]
+
+
+def packed_reference(q, k, v, cu_q, cu_k, max_q, max_k):
+    """Attend segment by segment, as a packed kernel of flash-attn does; a segment without keys gives zeros."""
+    assert len(cu_q) == len(cu_k)
+    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
+    parts = []
+    for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]):
+        scores = torch.einsum("tnh,knh->ntk", q[a:b], k[c:d]) * q.shape[-1] ** -0.5
+        parts.append(torch.einsum("ntk,knh->tnh", scores.softmax(-1), v[c:d]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_packed_kernels_get_padding_as_segments_of_its_own(case: AttentionCase):
+    """No token is copied, and padding attends to nothing."""
+    given = []
+
+    def kernel(q, k, v, *segments):
+        given.extend((q, k, v))
+        return packed_reference(q, k, v, *segments)
+
+    def attention(q, k, v, layout_q, layout_k):
+        return _packed(kernel, q, k, v, layout_q, layout_k)
+
+    check(attention, case, case.qkv(), rtol=1e-5)
+    layout_q, layout_k = case.layouts()
+    if not (layout_q.uniform_length and layout_k.uniform_length):
+        assert [len(x) for x in given[:3]] == [layout_q.total_tokens] + [layout_k.total_tokens] * 2

@@ -1,7 +1,7 @@
 """An op's implementation is the first that can run and that `auto` may take; a refusal and the table say why not."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -12,7 +12,7 @@ import torch
 from dit.backends.provider import LINEARS
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, head_sizes, installed, on_cuda, table
-from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS
+from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS, LAYERS
 from dit.models.dit.config import DiTConfig
 from dit.parallel.implementations import OPS, implementations, target_of
 from dit.settings import TrainingConfig
@@ -69,9 +69,9 @@ def test_every_op_has_one_that_runs_everywhere_and_what_auto_takes_is_never_untr
     """Also where every package is installed: what has not passed the GPU suite runs on request only."""
     for op in OPS:
         assert op.implementations[-1] == replace(op.implementations[-1], requires=(), on_request=None), op.name
-    for op in (ATTENTION, LINEARS):
+    for op in (ATTENTION, LINEARS, LAYERS):
         for one in op.implementations:
-            assert (one.on_request == UNTRIED) == (one.name in ("transformer_engine", "flash_attn"))
+            assert (one.on_request == UNTRIED) == (one.name in ("transformer_engine", "flash_attn", "triton"))
 
 
 @pytest.mark.parametrize(
@@ -113,21 +113,22 @@ def test_a_package_that_is_not_installed_is_named(op, package):
 def test_settings_name_the_implementations():
     """The values of a setting on the command line are those of its op, `auto` first."""
     types = get_type_hints(TrainingConfig)
-    for op in (ATTENTION, LINEARS):
+    for op in (ATTENTION, LINEARS, LAYERS):
         values = get_args(types[str(op.setting).removeprefix("training.")])
         assert (values[0], set(values[1:])) == ("auto", {one.name for one in op.implementations})
 
 
 def test_every_function_that_layers_call_is_an_op():
-    """A faster form of one of them has its place beside the eager one."""
+    """What layers and models take from this room by name are types; functions come with the set that a run selects."""
     sources = [path.read_text() for room in ("layers", "models") for path in Path("dit", room).rglob("*.py")]
     lines = [
         line for text in sources for line in re.findall(r"from dit\.kernels\.(?:modulation|rope) import (.*)", text)
     ]
-    imported = {name for line in lines for name in line.split(", ") if name.islower()}
-    eager = {op.name: op for op in OPS if [one.name for one in op.implementations] == ["eager"]}
-    assert imported == set(eager)
-    assert {name: op.implementations[0].load().__name__ for name, op in eager.items()} == {name: name for name in eager}
+    assert not {name for line in lines for name in line.split(", ") if name.islower()}
+    for one in LAYERS.implementations:  # the fused kernels are loaded without a GPU: they are compiled when they run
+        kernels = one.load()
+        functions = {field.name: getattr(kernels, field.name) for field in fields(kernels) if field.name != "sums_bias"}
+        assert {name: function.__name__ for name, function in functions.items()} == {name: name for name in functions}
 
 
 def test_the_command_prints_the_table(capsys: pytest.CaptureFixture):

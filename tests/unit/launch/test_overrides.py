@@ -180,7 +180,7 @@ def test_arguments_are_split_at_outer_commas(text, parts):
 def test_every_field_of_a_settings_class_can_be_reached():
     """A field nemo-run cannot parse would be a setting that cannot be changed."""
     values = {"run_dir": "x", "precision": "fp32", "ema_decay": "0.5", "stop_at_step": "3"}
-    values |= {"attention": "sdpa", "linears": "megatron", "recompute": "full", "compile": "True"}
+    values |= {"attention": "sdpa", "linears": "megatron", "kernels": "eager", "recompute": "full", "compile": "True"}
     values |= {"ema_offload": "True", "validate_raw_weights": "True", "hooks": "['a.B']"}
     for name in TrainingConfig.__dataclass_fields__:
         text = values.get(name, "7")

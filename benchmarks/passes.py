@@ -1,0 +1,192 @@
+"""Count what a layer moves in memory outside of matrix products and attention: `python -m benchmarks.passes`.
+
+A layer runs forward and backward on fake tensors, in bf16, and every operation is counted as it reaches the dispatcher.
+The unit is one read or one write of all tokens (tokens x hidden size x 2 bytes). Nothing is timed and no GPU is needed:
+these are counts of the program.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+
+from dit.backends import process_groups
+from dit.backends.provider import LayerProvider
+from dit.errors import EXIT_OK, one_line_errors
+from dit.kernels.attention import varlen_attention
+from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
+from dit.kernels.recompute import recompute_activations
+from dit.layers.positions import RotaryPositions
+from dit.layout import SequenceLayout
+from dit.models.dit.config import DiTConfig
+from dit.models.dit.layer import DiTLayer
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.dit_cross.layer import DiTCrossLayer
+from dit.parallel.build import megatron_config
+from dit.parallel.dims import ParallelConfig
+from dit.tracing.passes import LayerTraffic, layer_traffic
+from dit.tracing.world import fake_world
+
+HIDDEN, HEADS, CONTEXT = 3072, 24, 1024
+DENSE = SequenceLayout.from_lengths([1024] * 8)
+ONE = SequenceLayout.from_lengths([8192])
+PADDED = SequenceLayout.from_lengths([3000, 410, 1999, 2005], multiple_of=128, total_tokens=8192)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and its pack.
+
+    Attributes:
+        name: as the table shows it.
+        layout: of the tokens.
+        cross: DiT with cross-attention (QK-norm, no biases) instead of DiT (biases, no QK-norm).
+        rope: rotary positions.
+    """
+
+    name: str
+    layout: SequenceLayout
+    cross: bool = False
+    rope: bool = False
+
+
+CASES = (
+    Case("DiT dense", DENSE),
+    Case("DiT ragged + padding", PADDED),
+    Case("DiT-cross one sample", ONE, cross=True),
+    Case("DiT-cross ragged + padding", PADDED, cross=True),
+    Case("DiT-cross ragged + padding + RoPE", PADDED, cross=True, rope=True),
+)
+
+
+class PlainBlock(nn.Module):
+    """A DiT block of torch's own modules, on a dense batch, as it is usually written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(HIDDEN, elementwise_affine=False, eps=1e-6) for _ in range(2))
+        self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(HIDDEN, 6 * HIDDEN))
+
+    def forward(self, x_TD: Tensor, cond_SD: Tensor) -> Tensor:
+        """Compute the block of Peebles and Xie 2023, arXiv:2212.09748."""
+        x = x_TD.view(len(cond_SD), -1, HIDDEN)
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(cond_SD)[:, None].chunk(6, -1)
+        y = self.norm1(x) * (1 + scale1) + shift1
+        q, k, v = self.qkv(y).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + gate1 * self.proj(y)
+        y = self.norm2(x) * (1 + scale2) + shift2
+        y = self.fc2(nn.functional.gelu(self.fc1(y), approximate="tanh"))
+        return (x + gate2 * y).flatten(0, 1)
+
+
+def trace(case: Case, kernels: LayerKernels, recompute: str = "none") -> LayerTraffic:
+    """Trace one of our layers, as the only rank of a world."""
+    with fake_world(0, 1):
+        groups = process_groups.initialize(ParallelConfig())
+        try:
+            return layer_traffic(lambda: _layer(case, kernels, recompute, groups), case.layout.total_tokens, HIDDEN)
+        finally:
+            process_groups.release()
+
+
+def _layer(case: Case, kernels: LayerKernels, recompute: Any, groups: Any) -> Callable[[Tensor], Tensor]:
+    """Build a layer as a function of the tokens."""
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_layers": 1, "num_attention_heads": HEADS}
+    config = DiTCrossConfig(**sizes, context_size=CONTEXT, qk_layernorm=True) if case.cross else DiTConfig(**sizes)
+    provider = LayerProvider(megatron_config(config, ParallelConfig(), "bf16"), groups.collection, kernels=kernels)
+    kind: Any = DiTCrossLayer if case.cross else DiTLayer
+    layer = kind(config, provider, varlen_attention)
+    recompute_activations(layer, recompute)
+    texts = SequenceLayout.from_lengths([77] * case.layout.num_samples)
+    cond_SD = torch.empty(case.layout.num_samples, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    inputs: list[Any] = [cond_SD, case.layout]
+    if case.cross:
+        context_KD = torch.empty(texts.total_tokens, CONTEXT, dtype=torch.bfloat16, requires_grad=True)
+        inputs = [cond_SD, context_KD, case.layout, texts]
+    positions = torch.empty(case.layout.total_tokens, 3)
+    inputs.append(RotaryPositions(HIDDEN // HEADS)(positions) if case.rope else None)
+    return lambda x_TD: layer(x_TD, *inputs)
+
+
+def plain() -> LayerTraffic:
+    """Trace the plain block."""
+
+    def build() -> Callable[[Tensor], Tensor]:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            block = PlainBlock()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        cond_SD = torch.empty(DENSE.num_samples, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        return lambda x_TD: block(x_TD, cond_SD)
+
+    return layer_traffic(build, DENSE.total_tokens, HIDDEN)
+
+
+ROWS: tuple[tuple[str, LayerKernels, str], ...] = (
+    ("eager", EAGER, "none"),
+    ("fused", fused(), "none"),
+    ("fused, selective recompute", fused(), "selective"),
+)
+"""Kernels and recompute of the rows of each case."""
+
+
+def measure(kinds: Sequence[str]) -> dict[str, LayerTraffic]:
+    """Trace every case with some kinds of `ROWS`, and the plain block; by the name of the row."""
+    found = {"plain PyTorch DiT block": plain()}
+    for case in CASES:
+        for kind, kernels, recompute in ROWS:
+            if kind in kinds:
+                found[f"{case.name}, {kind}"] = trace(case, kernels, recompute)
+    return found
+
+
+def table(found: dict[str, LayerTraffic]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [
+        "| layer | passes forward | backward | saved numbers per token / hidden | memory-bound kernels | products |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in found.items():
+        forward, backward = row.forward, row.backward
+        products = forward.products + backward.products
+        lines.append(
+            f"| {name} | {forward.passes:.1f} | {backward.passes:.1f} | {row.saved:.1f} "
+            f"| {forward.kernels} + {backward.kernels} | {products} |"
+        )
+    return "\n".join(lines)
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.passes", description=__doc__)
+    parser.add_argument("--kinds", nargs="+", choices=[kind for kind, _, _ in ROWS], help="rows of each case (all)")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument("--by-operation", action="store_true", help="print what each operation moves, too")
+    args = parser.parse_args(argv)
+    os.environ["DIT_DEVICE"] = "cpu"  # nothing is computed
+    found = measure(args.kinds or [kind for kind, _, _ in ROWS])
+    if args.json:
+        print(json.dumps({name: asdict(row) for name, row in found.items()}))
+        return EXIT_OK
+    print(table(found))
+    if args.by_operation:
+        for name, row in found.items():
+            for direction in ("forward", "backward"):
+                parts = getattr(row, direction).largest
+                print(f"{name}, {direction}: " + ", ".join(f"{op} {n:.2f}" for op, n in parts if n >= 0.005))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Triton kernels of the activations of an MLP: GELU(x + bias) and SiLU(gate) * up, in float32."""
+
+from typing import Optional
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dit.kernels.fused.blocks import cdiv
+
+COLUMNS, FORWARD_ROWS = 1024, 16
+"""Outputs of a program, and its rows without sums."""
+
+
+@triton.jit
+def _load(at, bias, columns, width, BIAS: tl.constexpr):
+    value = tl.load(at + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _gelu_argument(x):
+    # 0.5 (1 + tanh(u)) = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x ** 3)
+    return 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
+
+
+@triton.jit
+def activation_kernel(
+    x,
+    bias,
+    out,
+    tokens,
+    width,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Compute GELU(x + bias), or SiLU(gate) * up.
+
+    `width` is that of x; with a gate, features of gate and up alternate, and the output has half of it.
+    """
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    for row in range(first, tl.minimum(first + ROWS, tokens)):
+        value = _load(x + row * width, bias, columns, width, BIAS)
+        if GATED:
+            gate, up = tl.split(tl.reshape(value, [COLUMNS // 2, 2]))
+            inner = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+            at = out + row * (width // 2) + inner
+            tl.store(at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inner < width // 2)
+        else:
+            at = out + row * width + columns
+            tl.store(at, (value * tl.sigmoid(_gelu_argument(value))).to(out.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def activation_backward_kernel(
+    grad,
+    x,
+    bias,
+    grad_x,
+    sums,
+    tokens,
+    width,
+    rows,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the gradient of x, and for each block of `rows` tokens its sum over them (the bias)."""
+    first = tl.program_id(0).to(tl.int64) * rows
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for row in range(first, tl.minimum(first + rows, tokens)):
+        value = _load(x + row * width, bias, columns, width, BIAS)
+        if GATED:
+            gate, up = tl.split(tl.reshape(value, [COLUMNS // 2, 2]))
+            inner = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+            given = tl.load(grad + row * (width // 2) + inner, mask=inner < width // 2, other=0.0).to(tl.float32)
+            s = tl.sigmoid(gate)
+            of_gate = given * up * s * (1.0 + gate * tl.sigmoid(-gate))
+            change = tl.reshape(tl.join(of_gate, given * gate * s), [COLUMNS])
+        else:
+            given = tl.load(grad + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+            u = _gelu_argument(value)
+            slope = 1.5957691216057308 * (1.0 + 0.134145 * value * value)
+            change = given * tl.sigmoid(u) * (1.0 + value * tl.sigmoid(-u) * slope)  # 1 - sigmoid(u) loses digits
+        tl.store(grad_x + row * width + columns, change.to(grad_x.dtype.element_ty), mask=columns < width)
+        if BIAS:
+            total += change
+    if BIAS:
+        tl.store(sums + tl.program_id(0).to(tl.int64) * width + columns, total, mask=columns < width)
+
+
+def activation(x_TF: Tensor, bias_F: Optional[Tensor], gated: bool, out: Tensor) -> None:
+    """Launch the forward kernel."""
+    tokens, width = x_TF.shape
+    columns = COLUMNS << gated  # of the input
+    activation_kernel[cdiv(tokens, FORWARD_ROWS), cdiv(width, columns)](
+        *(x_TF, bias_F, out, tokens, width),
+        GATED=gated,
+        BIAS=bias_F is not None,
+        COLUMNS=columns,
+        ROWS=FORWARD_ROWS,
+        num_warps=4,
+    )
+
+
+def activation_backward(
+    grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gated: bool, rows: int, outputs: tuple[Tensor, Tensor]
+) -> None:
+    """Launch the backward kernel; `outputs` are the gradient of x and the sums of the blocks."""
+    tokens, width = x_TF.shape
+    columns = COLUMNS << gated
+    activation_backward_kernel[cdiv(tokens, rows), cdiv(width, columns)](
+        *(grad, x_TF, bias_F, *outputs, tokens, width, rows),
+        GATED=gated,
+        BIAS=bias_F is not None,
+        COLUMNS=columns,
+        num_warps=4,
+    )

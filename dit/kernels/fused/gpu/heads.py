@@ -1,0 +1,251 @@
+"""Triton kernels of what comes between a projection and attention: RMS norm of each head, and rotary positions.
+
+A projection's outputs are ordered by group: P query heads, then, if it has them, a key head and a value head:
+
+    | q0 q1 k0 v0 | q2 q3 k1 v1 | ...       P = 2
+      group 0       group 1
+
+A head is two halves, because rotary positions turn feature i and i + H / 2 of it. Arithmetic is float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dit.kernels.fused.blocks import GROUPS, cdiv
+
+TOKENS = 16
+"""Tokens of a head that are in registers at once."""
+
+
+@triton.jit
+def _load_head(at, columns, half, size, inside):
+    a = tl.load(at + columns, mask=inside & (columns < half), other=0.0).to(tl.float32)
+    b = tl.load(at + half + columns, mask=inside & (half + columns < size), other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _store_head(at, columns, half, size, inside, a, b):
+    tl.store(at + columns, a.to(at.dtype.element_ty), mask=inside & (columns < half))
+    tl.store(at + half + columns, b.to(at.dtype.element_ty), mask=inside & (half + columns < size))
+
+
+@triton.jit
+def heads_kernel(
+    x,
+    weight_q,
+    weight_k,
+    cos,
+    sin,
+    q,
+    k,
+    token_stride,
+    group_stride,
+    tokens,
+    groups,
+    size,
+    half,
+    eps,
+    P: tl.constexpr,
+    KEY: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Normalise and rotate the query heads and the key head of some groups, for some tokens."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    columns = tl.arange(0, HALF)[None, :]
+    inside = token < tokens
+    if ROPE:
+        c = tl.load(cos + token * half + columns, mask=inside & (columns < half), other=0.0)
+        s = tl.load(sin + token * half + columns, mask=inside & (columns < half), other=0.0)
+    first = tl.program_id(1) * GROUPS
+    for group in range(first, tl.minimum(first + GROUPS, groups)):
+        for m in tl.static_range(P + KEY):
+            a, b = _load_head(x + token * token_stride + group * group_stride + m * size, columns, half, size, inside)
+            if NORM:
+                if m < P:
+                    wa, wb = _load_head(weight_q, columns, half, size, columns >= 0)
+                else:
+                    wa, wb = _load_head(weight_k, columns, half, size, columns >= 0)
+                inverse = 1.0 / tl.sqrt(tl.sum(a * a + b * b, 1) / size + eps)
+                a, b = a * inverse[:, None] * wa, b * inverse[:, None] * wb
+            if ROPE:
+                a, b = a * c - b * s, b * c + a * s
+            if m < P:
+                _store_head(q + ((token * groups + group) * P + m) * size, columns, half, size, inside, a, b)
+            else:
+                _store_head(k + (token * groups + group) * size, columns, half, size, inside, a, b)
+
+
+@triton.jit
+def heads_backward_kernel(
+    grad_q,
+    grad_k,
+    grad_v,
+    x,
+    weight_q,
+    weight_k,
+    cos,
+    sin,
+    grad_x,
+    bias_sums,
+    weight_sums,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    token_stride,
+    group_stride,
+    tokens,
+    groups,
+    size,
+    half,
+    rows,
+    eps,
+    P: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    BIAS: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Write the gradient of the projection, and of each block of `rows` tokens the sums over them.
+
+    One row for each block of the gradient of the bias, and one for each program of that of the norms' weights: of each
+    query head of a group, then of its key head.
+    """
+    first_token = tl.program_id(0).to(tl.int64) * rows
+    columns = tl.arange(0, HALF)[None, :]
+    everywhere = columns >= 0
+    parts: tl.constexpr = P + KEY + VALUE
+    first = tl.program_id(1) * GROUPS
+    for m in tl.static_range(parts):
+        if NORM:
+            if m < P:
+                wa, wb = _load_head(weight_q, columns, half, size, everywhere)
+            elif m < P + KEY:
+                wa, wb = _load_head(weight_k, columns, half, size, everywhere)
+            sum_wa, sum_wb = tl.zeros([TOKENS, HALF], tl.float32), tl.zeros([TOKENS, HALF], tl.float32)
+        for group in range(first, tl.minimum(first + GROUPS, groups)):
+            sum_a, sum_b = tl.zeros([TOKENS, HALF], tl.float32), tl.zeros([TOKENS, HALF], tl.float32)
+            for start in range(0, rows, TOKENS):
+                token = first_token + start + tl.arange(0, TOKENS)[:, None]
+                inside = token < tokens
+                if m < P:
+                    at = grad_q + token * q_token + (group * P + m) * q_head
+                elif m < P + KEY:
+                    at = grad_k + token * k_token + group * k_head
+                else:
+                    at = grad_v + token * v_token + group * v_head
+                a, b = _load_head(at, columns, half, size, inside)
+                if ROPE and m < P + KEY:
+                    c = tl.load(cos + token * half + columns, mask=inside & (columns < half), other=0.0)
+                    s = tl.load(sin + token * half + columns, mask=inside & (columns < half), other=0.0)
+                    a, b = a * c + b * s, b * c - a * s
+                if NORM and m < P + KEY:
+                    at = x + token * token_stride + group * group_stride + m * size
+                    na, nb = _load_head(at, columns, half, size, inside)
+                    inverse = (1.0 / tl.sqrt(tl.sum(na * na + nb * nb, 1) / size + eps))[:, None]
+                    na, nb = na * inverse, nb * inverse
+                    sum_wa += a * na
+                    sum_wb += b * nb
+                    a, b = a * wa, b * wb
+                    along = (tl.sum(a * na + b * nb, 1) / size)[:, None]
+                    a, b = (a - na * along) * inverse, (b - nb * along) * inverse
+                at = grad_x + ((token * groups + group) * parts + m) * size
+                _store_head(at, columns, half, size, inside, a, b)
+                if BIAS:
+                    sum_a += a
+                    sum_b += b
+            if BIAS:
+                width = groups * parts * size
+                into = bias_sums + tl.program_id(0).to(tl.int64) * width + (group * parts + m) * size
+                total_a, total_b = tl.sum(sum_a, 0)[None, :], tl.sum(sum_b, 0)[None, :]
+                _store_head(into, columns, half, size, everywhere, total_a, total_b)
+        if NORM and m < P + KEY:
+            program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            row = weight_sums + (program * (P + KEY) + m) * size
+            all_a, all_b = tl.sum(sum_wa, 0)[None, :], tl.sum(sum_wb, 0)[None, :]
+            _store_head(row, columns, half, size, everywhere, all_a, all_b)
+
+
+@triton.jit
+def column_sums_kernel(x, out, rows, size, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Add up all rows of some columns."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        total += tl.load(x + row.to(tl.int64) * size + columns, mask=(row < rows) & (columns < size), other=0.0)
+    tl.store(out + columns, tl.sum(total, 0)[None, :].to(out.dtype.element_ty), mask=columns < size)
+
+
+def _sizes(head: int) -> dict[str, Any]:
+    return {"HALF": triton.next_power_of_2(cdiv(head, 2)), "TOKENS": TOKENS, "GROUPS": GROUPS, "num_warps": 4}
+
+
+def heads(
+    x_TGMH: Tensor,
+    weights: Sequence[Optional[Tensor]],
+    rotation: Sequence[Optional[Tensor]],
+    eps: float,
+    outputs: tuple[Tensor, Tensor],
+) -> None:
+    """Launch the forward kernel; x has the heads that become queries and keys, and `outputs` are these."""
+    tokens, groups, parts, size = x_TGMH.shape
+    key = int(outputs[1].numel() > 0)
+    heads_kernel[cdiv(tokens, TOKENS), cdiv(groups, GROUPS)](
+        *(x_TGMH, *weights, *rotation, *outputs, x_TGMH.stride(0), x_TGMH.stride(1)),
+        *(tokens, groups, size, cdiv(size, 2), eps),
+        P=parts - key,
+        KEY=key,
+        NORM=any(w is not None for w in weights),
+        ROPE=rotation[0] is not None,
+        **_sizes(size),
+    )
+
+
+def heads_backward(
+    grads: Sequence[Optional[Tensor]],
+    x_TGMH: Optional[Tensor],
+    weights: Sequence[Optional[Tensor]],
+    rotation: Sequence[Optional[Tensor]],
+    eps: float,
+    rows: int,
+    bias: bool,
+    outputs: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Launch the backward kernel; `outputs` are the gradient of the projection `[T, G, M, H]` and both sums."""
+    tokens, groups, parts, size = outputs[0].shape
+    key, value = (int(g is not None) for g in grads[1:])
+    strides = [0 if g is None else s for g in grads for s in ((0, 0) if g is None else g.stride()[:2])]
+    own = (0, 0) if x_TGMH is None else x_TGMH.stride()[:2]
+    heads_backward_kernel[cdiv(tokens, rows), cdiv(groups, GROUPS)](
+        *(*grads, x_TGMH, *weights, *rotation, *outputs, *strides, *own),
+        *(tokens, groups, size, cdiv(size, 2), rows, eps),
+        P=parts - key - value,
+        KEY=key,
+        VALUE=value,
+        NORM=x_TGMH is not None,
+        ROPE=rotation[0] is not None,
+        BIAS=bias,
+        **_sizes(size),
+    )
+
+
+def column_sums(sums: Tensor, out: Tensor) -> None:
+    """Launch the sums over rows."""
+    rows, size = sums.shape
+    column_sums_kernel[cdiv(size, 64),](sums, out, rows, size, COLUMNS=64, ROWS=32, num_warps=4)

@@ -1,0 +1,106 @@
+"""What comes between a projection and attention as one kernel each way; see `dit.kernels.rope.split_heads`.
+
+The forward pass copies only what it changes: values, and heads without norm or rotation, are views of the projection.
+The backward pass writes the gradient of the projection whole, and adds up that of its bias.
+"""
+
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from dit.kernels.fused import ops
+from dit.kernels.recompute import recomputes
+from dit.kernels.rope import HeadNorm, Heads, Rotation
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Queries, keys and values; an empty tensor for what the projection has not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_q: Optional[Tensor],
+        weight_k: Optional[Tensor],
+        bias: Optional[Tensor],
+        heads: Heads,
+        eps: float,
+        cos: Optional[Tensor],
+        sin: Optional[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        changed = x[:, :, : heads.queries + heads.keys]
+        normed = weight_q is not None or weight_k is not None
+        if normed or cos is not None:
+            q, k = ops.heads(changed, weight_q, weight_k, cos, sin, heads.keys, eps)
+        else:
+            q, k, _ = heads.views(x)
+        ctx.save_for_backward(changed if normed else None, weight_q, weight_k, cos, sin)
+        ctx.heads, ctx.groups, ctx.eps, ctx.bias = heads, x.shape[1], eps, bias is not None
+        ctx.parts = tuple(part.shape for part in heads.views(x))
+        ctx.set_materialize_grads(False)
+        return q, k, heads.views(x)[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+        x, weight_q, weight_k, cos, sin = ctx.saved_tensors
+        heads: Heads = ctx.heads
+        given = next(g for g in grads if g is not None)
+        q, k, v = (_rows(g, shape, given) for g, shape in zip(grads, ctx.parts))
+        grad_x, bias_sums, weight_sums = ops.heads_backward(
+            *(q, k, v, x, weight_q, weight_k, cos, sin, ctx.groups, ctx.eps, ctx.bias)
+        )
+        grad_q = grad_k = grad_bias = None
+        if x is not None:
+            sums = ops.column_sums(weight_sums, (weight_k if weight_q is None else weight_q).dtype)
+            parts = sums.view(heads.queries + heads.keys, -1)
+            if heads.queries:
+                grad_q = parts[0] if heads.queries == 1 else parts[: heads.queries].sum(0)
+            if heads.keys:
+                grad_k = parts[-1]
+        if ctx.bias:
+            grad_bias = ops.column_sums(bias_sums, grad_x.dtype)
+        return grad_x, grad_q, grad_k, grad_bias, None, None, None, None
+
+
+def _rows(grad: Optional[Tensor], shape: torch.Size, like: Tensor) -> Optional[Tensor]:
+    """Return a gradient whose features lie side by side, zeros for heads that are not used; None for no heads."""
+    if grad is None:
+        return like.new_zeros(shape) if shape.numel() else None
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+def split_heads(
+    x_TGMH: Tensor,
+    heads: Heads,
+    norm: Optional[HeadNorm] = None,
+    rotation: Optional[Rotation] = None,
+    bias: Optional[Tensor] = None,
+) -> list[Tensor]:
+    """As `dit.kernels.rope.split_heads`."""
+    weights = (None, None) if norm is None else (norm.weight_q, norm.weight_k)
+    angles = (None, None) if rotation is None else (rotation.cos_T1H, rotation.sin_T1H)
+    eps = 0.0 if norm is None else norm.eps
+    out = _SplitHeads.apply(x_TGMH, *weights, bias, heads, eps, *angles)
+    if norm is not None or rotation is not None:
+        x, queries = x_TGMH.detach(), heads.queries
+        again = partial(_part, weight_q=weights[0], weight_k=weights[1], cos=angles[0], sin=angles[1], eps=eps)
+        if queries:
+            recomputes(out[0], partial(again, 0, x[:, :, :queries]))
+        if heads.keys:
+            recomputes(out[1], partial(again, 1, x[:, :, queries : queries + 1]))
+    return heads.present(out)
+
+
+def _part(
+    index: int,
+    x: Tensor,
+    weight_q: Optional[Tensor],
+    weight_k: Optional[Tensor],
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    eps: float,
+) -> Tensor:
+    """Compute the queries or the keys again."""
+    return ops.heads(x, weight_q, weight_k, cos, sin, bool(index), eps)[index]

@@ -1,0 +1,129 @@
+"""Residual, norm and modulation of a sub-layer's two ends as one kernel each way; see `dit.kernels.modulation`.
+
+                  y --+ bias, x gate
+                      v
+    x ----------------+---- x' ---------------------- x'  (the residual goes on)
+                            '-- norm -- modulate ---- h   (into the next sub-layer)
+
+The forward pass saves x', y and 8 bytes per token; normalised values are computed again in the backward pass. The
+residual passes through the function, so that its gradient is added in the same kernel.
+"""
+
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from dit.kernels.fused import ops
+from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, rows_of_blocks
+from dit.kernels.modulation import NormModulation
+from dit.kernels.recompute import recomputes
+from dit.layout import SequenceLayout
+
+WIDEST_WITH_BIAS = 4096
+"""Beyond, the fourth sum of the backward kernel does not fit into registers."""
+
+
+class _ResidualNorm(torch.autograd.Function):
+    """x' and norm(x') weight (1 + scale) + shift."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Optional[Tensor],
+        gate: Optional[Tensor],
+        bias: Optional[Tensor],
+        shift: Optional[Tensor],
+        scale: Optional[Tensor],
+        weight: Optional[Tensor],
+        layout: SequenceLayout,
+        eps: float,
+        rms: bool,
+    ) -> tuple[Tensor, Optional[Tensor]]:
+        blocks = blocks_of(layout, FORWARD_ROWS)
+        arguments = y, gate, bias, shift, scale, weight, blocks.table, blocks.offsets, eps, rms
+        out, normed, mean, rstd = ops.residual_norm(x, *arguments)
+        out = x if y is None else out
+        ctx.layout, ctx.residual, ctx.dtype = layout, y is not None, x.dtype
+        for_gate = None if gate is None else y
+        ctx.save_for_backward(
+            *(None if scale is None else out, for_gate, gate, bias, scale, weight),
+            *(None if scale is None or rms else mean, None if scale is None else rstd),
+        )
+        ctx.set_materialize_grads(False)
+        return out, None if scale is None else normed
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Optional[Tensor], grad_normed: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+        x, y, gate, bias, scale, weight, mean, rstd = ctx.saved_tensors
+        if scale is not None and grad_normed is None:
+            grad_normed = torch.zeros_like(x)
+        grad_out, grad_normed = (None if g is None else g.contiguous() for g in (grad_out, grad_normed))
+        modulation = gate, bias, scale, weight
+        if all(given is None for given in modulation):
+            return grad_out, grad_out, *[None] * 8
+        blocks = blocks_of(ctx.layout, rows_of_blocks(ctx.layout.num_local_tokens))
+        table = blocks.table, blocks.offsets
+        grad_x, grad_y, sums = ops.residual_norm_backward(grad_normed, grad_out, x, y, *modulation, mean, rstd, *table)
+        found = ops.segment_sums(sums, *modulation, *table, ctx.dtype)
+        shift, scale_, gate_, bias_, weight_ = (
+            grad if given is not None else None for grad, given in zip(found, (scale, scale, gate, bias, weight))
+        )
+        through = grad_out if scale is None else grad_x
+        of_y = (through if gate is None else grad_y) if ctx.residual else None
+        return through, of_y, gate_, bias_, shift, scale_, weight_, None, None, None
+
+
+def _apply(
+    x_TD: Tensor,
+    y_TD: Optional[Tensor],
+    gate_SD: Optional[Tensor],
+    bias_D: Optional[Tensor],
+    into: Optional[NormModulation],
+    layout: SequenceLayout,
+) -> tuple[Tensor, Tensor]:
+    if bias_D is not None and y_TD is not None and len(bias_D) > WIDEST_WITH_BIAS:
+        y_TD, bias_D = y_TD + bias_D, None
+    shift = scale = weight = None
+    if into is not None:
+        shift, scale, weight = into.shift_SD, into.scale_SD, into.weight_D
+    norm = 0.0 if into is None else into.eps, weight is not None
+    x_TD = x_TD.contiguous()
+    y_TD = None if y_TD is None else y_TD.contiguous()
+    out, normed = _ResidualNorm.apply(x_TD, y_TD, gate_SD, bias_D, shift, scale, weight, layout, *norm)
+    if shift is not None and scale is not None:
+        recomputes(normed, partial(_normed, out.detach(), shift.detach(), scale.detach(), weight, layout, *norm))
+    return out, normed
+
+
+def _normed(
+    x: Tensor, shift: Tensor, scale: Tensor, weight: Optional[Tensor], layout: SequenceLayout, eps: float, rms: bool
+) -> Tensor:
+    blocks = blocks_of(layout, FORWARD_ROWS)
+    return ops.residual_norm(x, None, None, None, shift, scale, weight, blocks.table, blocks.offsets, eps, rms)[1]
+
+
+def norm_modulate(x_TD: Tensor, into: NormModulation, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """As `dit.kernels.modulation.norm_modulate`."""
+    return _apply(x_TD, None, None, None, into, layout)
+
+
+def residual(
+    x_TD: Tensor, y_TD: Tensor, gate_SD: Optional[Tensor], bias_D: Optional[Tensor], layout: SequenceLayout
+) -> Tensor:
+    """As `dit.kernels.modulation.residual`."""
+    return _apply(x_TD, y_TD, gate_SD, bias_D, None, layout)[0]
+
+
+def residual_norm_modulate(
+    x_TD: Tensor,
+    y_TD: Tensor,
+    gate_SD: Optional[Tensor],
+    bias_D: Optional[Tensor],
+    into: NormModulation,
+    layout: SequenceLayout,
+) -> tuple[Tensor, Tensor]:
+    """As `dit.kernels.modulation.residual_norm_modulate`."""
+    return _apply(x_TD, y_TD, gate_SD, bias_D, into, layout)

@@ -1,0 +1,146 @@
+"""Passes over memory of one layer: what it reads and writes outside of matrix products and attention."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dit.tracing.counter import flop_formulas
+from dit.tracing.repeats import tensors_in
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What one direction of a layer does.
+
+    Attributes:
+        passes: bytes that memory-bound kernels read and write, in units of one tensor of all tokens.
+        kernels: number of these kernels.
+        products: matrix products and attention kernels.
+        largest: passes by operation, the largest first.
+    """
+
+    passes: float
+    kernels: int
+    products: int
+    largest: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class LayerTraffic:
+    """What a layer does in both directions.
+
+    Attributes:
+        forward, backward: of each direction.
+        saved: numbers alive between the two per token, over the hidden size; of two layers' common tensor one counts.
+    """
+
+    forward: Passes
+    backward: Passes
+    saved: float
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operations on fake tensors: each reads all arguments and writes all results, views move nothing."""
+
+    def __init__(self, unit: int) -> None:
+        super().__init__()
+        self._formulas, self._unit = flop_formulas(), unit
+        self._living: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._bytes: dict[str, int] = {}
+        self._kernels = self._products = 0
+
+    def take(self) -> Passes:
+        """Return the counts since the last call."""
+        largest = sorted(((name, n / self._unit) for name, n in self._bytes.items()), key=lambda pair: -pair[1])
+        found = Passes(sum(self._bytes.values()) / self._unit, self._kernels, self._products, tuple(largest))
+        self._bytes, self._kernels, self._products = {}, 0, 0
+        return found
+
+    def living(self) -> int:
+        """Return how many numbers are in living storages that operations have made."""
+        return sum(count for _, count in self._living.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given, results = tensors_in((*args, *kwargs.values())), tensors_in((out,))
+        if not func.is_view:  # a view of a weight is the weight's
+            for result in results:
+                self._watch(result)
+        if func._overloadpacket in self._formulas:
+            self._products += 1
+        elif not func.is_view and func.namespace != "prim" and not func.__name__.startswith(("empty", "new_empty")):
+            moved = sum(x.nbytes for x in (*given, *results))
+            if func.__name__.startswith(("copy_", "zero_", "fill_", "zeros", "ones", "new_zeros")):
+                moved = sum(x.nbytes for x in given[1:]) + results[0].nbytes  # what is overwritten is not read
+            name = func.__name__.split(".")[0]
+            self._bytes[name] = self._bytes.get(name, 0) + moved
+            self._kernels += moved > 0
+        return out
+
+    def _watch(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._living:
+            gone = weakref.ref(storage, lambda _: self._living.pop(key, None))
+            self._living[key] = gone, storage.nbytes() // tensor.element_size()
+
+
+def layer_traffic(build: Callable[[], Callable[[Tensor], Tensor]], tokens: int, hidden: int) -> LayerTraffic:
+    """Run a layer forward and backward on fake tensors and count; in bf16.
+
+    Args:
+        build: returns a layer, as a function of the tokens; runs on fake tensors.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), fused_rms_norm():
+        call = build()
+        x_TD = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        grad_TD = torch.empty_like(x_TD)
+        torch.autograd.grad(call(x_TD), x_TD, grad_TD)  # makes what is made once for all layers
+        counter = _Counter(x_TD.nbytes)
+        with counter:
+            out_TD = call(x_TD)
+            forward, saved = counter.take(), counter.living()
+            out_TD.backward(grad_TD)
+        return LayerTraffic(forward, counter.take(), saved / x_TD.numel())
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The traffic of torch's RMS norm on CUDA: one kernel forward, two backward; on CPU it is made of many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x = ctx.saved_tensors[0]
+        of_weight = torch.linalg.vecdot(grad.flatten(0, -2), x.flatten(0, -2), dim=0)
+        return torch.addcmul(grad, grad, x), of_weight
+
+
+@contextlib.contextmanager
+def fused_rms_norm() -> Iterator[None]:
+    """Let RMS norms with a weight move what CUDA's kernels move."""
+    functional = torch.nn.functional
+    original = functional.rms_norm
+
+    def rms_norm(
+        x: Tensor, shape: Sequence[int], weight: Optional[Tensor] = None, eps: Optional[float] = None
+    ) -> Tensor:
+        return original(x, list(shape), weight, eps) if weight is None else _RMSNorm.apply(x, weight)
+
+    functional.rms_norm = rms_norm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.rms_norm = original

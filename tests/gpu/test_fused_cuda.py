@@ -1,0 +1,76 @@
+"""The fused kernels on CUDA, beside the eager ones in float64, at widths and packs of published models."""
+
+import pytest
+import torch
+
+from dit.backends import megatron_cpu
+from dit.kernels import layer_kernels
+from dit.kernels.layer_kernels import EAGER
+from dit.kernels.modulation import NormModulation
+from dit.kernels.rope import HeadNorm, Heads, Rotation
+from dit.layout import SequenceLayout
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = torch.device("cuda")
+PACK = SequenceLayout.from_lengths([1000, 77, 2048, 300], multiple_of=64, total_tokens=3584, device=CUDA)
+# Euclidean error of a whole tensor beside float64: about half an ulp of bf16, and sums of float32.
+RTOL = {torch.bfloat16: 4e-3, torch.float32: 5e-6}
+
+
+@pytest.fixture(autouse=True)
+def real_cuda():
+    """Skip where an earlier CPU test has redirected this process's CUDA calls."""
+    if megatron_cpu.install.cache_info().currsize:
+        pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
+
+
+def draws(*shapes):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(CUDA) for shape in shapes]
+
+
+def run(function, leaves):
+    inputs = [x.detach().clone().requires_grad_() for x in leaves]
+    out = function(*inputs)
+    loss = sum((part.double() * torch.linspace(-3, 4, part.numel(), device=CUDA).view_as(part)).sum() for part in out)
+    return [x.detach() for x in (*out, *torch.autograd.grad(loss, inputs))]
+
+
+def check(operation, leaves, dtype):
+    """Compare the fused form in a precision with the eager one in float64, and two runs with each other."""
+    rounded = [x.to(dtype) for x in leaves]
+    fused = layer_kernels.fused()
+    got, again = (run(lambda *x: operation(fused, *x), rounded) for _ in range(2))
+    want = run(lambda *x: operation(EAGER, *x), [x.double() for x in rounded])
+    for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(ours, again[i])
+        error = float((ours.double() - theirs).norm() / theirs.norm())
+        assert error <= RTOL[dtype], f"result {i} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", RTOL, ids=str)
+@pytest.mark.parametrize("width", [384, 1152, 3072, 4096, 6144, 8192])
+def test_residual_and_norm(width, dtype):
+    def operation(kernels, x, y, gate, bias, shift, scale):
+        return kernels.residual_norm_modulate(x, y, gate, bias, NormModulation(shift, scale, 1e-6), PACK)
+
+    tokens, samples = (PACK.total_tokens, width), (PACK.num_samples, width)
+    check(operation, draws(tokens, tokens, samples, (width,), samples, samples), dtype)
+
+
+@pytest.mark.parametrize("dtype", RTOL, ids=str)
+@pytest.mark.parametrize(("heads", "size"), [(24, 128), (16, 72), (12, 64)])
+def test_heads(heads, size, dtype):
+    angles = draws((PACK.total_tokens, 1, size // 2))[0]
+
+    def operation(kernels, x, weight_q, weight_k):
+        rotation = Rotation(angles.cos().float(), angles.sin().float())  # the eager rotation is float32 for any input
+        return kernels.split_heads(x, Heads(1), HeadNorm(weight_q, weight_k, 1e-6), rotation)
+
+    check(operation, draws((PACK.total_tokens, heads, 3, size), (size,), (size,)), dtype)
+
+
+@pytest.mark.parametrize("dtype", RTOL, ids=str)
+@pytest.mark.parametrize("name", ["gelu_tanh", "swiglu"])
+def test_activations(name, dtype):
+    check(lambda kernels, x, bias: [getattr(kernels, name)(x, bias)], draws((3584, 4608), (4608,)), dtype)

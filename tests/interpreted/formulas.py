@@ -1,0 +1,111 @@
+"""The operations of the fused kernels as formulas in float64, and what a kernel may differ from them by."""
+
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from dit.kernels.rope import Heads
+from dit.layout import SequenceLayout
+
+ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
+"""Distance of neighbouring numbers from 1 on."""
+
+
+def residual_norm(
+    layout: SequenceLayout,
+    x: Tensor,
+    y: Optional[Tensor],
+    gate: Optional[Tensor],
+    bias: Optional[Tensor],
+    shift: Optional[Tensor],
+    scale: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+) -> list[Tensor]:
+    """x' = x + gate (y + bias); norm(x') weight (1 + scale) + shift, an RMS norm where there is a weight."""
+    of_token = layout.segment_ids_T
+    if y is not None:
+        added = y if bias is None else y + bias
+        x = x + (added if gate is None else gate[of_token] * added)
+    if shift is None or scale is None:
+        return [x]
+    centred = x if weight is not None else x - x.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    normed = normed if weight is None else normed * weight
+    return [x, normed * (1 + scale[of_token]) + shift[of_token]]
+
+
+def heads(
+    x: Tensor,
+    heads: Heads,
+    weight_q: Optional[Tensor],
+    weight_k: Optional[Tensor],
+    eps: float,
+    angles: Optional[Tensor],
+    bias: Optional[Tensor] = None,
+) -> list[Tensor]:
+    """RMS norm of each query and key head, and its features (i, i + H / 2) as complex numbers turned by an angle."""
+    if bias is not None:
+        x = x + bias.view(x.shape[1:])
+    parts = []
+    for weight, first, count in ((weight_q, 0, heads.queries), (weight_k, heads.queries, int(heads.keys))):
+        part = x[:, :, first : first + count].flatten(1, 2)
+        if weight is not None:
+            part = part / (part.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+        if angles is not None:
+            a, b = part.chunk(2, -1)
+            turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+            part = torch.cat([turned.real, turned.imag], -1)
+        parts += [part] * (count > 0)
+    return parts + ([x[:, :, -1]] if heads.values else [])
+
+
+def gelu(x: Tensor, bias: Optional[Tensor]) -> list[Tensor]:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    x = x if bias is None else x + bias
+    return [0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))]
+
+
+def swiglu(x: Tensor, bias: Optional[Tensor]) -> list[Tensor]:
+    """gate / (1 + exp(-gate)) * up of alternating features."""
+    x = x if bias is None else x + bias
+    gate, up = x[:, 0::2], x[:, 1::2]
+    return [gate / (1 + torch.exp(-gate)) * up]
+
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+def run(function: Function, leaves: Sequence[Optional[Tensor]]) -> list[Tensor]:
+    """Return outputs and the gradients of all leaves, of a sum with fixed weights; in float64."""
+    inputs = [None if x is None else x.detach().clone().requires_grad_() for x in leaves]
+    out = function(*inputs)
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, part in enumerate(out):
+        weights = torch.linspace(-3, 4 + i, part.numel(), dtype=torch.float64).sin().view(part.shape)
+        # Rounded first: the kernel's gradients come in its own precision.
+        loss = loss + (part.double() * weights.to(torch.bfloat16).double()).sum()
+    gradients = torch.autograd.grad(loss, [x for x in inputs if x is not None])
+    return [x.detach().double() for x in (*out, *gradients)]
+
+
+def check(
+    kernel: Function, formula: Function, leaves: Sequence[Optional[Tensor]], dtype: torch.dtype, ulps: float
+) -> None:
+    """Compare a kernel with a formula: outputs and gradients to some ulps of the largest number of their rows."""
+    rounded = [None if x is None else x.to(dtype) for x in leaves]
+    got = run(kernel, rounded)
+    want = run(formula, [None if x is None else x.double() for x in rounded])
+    for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert ours.isfinite().all()
+        largest = theirs.abs().amax(-1, keepdim=True).clamp(min=1e-3 * float(theirs.abs().max()))
+        error = float(((ours - theirs).abs() / largest).max()) / ULP[dtype]
+        assert error <= ulps, f"result {i} of shape {tuple(theirs.shape)} is off by {error:.1f} ulps"
+
+
+def draws(*shapes: Optional[tuple[int, ...]]) -> list[Optional[Tensor]]:
+    """Draw normal numbers, the same every time; None for None."""
+    generator = torch.Generator().manual_seed(5)
+    return [None if s is None else torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]

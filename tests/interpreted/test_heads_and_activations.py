@@ -1,0 +1,100 @@
+"""Fused heads (norm, rotation, split) and activations against formulas in float64: values and every gradient."""
+
+import pytest
+import torch
+
+from dit.kernels.fused import activations
+from dit.kernels.fused import heads as fused
+from dit.kernels.rope import HeadNorm, Heads, Rotation
+from tests.interpreted import formulas
+
+DTYPES = {"fp32": (torch.float32, 8.0), "bf16": (torch.bfloat16, 1.5)}
+EPS = 1e-5
+KINDS = {
+    "qkv": Heads(1),
+    "grouped": Heads(3),
+    "queries": Heads(1, keys=False, values=False),
+    "keys_values": Heads(0),
+}
+
+
+def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32"):
+    dtype, ulps = DTYPES[precision]
+    heads = KINDS[kind]
+    parts = heads.queries + heads.keys + heads.values
+    angles = 6 * torch.rand(tokens, 1, size // 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    rotation = Rotation(angles.cos().float(), angles.sin().float()) if rope else None
+
+    def ours(x, weight_q, weight_k, b):
+        of_heads = HeadNorm(weight_q, weight_k, EPS) if norm else None
+        given = x if b is None else x + b.detach().view(x.shape[1:])  # the projection adds it, and leaves the gradient
+        return fused.split_heads(given, heads, of_heads, rotation, b)
+
+    def theirs(x, weight_q, weight_k, b):
+        return formulas.heads(x, heads, weight_q, weight_k, EPS, angles if rope else None, b)
+
+    shapes = (
+        (tokens, groups, parts, size),
+        (size,) if norm and heads.queries else None,
+        (size,) if norm and heads.keys else None,
+        (groups * parts * size,) if bias else None,
+    )
+    formulas.check(ours, theirs, formulas.draws(*shapes), dtype, ulps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("norm", "rope"), [(True, True), (True, False), (False, True), (False, False)])
+def test_norm_and_rotation_together_and_alone_are_the_formulas(kind, norm, rope):
+    check(kind, tokens=18, groups=5, size=6, norm=norm, rope=rope)
+
+
+@pytest.mark.parametrize("size", [6, 72, 128, *(pytest.param(n, marks=pytest.mark.matrix) for n in (10, 64, 256))])
+def test_every_head_size_is_the_formula(size):
+    check("qkv", tokens=5, groups=2, size=size, norm=True, rope=True)
+
+
+def test_a_head_of_an_odd_size_is_normalised():
+    check("qkv", tokens=5, groups=2, size=7, norm=True, rope=False)
+
+
+@pytest.mark.parametrize("norm", [pytest.param(True, marks=pytest.mark.matrix), False])
+def test_the_gradient_of_the_projections_bias_is_the_sum_over_tokens(norm):
+    """More tokens than one block has."""
+    check("qkv", tokens=133, groups=5, size=8, norm=norm, rope=True, bias=True)
+
+
+def test_bf16_is_the_formula():
+    check("grouped", tokens=9, groups=2, size=16, norm=True, rope=True, precision="bf16")
+
+
+def test_values_and_unchanged_heads_are_views():
+    """Only what changes is copied."""
+    x = torch.randn(4, 3, 3, 8)
+    q, k, v = fused.split_heads(x, Heads(1))
+    assert {t.untyped_storage().data_ptr() for t in (q, k, v)} == {x.untyped_storage().data_ptr()}
+    q, _, v = fused.split_heads(x, Heads(1), HeadNorm(torch.ones(8), torch.ones(8), EPS))
+    assert v.data_ptr() == x[:, :, 2].data_ptr()
+    assert q.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(3, 2), (5, 250), (2, 8192), pytest.param(133, 10, marks=pytest.mark.matrix)]
+)
+def test_activations_are_the_formulas(name, bias, tokens, width):
+    function = activations.gelu_tanh if name == "gelu" else activations.swiglu
+    shapes = (tokens, width), (width,) if bias else None
+    for precision in ("fp32", "bf16") if width == 250 else ("fp32",):
+        dtype, ulps = DTYPES[precision]
+        ulps = 2 * ulps if tokens > 100 else ulps  # the gradient of the bias is a sum over them
+        formulas.check(lambda x, b: [function(x, b)], getattr(formulas, name), formulas.draws(*shapes), dtype, ulps)
+
+
+@pytest.mark.parametrize("name", ["gelu_tanh", "swiglu"])
+def test_large_numbers_stay_finite(name):
+    x = torch.tensor([[-1e4, 1e4, 1e4, -1e4, 3e4, 3e4]]).requires_grad_()
+    out = getattr(activations, name)(x)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert x.grad.isfinite().all()

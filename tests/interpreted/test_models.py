@@ -1,0 +1,90 @@
+"""Whole backbones with the fused kernels, in float32: the eager numbers, on one rank and on any layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.parallel_world import run_world
+from dit.kernels.recompute import recompute_activations
+from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.stdit.config import STDiTConfig
+from dit.parallel.build import build_model
+from dit.parallel.dims import ParallelConfig
+from dit.settings import TrainingConfig
+from dit.verify.trial import disturb_constants
+from tests.support.reference import LiveBytes, assert_equal_training
+from tests.unit.kernels.test_recompute import MODELS, TEXT, a_pack
+
+ROTARY = {"position_embedding": "rope_3d", "qk_layernorm": True}
+MORE = [
+    DiTConfig(hidden_size=32, num_layers=2, num_attention_heads=4, num_classes=5, **ROTARY),
+    DiTCrossConfig(**TEXT, **ROTARY, add_bias=True, num_query_groups=2),
+    STDiTConfig(**TEXT),
+]
+SUM_RTOL = 2e-5  # float32 sums in another order, through two layers, of each parameter's whole gradient
+QUICK = replace(MODELS[0], num_layers=1)
+
+
+def step(config, groups, kernels: str, recompute: str = "none"):
+    """Return loss, gradients, and the bytes alive between forward and backward."""
+    training = TrainingConfig(precision="fp32", kernels=kernels)
+    chunks = build_model(config, ParallelConfig(), training, groups)
+    disturb_constants(chunks, groups)
+    for layer in chunks[0].units():
+        recompute_activations(layer, recompute)
+    batch, time_S = a_pack(config)
+    with LiveBytes() as live:
+        loss = chunks[0](batch.latents_TC, time_S, batch).square().sum()
+        saved = live.total()
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in chunks[0].named_parameters()}, saved
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, marks=() if c is QUICK else pytest.mark.matrix) for c in (QUICK, *MODELS, *MORE)],
+    ids=lambda config: type(config).__name__,
+)
+def test_a_backbone_has_the_eager_numbers(one_rank_world, config):
+    loss, gradients, _ = step(config, one_rank_world, "eager")
+    fused, others, saved = step(config, one_rank_world, "triton")
+    again, recomputed, less = step(config, one_rank_world, "triton", "selective")
+    torch.testing.assert_close(fused, loss, rtol=1e-5, atol=0)
+    assert torch.equal(again, fused)
+    assert less < saved
+    for name, expected in gradients.items():
+        assert expected.norm() > 0, f"{name} has no gradient, so the comparison shows nothing"
+        assert (others[name] - expected).norm() <= SUM_RTOL * expected.norm(), name
+        assert (recomputed[name] - others[name]).norm() <= 1e-6 * expected.norm(), name
+
+
+LAYOUTS = {
+    "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2},
+}
+CASES = {
+    "dit": {"packed": True, "model": {"num_layers": 1}},
+    "dit_cross_rope": {"packed": True, "model": {"backbone": "dit_cross", "num_layers": 1, **ROTARY}},
+}
+CPU = {"timeout_s": 1800.0}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Every case on one rank and on every layout; the ranks inherit the interpreter."""
+    folder = tmp_path_factory.mktemp("worlds")
+    common = {"recompute": {"kernels": "triton"}, "micro_batches": 2, "steps": 1}
+    one = [{"parallel": {"data_parallel": "ddp"}, **common, **case} for case in CASES.values()]
+    keys = [(name, layout) for name in CASES for layout in LAYOUTS]
+    many = [{"parallel": LAYOUTS[layout], **common, **CASES[name]} for name, layout in keys]
+    found = {(name, "one"): result for name, result in zip(CASES, run_world(1, one, folder / "1", **CPU))}
+    return found | dict(zip(keys, run_world(2, many, folder / "2", **CPU)))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_gives_the_numbers_of_one_rank(results, name, layout):
+    assert_equal_training(results[name, "one"], results[name, layout])

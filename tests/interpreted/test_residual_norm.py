@@ -1,0 +1,139 @@
+"""The fused residual, norm and modulation against formulas in float64: values and every gradient."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from dit.kernels.fused import residual_norm as fused
+from dit.kernels.fused.blocks import blocks_of
+from dit.kernels.modulation import NormModulation
+from dit.layout import SequenceLayout
+from tests.interpreted import formulas
+
+DENSE = SequenceLayout.from_lengths([6, 6, 6])
+RAGGED = SequenceLayout.from_lengths([11, 1, 7])
+PADDED = SequenceLayout.from_lengths([9, 2, 13], multiple_of=4, total_tokens=37)
+LAYOUTS = {
+    "dense": DENSE,
+    "one_sample": SequenceLayout.from_lengths([19]),
+    "ragged": RAGGED,
+    "ragged_padded": PADDED,
+    "any_order": PADDED.select(torch.randperm(37, generator=torch.Generator().manual_seed(1))[:21]),
+    "window": PADDED.select(torch.arange(8, 30), gathered=True, window=(8, 22)),
+    "without_a_sample": RAGGED.select(torch.arange(12, 19)),
+}
+DTYPES = {"fp32": (torch.float32, 6.0), "bf16": (torch.bfloat16, 1.5)}  # the interpreter's bf16 stores cut off digits
+EPS = 1e-5
+MATRIX = pytest.mark.matrix
+
+
+def call(layout, x, y, gate, bias, shift, scale, weight):
+    """Call the function that has these parts, and return what the formula returns."""
+    into = None if shift is None else NormModulation(shift, scale, EPS, weight)
+    if into is None:
+        return [fused.residual(x, y, gate, bias, layout)]
+    if y is None:
+        return list(fused.norm_modulate(x, into, layout))
+    return list(fused.residual_norm_modulate(x, y, gate, bias, into, layout))
+
+
+def leaves(layout, width, parts):
+    tokens, samples = (layout.num_local_tokens, width), (layout.num_samples, width)
+    shapes = {"x": tokens, "y": tokens, "gate": samples, "bias": (width,), "shift": samples, "scale": samples}
+    shapes["weight"] = (width,)
+    return formulas.draws(*(shape if name in parts else None for name, shape in shapes.items()))
+
+
+ALL = "x y gate bias shift scale"
+PARTS = {
+    "all": ALL,
+    "norm": "x shift scale",
+    "rms_norm": "x shift scale weight",
+    "residual": "x y gate bias",
+    "no_bias": "x y gate shift scale",
+    "rms_all": ALL + " weight",
+    "no_gate": "x y bias shift scale",
+    "no_gate_no_bias": "x y shift scale",
+    "sum": "x y",
+}
+
+
+def check(layout, width, parts, precision):
+    dtype, ulps = DTYPES[precision]
+    ours = partial(call, layout)
+    theirs = lambda *given: formulas.residual_norm(layout, *given, EPS)  # noqa: E731
+    formulas.check(ours, theirs, leaves(layout, width, parts.split()), dtype, ulps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_layout_is_the_formula(layout):
+    check(layout, 40, ALL, "fp32")
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_every_part_is_the_formula(parts, precision):
+    check(PADDED, 48, parts, precision)
+
+
+@pytest.mark.parametrize(
+    "width", [5, 77, 128, *(pytest.param(n, marks=MATRIX) for n in (1000, 1152, 2304, 4096)), 8192]
+)
+def test_every_width_is_the_formula(width):
+    few = SequenceLayout.from_lengths([2, 1], total_tokens=4)
+    check(few, width, ALL, "fp32")
+    if width < 2000:
+        check(few, width, ALL + " weight", "bf16")
+
+
+def test_modulation_may_be_a_part_of_a_wider_tensor():
+    """Chunks of one projection are neither copied nor mixed up."""
+    (x, wide) = formulas.draws((18, 16), (3, 96))
+    whole = wide.float().requires_grad_()
+    chunks = whole.chunk(6, -1)
+    out, normed = fused.residual_norm_modulate(
+        x.float(), x.float() + 1, chunks[3], None, NormModulation(chunks[1], chunks[4], EPS), DENSE
+    )
+    want = wide.clone().requires_grad_()
+    parts = want.chunk(6, -1)
+    expected = formulas.residual_norm(DENSE, x, x.float() + 1, parts[3], None, parts[1], parts[4], None, EPS)
+    torch.testing.assert_close(normed.double(), expected[1], rtol=1e-5, atol=1e-5)
+    (out.sum() + normed.square().sum()).backward()
+    (expected[0].sum() + expected[1].square().sum()).backward()
+    torch.testing.assert_close(whole.grad.double(), want.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_the_same_bits_every_time_and_for_a_sample_in_any_pack():
+    """Sums are added in one order; a sample's gradients do not depend on what is packed beside it."""
+    x, y, gate, bias, shift, scale, _ = (None if t is None else t.float() for t in leaves(RAGGED, 24, ALL.split()))
+    run = partial(formulas.run, partial(call, RAGGED))
+    first, again = (run([x, y, gate, bias, shift, scale, None]) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    alone = SequenceLayout.from_lengths([11])
+    rows = slice(0, 11)
+    out = call(RAGGED, x, y, gate, bias, shift, scale, None)[1][rows]
+    assert torch.equal(out, call(alone, x[rows], y[rows], gate[:1], bias, shift[:1], scale[:1], None)[1])
+
+
+def test_the_last_residual_may_be_unused():
+    """The head of a network reads the normalised tokens alone."""
+    x, _, _, _, shift, scale, _ = (None if t is None else t.float() for t in leaves(DENSE, 24, ALL.split()))
+    x.requires_grad_()
+    fused.norm_modulate(x, NormModulation(shift, scale, EPS), DENSE)[1].square().sum().backward()
+    want = x.detach().double().requires_grad_()
+    formulas.residual_norm(DENSE, want, None, None, None, shift, scale, None, EPS)[1].square().sum().backward()
+    torch.testing.assert_close(x.grad.double(), want.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_blocks_cover_every_token_once_and_stay_inside_a_sample(layout, rows):
+    blocks = blocks_of(layout, rows)
+    seen = []
+    for i, (first, count, segment) in enumerate(blocks.table.tolist()):
+        assert 1 <= count <= rows
+        assert set(layout.segment_ids_T[first : first + count].tolist()) == {segment}
+        assert blocks.offsets[segment] <= i < blocks.offsets[segment + 1]
+        seen += range(first, first + count)
+    assert sorted(seen) == list(range(layout.num_local_tokens))

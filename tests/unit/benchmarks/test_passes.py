@@ -1,0 +1,65 @@
+"""Passes over memory, kernels and saved numbers of a layer have bars; they are counts of the program."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.passes import CASES
+
+# Forward and backward passes of two sub-layers, and of three; whole passes, as the statistics of the norms and the
+# texts (77 tokens per sample) are some hundredths.
+BARS = {False: (20, 32), True: (27, 48)}
+KERNELS, SAVED = 30, 16
+SELECTIVE = "fused, selective recompute"
+
+
+@pytest.fixture(scope="module")
+def found():
+    """The table, from a process of its own: a world of one rank spoils it for others."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.passes", "--json", "--kinds", "fused", SELECTIVE]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def passes(row, direction):
+    return row[direction]["passes"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fused_layers_meet_the_bars(found, case):
+    row = found[f"{case.name}, fused"]
+    for direction, bar in zip(("forward", "backward"), BARS[case.cross]):
+        assert round(passes(row, direction)) <= bar, row[direction]["largest"]
+    assert row["forward"]["kernels"] + row["backward"]["kernels"] <= KERNELS
+    assert round(found[f"{case.name}, {SELECTIVE}"]["saved"]) <= SAVED
+
+
+def test_a_ragged_pack_with_padding_costs_what_a_dense_one_does(found):
+    """No modulation is expanded to tokens and no padding is cut out."""
+    dense, padded = (found[f"DiT {kind}, fused"] for kind in ("dense", "ragged + padding"))
+    for direction in ("forward", "backward"):
+        assert passes(padded, direction) == pytest.approx(passes(dense, direction), abs=0.1)
+
+
+def test_recompute_moves_what_it_computes_again(found):
+    """GELU 8; two modulated norms, or three, 2 each; queries and keys 6: reads and writes of whole tensors."""
+    for name, again in (("DiT dense", 8 + 2 * 2), ("DiT-cross one sample", 8 + 3 * 2 + 6)):
+        once, twice = (found[f"{name}, fused{kind}"] for kind in ("", ", selective recompute"))
+        assert passes(twice, "backward") - passes(once, "backward") == pytest.approx(again, abs=0.1)
+        assert passes(twice, "forward") == passes(once, "forward")
+
+
+def test_the_plain_block_is_counted_as_by_hand(found):
+    """Forward: two norms 2 + 2, scale 2 x 2, 1 + scale is per sample, shift 2 x 2, gates 2 x 2, sums 2 x 3, GELU 8.
+
+    Saved: x, its norm and modulated norm, q, k, v, the attention's output, and so on: 20 of a hidden size each.
+    """
+    row = found["plain PyTorch DiT block"]
+    assert passes(row, "forward") == pytest.approx(2 * 2 + 2 * 2 + 2 * 2 + 2 * 2 + 2 * 3 + 8, abs=0.1)
+    assert row["saved"] == pytest.approx(20, abs=0.1)
+    assert (row["forward"]["products"], row["backward"]["products"]) == (5 + 1, 5 * 2 + 1)

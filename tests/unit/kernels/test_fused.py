@@ -1,0 +1,128 @@
+"""The Triton kernels run in Triton's interpreter, in a process of its own, and compile for GPUs that are not there."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from dit.errors import ConfigError
+from dit.kernels.choice import Target, choose
+from dit.kernels.resolve import LAYERS
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from the extra `dev`")
+
+BF16, FP32, INT32, NONE = "bf16", "fp32", "int32", "none"
+
+
+def interpret(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/interpreted", *arguments]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_every_kernel_is_its_formula_in_the_interpreter():
+    interpret()
+
+
+@pytest.mark.matrix
+def test_more_widths_and_whole_models_in_the_interpreter():
+    interpret("-m", "matrix")
+
+
+PARTS = {"GATE": 1, "BIAS": 1, "NORM": 1, "WEIGHT": 0}
+ROWS = {"RESIDUAL": 1, "RMS": 0, **PARTS}
+TOKENS = dict.fromkeys(("x", "y", "gate", "bias", "shift", "scale", "weight", "out", "normed"), BF16)
+STATISTICS = {"mean": FP32, "rstd": FP32, "table": INT32, "offsets": INT32, "sums": FP32}
+GRADIENTS = dict.fromkeys(("grad_normed", "grad_out", "grad_x", "grad_y"), BF16)
+MODULATIONS = dict.fromkeys(("grad_shift", "grad_scale", "grad_gate", "grad_bias", "grad_weight"), BF16)
+HEADS = dict.fromkeys(("x", "weight_q", "weight_k", "q", "k", "grad_q", "grad_k", "grad_v", "grad_x"), BF16)
+HEADS |= dict.fromkeys(("cos", "sin", "bias_sums", "weight_sums"), FP32)
+HEAD = {"P": 1, "KEY": 1, "NORM": 1, "ROPE": 1, "HALF": 64, "TOKENS": 16, "GROUPS": 4}
+MLP = {**dict.fromkeys(("x", "bias", "out", "grad", "grad_x"), BF16), "sums": FP32}
+
+# Kernel, tensors, constants, warps, and the programs of a multiprocessor that its 65,536 registers must hold.
+CASES = {
+    **{
+        f"residual_norm-{width}": (
+            "residual_norm.residual_norm_kernel",
+            {**TOKENS, **STATISTICS},
+            {"WIDTH": width, **ROWS},
+            warps,
+            programs,
+        )
+        for width, warps, programs in ((1024, 2, 8), (4096, 8, 2), (8192, 16, 1))
+    },
+    **{
+        f"residual_norm_backward-{width}": (
+            "residual_norm.residual_norm_backward_kernel",
+            {**TOKENS, **STATISTICS, **GRADIENTS},
+            {"WIDTH": width, "PASSED": 1, **ROWS, **changes},
+            warps,
+            programs,
+        )
+        for width, warps, programs, changes in ((1024, 2, 5, {}), (4096, 8, 1, {}), (8192, 16, 1, {"BIAS": 0}))
+    },
+    "residual_backward": (
+        "residual_norm.residual_norm_backward_kernel",
+        {**TOKENS, **STATISTICS, **GRADIENTS},
+        {"WIDTH": 4096, "PASSED": 1, **ROWS, "NORM": 0},
+        8,
+        2,
+    ),
+    "segment_sums": (
+        "residual_norm.segment_sums_kernel",
+        {**TOKENS, **STATISTICS, **MODULATIONS},
+        {"COLUMNS": 64, "BLOCKS": 32, **PARTS},
+        4,
+        2,
+    ),
+    "heads": ("heads.heads_kernel", HEADS, HEAD, 4, 4),
+    "heads_backward": ("heads.heads_backward_kernel", HEADS, {**HEAD, "VALUE": 1, "BIAS": 0}, 4, 2),
+    "heads_bias_backward": (
+        "heads.heads_backward_kernel",
+        HEADS,
+        {**HEAD, "VALUE": 1, "BIAS": 1, "NORM": 0, "ROPE": 0},
+        4,
+        2,
+    ),
+    "gelu": ("activations.activation_kernel", MLP, {"GATED": 0, "BIAS": 1, "COLUMNS": 1024, "ROWS": 16}, 4, 8),
+    "gelu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 0, "BIAS": 1, "COLUMNS": 1024}, 4, 8),
+    "swiglu": ("activations.activation_kernel", MLP, {"GATED": 1, "BIAS": 0, "COLUMNS": 2048, "ROWS": 16}, 4, 8),
+    "swiglu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 1, "BIAS": 0, "COLUMNS": 2048}, 4, 8),
+}
+QUICK = ("residual_norm_backward-4096", "heads_backward", "swiglu")
+REGISTERS = 65536
+"""Of a multiprocessor of both GPUs; a thread gets them in eights."""
+
+
+@pytest.mark.parametrize("capability", [90, 100], ids=["sm_90", "sm_100"])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.matrix) for c in CASES])
+def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, capability: int):
+    """Registers leave room for the programs that its occupancy needs."""
+    from tests.support.ptx import compiled
+
+    kernel, types, flags, warps, programs = CASES[case]
+    module, name = kernel.split(".")
+    function = getattr(import_module(f"dit.kernels.fused.gpu.{module}"), name)
+    made = compiled(function, types, flags, num_warps=warps, capability=capability)
+    assert made.spills == 0
+    assert -(-made.registers // 8) * 8 * 32 * warps * programs <= REGISTERS, f"{made.registers} registers"
+    # Scalars of rows are 32 bits, and so are sums at the end of a program; 64 bits would be tokens in halves.
+    assert set(made.accesses) <= {16, 32, 128}
+    assert made.accesses[128] >= 3
+
+
+def test_the_auto_setting_runs_eager_everywhere_until_a_gpu_has_passed():
+    for device in ("cpu", "cuda"):
+        target = Target(torch.device(device), torch.bfloat16)
+        assert choose(LAYERS, target).name == "eager"
+        assert choose(LAYERS, replace(target, device=torch.device("cuda")), "triton").load().sums_bias
+    with pytest.raises(ConfigError, match="='triton' needs CUDA, not cpu"):
+        choose(LAYERS, Target(torch.device("cpu"), torch.bfloat16), "triton")
