@@ -108,7 +108,7 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/mypy
 
 test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up to eight ranks
-	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws tests/unit/kernels -m matrix -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws tests/unit/kernels tests/unit/planner -m matrix -n 2 --dist loadfile --no-loadscope-reorder
 
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit
