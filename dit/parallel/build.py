@@ -14,6 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
+from dit.backends import foreach
 from dit.backends.init import initialize_weights
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
@@ -275,6 +276,7 @@ def build_optimizer(
 
     Its weight decay is set here once: neither `set_rates` nor loading a checkpoint touches it.
     """
+    foreach.install()
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,

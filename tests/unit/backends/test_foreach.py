@@ -1,0 +1,67 @@
+"""Norm and scaling of many gradients: the numbers of Megatron-Core's fallbacks, in a few operations."""
+
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dit.backends import foreach
+
+
+class Counter(TorchDispatchMode):
+    """Counts operations, and those that copy a number to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.waits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        self.waits += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def gradients() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(3,), (5, 7), (0,), *[(11, 2)] * 20]
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+def test_the_norm_is_that_of_all_numbers_to_the_bit_of_the_fallback(one_rank_world):
+    given, flag = gradients(), torch.zeros(1, dtype=torch.int)
+    with Counter() as counter:
+        norm, _ = foreach.l2_norm(65536, flag, [given], False)
+    assert norm.shape == (1,)
+    assert torch.equal(norm, local_multi_tensor_l2_norm(65536, flag, [given], False)[0])
+    exact = torch.cat([x.flatten().double() for x in given]).norm()
+    torch.testing.assert_close(norm.double(), exact[None], rtol=1e-6, atol=0)
+    assert counter.waits == 0
+    assert counter.operations < 10
+
+
+def test_scaling_in_place_is_one_operation():
+    given, expected, flag = gradients(), gradients(), torch.zeros(1, dtype=torch.int)
+    with Counter() as counter:
+        foreach.scale(65536, flag, [given, given], 0.3)
+    local_multi_tensor_scale(65536, flag, [expected, expected], 0.3)
+    assert all(torch.equal(x, y) for x, y in zip(given, expected, strict=True))
+    assert counter.operations == 1
+
+
+def test_scaling_into_others_leaves_the_first_alone():
+    given, others, flag = gradients(), [torch.zeros_like(x) for x in gradients()], torch.zeros(1, dtype=torch.int)
+    foreach.scale(65536, flag, [given, others], 2.0)
+    assert all(torch.equal(2 * x, y) for x, y in zip(given, others, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(given, gradients(), strict=True))
+
+
+def test_clipping_uses_them_where_there_is_no_apex(monkeypatch):
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", local_multi_tensor_scale)
+    foreach.install()
+    assert clip_grads.l2_norm_impl is foreach.l2_norm
+    assert clip_grads.multi_tensor_scale_impl is foreach.scale
+    fused = object()
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", fused)
+    foreach.install()
+    assert clip_grads.l2_norm_impl is fused
