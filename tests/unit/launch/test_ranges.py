@@ -18,7 +18,7 @@ from dit.objectives.base import Objective
 from dit.optimizer.schedules import Schedule
 from dit.parallel.dims import ParallelConfig
 from dit.ranges import FINITE, SHARE_BELOW_1, Range, check_path, whole
-from launch import cli, config_file, plan
+from launch import cli, config_file, dry_run
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
 from recipes import registry
@@ -140,7 +140,7 @@ def test_nonsense_is_refused_by_name_or_is_in_the_table():
         elif not refused and part == "data":
             setattr(planned.setdefault(words, copy.deepcopy(base(*words))).data, name, value)
     for task in planned.values():
-        plan.report(task, world_size=None)
+        dry_run.report(task, world_size=None)
     assert not wrong, "\n" + "\n".join(wrong)
 
 
