@@ -281,7 +281,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command; overrides are parsed by the recipe."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stability", description=__doc__)
     parser.add_argument("--factory", default="tiny_dit", help="recipe to train (%(default)s)")
-    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 8e-3, 3.2e-2], help="learning rates")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 3.2e-2, 0.5], help="learning rates")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32], help="samples of a step")
     parser.add_argument("--steps", type=int, default=150, help="of an arm of the grid (%(default)s)")
     parser.add_argument("--warmup", type=int, default=50, help="steps of the warm-up (%(default)s)")
