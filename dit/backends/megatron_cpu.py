@@ -97,7 +97,7 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
     return make
 
 
-def _address(tensor: torch.Tensor) -> tuple[int, int]:
+def _address(tensor: torch.Tensor) -> tuple[object, object]:
     """Return where a tensor lies, also a fake one."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
