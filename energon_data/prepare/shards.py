@@ -7,9 +7,11 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -78,6 +80,34 @@ class ShardWriter:
         self._tar = None
 
 
+class _InThisProcess:
+    """Indexes shards one after the other, in place of Energon's pool.
+
+    Energon forks a process that has started threads for its queues; in rare cases the child never ends, and everything
+    waits for it. Reading the shards again is bound by the disk anyway.
+    """
+
+    def __init__(
+        self, num_workers: int, user_produce_data: Callable[[Any], Iterable[Any]], aggregator: Any, *, batch_size: int
+    ) -> None:
+        self.produce, self.aggregator, self.batch_size = user_produce_data, aggregator, batch_size
+        self.tasks: list[Any] = []
+
+    def submit_task(self, task: Any) -> None:
+        """Keep a shard for `process`."""
+        self.tasks.append(task)
+
+    def process(self) -> Any:
+        """Index all shards and return what the aggregator has of them."""
+        self.aggregator.on_start(self)
+        for task in self.tasks:
+            items = iter(self.produce(task))
+            while batch := list(islice(items, self.batch_size)):
+                self.aggregator.on_item(batch, self)
+        self.aggregator.on_finish(self)
+        return self.aggregator.get_final_result_data()
+
+
 def write_energon_metadata(folder: Path, shards: Iterable[str], splits: Iterable[str]) -> None:
     """Index the shards and write `.nv-meta` for a `CrudeWebdataset`, without any prompt.
 
@@ -85,17 +115,18 @@ def write_energon_metadata(folder: Path, shards: Iterable[str], splits: Iterable
         DataError: two samples have the same key, or Energon did not write all its files.
     """
     from megatron.energon.flavors import BaseWebdatasetFactory
+    from megatron.energon.flavors.webdataset import prepare
 
     names = sorted(shards)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(said), mock.patch.object(prepare, "AggregatorPool", _InThisProcess):
             BaseWebdatasetFactory.prepare_dataset(
                 folder,
                 names,
                 split_parts_patterns=[(split, f"{split}-[0-9]*[.]tar") for split in splits],
                 shuffle_seed=None,
-                workers=min(2, len(names)),
+                workers=1,
             )
     except SystemExit as leave:  # Energon prints the reason and exits
         reason = " ".join(said.getvalue().split())
