@@ -1,6 +1,6 @@
 # Two images: `docker build --target cuda -t megatron-dit .` (the default) and `--target cpu`, a small one without CUDA
-# for data, plans, sampling and tests. Neither CUDA nor torch is told anything here: each run sets that itself, by its
-# layout (launch/environment.py).
+# for data, plans, sampling and tests. The variables of CUDA and torch that depend on the layout are set by each run
+# (launch/environment.py), not here.
 ARG BASE=pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel
 
 FROM python:3.12-slim AS cpu

@@ -84,7 +84,7 @@ class _InThisProcess:
     """Indexes shards one after the other, in place of Energon's pool.
 
     Energon forks a process that has started threads for its queues; in rare cases the child never ends, and everything
-    waits for it. Reading the shards again is bound by the disk anyway.
+    waits for it.
     """
 
     def __init__(
