@@ -11,13 +11,14 @@ DEMO_VIDEO ?= runs/moving_letters_dit
 DEMO_LATENT ?= runs/pictograms_latent
 DEMO_AUTOENCODER ?= runs/pictogram_autoencoder
 DEMO_CASCADE ?= runs/cascade_letters
+DEMO_PICTOGRAMS ?= runs/cascade_pictograms
 # 400 colour pictograms, evenly spread over these blocks of Unicode.
 PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental extended --count 400
 
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-video demo-latent demo-cascade test lint test-parallel benchmark clean help
+.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms test lint test-parallel test-faults benchmark clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -98,6 +99,26 @@ demo-cascade: $(VENV)/.installed data/letters/dataset.json data/letters_32/datas
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_CASCADE)_32 --metric sharpness --minimum 1
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_CASCADE)_64 --metric sharpness --minimum 0.5
 
+data/pictograms_64/dataset.json: | $(VENV)/.pictograms
+	$(VENV)/bin/python -m energon_data.prepare $(PICTOGRAMS) --text-encoder all-minilm-l6-v2 --out data/pictograms_64
+
+data/all_pictograms_64/dataset.json: | $(VENV)/.pictograms
+	$(VENV)/bin/python -m energon_data.prepare pictograms --size 64 --text-encoder all-minilm-l6-v2 --validation 0.05 \
+	  --out data/all_pictograms_64
+
+demo-pictograms: $(VENV)/.pictograms data/pictograms_64/dataset.json data/all_pictograms_64/dataset.json ## the same cascade for colour pictograms by name
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_pictograms_16 \
+	  training.run_dir=$(DEMO_PICTOGRAMS)_16
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_pictograms_32 \
+	  training.run_dir=$(DEMO_PICTOGRAMS)_32
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_pictograms_64 \
+	  training.run_dir=$(DEMO_PICTOGRAMS)_64
+	$(VENV)/bin/python -m launch.evaluate --metric pictograms --out cascade_pictograms.png --minimum 0.9 \
+	  --data data/pictograms_64 \
+	  --cascade base=$(DEMO_PICTOGRAMS)_16 sr32=$(DEMO_PICTOGRAMS)_32 sr64=$(DEMO_PICTOGRAMS)_64
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_PICTOGRAMS)_32 --metric sharpness --minimum 0.5
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_PICTOGRAMS)_64 --metric sharpness --minimum 0
+
 # Files in their order: what starts many processes comes first, so that the two workers end together.
 test: lint ## lint, types and the quick tests that need no GPU
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -109,6 +130,9 @@ lint: $(VENV)/.installed ## ruff and mypy
 
 test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up to eight ranks
 	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws tests/unit/kernels tests/unit/planner -m matrix -n 2 --dist loadfile --no-loadscope-reorder
+
+test-faults: $(VENV)/.installed ## the long tests of faults: kills, damage, restarts, bad numbers, hangs
+	$(VENV)/bin/python -m pytest tests/faults -m matrix -n 2 --dist loadfile --no-loadscope-reorder
 
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit

@@ -7,6 +7,10 @@ only the same layout can read; ours boxes that every layout can read. The two al
 the machine affect both. Ours includes the SHA-256 of every byte and both include flushing to the disk. On both sides a
 load ends with the local ranges of this rank in place; copying the master weights to the model (a copy, and an
 all-gather if ranks own ranges) is the same work after either, and is timed separately as `publish`.
+
+A third pair takes turns, too: a complete synchronous save (`full_save`, with manifest and rename), and one beside
+training (`checkpoint.async_save`): how long it blocks (`beside_blocks`), and how long until it is durable
+(`beside_durable`, when nothing else runs).
 """
 
 import argparse
@@ -17,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Optional
@@ -26,6 +32,8 @@ from dit.errors import one_line_errors
 from launch import environment
 
 if TYPE_CHECKING:
+    from dit.backends.process_groups import ProcessGroups
+    from dit.checkpoint.saves import Saves
     from dit.run_config import RunConfig
 
 
@@ -75,9 +83,14 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
         torch.distributed.barrier()
         return time.perf_counter() - wall, time.process_time() - cpu
 
-    found: dict[str, list[tuple[float, float]]] = {
-        name: [] for name in ("save", "dcp_save", "load", "dcp_load", "publish")
-    }
+    saves = {name: _saves(config, groups, folder / name, is_async=name == "beside") for name in ("full", "beside")}
+
+    def save(name: str) -> None:
+        state.step += 1
+        saves[name].save(state, {})
+
+    names = ("save", "dcp_save", "load", "dcp_load", "publish", "full_save", "beside_blocks", "beside_durable")
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for i in range(rounds + 1):
         ours, theirs = folder / f"ours_{i}", folder / f"dcp_{i}"
         if groups.rank == 0:
@@ -94,6 +107,14 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
             times = timed(run)
             if i:  # the first round warms up
                 found[name].append(times)
+        for name in ("full", "beside") if i % 2 == 0 else ("beside", "full"):
+            times = timed(partial(save, name))
+            waited = timed(saves[name].wait)
+            if i and name == "full":
+                found["full_save"].append(times)
+            elif i:
+                found["beside_blocks"].append(times)
+                found["beside_durable"].append((times[0] + waited[0], times[1] + waited[1]))
         torch.distributed.barrier()
         if groups.rank == 0:
             shutil.rmtree(ours)
@@ -112,9 +133,25 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
             record[f"{what}_{unit}_s"] = median(mine[clock] for mine, _ in pairs)
             record[f"dcp_{what}_{unit}_s"] = median(other[clock] for _, other in pairs)
             record[f"{what}_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
+    for clock, unit in enumerate(("wall", "cpu")):
+        for name in ("full_save", "beside_blocks", "beside_durable"):
+            record[f"{name}_{unit}_s"] = median(times[clock] for times in found[name])
+        pairs = list(zip(found["beside_blocks"], found["full_save"], strict=True))
+        record[f"blocking_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
+    for one in saves.values():
+        one.close()
     record["publish_wall_s"], record["publish_cpu_s"] = (median(times) for times in zip(*found["publish"], strict=True))
     process_groups.destroy()
     return record
+
+
+def _saves(config: "RunConfig", groups: "ProcessGroups", root: Path, *, is_async: bool) -> "Saves":
+    from dit.checkpoint.checkpointer import Checkpointer
+    from dit.checkpoint.saves import Saves
+    from dit.checkpoint.store import CheckpointStore
+
+    settings = replace(config.checkpoint, async_save=is_async, keep_last=1, failed_saves_allowed=0)
+    return Saves(Checkpointer(CheckpointStore(root, settings), config), groups, lambda *_: None, lambda *_: None)
 
 
 @one_line_errors

@@ -32,6 +32,9 @@ rm -rf "$run"
 echo "== times: attention"
 $python -m benchmarks.attention --out "$out/attention.jsonl"
 
+echo "== times: fused kernels alone, as bandwidth, beside what is modelled for this kind of device"
+$python -m benchmarks.kernels --out "$out/kernels.jsonl"
+
 echo "== times: optimizer steps"
 step() { $python -m benchmarks.step --out "$out/step.jsonl" "$@" | tail -n 1; }
 step --factory letters_dit --shape 1x16x16

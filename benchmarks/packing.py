@@ -3,7 +3,8 @@
 For each mix of lengths: the share of padding when packs are filled up to their capacity, process time per buffer, the
 imbalance of work over data-parallel ranks that take one pack each and wait for the slowest, and the tokens that they
 train per unit of that time, beside first-fit-decreasing. The work of a sample of n tokens is n + n^2 / `--attention`.
-Packs come in random order, as they do in training.
+Packs come in random order, as they do in training. A second table says what aspect buckets and packs lose of pictures
+(`benchmarks.buckets`); `--pictures N` alone prints that one.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import buckets
 from dit.errors import EXIT_OK
 from energon_data.packing import CostLimit, balanced_packs, greedy_knapsack
 
@@ -26,6 +28,7 @@ Bins = list[list[int]]
 Packer = Callable[[Sequence[int], int], Bins]
 ATTENTION = 24_576
 """Tokens whose attention costs as much as the rest: 6 x hidden size of a layer with an MLP of 4 x hidden (7B: 4096)."""
+PICTURES = 10_000
 BASELINE = "first-fit-decreasing, re-summing"
 
 
@@ -182,10 +185,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--buffers", type=int, default=20, help="buffers of each mix (20)")
     parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks (64)")
     parser.add_argument("--attention", type=int, default=ATTENTION, help=f"tokens of equal work ({ATTENTION})")
+    parser.add_argument("--pictures", type=int, metavar="N", help="only the pixels lost of so many pictures")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args(argv)
+    lost = buckets.measure(args.pictures or PICTURES)
+    if args.pictures is not None:
+        print(buckets.table(lost))
+        return EXIT_OK
     rows = [row for mix in MIXES for row in measure(mix, args.buffer, args.buffers, args.ranks, args.attention)]
-    print(table(rows, args.ranks))
+    print(table(rows, args.ranks), buckets.table(lost), sep="\n\n")
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return EXIT_OK

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends import process_groups
+from dit.backends.device import ACCELERATOR
 from dit.backends.provider import LayerProvider
 from dit.errors import EXIT_OK, one_line_errors
 from dit.kernels.attention import varlen_attention
+from dit.kernels.choice import Target
 from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
 from dit.kernels.recompute import recompute_activations
 from dit.layers.positions import RotaryPositions
@@ -28,9 +30,13 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit.layer import DiTLayer
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.dit_cross.layer import DiTCrossLayer
-from dit.parallel.build import megatron_config
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import master_shards
+from dit.optimizer.update import build_update
+from dit.parallel.build import TracedBuild, build_model, build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
-from dit.tracing.passes import LayerTraffic, layer_traffic
+from dit.settings import OptimizerConfig, TrainingConfig
+from dit.tracing.passes import LayerTraffic, Passes, layer_traffic, traffic
 from dit.tracing.world import fake_world
 
 HIDDEN, HEADS, CONTEXT = 3072, 24, 1024
@@ -166,6 +172,33 @@ def table(found: dict[str, LayerTraffic]) -> str:
     return "\n".join(lines)
 
 
+UPDATES = {f"optimizer's update, {name}": kernels for name, kernels in (("eager", "eager"), ("fused", "triton"))}
+"""Settings of the rows of the update, in passes of 4 bytes per parameter."""
+
+
+def update(kernels: str) -> Passes:
+    """Trace the update of a layer's parameters in bf16: clip, AdamW, average, and the copy for the model."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    settings, parallel = OptimizerConfig(clip_grad=0.5), ParallelConfig()
+    config = DiTConfig(hidden_size=HIDDEN, num_layers=1, num_attention_heads=HEADS)
+    target = Target(ACCELERATOR, torch.bfloat16)
+    with fake_world(0, 1), FakeTensorMode(allow_non_fake_inputs=True):
+        groups = process_groups.initialize(parallel)
+        try:
+            traced = TracedBuild(None, target.device)
+            chunks = build_model(config, parallel, TrainingConfig(), groups, traced=traced)
+            wrapped = wrap(chunks, parallel, groups)
+            optimizer = build_optimizer(wrapped, settings, parallel, TrainingConfig(), groups)
+            shards = master_shards(optimizer, chunks)
+            call = build_update(optimizer, shards, EMA(shards, 0.99), settings.clip_grad, target, kernels)
+            optimizer.prepare_grads()
+            call(1.0, 1)  # makes Adam's state
+            return traffic(lambda: call(1.0, 2), 4 * sum(shard.main.numel() for shard in shards))
+        finally:
+            process_groups.release()
+
+
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
@@ -176,10 +209,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parser.parse_args(argv)
     os.environ["DIT_DEVICE"] = "cpu"  # nothing is computed
     found = measure(args.kinds or [kind for kind, _, _ in ROWS])
+    updates = {name: update(kernels) for name, kernels in UPDATES.items()}
     if args.json:
-        print(json.dumps({name: asdict(row) for name, row in found.items()}))
+        rows = {name: asdict(row) for name, row in found.items()} | {name: asdict(row) for name, row in updates.items()}
+        print(json.dumps(rows))
         return EXIT_OK
     print(table(found))
+    for name, passes in updates.items():
+        print(f"{name}: {passes.passes:.2f} passes of 4 bytes per parameter in {passes.kernels} kernels")
     if args.by_operation:
         for name, row in found.items():
             for direction in ("forward", "backward"):

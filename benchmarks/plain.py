@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from benchmarks.step import build_parser as step_parser
 from benchmarks.step import config_of, revision
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from launch import environment
+
+if TYPE_CHECKING:
+    from dit.backends.process_groups import ProcessGroups
 
 CLASSES, DROPOUT = 26, 0.1
 FREQUENCIES = 256
@@ -159,9 +162,12 @@ def plain_step(network: nn.Module, case: Case) -> Callable[[], None]:
     return step
 
 
-def our_step(case: Case, folder: str) -> tuple[Callable[[], None], int]:
-    """Return the step of a run, and the number of its parameters."""
-    from dit.backends import process_groups
+def our_step(case: Case, folder: str, groups: "ProcessGroups", kernels: str = "auto") -> tuple[Callable[[], None], int]:
+    """Return the step of a run, and the number of its parameters.
+
+    Args:
+        kernels: `training.kernels`.
+    """
     from dit.parallel.build import count_parameters
     from dit.training.pretrain import Run
 
@@ -170,6 +176,7 @@ def our_step(case: Case, folder: str) -> tuple[Callable[[], None], int]:
         *(f"model.hidden_size={case.hidden}", f"model.num_layers={case.layers}"),
         *(f"model.num_attention_heads={case.heads}", f"model.patch_spatial={PATCH}"),
         *(f"training.ema_decay={DECAY}", f"training.global_batch_size={batch}", f"training.micro_batch_size={batch}"),
+        f"training.kernels={kernels}",
     ]
     pixels = case.side * PATCH
     config = config_of(
@@ -178,7 +185,7 @@ def our_step(case: Case, folder: str) -> tuple[Callable[[], None], int]:
     if case.ragged:
         config = replace(config, data=replace(config.data, **ragged(case)))
     dims, spec = config.check_here()
-    run = Run(config, dims, spec, process_groups.initialize(config.parallel), quiet=True)
+    run = Run(config, dims, spec, groups, quiet=True)
     sums = torch.zeros(len(config.objective.logged) + 1)
 
     def step() -> None:
@@ -195,17 +202,26 @@ def ragged(case: Case) -> dict[str, Any]:
     return {"shapes": shapes, "max_tokens_per_pack": case.batch * case.side**2}
 
 
-def measure(case: Case, rounds: int, warmup: int) -> dict[str, Any]:
-    """Time the steps of one case and return its row."""
+def measure(case: Case, rounds: int, warmup: int, *, compiled: bool = False) -> dict[str, Any]:
+    """Time the steps of one case and return its row.
+
+    Args:
+        compiled: also time our step with `training.kernels=compile`.
+    """
     from dit.backends import process_groups
+    from dit.parallel.dims import ParallelConfig
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        ours, parameters = our_step(case, folder)
+        groups = process_groups.initialize(ParallelConfig())
+        ours, parameters = our_step(case, folder, groups)
         networks: dict[str, nn.Module] = {"plain": PlainDiT(case)}
         if find_spec("diffusers"):
             networks["diffusers"] = Diffusers(case)
-        steps = {"ours": ours} | {name: plain_step(network, case) for name, network in networks.items()}
+        steps = {"ours": ours}
+        if compiled:
+            steps["compiled"], _ = our_step(case, f"{folder}/compiled", groups, "compile")
+        steps |= {name: plain_step(network, case) for name, network in networks.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(warmup + rounds):
             for name, step in steps.items():
@@ -217,10 +233,15 @@ def measure(case: Case, rounds: int, warmup: int) -> dict[str, Any]:
     counts = {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
     row: dict[str, Any] = {"case": case.name, "milliseconds": {n: 1e3 * median(s) for n, s in seconds.items()}}
     row["parameters"] = {"ours": parameters} | counts
-    row["ratio"] = {
-        name: median(a / b for a, b in zip(seconds["ours"], seconds[name], strict=True)) for name in networks
-    }
+    row["ratio"] = {name: _ratio(seconds["ours"], seconds[name]) for name in networks}
+    if compiled:
+        row["compiled_to_eager"] = _ratio(seconds["compiled"], seconds["ours"])
     return row
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median over rounds, in which each ran once."""
+    return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -234,6 +255,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cells = [f"{times[name]:,.1f}" if name in times else "-" for name in ("ours", "plain", "diffusers")]
         cells += [f"{ratio[name]:.2f}" if name in ratio else "-" for name in ("plain", "diffusers")]
         lines.append(f"| {row['case']} | {' | '.join(cells)} |")
+    lines += [
+        f"\n{row['case']}: layers compiled (training.kernels=compile) {row['milliseconds']['compiled']:,.1f} ms, "
+        f"{row['compiled_to_eager']:.2f} of ours"
+        for row in rows
+        if "compiled_to_eager" in row
+    ]
     return "\n".join(lines)
 
 
@@ -244,6 +271,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=3, help="steps of each before (%(default)s)")
     numbers = range(len(CASES))
     parser.add_argument("--only", type=int, nargs="+", choices=numbers, default=numbers, help="numbers of the cases")
+    parser.add_argument("--compiled", action="store_true", help="also our step with training.kernels=compile")
     parser.add_argument("--out", type=Path, help="append a line of JSON to this file")
     return parser
 
@@ -256,7 +284,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError(f"--rounds={args.rounds} must be at least 1 and --warmup={args.warmup} at least 0")
     environment.prepare()
     torch.set_num_threads(1)
-    rows = [measure(case, args.rounds, args.warmup) for i, case in enumerate(CASES) if i in args.only]
+    rows = [
+        measure(case, args.rounds, args.warmup, compiled=args.compiled)
+        for i, case in enumerate(CASES)
+        if i in args.only
+    ]
     print(table(rows))
     if args.out:
         with open(args.out, "a", encoding="utf-8") as file:

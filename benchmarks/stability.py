@@ -152,6 +152,7 @@ def train(config: "RunConfig", groups: "ProcessGroups", arm: Arm, scale: float) 
     import torch
 
     from dit.training.pretrain import Run
+    from dit.training.rates import mean_loss
 
     dims, spec = config.check_here()
     run, curve = Run(config, dims, spec, groups, quiet=True), Curve()
@@ -164,7 +165,7 @@ def train(config: "RunConfig", groups: "ProcessGroups", arm: Arm, scale: float) 
         except NotFiniteError:
             curve.not_finite = step
             break
-        curve.losses.append(run.mean_loss(sums))
+        curve.losses.append(mean_loss(config.objective, sums, groups))
         curve.norms.append(norm)
         curve.weights.append(float(torch.stack([shard.main.norm() for shard in run.state.shards]).norm()))
         run.batches.reset()

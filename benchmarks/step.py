@@ -100,6 +100,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     from dit.parallel.build import count_parameters
     from dit.parallel.implementations import implementations
     from dit.training.pretrain import Run
+    from dit.training.rates import mean_loss
 
     dims, spec = config.check_here()
     groups = process_groups.initialize(config.parallel)
@@ -158,7 +159,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
         **{f"tflops_per_rank_{c}": value for c, value in tflops.items()},
         "mfu": utilisation(describe(), tflops["model"]),
         "peak_memory_gib": peak_memory_bytes() / 2**30,
-        "loss": run.mean_loss(losses),
+        "loss": mean_loss(config.objective, losses, groups),
     }
     process_groups.destroy()
     return record

@@ -3,7 +3,8 @@
     python -m benchmarks.sweep --factory tiny_dit --layouts ddp distopt fsdp tp2 tp2sp pp2 cp2 --ranks 2 --out sweep
 
 Every cell is `benchmarks.step` in processes of its own. A cell that runs out of memory, whose layout is refused or
-that fails is a row, too. Rows that `--out` has are not measured again: the same command goes on where it was stopped.
+that fails is a row, too. On a device that the planner knows, a row has its prediction beside the measurement. Rows that
+`--out` has are not measured again: the same command goes on where it was stopped.
 `--executor NAME` measures the cells as one nemo-run experiment (launch/README.md).
 """
 
@@ -19,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from benchmarks.step import OUT_OF_MEMORY, where
+from benchmarks import prediction
+from benchmarks.step import OK, OUT_OF_MEMORY, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from launch import environment, experiment, grid
@@ -40,6 +42,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "tflops_per_rank_nemo": ("TFLOPS, NeMo's convention", lambda x: f"{x:.4g}"),
     "mfu": ("MFU", lambda x: f"{x:.1%}"),
     "peak_memory_gib": ("GiB", lambda x: f"{x:.2f}"),
+    "planned_memory_gib": ("GiB, planned", lambda x: f"{x:.2f}"),
 }
 """Columns of the table: heading and format by the field of a row; a column without any value is left out."""
 
@@ -210,10 +213,21 @@ def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor
 
 
 def take(args: argparse.Namespace, cell: grid.Cell, result: dict[str, Any]) -> None:
-    """Append the row of a cell, and print it in a line."""
-    row = {**result, **asked(cell, args)}
+    """Append the row of a cell, with what the planner says of it, and print it in a line."""
+    row = {**result, **planned(cell, args, result), **asked(cell, args)}
     append(args.out / ROWS, row)
     print(line_of(row), flush=True)
+
+
+def planned(cell: grid.Cell, args: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
+    """Return what the planner predicts for a cell that was measured on a device that it knows; its fault is a note."""
+    device = prediction.device_of(result["device"])
+    if device is None or result["status"] != OK:
+        return {}
+    try:
+        return prediction.predicted(words_of(cell, args, args.out / "unused"), args.ranks, device)
+    except Exception as error:  # the measurement stays
+        return {"plan_error": f"{type(error).__name__}: {error}"}
 
 
 @one_line_errors

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Optional
 
 import torch
+from torch import Tensor
 
 from dit.conditions import Condition
 from dit.errors import ConfigError
@@ -46,6 +47,28 @@ FPS = Condition(
     stored_as=("fps", "framerate"),
 )
 SIZE = Condition(name="size", axis="sample", what="size of the original", shape=(2,), null=0.0, stored_as=("size",))
+PIXELS_PER_LATENT = 8
+"""Side of the square of pixels that a position of the latents of Stable Diffusion's autoencoders shows."""
+
+
+def size_and_crop(height: int, width: int) -> Tensor:
+    """Return the six lengths of an uncut picture in pixels, `[6]`, float32; height and width of its latent."""
+    sides = [float(side * PIXELS_PER_LATENT) for side in (height, width)]
+    return torch.tensor([*sides, 0.0, 0.0, *sides])
+
+
+def _of_latent(latent: Tensor) -> Tensor:
+    return size_and_crop(latent.shape[-2], latent.shape[-1])
+
+
+SIZE_AND_CROP = Condition(
+    name="size_and_crop",
+    axis="sample",
+    what="height and width of the original, top and left of its crop, height and width of the target",
+    shape=(6,),
+    derive=_of_latent,
+    stored_as=("size_and_crop",),
+)
 LOW_RESOLUTION = Condition(
     name="low_resolution",
     axis="latent",
@@ -75,6 +98,7 @@ TABLE = (
     POOLED,
     FPS,
     SIZE,
+    SIZE_AND_CROP,
     LOW_RESOLUTION,
     AUGMENTATION,
     MASK,

@@ -20,6 +20,7 @@ EXIT_CONFIG = 2
 EXIT_DATA = 3
 EXIT_NOT_FINITE = 4
 EXIT_CHECKPOINT = 5
+EXIT_SAVE = 6
 EXIT_UNEXPECTED = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -48,7 +49,7 @@ class BatchError(DataError):
 
 
 class NotFiniteError(UserError):
-    """The loss or the gradient norm is not finite."""
+    """The loss or the gradient norm is not finite, or spikes, and the run may not go on."""
 
     exit_code = EXIT_NOT_FINITE
 
@@ -57,6 +58,12 @@ class CheckpointError(UserError):
     """No valid checkpoint where one is required, or one cannot be written."""
 
     exit_code = EXIT_CHECKPOINT
+
+
+class SaveError(CheckpointError):
+    """Training ends because its checkpoints cannot be written; what was saved before is intact."""
+
+    exit_code = EXIT_SAVE
 
 
 def page_of(package: str) -> str:

@@ -11,8 +11,12 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from dit.errors import BatchError
+
+LONG = 128
+"""Samples of this many tokens on average are summed one by one, in many lanes; shorter ones in one call for all."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,13 @@ class SequenceLayout:
         return tuple(zip(ids.tolist(), starts.tolist(), counts.tolist()))
 
     @cached_property
+    def real_tokens(self) -> Tensor:
+        """Indices of the real tokens in the global pack, int64 `[R]`."""
+        shifts = torch.tensor([start - first for start, first in zip(self.starts, accumulate(self.lengths, initial=0))])
+        shift_R = torch.repeat_interleave(shifts, torch.tensor(self.lengths), output_size=self.valid_tokens)
+        return (torch.arange(self.valid_tokens) + shift_R).to(self.device)
+
+    @cached_property
     def tables(self) -> dict[Hashable, object]:
         """What kernels compute from this layout, by what they need it for: once for all layers."""
         return {}
@@ -185,10 +196,24 @@ class SequenceLayout:
         lengths = torch.tensor(self.lengths, device=self.device)
         return self.token_index_T < lengths[self.segment_ids_T]
 
+    @cached_property
+    def tokens_by_sample(self) -> tuple[Tensor, Tensor]:
+        """The local tokens, sample by sample, and where each sample's begin among them: int64 `[T]` and `[S]`."""
+        if self.local_indices is None:
+            return torch.arange(self.total_tokens, device=self.device), self.cu_seqlens_padded[:-1].long()
+        sorted_T, order_T = self.segment_ids_T.sort(stable=True)
+        return order_T, torch.searchsorted(sorted_T, torch.arange(self.num_samples, device=self.device))
+
     def per_token(self, x_S: Tensor) -> Tensor:
         """Copy the value of each sample to its local tokens: `[S]` becomes `[T, 1]`, `[S, D]` becomes `[T, D]`."""
-        x_T = x_S[self.segment_ids_T]
-        return x_T[:, None] if x_S.dim() == 1 else x_T
+        x_S = x_S[:, None] if x_S.dim() == 1 else x_S
+        if not (x_S.requires_grad and torch.is_grad_enabled()):
+            return x_S.index_select(0, self.segment_ids_T)
+        long = self.local_indices is None and self.total_tokens >= LONG * self.num_samples
+        ends = (*self.starts[1:], self.total_tokens) if long else ()
+        counts = [end - start for start, end in zip(self.starts, ends)]
+        of_T: Tensor = _PerToken.apply(x_S, counts, self.segment_ids_T, *self.tokens_by_sample)
+        return of_T
 
     def sum_per_sample(self, x_T: Tensor) -> Tensor:
         """Sum over the real local tokens of each sample: `[T, ...]` becomes `[S, ...]`."""
@@ -201,17 +226,18 @@ class SequenceLayout:
         if self.total_tokens == len(x_R):
             return x_R
         out = x_R.new_zeros(self.total_tokens, *x_R.shape[1:])
-        first = 0
-        for start, length in zip(self.starts, self.lengths):
-            out[start : start + length] = x_R[first : first + length]
-            first += length
-        return out
+        if self.lengths == self.padded_lengths:
+            out[: len(x_R)] = x_R
+            return out
+        return out.index_copy_(0, self.real_tokens, x_R)
 
     def without_padding(self, x_T: Tensor) -> Tensor:
-        """Undo `spread`: return the samples' rows side by side; a pack without padding is not copied."""
+        """Undo `insert_padding`: return the real tokens of the global pack; one without padding is not copied."""
         if self.total_tokens == self.valid_tokens:
             return x_T
-        return torch.cat([x_T[start : start + length] for start, length in zip(self.starts, self.lengths)])
+        if self.lengths == self.padded_lengths:
+            return x_T[: self.valid_tokens]
+        return x_T.index_select(0, self.real_tokens)
 
     def followed_by(self, other: "SequenceLayout") -> "SequenceLayout":
         """Return the layout of two packs concatenated: the samples and tokens of this one, then those of the other.
@@ -271,3 +297,32 @@ class SequenceLayout:
         parent = None if self.parent is None else self.parent.to(device)
         local = None if self.local is None else self.local.to(device)
         return replace(self, device=torch.device(device), local_indices=indices, parent=parent, local=local)
+
+
+class _Saved(FunctionCtx):
+    counts: list[int]
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _PerToken(torch.autograd.Function):
+    """The value of each sample for each of its tokens; the gradient is a sum over these, in a fixed order.
+
+    The gradient of plain indexing adds to one row after another, which takes four times as long on CPU, and a sort of
+    all tokens in every layer on CUDA.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Saved, x_SD: Tensor, counts: list[int], segment_ids_T: Tensor, order_T: Tensor, starts_S: Tensor
+    ) -> Tensor:
+        ctx.counts = counts
+        ctx.save_for_backward(order_T, starts_S)
+        return x_SD.index_select(0, segment_ids_T)
+
+    @staticmethod
+    def backward(ctx: _Saved, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
+        (grad_TD,), (order_T, starts_S) = grads, ctx.saved_tensors
+        if ctx.counts:  # few long segments
+            return torch.stack([x_TD.sum(0) for x_TD in grad_TD.split(ctx.counts)]), None, None, None, None
+        sums_SD = torch.embedding_bag(grad_TD.flatten(1).contiguous(), order_T, starts_S)[0]
+        return sums_SD.view(-1, *grad_TD.shape[1:]), None, None, None, None

@@ -1,7 +1,7 @@
 """Latents to tokens and back; both are permutations, so the inverse is exact."""
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate
 
 import torch
 from einops import rearrange
@@ -75,14 +75,27 @@ def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: i
 
 
 def patchify_all(latents: Sequence[Tensor], patch_temporal: int, patch_spatial: int) -> Tensor:
-    """Patchify several latents, `[sum of tokens, C]`, with one call per run of latents of equal height and width."""
+    """Patchify several latents, `[sum of tokens, C]`, with one call for all of equal height and width."""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for i, latent in enumerate(latents):
+        groups.setdefault((latent.shape[0], latent.shape[2], latent.shape[3]), []).append(i)
     pieces = []
-    for _, group in groupby(latents, key=lambda x: (x.shape[0], x.shape[2:])):
-        run = list(group)
+    for members in groups.values():
         # Time is the slowest axis of the token order: clips concatenated in time have their tokens one after the other.
-        joined = run[0] if len(run) == 1 else torch.cat(run, 1)
+        joined = latents[members[0]] if len(members) == 1 else torch.cat([latents[i] for i in members], 1)
         pieces.append(patchify(joined, patch_temporal, patch_spatial)[0])
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    order = [i for members in groups.values() for i in members]
+    return tokens if order == sorted(order) else tokens.index_select(0, _rows(latents, order, tokens))
+
+
+def _rows(latents: Sequence[Tensor], order: Sequence[int], tokens: Tensor) -> Tensor:
+    """Return where each token of latents one after another is, among those of the latents in another order."""
+    counts = [latent.numel() // tokens.shape[1] for latent in latents]
+    starts = dict(zip(order, accumulate((counts[i] for i in order), initial=0)))
+    shifts = [starts[i] - first for i, first in enumerate(accumulate(counts[:-1], initial=0))]
+    shift_T = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts), output_size=sum(counts))
+    return (torch.arange(sum(counts)) + shift_T).to(tokens.device)
 
 
 def unpatchify(tokens: Tensor, grid: Grid, patch_temporal: int, patch_spatial: int) -> Tensor:

@@ -5,6 +5,7 @@ a dry run.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
@@ -61,6 +62,7 @@ PATCHES = whole(1, 2**16)
 FINITE = Range(-math.inf, math.inf, open_low=True, open_high=True)
 POSITIVE = Range(0, math.inf, open_low=True, open_high=True)
 NOT_NEGATIVE = Range(0, math.inf, open_high=True)
+LOSS_SCALE = Range(2.0**-24, 2.0**32)
 SHARE = Range(0, 1)
 SHARE_BELOW_1 = Range(0, 1, open_high=True)
 INSIDE_0_1 = Range(0, 1, open_low=True, open_high=True)
@@ -102,3 +104,30 @@ def check_path(key: str, path: str) -> None:
     """
     if not path.strip() or "\0" in path:
         raise ConfigError(f"{key}={path!r} names no folder; give a path such as runs/mine")
+
+
+def duration_s(name: str, text: str) -> float:
+    """Return the seconds of a duration as Slurm's `--time` has it.
+
+    Args:
+        name: of the setting, for the message.
+        text: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`, `days-hours:minutes` or
+            `days-hours:minutes:seconds`.
+
+    Raises:
+        ConfigError: it is none of these, or zero.
+    """
+    days, has_days, clock = text.rpartition("-")
+    numbers = clock.split(":")
+    forms = {(False, 1): (60,), (False, 2): (60, 1), (False, 3): (3600, 60, 1)}
+    forms |= {(True, 1): (3600,), (True, 2): (3600, 60), (True, 3): (3600, 60, 1)}
+    units = forms.get((bool(has_days), len(numbers)))
+    seconds = 0
+    if units is not None and all(re.fullmatch("[0-9]{1,9}", n) for n in [*numbers, *([days] if has_days else [])]):
+        seconds = 86400 * int(days or 0) + sum(int(n) * unit for n, unit in zip(numbers, units))
+    if seconds <= 0:
+        raise ConfigError(
+            f"{name}={text!r} is no duration; write it as for Slurm: minutes, hours:minutes:seconds, or "
+            "days-hours:minutes:seconds, such as 03:55:00"
+        )
+    return float(seconds)

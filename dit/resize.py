@@ -1,6 +1,8 @@
 """Pictures at another size: what a super-resolution model is conditioned on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Optional
 
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -34,7 +36,12 @@ class LowResolution:
 
     factor: int
 
-    def __call__(self, latent: Tensor) -> Tensor:
-        """Return the picture for a latent `[C, T, H, W]`, of its shape, float32."""
+    def __call__(self, latent: Tensor, change: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
+        """Return the picture for a latent `[C, T, H, W]`, of its shape, float32.
+
+        Args:
+            change: of the small picture `[C, T, h, w]`, before it is enlarged.
+        """
         height, width = latent.shape[-2:]
-        return enlarged(reduced(latent, self.factor), self.factor)[..., :height, :width]
+        small = reduced(latent, self.factor)
+        return enlarged(small if change is None else change(small), self.factor)[..., :height, :width]

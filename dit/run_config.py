@@ -85,6 +85,11 @@ class RunConfig:
         self.model.validate()
         for part in (self.optimizer, self.parallel, self.training, self.checkpoint, self.logging, self.sampling):
             part.validate()
+        if self.training.on_bad_numbers == "rewind" and not self.checkpoint.interval:
+            raise ConfigError(
+                "training.on_bad_numbers='rewind' goes back to the last checkpoint, and checkpoint.interval=0 saves "
+                "none before the end; set checkpoint.interval, or training.on_bad_numbers=skip"
+            )
         check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)

@@ -8,15 +8,21 @@ from dit.ranges import (
     COUNT,
     COUNT_OR_NONE,
     FINITE,
+    LOSS_SCALE,
     NOT_NEGATIVE,
     POSITIVE,
     SEED,
     SHARE_BELOW_1,
+    Range,
     check_choice,
     check_path,
     check_ranges,
+    duration_s,
     whole,
 )
+
+MIN_HISTORY = 16  # steps before a number can be a spike
+COLLECTIVE_TIMEOUT_S = Range(1, 86_400)
 
 
 @dataclass(kw_only=True)
@@ -64,15 +70,23 @@ class TrainingConfig:
         micro_batch_size: samples (or packs) per forward pass of one data-parallel rank, at most: if the global batch
             is no multiple of it, the largest smaller divisor is used. Results do not depend on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
-        precision: `bf16` (with fp32 master weights) or `fp32`.
+        precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
+        loss_scale: fp16 only: a constant factor of the loss, taken out of the fp32 gradients; None for a dynamic one.
+        initial_loss_scale: fp16 only: the dynamic factor of step 1. Where a gradient overflows, the step makes no
+            update and the factor is halved.
+        min_loss_scale: fp16 only: an overflow with this factor stops the run. The factor multiplies the sum of the
+            loss over the tokens of a micro-batch, so it can be below 1.
+        loss_scale_window: fp16 only: after this many steps without an overflow the dynamic factor is doubled.
         attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
             scaled-dot-product attention elsewhere. `megatron-dit kernels` says which can run here.
         linears: library of the parallel linears; `auto` selects Megatron-Core's.
         kernels: implementation of the memory-bound operations of transformer layers (norms, modulation, residuals,
-            heads, rotary positions, activations): `eager`, or one `triton` kernel for each; `auto` selects `triton` on
-            devices where tests/gpu has passed with it, which is none yet. Numbers change by rounding.
+            heads, rotary positions, activations) and of the optimizer's update: `eager`, or one `triton` kernel for
+            each; `auto` selects `triton` on devices where tests/gpu has passed with it, which is none yet. Numbers
+            change by rounding. `compile` gives each layer to torch.compile as one graph (DiT without experts, with
+            cross-attention, Movie Gen and Wan), the update stays eager.
         compile: compile the residual blocks of Imagen's UNets by torch.compile; numbers change by rounding. Not under
-            FSDP.
+            FSDP. Transformer layers: `kernels=compile`.
         recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
             (`selective`: modulated norms, activation functions), or all (`full`: only layer inputs are saved).
         recompute_layers: number of layers of each pipeline stage (or virtual chunk) to recompute, from the first one;
@@ -91,16 +105,35 @@ class TrainingConfig:
         hooks: classes of your own, `['package.module.Class']`, that the loop calls after every step and validation; see
             `dit.training.hooks`. The environment variable DIT_PACKAGES names their packages.
         stop_at_step: stop after this step as if preempted, with a checkpoint (for tests and short jobs).
+        on_bad_numbers: what to do before the update of a step whose loss or gradient norm is not finite or spikes: end
+            the run (`stop`), leave the update out (`skip`), or go back to the last checkpoint and leave out the data
+            since then (`rewind`).
+        spike_threshold: a loss or gradient norm this many robust standard deviations above its running median is a
+            spike (`dit.monitoring.numbers`); None for no limit. 20 spares the noise of small batches.
+        spike_window: applied steps in the running median.
+        max_bad_steps: more bad steps than this within `bad_steps_within` steps end the run.
+        bad_steps_within: steps in which bad steps are counted.
+        time_limit: wall-clock time of the job, as for Slurm's `--time` (`03:55:00`, `1-00:00:00`, or minutes). The run
+            saves and stops with code 75 before it, as if preempted: early enough for the longest step and two of the
+            longest saves so far (`dit.monitoring.time_limit`). None for no limit.
+        collective_timeout_s: a rank that waits longer for its peers in a collective ends the run with code 70; to be
+            longer than the longest synchronous save, validation or sampling of one rank.
+        hang_timeout_s: a rank that makes no progress for so many seconds (a step, a micro-batch) ends the run and names
+            the rank that it waits for; 240 at most if that one is stopped or dead. None for never.
     """
 
     run_dir: str = "runs/default"
     num_steps: int = 1000
     micro_batch_size: int = 1
     global_batch_size: int = 1
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    loss_scale: Optional[float] = None
+    initial_loss_scale: float = 2.0**16
+    min_loss_scale: float = 2.0**-10
+    loss_scale_window: int = 1000
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
-    kernels: Literal["auto", "triton", "eager"] = "auto"
+    kernels: Literal["auto", "triton", "compile", "eager"] = "auto"
     compile: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: Optional[int] = None
@@ -116,10 +149,20 @@ class TrainingConfig:
     sample_interval: int = 0
     hooks: Optional[list[str]] = None
     stop_at_step: Optional[int] = None
+    on_bad_numbers: Literal["stop", "skip", "rewind"] = "stop"
+    spike_threshold: Optional[float] = None
+    spike_window: int = 128
+    max_bad_steps: int = 3
+    bad_steps_within: int = 100
+    time_limit: Optional[str] = None
+    collective_timeout_s: float = 600.0
+    hang_timeout_s: Optional[float] = 1800.0
 
     def validate(self) -> None:
         """Check every field by itself."""
         check_path("training.run_dir", self.run_dir)
+        if self.time_limit is not None:
+            duration_s("training.time_limit", self.time_limit)
         check_ranges(
             "training",
             self,
@@ -127,6 +170,10 @@ class TrainingConfig:
                 "num_steps": COUNT,
                 "micro_batch_size": whole(1, 2**20),
                 "global_batch_size": whole(1, 2**24),
+                "loss_scale": LOSS_SCALE,
+                "initial_loss_scale": LOSS_SCALE,
+                "min_loss_scale": LOSS_SCALE,
+                "loss_scale_window": COUNT,
                 "recompute_layers": COUNT,
                 "seed": SEED,
                 "ema_decay": SHARE_BELOW_1,
@@ -137,8 +184,25 @@ class TrainingConfig:
                 "sanity_micro_batches": COUNT_OR_NONE,
                 "sample_interval": COUNT_OR_NONE,
                 "stop_at_step": COUNT,
+                "spike_threshold": POSITIVE,
+                "spike_window": whole(MIN_HISTORY, 100_000),
+                "max_bad_steps": COUNT,
+                "bad_steps_within": COUNT,
+                "collective_timeout_s": COLLECTIVE_TIMEOUT_S,
+                "hang_timeout_s": POSITIVE,
             },
         )
+        check_choice("training.on_bad_numbers", self.on_bad_numbers, get_type_hints(TrainingConfig)["on_bad_numbers"])
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise ConfigError(
+                f"training.loss_scale={self.loss_scale:g} scales the loss of fp16 training, and training.precision="
+                f"{self.precision}; remove it, or set training.precision=fp16"
+            )
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ConfigError(
+                f"training.min_loss_scale={self.min_loss_scale:g} is above training.initial_loss_scale="
+                f"{self.initial_loss_scale:g}; lower the first or raise the second"
+            )
 
 
 @dataclass(kw_only=True)
@@ -151,6 +215,11 @@ class CheckpointConfig:
         keep_every: also retain checkpoints of steps that are multiples of this; 0 for none.
         keep_best: also retain this many with the lowest held-out loss.
         keep_best_training: also retain this many with the lowest training loss, the mean since the last log line.
+        async_save: a save blocks training only while each rank copies its part into host memory; a process of its own
+            writes it (`dit.checkpoint.saves`). It needs host memory for the part of a rank.
+        failed_saves_allowed: this many saves in a row may fail, and training goes on; one more, or the last save of the
+            run, ends it with code 6.
+        save_timeout_s: seconds after which an asynchronous save counts as failed.
         resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
             fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
             damaged, and fails if one is valid.
@@ -168,6 +237,9 @@ class CheckpointConfig:
     keep_every: int = 0
     keep_best: int = 0
     keep_best_training: int = 0
+    async_save: bool = False
+    failed_saves_allowed: int = 2
+    save_timeout_s: float = 1800.0
     resume: Literal["auto", "never", "must"] = "auto"
     resume_from: Optional[str] = None
     start_from: Optional[str] = None
@@ -184,8 +256,9 @@ class CheckpointConfig:
                 f"checkpoint.resume_from={self.resume_from} goes on with a run, and {other} starts a new one; "
                 "remove one of the two"
             )
-        names = ("interval", "keep_every", "keep_best", "keep_best_training")
-        check_ranges("checkpoint", self, {"keep_last": COUNT} | dict.fromkeys(names, COUNT_OR_NONE))
+        names = ("interval", "keep_every", "keep_best", "keep_best_training", "failed_saves_allowed")
+        ranges = {"keep_last": COUNT, "save_timeout_s": POSITIVE}
+        check_ranges("checkpoint", self, ranges | dict.fromkeys(names, COUNT_OR_NONE))
 
 
 @dataclass(kw_only=True)

@@ -19,6 +19,7 @@ from dit.conditions import Condition, Value
 from dit.data_api import sample_id
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, page_of
+from dit.resize import LowResolution
 from energon_data.media_files import PICTURES, VIDEOS, read_pixels
 from energon_data.samples import CAPTIONS, LATENT, META_PART, PIXELS, Clip, SampleError, finite_number, stem_of_wording
 
@@ -116,6 +117,8 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
     tensors = (_tensor(clip.parts, stem) for stem in stems)
     value = next((x for x in tensors if x is not None), None)
     if value is None and condition.derive is not None:
+        if clip.corrupt is not None and isinstance(condition.derive, LowResolution):
+            return condition.derive(clip.latent, clip.corrupt)
         return condition.derive(clip.latent)
     if value is None:
         sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[condition.axis]

@@ -28,6 +28,7 @@ from dit.ranges import (
     check_ranges,
 )
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
+from energon_data.changes import ChangesOfPixels, check_changes
 from energon_data.folder import SplitInfo, check_dataset, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
@@ -77,6 +78,8 @@ class EnergonData(DataConfig):
         crop_size: height and width in pixels to cut out while reading; None for the full picture.
         random_crop: whether the place of the crop is random; else, and in held-out data, the centre.
         flip: probability that a picture or clip is mirrored; never in held-out data.
+        corrupt_low_resolution: blur, resize and noise the small pictures that are made for a super-resolution model;
+            not those that are stored, and never in held-out data.
         vary_captions: draw one of a sample's captions each time it is read; else, and in held-out data, the first.
         max_lost_samples: damaged samples the streams of one data-parallel rank may lose before the run ends.
         require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Existing
@@ -117,6 +120,7 @@ class EnergonData(DataConfig):
     crop_size: Optional[list[int]] = None
     random_crop: bool = True
     flip: float = 0.0
+    corrupt_low_resolution: bool = False
     vary_captions: bool = True
     max_lost_samples: int = 0
     require_checksums: bool = True
@@ -145,7 +149,7 @@ class EnergonData(DataConfig):
         if self.online_vae is not None:
             check_vae(self.online_vae, spec)
             stored_channels = PIXEL_CHANNELS
-        self._check_augmentation(spec, self._pixel_multiple(spec))
+        self._check_changes(spec, self._pixel_multiple(spec))
         text, label = spec.condition(CONTEXT.name), spec.condition(LABEL.name)
         if self.online_text_encoder is not None:
             check_online_texts(self.online_text_encoder, spec)
@@ -216,7 +220,7 @@ class EnergonData(DataConfig):
             low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             if low is not None and high is not None and low > high:
                 raise ConfigError(f"data.min_{what}={low} is above data.max_{what}={high}, so no sample is left")
-        self._check_augmentation(spec, spec.patch_spatial)
+        self._check_changes(spec, spec.patch_spatial)
         check_choice("data.online_precision", self.online_precision, Literal["fp32", "bf16"])
         check_streams(self.num_streams, dp_size, micro_batches_per_step)
         if self.blend is None and self.blend_steps:
@@ -274,41 +278,14 @@ class EnergonData(DataConfig):
         """Return what the sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""
         return spec.patch_spatial * (1 if self.online_vae is None else Geometry.read(self.online_vae).space)
 
-    def _check_augmentation(self, spec: BatchSpec, multiple: int) -> None:
-        """Check sizes of crops, and that pictures are all that is changed.
-
-        Args:
-            multiple: of the sides of a crop, in pixels.
-
-        Raises:
-            ConfigError: they do not fit each other or the model.
-        """
-        if not self._augments:
-            return
-        # What is made from the picture is made from the changed one.
-        beside = [c.what for c in spec.conditions if c.axis == "latent" and c.derive is None]
-        if beside:
-            raise ConfigError(
-                f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(beside)} that the "
-                "model takes beside it; unset them and prepare the data in the size wanted"
-            )
-        if self.crop_size is None:
-            return
-        if len(self.crop_size) != 2:
-            raise ConfigError(f"data.crop_size={self.crop_size} must be height and width, such as [64,64]")
-        if self.resize_side is not None and min(self.crop_size) > self.resize_side:
-            raise ConfigError(
-                f"data.crop_size={self.crop_size} is larger than data.resize_side={self.resize_side}, so no square "
-                f"picture has room for it; use resize_side={max(self.crop_size)} or a smaller crop"
-            )
-        if any(side % multiple for side in self.crop_size):
-            online = "" if self.online_vae is None else " times the compression of data.online_vae"
-            raise ConfigError(
-                f"data.crop_size={self.crop_size} must be multiples of {multiple}, model.patch_spatial{online}"
-            )
+    def _check_changes(self, spec: BatchSpec, multiple: int) -> None:
+        """Check sizes of crops, and that pictures are all that is changed; arguments as of `check_changes`."""
+        changes = ChangesOfPixels(self.resize_side, self.crop_size, self.flip, self.corrupt_low_resolution)
+        check_changes(changes, spec, multiple, online=self.online_vae is not None)
 
     def _options(self, spec: BatchSpec, *, held_out: bool = False) -> "EncoderOptions":
         from energon_data.augment import Augmentation
+        from energon_data.corruption import Corruption
         from energon_data.filters import Filters, Limits
         from energon_data.task_encoder import EncoderOptions
 
@@ -338,6 +315,7 @@ class EnergonData(DataConfig):
                 max_tokens=min(lengths) if lengths else None,
             ),
             augmentation=augmentation,
+            corruption=Corruption() if self.corrupt_low_resolution and not held_out else None,
             vary_captions=self.vary_captions and not held_out,
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
-from energon_data.folder import SplitInfo, check_dataset
+from energon_data.folder import check_dataset
 from energon_data.survey import Survey, expected_packing, survey
 
 DESCRIBED = ("latent_shape", "context_size", "text_encoder", "vae")
@@ -49,7 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--multiple-of", type=int, default=1, metavar="N", help="to which the layout pads each sample (%(default)s)"
     )
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
-    parser.add_argument("--tiles", type=int, default=36, metavar="N", help="pictures of the sheet (%(default)s)")
+    parser.add_argument(
+        "--tiles", type=int, default=36, metavar="N", help="pictures of the sheet or table (%(default)s)"
+    )
+    parser.add_argument("--wandb", metavar="PROJECT", help="write a table of samples with pictures to this project")
     parser.add_argument(
         "--no-checksums", action="store_true", help="also read samples without checksums (data.require_checksums=False)"
     )
@@ -191,14 +194,8 @@ def write_sheet(found: Survey, path: Path) -> str:
     return f"sheet       {path}: {len(tiles)} samples{preview}"
 
 
-def inspected(info: SplitInfo, args: argparse.Namespace, patch: tuple[int, int, int], sheet: Optional[Path]) -> str:
+def inspected(found: Survey, args: argparse.Namespace, patch: tuple[int, int, int], sheet: Optional[Path]) -> str:
     """Return the page of one folder."""
-    found = survey(
-        info,
-        limit=args.samples or None,
-        pictures=args.tiles if sheet is not None else 0,
-        require_checksums=not args.no_checksums,
-    )
     lines = [*shard_lines(found), *content_lines(found)]
     lines += token_lines(found, patch, pack=args.pack, buffer=args.buffer, multiple_of=args.multiple_of)
     if sheet is not None:
@@ -216,11 +213,23 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if value is not None and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {low}")
     infos = check_dataset(args.data, args.split)
+    surveys: list[Survey] = []
     for number, info in enumerate(infos):
         sheet = args.sheet if args.sheet is None or number == 0 else args.sheet.with_stem(f"{args.sheet.stem}_{number}")
         if number:
             print()
-        print(inspected(info, args, patch, sheet), flush=True)
+        found = survey(
+            info,
+            limit=args.samples or None,
+            pictures=args.tiles if sheet is not None or args.wandb else 0,
+            require_checksums=not args.no_checksums,
+        )
+        surveys.append(found)
+        print(inspected(found, args, patch, sheet), flush=True)
+    if args.wandb:
+        from energon_data.wandb_table import log_table
+
+        print(f"wandb       {log_table(surveys, args.wandb, patch, Path())}")
     return EXIT_OK
 
 

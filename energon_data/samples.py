@@ -8,6 +8,7 @@ import json
 import re
 import reprlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -40,6 +41,7 @@ class Clip:
         pixels: `[3, T, H, W]` uint8, if the training device is to encode them; `latent` is then zeros of its shape.
         wording: which of its captions, and of their embeddings, is used; 0 is the first.
         caption: if the training device is to embed it.
+        corrupt: changes the small picture that is made for a super-resolution model; None once encoded, or for nothing.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
     """
@@ -55,6 +57,7 @@ class Clip:
     pixels: Optional[Tensor] = None
     wording: int = 0
     caption: Optional[str] = None
+    corrupt: Optional[Callable[[Tensor], Tensor]] = None
     shard: str = ""
     id: int = 0
     loss_weight: float = 1.0

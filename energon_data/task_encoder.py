@@ -26,6 +26,7 @@ from dit.encoders.vae import Geometry
 from dit.patchify import frames_to_patch
 from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import COOKERS, read_caption, read_condition
+from energon_data.corruption import Corruption
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
@@ -41,6 +42,7 @@ class EncoderOptions:
     Attributes:
         filters: which samples are used.
         augmentation: how pictures and clips are changed; None for not at all.
+        corruption: how the small pictures of a super-resolution model are changed; None for not at all.
         vary_captions: read any of a sample's captions, rather than the first.
         require_checksums: refuse samples whose metadata does not name the CRC32 of every part.
         max_text_tokens: longer texts are truncated; None for no limit.
@@ -54,6 +56,7 @@ class EncoderOptions:
 
     filters: Filters = field(default_factory=Filters)
     augmentation: Optional[Augmentation] = None
+    corruption: Optional[Corruption] = None
     vary_captions: bool = False
     require_checksums: bool = True
     max_text_tokens: Optional[int] = None
@@ -139,6 +142,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             captions = clip.metadata.get(CAPTIONS)
             if self.options.vary_captions and isinstance(captions, list) and captions:
                 clip.wording = visit.caption(len(captions))
+            if self.options.corruption is not None:
+                clip.corrupt = partial(self.options.corruption, random=visit.generator("/corruption"))
             self.options.filters.check(clip)
             clip = self.encode_sample(clip)
         except SampleError as error:
@@ -186,7 +191,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
                 clip.conditions[condition.name] = value
         if self.options.embedded:
             clip.caption = read_caption(clip)
-        clip.parts = {}
+        clip.parts, clip.corrupt = {}, None
         return clip
 
     def build_encode_sample(self, dataset: SavableDataset, *, worker_config: WorkerConfig) -> SavableDataset:

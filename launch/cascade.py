@@ -24,6 +24,8 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
     "solver": str,
     "thresholding": str,
     "augmentation": float,
+    "tile": int,
+    "tile_overlap": int,
 }
 """What may be set for one stage, and how it is read."""
 
@@ -43,21 +45,17 @@ class Stage:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Return the arguments of the command for this stage: its folder, its settings, and files of its own."""
+        """Return the arguments of a command for this stage: its folder, its settings, and a picture of its own."""
         own = copy.copy(args)
         own.checkpoint = self.folder
         for name, value in self.settings.items():
             setattr(own, name, value)
-        own.out = None if args.out is None else str(_named(Path(args.out), self.name))
-        if getattr(args, "files", None) is not None:
-            own.files = args.files / self.name
-        if getattr(args, "save_latents", None) is not None:
-            own.save_latents = _named(args.save_latents, self.name)
+        own.out = None if args.out is None else str(self.file(Path(args.out)))
         return own
 
-
-def _named(path: Path, name: str) -> Path:
-    return path.with_name(f"{path.stem}_{name}{path.suffix}")
+    def file(self, path: Path) -> Path:
+        """Return the file of this stage, where `path` is that of all."""
+        return path.with_name(f"{path.stem}_{self.name}{path.suffix}")
 
 
 def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:

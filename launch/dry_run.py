@@ -3,13 +3,15 @@
 `launch.plan` searches the layout for it.
 
 All of it is read from the program: operations from a forward pass on the meta device, memory from steps on fake tensors
-(`dit.planner`), which have a shape and no values. What is not counted is what no tensor holds: CUDA's context,
-libraries' workspaces, the allocator's gaps.
+(`dit.planner`), which have a shape and no values. Of encoders that run while training the weights are counted, not what
+they compute with. What is not counted is what no tensor holds: CUDA's context, libraries' workspaces, the allocator's
+gaps.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Optional
 
+from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.parallel.dims import ParallelDims
 from launch.planned_sample import Sample, named_device, planned_sample
@@ -83,7 +85,10 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
     count = count_parameters(model)
     trained = count if model.adapters is None else count_parameters(model, trained=True)
     state = checkpoint_bytes(trained, averaged=training.ema_decay is not None)
-    rows = {**need.state_bytes, "activations and temporaries": need.peak - need.live, "total": need.peak}
+    encoders, unknown = online_weights(config)
+    activations = need.peak - need.live
+    rows = {**need.state_bytes, "activations and temporaries": activations, **encoders}
+    rows["total"] = need.peak + sum(encoders.values())
     width = max(map(len, rows))
     fullest = " (the fullest of the pipeline)" if parallel.pipeline_model_parallel_size > 1 else ""
     return [
@@ -95,8 +100,23 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
         "",
         f"memory per rank{fullest}, {training.precision}",
         *(f"  {name:<{width}}{value / GIB:10.3f} GiB" for name, value in rows.items()),
+        *unknown,
         *([] if device is None else ["", _time_line(config, dims, planned, device, step)]),
     ]
+
+
+def online_weights(config: "RunConfig") -> tuple[dict[str, int], list[str]]:
+    """Return the bytes of the weights of encoders that run while training, by row; a line where they are not known."""
+    from dit.encoders.weights import weight_bytes
+
+    encoding = config.data.online_encoding()
+    if encoding is None:
+        return {}, []
+    try:
+        found = weight_bytes(encoding, config.model.conditions())
+    except ConfigError as error:
+        return {}, [f"  without the encoders that run while training: {error}"]
+    return {f"weights of {name}": size for name, size in found.items()}, []
 
 
 def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:

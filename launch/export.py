@@ -212,6 +212,7 @@ def write_diffusers_folder(
     from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config
     from dit.convert.run_record import CONFIG_KEY, to_record
     from dit.convert.state_files import to_json, write_diffusers
+    from dit.models.autoencoder.config import AutoencoderConfig
     from dit.parallel.build import parameter_shapes
 
     form = format_of_model(trained.model)
@@ -228,7 +229,8 @@ def write_diffusers_folder(
     record = {CONFIG_KEY: to_record(trained)}
     write_diffusers({**settings, **record}, rules.to_theirs(weights()), out, subfolder=folder, texts=texts)
     published = form.read_settings(settings).objective
-    return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to sample with diffusers"]
+    use = "encode and decode" if isinstance(trained.model, AutoencoderConfig) else "sample"
+    return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to {use} with diffusers"]
 
 
 def note_objective(own: "Objective", published: "Objective") -> list[str]:

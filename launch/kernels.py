@@ -18,7 +18,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m launch.kernels",
         description="Print which implementation of each op this machine uses by itself, and why not the others.",
     )
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the run (%(default)s)")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the run (%(default)s)"
+    )
     parser.add_argument("--head-size", type=int, metavar="N", help="features of an attention head; kernels limit them")
     return parser
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dit.condition_table import LABEL
 from dit.errors import ConfigError
+from launch import environment
 from launch.argument_types import at_least_one
 from launch.letter_reader import LetterReader, load_reader
 from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
@@ -218,7 +219,7 @@ def _checked(samples: Tensor, moving: bool = False) -> Tensor:
 def _write_grid(
     samples: Tensor, letters: Sequence[int], reader: LetterReader, args: argparse.Namespace, each: int
 ) -> None:
-    if not args.out:
+    if not args.out or environment.rank() > 0:
         return
     from dit.sampling.grid import image_grid, save_png
 

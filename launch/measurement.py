@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dit.errors import ConfigError
 from energon_data.dataset import EnergonData
+from launch import environment
 from launch.sample import sampling_settings
 
 if TYPE_CHECKING:
@@ -68,15 +69,28 @@ def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: C
 def draw_samples(
     args: argparse.Namespace, generator: "Generator", conditions: "Mapping[str, Sequence[Value]]"
 ) -> Tensor:
-    """Draw a sample for each value of the conditions, as many at a time as fit.
+    """Draw a sample for each value of the conditions, as many at a time as fit; every rank calls this.
+
+    The ranks take turns by batch. The batches do not depend on the number of ranks, so neither do the samples, to the
+    bit.
 
     Returns:
-        Latents `[N, C, T, H, W]`.
+        Latents `[N, C, T, H, W]`, all of them on every rank, on its device.
     """
     count, at_once = len(next(iter(conditions.values()))), generator.batch_size(None, None)
+    starts = range(0, count, at_once)
+    rank, ranks = environment.rank(), environment.world_size()
     drawn = []
-    for start in range(0, count, at_once):
+    for start in starts[rank::ranks]:
         rows = range(start, min(start + at_once, count))
         given = {name: [values[i] for i in rows] for name, values in conditions.items()}
         drawn.append(generator.generate(conditions=given, numbers=rows, **sampling_settings(args)))
-    return torch.cat(drawn)
+    if ranks == 1:
+        return torch.cat(drawn)
+    import torch.distributed as dist
+
+    from dit.backends.device import local_device
+
+    of_rank: list[list[Tensor]] = [[]] * ranks
+    dist.all_gather_object(of_rank, [latents.cpu() for latents in drawn])
+    return torch.cat([of_rank[i % ranks][i // ranks] for i in range(len(starts))]).to(local_device())

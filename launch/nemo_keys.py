@@ -15,7 +15,10 @@ Settings = Mapping[str, object]
 """Values of our settings by their dotted path."""
 
 T5 = "google-t5/t5-11b"
-PRECISIONS = {"bf16": "bf16", "bf16-mixed": "bf16", "32": "fp32", "32-true": "fp32"}
+PRECISIONS = {
+    **{"bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"},
+    **{"32": "fp32", "32-true": "fp32"},
+}
 PREDICTIONS = {"noise": "noise", "x_start": "x0"}
 
 
@@ -320,6 +323,9 @@ _TRAINER = [
         maps(f"{part}.precision", "training.precision", one_of(PRECISIONS), note="weights are stored in fp32, too")
         for part in ("trainer", "model")
     ),
+    maps("model.native_amp_init_scale", "training.initial_loss_scale", float, note="of fp16"),
+    maps("model.native_amp_growth_interval", "training.loss_scale_window", note="of fp16"),
+    *unused("model.hysteresis", "of fp16: the first overflow halves the loss scale"),
     *unused("trainer.accelerator", "training is on the machine's GPUs, or on its CPU"),
     *unused("trainer.logger trainer.enable_checkpointing trainer.enable_model_summary", "exp_manager says it"),
     *unused("trainer.benchmark allow_tf32", "torch's default"),

@@ -12,6 +12,7 @@ from dit.batch import pixel_values
 from dit.errors import ConfigError
 from energon_data.media_files import pixels_of
 from energon_data.prepare.pictograms import NAME, Pictogram, draw
+from launch import environment
 from launch.measurement import Measurement, draw_samples, folder_to_compare
 from launch.sample_requests import encode_prompts
 
@@ -121,7 +122,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     asked = [i * len(known) // count for i in range(count)]
     conditions = encode_prompts(generator, [known[i].caption() for i in asked])
     pictures = _decoded(vae, draw_samples(args, generator, conditions))
-    if args.out:
+    if args.out and environment.rank() == 0:
         from dit.sampling.grid import image_grid, save_png
 
         save_png(image_grid(pictures[:, :, 0], [known[i].name for i in asked]), args.out)

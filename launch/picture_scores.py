@@ -11,7 +11,7 @@ from dit.errors import ConfigError
 from launch import environment
 from launch.held_out import held_out_batches
 from launch.measurement import Measurement
-from launch.sample import sampling_settings
+from launch.sample import sampling_settings, tile_settings
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def _feature_pairs(args: argparse.Namespace, generator: "Generator") -> Iterator
     """
     from dit.backends.device import local_device
 
-    settings = {name: value for name, value in sampling_settings(args).items() if name != "fps"}
+    tiles = tile_settings(args)
+    settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
     sampling, decode = generator.sampling(**settings), _decoder(args, generator)
     features = _features(args, generator)
 
@@ -131,7 +132,7 @@ def _feature_pairs(args: argparse.Namespace, generator: "Generator") -> Iterator
     for batch in held_out_batches(args, generator):
         batch = batch.to(local_device())
         real = batch.unpatchified(batch.latents_TC, *generator.spec.patch)
-        yield features_of(real), features_of(generator.generate_pack(batch, sampling))
+        yield features_of(real), features_of(generator.generate_pack(batch, sampling, **tiles))
 
 
 def _frames(clips: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Rates:
     Attributes:
         unit: "tokens" or "images".
         per_step: of these.
-        flops: of a step by convention (`dit.monitoring.flops`); of "hardware", without recompute.
+        flops: of a step by convention (`dit.monitoring.flops`); of "hardware", without recompute. No "nemo" for images.
         recomputed: operations of one more forward pass through all layers.
     """
 
@@ -223,10 +223,11 @@ def rates(problem: "Problem", sample: "Sample") -> Rates:
     texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
     given = SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts
     counter, samples = PackFlops(problem.model), sample.count(1) * problem.training.global_batch_size
-    conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
+    pictures = not problem.model.supports.mixed_shapes
+    # NeMo's formula is one of parameters and tokens, and says nothing of convolutions.
+    conventions: tuple[Convention, ...] = ("model", "hardware") if pictures else ("model", "hardware", "nemo")
     flops: dict[str, float] = {name: float(samples * counter.training(*given, convention=name)) for name in conventions}
     again = samples * counter.training(*given, convention="hardware", recomputed=1.0) - flops["hardware"]
-    pictures = not problem.model.supports.mixed_shapes
     unit, each = ("images", 1) if pictures else ("tokens", sample.tokens)
     return Rates(problem, unit, samples * each, flops, again)
 

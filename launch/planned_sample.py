@@ -91,7 +91,13 @@ def planned_sample(
         tokens: of a sample, or its (t, h, w) patches, instead.
         text_tokens: of its text, instead.
     """
-    data = fiddle.build(task.data)
+    return sample_of(fiddle.build(task.data), model, tokens, text_tokens)
+
+
+def sample_of(
+    data: object, model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
+) -> Sample:
+    """Return the sample of built data settings; see `planned_sample`."""
     pack = getattr(data, "max_tokens_per_pack", None)
     limit = getattr(data, "max_tokens_per_sample", None) or pack
     if model.context_size is None:

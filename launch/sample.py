@@ -18,7 +18,7 @@ from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.settings import SamplingConfig
 from launch import environment
 from launch.argument_types import at_least_one, frame_rate, height_and_width
-from launch.cascade import add_cascade_arguments, read_pictures, read_stages, with_pictures
+from launch.cascade import Stage, add_cascade_arguments, read_pictures, read_stages, with_pictures
 from launch.initial_picture import check_strength, read_initial
 from launch.sample_requests import add_request_arguments, what_to_draw
 
@@ -64,6 +64,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--thresholding", choices=THRESHOLDINGS, help="of the clean estimate at every step, for models of pixels"
     )
+    group.add_argument(
+        "--tile",
+        type=at_least_one,
+        metavar="N",
+        help="draw samples larger than those trained on in overlapping tiles of this side, the side of training; "
+        "positions of a latent, pixels of a model of pixels (default: at once)",
+    )
+    group.add_argument("--tile-overlap", type=int, metavar="N", help="of neighbouring tiles (a quarter of a tile)")
     group.add_argument("--seed", type=int, metavar="N", help="addresses the initial noise")
     group.add_argument("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
 
@@ -148,7 +156,13 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
         "thresholding": args.thresholding,
         "seed": args.seed,
         "fps": args.fps,
+        **tile_settings(args),
     }
+
+
+def tile_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return those of `sampling_settings` that the run has no setting for."""
+    return {"tile": args.tile, "tile_overlap": args.tile_overlap}
 
 
 def read_size(args: argparse.Namespace, generator: "Generator", geometry: Optional["Geometry"]) -> dict[str, Any]:
@@ -194,8 +208,16 @@ def run(args: argparse.Namespace) -> None:
     from dit.backends import process_groups
 
     for stage in read_stages(args.cascade, args.stage):
-        pictures = draw_and_write(stage.arguments(args), pictures)
+        pictures = draw_and_write(arguments_of(stage, args), pictures)
         process_groups.release()  # the next model makes its own
+
+
+def arguments_of(stage: Stage, args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of this command for a stage of a cascade, with files of its own."""
+    own = stage.arguments(args)
+    own.files = None if args.files is None else args.files / stage.name
+    own.save_latents = None if args.save_latents is None else stage.file(args.save_latents)
+    return own
 
 
 def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]]) -> list[Tensor]:

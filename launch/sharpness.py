@@ -10,7 +10,7 @@ from torch import Tensor
 
 from launch.held_out import held_out_batches
 from launch.measurement import Measurement
-from launch.sample import sampling_settings
+from launch.sample import sampling_settings, tile_settings
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
@@ -82,12 +82,13 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from dit.resize import LowResolution
 
     bicubic = LowResolution(factor_of(generator.spec))
-    settings = {name: value for name, value in sampling_settings(args).items() if name != "fps"}
+    tiles = tile_settings(args)
+    settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
     sampling, sums = generator.sampling(**settings), torch.zeros(7, dtype=torch.float64)
     for batch in held_out_batches(args, generator):
         batch = batch.to(local_device())
         real = torch.stack(batch.unpatchified(batch.latents_TC, *generator.spec.patch))
-        enlarged = [torch.stack(generator.generate_pack(batch, sampling)), bicubic(real)]
+        enlarged = [torch.stack(generator.generate_pack(batch, sampling, **tiles)), bicubic(real)]
         errors = [squared_error(pictures, real) for pictures in enlarged]
         energies = [gradient_energy(pictures) for pictures in (*enlarged, real)]
         counts = [torch.tensor(float(n)) for n in (real.numel(), len(real))]

@@ -236,6 +236,20 @@ def ldm_unet_small() -> run.Config[LDMUNetConfig]:
     return run.Config(LDMUNetConfig, block_out_channels=[128, 256, 512, 512])
 
 
+@run.cli.factory(target=ModelConfig)
+def sdxl_unet() -> run.Config[LDMUNetConfig]:
+    """Latent-diffusion UNet (2.57 B), that of Stable Diffusion XL: text of 2048, pooled of 1280, width 320 to 1280."""
+    return run.Config(
+        LDMUNetConfig,
+        context_size=2048,
+        block_out_channels=[320, 640, 1280],
+        transformer_layers=[0, 2, 10],
+        mid_transformer_layers=10,
+        head_size=64,
+        pooled_size=1280,
+    )
+
+
 @run.cli.factory(target=Objective)
 def autoencoding() -> run.Config[Autoencoding]:
     """Reconstruction and KL of an autoencoder (Rombach et al. 2022); set model=autoencoder_kl_f8 with it."""

@@ -1,4 +1,4 @@
-"""Latent diffusion by text: the UNet of Stable Diffusion v1 on prepared latents and CLIP embeddings."""
+"""Latent diffusion by text: the UNets of Stable Diffusion v1 and XL on prepared latents and CLIP embeddings."""
 
 import nemo_run as run
 
@@ -16,6 +16,7 @@ from dit.settings import (
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
+from recipes.components import sdxl_unet
 
 LATENT_SIDE = 256 // 8
 CLIP_TOKENS = 77
@@ -80,6 +81,29 @@ def ldm_cc3m_256_small() -> run.Partial:
 
 
 @run.cli.factory(target=pretrain)
+def sdxl_1024() -> run.Partial:
+    """Stable Diffusion XL's UNet (2.57 B) on 1024 px latents, two texts and a pooled one: 8 x 80 GB.
+
+    The data store for each picture `text`, the embeddings of SDXL's two encoders side by side (768 + 1,280 wide),
+    `pooled` (1,280 wide) and, if it was cut, `size_and_crop`; the latents are those of SDXL's autoencoder. Model and
+    table of noise are those of the published base model; its offset noise is not. Weights go to diffusers and come from
+    there (`launch.export`, `launch.import_weights`).
+    """
+    recipe = ldm_cc3m_256()
+    recipe.model = sdxl_unet()
+    recipe.data.path = "data/sdxl_latents_1024"
+    recipe.data.max_tokens_per_sample = (1024 // 8) ** 2
+    recipe.parallel.data_parallel = "fsdp"
+    recipe.training.run_dir = "runs/sdxl_1024"
+    recipe.training.micro_batch_size = 2
+    recipe.training.recompute = "full"
+    recipe.training.sample_interval = 0  # no encoder of prompts gives both texts
+    recipe.sampling.prompts = None
+    recipe.sampling.guidance_scale = 5.0
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
 def tiny_ldm_unet() -> run.Partial:
     """Synthetic latents of 8 x 8 with texts, a latent-diffusion UNet of 16 and 32 channels: seconds on any machine.
 
@@ -110,4 +134,19 @@ def tiny_ldm_unet() -> run.Partial:
     recipe.training.sample_interval = 0
     recipe.checkpoint.interval = 10
     recipe.sampling.prompts = None
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def tiny_sdxl_unet() -> run.Partial:
+    """Synthetic latents of 8 x 8 with texts, the form of Stable Diffusion XL's UNet: any machine, seconds.
+
+    No transformer at the higher resolution, two layers at the lower one and at the bottom.
+    """
+    recipe = tiny_ldm_unet()
+    recipe.model.transformer_layers = [0, 2]
+    recipe.model.mid_transformer_layers = 2
+    recipe.model.head_size = 8
+    recipe.model.pooled_size = 24
+    recipe.training.run_dir = "runs/tiny_sdxl_unet"
     return recipe

@@ -173,6 +173,45 @@ def pretrain_ditllama30b() -> run.Partial:
     return recipe
 
 
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama30b_stage2() -> run.Partial:
+    """MovieGen-30B (33.4 B), stage 2: images and clips of 256 px, TP 2 + SP, CP 4, FSDP: 64 x 141 GB.
+
+    A blend of two folders: of four samples three are images of 256 tokens, one is a clip of up to 8192. They share
+    packs of 8192 tokens, so images fill the room that shorter clips leave; 256 packs to a step at lr 6e-5. Another
+    share is
+    `data.blend=[{path: data/latents_256, weight: 1}, {path: data/latents_256_clips, weight: 1}]`, and
+    `data.blend_steps` changes it at given steps. Starts from `runs/pretrain_ditllama30b`. The ratio is this project's:
+    NeMo has this stage on synthetic clips only (pretrain_ditllama30b_stage2_mock). --dryrun estimates 75 GiB on each of
+    64 GPUs, a little more than fits into 80 GB.
+    """
+    recipe = as_large_model(text_conditional("pretrain_ditllama30b_stage2", moviegen_30b()), lr=6e-5)
+    blend = [{"path": "data/latents_256", "weight": 3}, {"path": "data/latents_256_clips", "weight": 1}]
+    recipe.data = run.Config(EnergonData, blend=blend, max_tokens_per_pack=8192, packing_buffer_size=1000)
+    recipe.training.global_batch_size = 256
+    recipe.checkpoint.start_from = "runs/pretrain_ditllama30b"
+    recipe.parallel.context_parallel_size = 4
+    return with_fsdp(on_tensor_parallel(recipe, 2))
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama30b_stage3() -> run.Partial:
+    """MovieGen-30B (33.4 B), stage 3: images and clips of 768 px, TP 2 + SP, CP 8, FSDP: 128 x 141 GB.
+
+    As stage 2, whose weights it starts from: of four samples three are images of 2304 tokens, one is a clip of up to
+    73,728, in packs of so many. Every GPU works on 9216 tokens of a pack; cheap activations are recomputed, and
+    --dryrun estimates 100 GiB on each of 128 GPUs.
+    """
+    recipe = pretrain_ditllama30b_stage2()
+    recipe.training.run_dir = "runs/pretrain_ditllama30b_stage3"
+    recipe.data.blend = [{"path": "data/latents_768", "weight": 3}, {"path": "data/latents_768_clips", "weight": 1}]
+    recipe.data.max_tokens_per_pack = 73_728
+    recipe.checkpoint.start_from = "runs/pretrain_ditllama30b_stage2"
+    recipe.parallel.context_parallel_size = 8
+    recipe.training.recompute = "selective"
+    return recipe
+
+
 def _mock_30b(name: str, latent: tuple[int, int, int], tensor_size: int, context_size: int) -> run.Partial:
     recipe = as_mock(as_large_model(text_conditional(name, moviegen_30b())), latent)
     recipe.training.global_batch_size = 256

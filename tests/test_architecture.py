@@ -73,7 +73,7 @@ MAY_IMPORT = {
         *("dit.philox", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api", "dit.patchify"),
         *("dit.backends", "dit.layers", "dit.models", "dit.parallel"),
     },
-    "dit.optimizer": {"dit.errors", "dit.ranges", "dit.settings", "dit.backends", "dit.parallel"},
+    "dit.optimizer": {"dit.errors", "dit.ranges", "dit.settings", "dit.kernels", "dit.backends", "dit.parallel"},
     "dit.run_config": {
         *("dit.errors", "dit.settings", "dit.config_record", "dit.condition_table", "dit.data_api", "dit.objectives"),
         *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
@@ -99,7 +99,7 @@ MAY_IMPORT = {
     "dit.monitoring": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.layout", "dit.kernels", "dit.backends"),
         *("dit.layers", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.patchify"),
-        "dit.tracing",
+        *("dit.tracing", "dit.ranges"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -135,6 +135,7 @@ MAY_IMPORT = {
         "dit.condition_table",
         "dit.encoders",
         "dit.sampling",
+        "dit.resize",
     },
     "recipes": {"dit", "energon_data"},
     "launch": {"dit", "energon_data", "recipes"},
@@ -158,7 +159,7 @@ HEAVY_HOMES = {
     ),
     "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
     "nemo_run": ("recipes/", "launch/"),
-    "wandb": ("dit/monitoring/sinks.py",),
+    "wandb": ("dit/monitoring/sinks.py", "energon_data/wandb_table.py"),
 }
 
 

@@ -1,6 +1,8 @@
 """The device of this process."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +48,78 @@ def accelerator_versions() -> dict[str, Any]:
     }
 
 
+def begin_copy_to_host(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Start to copy a small tensor to the host; the host goes on.
+
+    Returns:
+        A function that waits for the copy and returns the values. After a later wait for the device it does not wait.
+    """
+    if not values.is_cuda:
+        return values.tolist
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
+
+
+class StepTimer:
+    """Seconds that the device was busy between two points of each step; the host does not wait for the device."""
+
+    def __init__(self) -> None:
+        self._began: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        """Mark the first point of a step."""
+        self._began = self._mark()
+
+    def stop(self) -> None:
+        """Mark the second one; without a first one nothing is measured."""
+        if self._began is not None:
+            self._spans.append((self._began, self._mark()))
+            self._began = None
+
+    def take(self) -> list[float]:
+        """Return the seconds of the steps since the last call, which the device must have finished."""
+        spans, self._spans = self._spans, []
+        if use_cuda():
+            return [first.elapsed_time(last) / 1000 for first, last in spans]
+        return [last - first for first, last in spans]
+
+    @staticmethod
+    def _mark() -> Any:
+        if not use_cuda():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 def synchronize() -> None:
     """Wait until the device has finished its queue."""
     if use_cuda():
         torch.cuda.synchronize()
+
+
+def device_seconds(call: Callable[[], object], repeats: int, cache_bytes: int = 256 << 20) -> list[float]:
+    """Time a call on the GPU, each time after its caches were overwritten; the host's own time is not in it."""
+    flush = torch.empty(cache_bytes, dtype=torch.int8, device=local_device())
+    times = []
+    for _ in range(repeats):
+        flush.zero_()  # the host issues the call while the device is at it
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        call()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after) / 1e3)
+    return times
 
 
 def peak_memory_bytes() -> int:

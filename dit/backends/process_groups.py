@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dit.backends import megatron_cpu
 from dit.backends.device import local_device, use_cuda
+from dit.backends.rendezvous import store_of_attempt
 from dit.backends.sharding import Axis
 from dit.errors import ConfigError, page_of
 
@@ -127,6 +128,9 @@ def connect(*, timeout_s: float = 600.0) -> None:
     if use_cuda():
         torch.cuda.set_device(local_device())
     try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
+            shared, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+            kwargs = {"rank": rank, "world_size": size, "store": store_of_attempt(shared, rank, size, timeout_s)}
         dist.init_process_group("nccl" if use_cuda() else "gloo", timeout=timedelta(seconds=timeout_s), **kwargs)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
@@ -164,6 +168,7 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_s / 60,  # it becomes a timedelta
     )
     # Megatron-Core's layers need its RNG tracker; we draw no numbers from it.
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
@@ -178,9 +183,14 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
 
 def any_rank(flag: bool) -> bool:
     """Return on every rank whether `flag` is True on any rank; every rank calls this."""
-    flags = torch.tensor([float(flag)], device=local_device())
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
+    return any_rank_each(flag)[0]
+
+
+def any_rank_each(*flags: bool) -> list[bool]:
+    """Return on every rank which of the flags are True on any rank; every rank calls this."""
+    found = torch.tensor(flags, dtype=torch.float32, device=local_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [bool(value) for value in found.tolist()]
 
 
 def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dit.backends.device import local_device
 from dit.backends.expert_dispatch import ExpertDispatch
+from dit.backends.graph_linears import GraphColumnLinear, GraphRowLinear, SumOverRanks
 from dit.backends.init import ZEROS, Init, uniform, with_init
 from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, sharding_of, state
 from dit.errors import ConfigError
@@ -32,22 +33,39 @@ class ColumnLinear(ColumnParallelLinear):
     """y = x W^T + b with the output features split over tensor-parallel ranks; gathers the tokens under SP.
 
     Attributes:
+        alone: no other rank has features of this layer: it is one call of torch.
+        bias_apart: whether the output lacks the bias.
         sums_bias: whether this layer computes the gradient of its bias.
     """
 
-    sums_bias = True
+    alone, bias_apart, sums_bias = False, False, True
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if self.sums_bias:
-            return super().forward(x_TD)[0]
-        return nn.functional.linear(x_TD, self.weight, self.bias.detach())
+        if not self.sums_bias:
+            return nn.functional.linear(x_TD, self.weight, self.bias.detach())
+        if self.alone:
+            return nn.functional.linear(x_TD, self.weight, None if self.bias_apart else self.bias)
+        return super().forward(x_TD)[0]
 
 
 class RowLinear(RowParallelLinear):
-    """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP."""
+    """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP.
+
+    Attributes:
+        alone, bias_apart: as in `ColumnLinear`.
+    """
+
+    alone, bias_apart = False, False
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        if self.alone:
+            return nn.functional.linear(x_TD, self.weight, None if self.bias_apart else self.bias)
         return super().forward(x_TD)[0]
+
+
+def missing_bias(layer: nn.Module) -> Optional[Tensor]:
+    """Return what the output of a parallel linear lacks, for the operation behind it: its bias, or None."""
+    return layer.bias if layer.bias_apart else None  # type: ignore[return-value]
 
 
 def _transformer_engine() -> tuple[Any, Any]:
@@ -89,6 +107,9 @@ class LayerProvider:
     ) -> None:
         self.config, self.kernels = config, kernels
         self._column, self._row = choose(LINEARS, Target(local_device(), config.params_dtype), linears).load()
+        if kernels.in_graph:
+            self._column, self._row = GraphColumnLinear, GraphRowLinear
+            self._sum_in_graph = SumOverRanks(groups and groups.tp)
         self.tp_group = None if groups is None else groups.tp
         self.tp_size = 1 if groups is None else groups.tp.size()
         self.tp_rank = 0 if groups is None else groups.tp.rank()
@@ -102,6 +123,11 @@ class LayerProvider:
     @property
     def sequence_parallel(self) -> bool:
         return self.config.sequence_parallel and self.tp_size > 1
+
+    @property
+    def _leaves_bias(self) -> bool:
+        """Whether an operation behind a linear adds its bias: a fused one does on its way, or no matrix product can."""
+        return self.kernels.sums_bias or self.tp_size > 1
 
     def split(self, count: int, what: str) -> int:
         """Return how many of `count` equal parts are local to this rank.
@@ -129,12 +155,12 @@ class LayerProvider:
         """Build a linear layer whose output features are split.
 
         Args:
-            bias_apart: the layer does not add its bias: the operation behind it does.
+            bias_apart: the layer need not add its bias: the operation behind it adds `missing_bias`.
             replicated_input: the input is replicated over tensor-parallel ranks, under sequence parallelism too (text):
                 nothing is gathered, and the input's gradient is complete on every rank.
         """
         self.split(out_features, "output features")
-        config = self.config
+        config, bias_apart = self.config, bias_apart and self._leaves_bias
         if replicated_input:
             config = copy(config)
             config.sequence_parallel = False
@@ -152,6 +178,7 @@ class LayerProvider:
         sharding = ParameterSharding(
             split_dim=0, gradient_covers="all_tokens" if replicated_input else "sequence_shard"
         )
+        layer.alone, layer.bias_apart = self.tp_size == 1, bias_apart
         _start(layer, sharding, sharding, init)
         return layer
 
@@ -177,9 +204,10 @@ class LayerProvider:
         """Build a linear layer whose input features are split.
 
         Args:
-            bias_apart: the layer does not add its bias: the operation behind it does.
+            bias_apart: the layer need not add its bias: the operation behind it adds `missing_bias`.
         """
         self.split(in_features, "input features")
+        bias_apart = bias_apart and self._leaves_bias
         layer = self._row(
             in_features,
             out_features,
@@ -191,6 +219,7 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
+        layer.alone, layer.bias_apart = self.tp_size == 1, bias_apart
         # The bias is added to this rank's tokens, after the sum over ranks.
         _start(layer, ParameterSharding(split_dim=1), REPLICATED, init)
         return layer
@@ -292,6 +321,8 @@ class LayerProvider:
         """Sum a tensor over the tensor-parallel ranks, and its gradient in the backward pass."""
         if self.tp_size == 1:
             return x
+        if self.kernels.in_graph:
+            return self._sum_in_graph(x)
         return copy_to_tensor_model_parallel_region(
             reduce_from_tensor_model_parallel_region(x, group=self.tp_group), group=self.tp_group
         )

@@ -6,6 +6,7 @@ its own checkpoint; the manifest names that folder and a digest of its files, so
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
@@ -25,13 +26,18 @@ from dit.models.lora import merge_adapters
 from dit.run_config import RunConfig
 
 
-def find_folder_together(path: str, groups: ProcessGroups, setting: str = "checkpoint.start_from") -> Path:
+def find_folder_together(
+    path: str, groups: ProcessGroups, reading: ExitStack, setting: str = "checkpoint.start_from"
+) -> Path:
     """Find the checkpoint of a setting and verify it; every rank hashes its share of the files.
+
+    Args:
+        reading: until it is closed, the checkpoint is not deleted.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
-    found = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups)
+    found = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups, reading)
     if found is None:
         raise CheckpointError(f"{setting}: {no_checkpoint(path)}")
     return found[0]
@@ -86,11 +92,12 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
     if config.model.adapters is None:
         return None
     assert config.checkpoint.start_from is not None  # `RunConfig.check`
-    folder = find_folder_together(config.checkpoint.start_from, groups)
-    frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
-    slot = check_start(folder, model_fingerprint(global_shapes(frozen, groups)))
-    load_weights(folder, chunks, groups, slot=slot, frozen=True)
-    return {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
+    with ExitStack() as reading:
+        folder = find_folder_together(config.checkpoint.start_from, groups, reading)
+        frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
+        slot = check_start(folder, model_fingerprint(global_shapes(frozen, groups)))
+        load_weights(folder, chunks, groups, slot=slot, frozen=True)
+        return {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
 
 
 def digest_of(manifest: Manifest) -> str:

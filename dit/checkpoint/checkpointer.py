@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import pickle
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional
 
@@ -41,6 +42,8 @@ class Checkpointer:
         self.store = store
         self.config = config
         self.resumed_metadata: dict[str, Any] = {}
+        self._fingerprint: Optional[dict[str, Any]] = None
+        self._config_text: Optional[str] = None
 
     def save(self, state: TrainState, metadata: dict[str, Any]) -> Path:
         """Write a checkpoint of `state.step` and make it current.
@@ -53,7 +56,7 @@ class Checkpointer:
         """
         groups, step = state.groups, state.step
         records: dict[str, FileRecord] = {}
-        fingerprint = model_fingerprint(global_shapes(parameters_of(state.shards), groups))
+        meta = self.meta(state)
         with fails_together():
             if groups.rank == 0:
                 self.store.begin(step)
@@ -62,28 +65,43 @@ class Checkpointer:
             records |= save_state(folder, state.shards, state.ema, state.optimizer, groups)
             if groups.is_data_reader:
                 (folder / "loader").mkdir(exist_ok=True)
-                position = io.BytesIO()  # torch's own file writer hides the error of the disk
-                torch.save(state.stream.state_dict(), position)
-                name = f"loader/dp_{groups.dp_rank:05d}.pt"
-                (folder / name).write_bytes(position.getbuffer())
+                name, position = self.loader_file(state)
+                (folder / name).write_bytes(position)
                 records[name] = hash_file(folder / name, flush=True)
             if groups.rank == 0:
-                (folder / CONFIG_FILE).write_text(yaml.safe_dump(self.config.to_record(), sort_keys=False))
+                (folder / CONFIG_FILE).write_text(self.config_text())
                 (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=1))
         parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
         dist.gather_object(records, parts)
         with fails_together():
             if parts is not None:
-                meta = {
-                    "consumed_samples": state.consumed_samples,
-                    "training_loss": state.training_loss,
-                    **held_out_meta(state.held_out),
-                    "fingerprint": fingerprint,
-                    "torch": torch.__version__,
-                    **({} if state.base is None else {BASE: state.base}),
-                }
                 self.store.publish(step, meta, {name: record for part in parts for name, record in part.items()})
         return self.store.path(step)
+
+    def meta(self, state: TrainState) -> dict[str, Any]:
+        """Return the metadata of the manifest; every rank calls this."""
+        if self._fingerprint is None:
+            self._fingerprint = model_fingerprint(global_shapes(parameters_of(state.shards), state.groups))
+        return {
+            "consumed_samples": state.consumed_samples,
+            "training_loss": state.training_loss,
+            **held_out_meta(state.held_out),
+            "fingerprint": self._fingerprint,
+            "torch": torch.__version__,
+            **({} if state.base is None else {BASE: state.base}),
+        }
+
+    def loader_file(self, state: TrainState) -> tuple[str, bytes]:
+        """Return name and content of the file with the position of this data-parallel rank in the data."""
+        position = io.BytesIO()  # torch's own file writer hides the error of the disk
+        torch.save(state.stream.state_dict(), position)
+        return f"loader/dp_{state.groups.dp_rank:05d}.pt", position.getvalue()
+
+    def config_text(self) -> str:
+        """Return the record of the run's settings."""
+        if self._config_text is None:  # as long as it takes to copy the state of a small model
+            self._config_text = yaml.safe_dump(self.config.to_record(), sort_keys=False)
+        return self._config_text
 
     def attach_held_out(self, state: TrainState) -> None:
         """Add the newest held-out loss to the checkpoint of `state.step`, which was saved before it was measured.
@@ -111,9 +129,13 @@ class Checkpointer:
             ConfigError: it belongs to another model or experiment, or holds imported weights; or `never` and there is
                 one.
         """
+        with ExitStack() as reading:
+            return self._resume(state, mode, reading)
+
+    def _resume(self, state: TrainState, mode: str, reading: ExitStack) -> bool:
         path = self.config.checkpoint.resume_from
         steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
-        found = newest_valid_together(candidates, state.groups)
+        found = newest_valid_together(candidates, state.groups, reading)
         if found is None:
             if steps and mode != "never":
                 raise CheckpointError(
@@ -121,7 +143,7 @@ class Checkpointer:
                     "above; restore one, or train again from step 0 with checkpoint.resume=never"
                 )
             if path is not None:
-                folder = find_folder_together(path, state.groups, "checkpoint.resume_from")
+                folder = find_folder_together(path, state.groups, reading, "checkpoint.resume_from")
                 found = folder, read_manifest(folder)
             elif mode == "must":
                 raise CheckpointError(
@@ -156,14 +178,33 @@ class Checkpointer:
                 logger.info("changed since step %d: %s", manifest.step, change)
             if restarts_data:
                 logger.info("the data start afresh at step %d", manifest.step)
-        load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
+        self._load(state, folder, manifest)
         if not restarts_data:
             state.stream.load_state_dict(read_loader_state(folder))
+        self.resumed_metadata = read_metadata(folder)
+
+    def rewind(self, state: TrainState) -> Optional[dict[str, Any]]:
+        """Go back to the newest valid checkpoint of this run; the data stay where they are.
+
+        Returns:
+            The checkpoint's `metadata`, see `save`; None, and an unchanged state, if there is no valid checkpoint.
+        """
+        candidates = on_first_rank(self.store.newest_first, state.groups)
+        with ExitStack() as reading:
+            found = newest_valid_together(candidates, state.groups, reading)
+            if found is None:
+                return None
+            self._load(state, *found)
+            return read_metadata(found[0])
+
+    @staticmethod
+    def _load(state: TrainState, folder: Path, manifest: Manifest) -> None:
+        """Load all but the position of the data."""
+        load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
         state.step = manifest.step
         state.consumed_samples = int(manifest.meta["consumed_samples"])
         state.training_loss = manifest.training_loss
         state.held_out = manifest.held_out
-        self.resumed_metadata = read_metadata(folder)
 
     def _check_ema(self, state: TrainState, folder: Path, saved: dict[str, Any]) -> None:
         had_ema = saved["training"]["ema_decay"] is not None

@@ -1,14 +1,19 @@
 """Reading a run from disk: a verified checkpoint, its settings, and the names of its weights."""
 
+import logging
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
-from dit.checkpoint.manifest import read_manifest
+from dit.checkpoint.manifest import read_manifest, verify_folder
+from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
 from dit.run_config import RunConfig
 from dit.settings import CheckpointConfig
+
+logger = logging.getLogger(__name__)
 
 
 def candidates(path: Path | str) -> list[Path]:
@@ -31,20 +36,33 @@ def no_checkpoint(path: Path | str) -> CheckpointError:
     )
 
 
-def find_checkpoint(path: Path | str) -> tuple[Path, int]:
+def find_checkpoint(path: Path | str, reading: Optional[ExitStack] = None) -> tuple[Path, int]:
     """Return a verified checkpoint folder and its step, from a run folder or one of its checkpoints.
+
+    Args:
+        reading: until it is closed, the checkpoint is not deleted by a run that goes on; None does not keep it.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     path = Path(path)
-    store = CheckpointStore(path / "checkpoints", CheckpointConfig())
     if path.name.startswith("iter_"):
-        return path, store.verify(path).step
-    found = store.newest_valid() if path.is_dir() else None
-    if found is None:
-        raise no_checkpoint(path)
-    return found[0], found[1].step
+        return path, _verified(path, reading)
+    for folder in candidates(path):
+        try:
+            return folder, _verified(folder, reading)
+        except CheckpointError as error:
+            logger.warning("skipping checkpoint %s: %s", folder.name, error)
+    raise no_checkpoint(path)
+
+
+def _verified(folder: Path, reading: Optional[ExitStack]) -> int:
+    with ExitStack() as this:
+        this.enter_context(being_read(folder))
+        step = verify_folder(folder).step
+        if reading is not None:
+            reading.push(this.pop_all())
+        return step
 
 
 def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:

@@ -32,8 +32,8 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "path blend blend_steps train_split shuffle_buffer max_samples_per_sequence max_tokens_per_pack "
         "pack_cost_tokens packing_buffer_size pad_packs bucket_by_shape max_text_tokens max_tokens_per_sample "
         "min_aesthetic_score min_side max_side max_aspect_ratio min_seconds max_seconds min_caption_length "
-        "max_caption_length resize_side crop_size random_crop flip vary_captions online_vae online_text_encoder "
-        "online_precision frames height width shapes text_tokens fps dataset_size",
+        "max_caption_length resize_side crop_size random_crop flip corrupt_low_resolution vary_captions online_vae "
+        "online_text_encoder online_precision frames height width shapes text_tokens fps dataset_size",
         # The stream itself refuses another number of streams than it saved.
         "num_streams background max_abs_latent max_lost_samples require_checksums validation_split "
         "validation_micro_batches",
@@ -44,9 +44,11 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "training": (
         "global_batch_size precision seed ema_decay ema_start_step ema_interval",
         # The stream itself refuses another micro-batch than it saved, by the number that fits the layout.
-        "run_dir num_steps micro_batch_size attention linears kernels compile recompute recompute_layers ema_offload "
-        "log_interval validation_interval validate_raw_weights sanity_micro_batches sample_interval "
-        "hooks stop_at_step",
+        "run_dir num_steps micro_batch_size loss_scale initial_loss_scale min_loss_scale loss_scale_window attention "
+        "linears kernels compile recompute recompute_layers ema_offload log_interval validation_interval "
+        "validate_raw_weights sanity_micro_batches sample_interval hooks stop_at_step time_limit collective_timeout_s "
+        "on_bad_numbers spike_threshold spike_window max_bad_steps bad_steps_within "
+        "hang_timeout_s",
     ),
     "checkpoint": ("", EVERY),
     "logging": ("", EVERY),

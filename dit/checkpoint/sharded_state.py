@@ -15,7 +15,7 @@ depend on the optimizer or on the layout that wrote them. Each rank writes and r
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -32,6 +32,7 @@ from dit.checkpoint.state_files import StateReader, file_of_rank, write_boxes, w
 from dit.errors import CheckpointError
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import SLOTS, MasterShard, copy_masters_to_model, get_step_count, set_step_count
+from dit.parallel.loss_scale import loss_scale_of
 
 ADAM_STEP = "adam_step"
 MIN_SHARE_ELEMENTS = 1024
@@ -112,6 +113,65 @@ def fails_together() -> Iterator[None]:
     raise_together(failure, CheckpointError("another rank could not write its part of the checkpoint; see its error"))
 
 
+@dataclass(frozen=True)
+class OwnState:
+    """What one rank writes.
+
+    Attributes:
+        parts: of each parameter that it writes a part of, the global shape and the boxes.
+        slots: names of the tensors of a parameter; all have the same boxes.
+        values: a view of the state for each box, in the order of `boxes`.
+    """
+
+    parts: dict[str, tuple[tuple[int, ...], list[Box]]]
+    slots: list[str]
+    values: list[Tensor]
+
+    @property
+    def boxes(self) -> dict[str, list[Box]]:
+        """The boxes of each tensor, by its name."""
+        return {f"{slot}.{name}": boxes for name, (_, boxes) in self.parts.items() for slot in self.slots}
+
+
+def own_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: ProcessGroups) -> OwnState:
+    """Return what this rank writes; nothing is copied."""
+    own = OwnState({}, [], [])
+    seen = set()
+    for i, shard in enumerate(shards):
+        if shard.name in seen:
+            continue  # another chunk's copy, equal to the bit
+        seen.add(shard.name)
+        owned = part_of(shard.parameter, groups, shard.start, shard.stop)
+        share = share_of_copy(owned, shard.name, *copy_of(shard, groups))
+        tensors = _values(shards, ema, i)
+        own.slots[:] = tensors
+        if share.start < share.stop:
+            own.parts[shard.name] = owned.shape, [box for box, _ in share.views(shard.main, shard.start)]
+            own.values.extend(view for tensor in tensors.values() for _, view in share.views(tensor, shard.start))
+    return own
+
+
+def gather_parts(own: OwnState, groups: ProcessGroups) -> Optional[list[OwnState]]:
+    """Return what each rank writes, values aside, on rank 0, and None on the others; every rank calls this."""
+    found: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
+    dist.gather_object(OwnState(own.parts, own.slots, []), found)
+    return found
+
+
+def contents_of(
+    found: Sequence[OwnState],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, list[Box]]]]:
+    """Return the shape of every tensor by name, and the boxes in the file of each rank."""
+    shapes = {f"{slot}.{name}": shape for own in found for name, (shape, _) in own.parts.items() for slot in own.slots}
+    return shapes, {file_of_rank(rank): own.boxes for rank, own in enumerate(found)}
+
+
+def scalars_of(optimizer: MegatronOptimizer) -> dict[str, float]:
+    """Return what the optimizer's state has beside tensors: the number of its updates, and fp16's loss scale."""
+    scale = loss_scale_of(optimizer)
+    return {ADAM_STEP: get_step_count(optimizer), **({} if scale is None else scale.scalars())}
+
+
 def save_state(
     directory: Path,
     shards: Sequence[MasterShard],
@@ -128,36 +188,14 @@ def save_state(
         OSError: this rank could not write its part.
         CheckpointError: another rank could not write.
     """
-    mine: dict[str, tuple[tuple[int, ...], list[Box]]] = {}  # every slot has the same boxes
-    values: list[Tensor] = []
-    slots: list[str] = []
-    seen = set()
-    for i, shard in enumerate(shards):
-        if shard.name in seen:
-            continue  # another chunk's copy, equal to the bit
-        seen.add(shard.name)
-        owned = part_of(shard.parameter, groups, shard.start, shard.stop)
-        share = share_of_copy(owned, shard.name, *copy_of(shard, groups))
-        tensors = _values(shards, ema, i)
-        slots = list(tensors)
-        if share.start < share.stop:
-            mine[shard.name] = owned.shape, [box for box, _ in share.views(shard.main, shard.start)]
-            values += [view for tensor in tensors.values() for _, view in share.views(tensor, shard.start)]
-    boxes = {f"{slot}.{name}": parts for name, (_, parts) in mine.items() for slot in slots}
-    file = file_of_rank(groups.rank)
+    own, file = own_state(shards, ema, groups), file_of_rank(groups.rank)
     record: dict[str, FileRecord] = {}
     with fails_together():
-        record = {file: write_boxes(directory / file, boxes, values)}
-    found: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
-    dist.gather_object(mine, found)
+        record = {file: write_boxes(directory / file, own.boxes, own.values)}
+    found = gather_parts(own, groups)
     with fails_together():
         if found is not None:
-            shapes = {f"{slot}.{name}": shape for part in found for name, (shape, _) in part.items() for slot in slots}
-            files = {
-                file_of_rank(rank): {f"{slot}.{name}": parts for name, (_, parts) in part.items() for slot in slots}
-                for rank, part in enumerate(found)
-            }
-            write_index(directory, shapes, files, {ADAM_STEP: get_step_count(optimizer)})
+            write_index(directory, *contents_of(found), scalars_of(optimizer))
     return record
 
 
@@ -194,7 +232,10 @@ def load_shards(
         owned = part_of(shard.parameter, groups, shard.start, shard.stop)
         for slot, target in _values(shards, ema, i).items():
             reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(target, shard.start))
-    set_step_count(optimizer, reader.scalars[ADAM_STEP])
+    set_step_count(optimizer, int(reader.scalars[ADAM_STEP]))
+    scale = loss_scale_of(optimizer)
+    if scale is not None:
+        scale.load(reader.scalars)
 
 
 @torch.no_grad()

@@ -63,6 +63,29 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
     Raises:
         OSError: writing failed.
     """
+    head, end = head_of(boxes)
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
+            for piece in _pieces(head, values):
+                hashed = hashing.submit(digest.update, piece)
+                write_all(descriptor, piece)
+                hashed.result()
+                size += len(piece)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if size != len(head) + end:
+        raise ValueError(f"{path.name}: {size} bytes of values for boxes of {len(head) + end} bytes")
+    return FileRecord(size, digest.hexdigest())
+
+
+def head_of(boxes: Boxes) -> tuple[bytes, int]:
+    """Return what precedes the values in a safetensors file of float32 boxes, and the bytes of these values.
+
+    The head is a multiple of 8 bytes.
+    """
     header: dict[str, Any] = {}
     end = 0
     for name, parts in boxes.items():
@@ -71,21 +94,7 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
             header[_key(name, box)] = {"dtype": "F32", "shape": list(box.sizes), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    try:
-        with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
-            for piece in _pieces(len(text).to_bytes(8, "little") + text, values):
-                hashed = hashing.submit(digest.update, piece)
-                write_all(descriptor, piece)
-                hashed.result()
-                size += len(piece)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if size != 8 + len(text) + end:
-        raise ValueError(f"{path.name}: {size} bytes of values for boxes of {8 + len(text) + end} bytes")
-    return FileRecord(size, digest.hexdigest())
+    return len(text).to_bytes(8, "little") + text, end
 
 
 def _pieces(head: bytes, values: Iterable[Tensor]) -> Iterable[memoryview]:
@@ -98,18 +107,27 @@ def _pieces(head: bytes, values: Iterable[Tensor]) -> Iterable[memoryview]:
 
 
 def write_index(
-    folder: Path, shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes], scalars: Mapping[str, int]
+    folder: Path, shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes], scalars: Mapping[str, float]
 ) -> None:
     """Write the index of a finished state.
 
     Args:
         shapes: of every full tensor by name.
         parts: the boxes in each file, by the file's name.
-        scalars: integers of the state.
+        scalars: numbers of the state.
 
     Raises:
         CheckpointError: the boxes of a tensor do not cover it exactly.
         OSError: writing failed.
+    """
+    write_atomic(folder / INDEX, index_text(tensors_text(shapes, parts), scalars))
+
+
+def tensors_text(shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes]) -> str:
+    """Return the JSON of the tensors of an index, which is the same for every step of a layout; see `write_index`.
+
+    Raises:
+        CheckpointError: the boxes of a tensor do not cover it exactly.
     """
     found: dict[str, list[Any]] = {name: [] for name in shapes}
     for file, boxes in parts.items():
@@ -118,19 +136,24 @@ def write_index(
     for name, shape in shapes.items():
         _check_complete(name, shape, [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes in found[name]])
     tensors = {name: {"shape": list(shape), "boxes": found[name]} for name, shape in shapes.items()}
-    body = {"format": FORMAT, "scalars": dict(scalars), "tensors": tensors}
-    write_atomic(folder / INDEX, json.dumps(body, separators=(",", ":")))
+    return json.dumps(tensors, separators=(",", ":"))
+
+
+def index_text(tensors: str, scalars: Mapping[str, float]) -> str:
+    """Return the text of an index: its tensors, see `tensors_text`, and integers of the state."""
+    named = json.dumps(dict(scalars), separators=(",", ":"))
+    return f'{{"format":{FORMAT},"scalars":{named},"tensors":{tensors}}}'
 
 
 def write_full_state(
-    folder: Path, shapes: Mapping[str, Sequence[int]], values: Iterable[Tensor], scalars: Mapping[str, int]
+    folder: Path, shapes: Mapping[str, Sequence[int]], values: Iterable[Tensor], scalars: Mapping[str, float]
 ) -> dict[str, FileRecord]:
     """Write full tensors, one by one, as the state of a single process.
 
     Args:
         shapes: of every tensor by name.
         values: the tensors in the same order, float32 and contiguous.
-        scalars: integers of the state.
+        scalars: numbers of the state.
 
     Returns:
         Size and SHA-256 of the file, by its name.
@@ -139,6 +162,13 @@ def write_full_state(
     record = write_boxes(folder / file, boxes, values)
     write_index(folder, shapes, {file: boxes}, scalars)
     return {file: record}
+
+
+def _finite(value: object) -> float:
+    """Return a number of the index; an integer stays one."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return value
 
 
 def _check_complete(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
@@ -180,7 +210,7 @@ class StateReader:
             body = json.loads((folder / INDEX).read_text())
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{folder / INDEX} is of format {body['format']!r}, this version reads {FORMAT}")
-            self.scalars = {str(name): int(value) for name, value in body["scalars"].items()}
+            self.scalars: dict[str, float] = {str(name): _finite(value) for name, value in body["scalars"].items()}
             self.shapes = {name: tuple(map(int, entry["shape"])) for name, entry in body["tensors"].items()}
             self._stored = {
                 name: [(_plain(file), Box(tuple(map(int, o)), tuple(map(int, s)))) for file, o, s in entry["boxes"]]

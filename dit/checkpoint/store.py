@@ -38,6 +38,7 @@ from dit.checkpoint.manifest import (
     step_of_folder,
     verify_folder,
 )
+from dit.checkpoint.reader_lock import to_delete
 from dit.durable_files import fsync_dir, write_atomic
 from dit.errors import CheckpointError, UserError
 from dit.settings import CheckpointConfig
@@ -213,7 +214,8 @@ class CheckpointStore:
 
         Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, the `keep_best`
         ones with the lowest held-out loss, and the `keep_best_training` ones with the lowest training loss. The rules
-        ignore damaged checkpoints. Nothing is deleted unless one of the retained checkpoints verifies.
+        ignore damaged checkpoints. Nothing is deleted unless one of the retained checkpoints verifies, and none that
+        somebody reads (`dit.checkpoint.reader_lock`): the next save deletes it.
 
         Args:
             up_to: ignore newer checkpoints (a run that resumed before damaged ones replaces them later); None for no
@@ -232,11 +234,18 @@ class CheckpointStore:
         if verified is None and unselected and not any(self._is_valid(step) for step in sorted(keep, reverse=True)):
             logger.warning("deleting no checkpoint: none of those to keep (%s) is valid", sorted(keep))
             return []
-        for step in unselected:
-            self._discard(self.path(step))
-        if unselected:
-            logger.debug("deleted checkpoints of steps %s, retained %s", unselected, sorted(keep))
-        return unselected
+        deleted = [step for step in unselected if self._delete(step)]
+        if deleted:
+            logger.debug("deleted checkpoints of steps %s, retained %s", deleted, sorted(keep))
+        return deleted
+
+    def _delete(self, step: int) -> bool:
+        """Delete a checkpoint unless somebody reads it; return whether it was deleted."""
+        with suppress(OSError), to_delete(self.path(step)) as unread:
+            if unread:
+                self._discard(self.path(step))
+            return unread
+        return False
 
     def _retained(self, manifests: Mapping[int, Manifest]) -> set[int]:
         newest = sorted(manifests, reverse=True)
@@ -247,7 +256,7 @@ class CheckpointStore:
         return keep | _lowest({step: m.training_loss for step, m in manifests.items()}, self.config.keep_best_training)
 
     def _folders(self) -> Iterator[tuple[int, Path]]:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             for folder in self.root.iterdir():
                 step = step_of_folder(folder.name)
                 if step is not None and folder.is_dir():

@@ -13,7 +13,10 @@ from dit.data_api import BatchSpec, DataStream
 from dit.models.base import Backbone
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import MasterShard, master_shards
+from dit.optimizer.update import Update, build_update
 from dit.parallel.build import build_model, build_optimizer, wrap
+from dit.parallel.implementations import target_of
+from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.run_config import RunConfig
 
 
@@ -24,9 +27,11 @@ class TrainState:
     Attributes:
         chunks: this rank's unwrapped model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
         step: optimizer steps done.
+        update: changes weights and average.
         consumed_samples: samples trained on by all ranks.
         training_loss: the newest training loss in the log; None before the first.
         held_out: the newest held-out loss; None before the first.
+        loss_scale: of an fp16 run; None in another precision.
         base: the checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
     """
 
@@ -37,10 +42,12 @@ class TrainState:
     ema: Optional[EMA]
     stream: DataStream
     groups: ProcessGroups
+    update: Update
     step: int = 0
     consumed_samples: int = 0
     training_loss: Optional[float] = None
     held_out: Optional[HeldOut] = None
+    loss_scale: Optional[LossScale] = None
     base: Optional[Mapping[str, str]] = None
 
     @property
@@ -64,7 +71,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     chunks = build_model(config.model, config.parallel, training, groups, uncertainty=learned)
     base = load_base(config, chunks, groups)
     wrapped = wrap(chunks, config.parallel, groups)
-    optimizer = build_optimizer(wrapped, config.optimizer, config.parallel, training.precision, groups)
+    optimizer = build_optimizer(wrapped, config.optimizer, config.parallel, training, groups)
     shards = master_shards(optimizer, chunks)
     ema = None
     if training.ema_decay is not None:
@@ -78,4 +85,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         log_dir=training.run_dir if groups.is_data_reader else None,
         micro_batches_per_step=training.global_batch_size // spec.micro_batch_size,
     )
-    return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups, base=base)
+    target = target_of(config.model, training.precision)
+    update = build_update(optimizer, shards, ema, config.optimizer.clip_grad, target, training.kernels)
+    scale = loss_scale_of(optimizer)
+    return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups, update, loss_scale=scale, base=base)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.manifest import Manifest, verify_folder
+from dit.checkpoint.reader_lock import being_read
 from dit.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -22,25 +24,31 @@ def on_first_rank(read: Callable[[], T], groups: ProcessGroups) -> T:
     return result[0]
 
 
-def newest_valid_together(candidates: Sequence[Path], groups: ProcessGroups) -> Optional[tuple[Path, Manifest]]:
+def newest_valid_together(
+    candidates: Sequence[Path], groups: ProcessGroups, reading: ExitStack
+) -> Optional[tuple[Path, Manifest]]:
     """Return the first checkpoint that verifies, None if there is none; every rank calls this.
 
     Rank 0 logs a warning for each one that does not verify.
 
     Args:
         candidates: folders, in the order in which they are tried; the same on every rank.
+        reading: until it is closed, the checkpoint is not deleted.
     """
     for folder in candidates:
         problem: Optional[str] = None
-        try:
-            manifest = verify_folder(folder, share=(groups.rank, groups.world_size))
-        except CheckpointError as error:
-            problem = str(error)
-        problems: list[Any] = [None] * groups.world_size
-        dist.all_gather_object(problems, problem)
-        named = next((problem for problem in problems if problem is not None), None)
-        if named is None:
-            return folder, manifest
+        with ExitStack() as this:
+            try:
+                this.enter_context(being_read(folder))
+                manifest = verify_folder(folder, share=(groups.rank, groups.world_size))
+            except CheckpointError as error:
+                problem = str(error)
+            problems: list[Any] = [None] * groups.world_size
+            dist.all_gather_object(problems, problem)
+            named = next((problem for problem in problems if problem is not None), None)
+            if named is None:
+                reading.push(this.pop_all())
+                return folder, manifest
         if groups.rank == 0:
             logger.warning("skipping checkpoint %s: %s", folder.name, named)
     return None

@@ -1,5 +1,7 @@
 """Start a new run from the weights of another one: the next stage of a training, or fine-tuning."""
 
+from contextlib import ExitStack
+
 import torch
 
 from dit.checkpoint.base_model import check_start, find_folder_together
@@ -26,10 +28,11 @@ def start_from(path: str, state: TrainState) -> None:
         CheckpointError: there is no valid checkpoint.
         ConfigError: it belongs to another model, or has adapters alone.
     """
-    folder = find_folder_together(path, state.groups)
-    shards = [shard for shard in state.shards if not shard.name.startswith(UNCERTAINTY)]
-    slot = check_start(folder, model_fingerprint(global_shapes(parameters_of(shards), state.groups)))
-    load_masters(folder, slot, shards, state.groups)
+    with ExitStack() as reading:
+        folder = find_folder_together(path, state.groups, reading)
+        shards = [shard for shard in state.shards if not shard.name.startswith(UNCERTAINTY)]
+        slot = check_start(folder, model_fingerprint(global_shapes(parameters_of(shards), state.groups)))
+        load_masters(folder, slot, shards, state.groups)
     if state.ema is not None:
         for average, shard in zip(state.ema.values, state.shards, strict=True):
             average.copy_(shard.main)

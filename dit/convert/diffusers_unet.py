@@ -1,13 +1,14 @@
-"""diffusers' `UNet2DConditionModel` in the form of Stable Diffusion v1, and our latent-diffusion UNet.
+"""diffusers' `UNet2DConditionModel` in the forms of Stable Diffusion v1 and XL, and our latent-diffusion UNet.
 
 All differences of their model: q, k and v (in cross-attention k and v) as separate matrices; the projections around a
-transformer as convolutions of 1 x 1; other names. Times are steps 0 to 999, and our network gets a thousandth of them.
-Our learned null token for a dropped text has no counterpart: Stable Diffusion takes the embedding of the empty text,
-and attends to the padding of all texts (`:padded` of `--text-encoder` stores it). What their input has more channels of
-than their output is our control picture, behind the latent.
+transformer as convolutions of 1 x 1, where all resolutions have as many heads; other names. Times are steps 0 to 999,
+and our network gets a thousandth of them. Our learned null token for a dropped text has no counterpart: Stable
+Diffusion takes the embedding of the empty text (XL: zeros), and attends to the padding of all texts (`:padded` of
+`--text-encoder` stores it). What their input has more channels of than their output is our control picture, behind the
+latent.
 
-Models with other blocks, with conditions besides time and text (SDXL), or with another number of heads at each
-resolution (Stable Diffusion v2) are refused.
+Models with other blocks, with conditions besides time, text, and SDXL's pooled text and lengths, or with heads of
+different sizes are refused.
 
 Source: diffusers 0.38, `models/unets/unet_2d_condition.py`, names and settings.
 """
@@ -20,12 +21,14 @@ from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedMod
 from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
 from dit.objectives.ddpm import DDPM
 
 DOWN, UP = ("DownBlock2D", "CrossAttnDownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
 """Their blocks, without and with transformers."""
 NAMES = {
     "time.": "time_embedding.",
+    "added.": "add_embedding.",
     ".condition.": ".time_emb_proj.",
     ".downsampler.": ".downsamplers.0.conv.",
     ".upsampler.": ".upsamplers.0.conv.",
@@ -35,6 +38,8 @@ NAMES = {
 }
 """Parts of our names that differ, with theirs."""
 NULL = "text.null"
+ADDED = {"addition_embed_type": "text_time", "addition_time_embed_dim": LENGTH_FEATURES}
+"""Settings of theirs for a pooled text and six lengths."""
 ONLY_THESE = {"patch_spatial": 1, "patch_temporal": 1, "num_classes": None}
 
 DEFAULTS: Mapping[str, Any] = {
@@ -90,6 +95,8 @@ DEFAULTS: Mapping[str, Any] = {
 FOLLOWED = (
     *("sample_size", "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels"),
     *("layers_per_block", "norm_num_groups", "cross_attention_dim", "transformer_layers_per_block"),
+    *("use_linear_projection", "addition_embed_type", "addition_time_embed_dim"),
+    "projection_class_embeddings_input_dim",
     *("attention_head_dim", "dropout", "upcast_attention", "addition_embed_type_num_heads"),
 )
 """Settings of theirs that ours follows, or that change no number of the network that is read."""
@@ -112,19 +119,25 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             "down_block_types": [DOWN[kind] for kind in with_text],
             "up_block_types": [UP[kind] for kind in reversed(with_text)],
         }
-        numbers = (
-            "in_channels",
-            "out_channels",
-            "layers_per_block",
-            "cross_attention_dim",
-            "attention_head_dim",
-            "sample_size",
-        )
+        numbers = ["in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "sample_size"]
+        heads, head_size = published["attention_head_dim"], None
+        if isinstance(heads, list | tuple):  # theirs is the number of heads, whatever its name
+            sizes = {width / count for width, count in zip(channels, heads)}
+            head_size = int(sizes.pop()) if len(heads) == len(channels) and len(sizes) == 1 else None
+        if head_size is None:
+            numbers.append("attention_head_dim")
+        embedding = {name: published[name] for name in (*ADDED, "projection_class_embeddings_input_dim")}
+        inputs = embedding.pop("projection_class_embeddings_input_dim")
+        pooled = None
+        if embedding == ADDED and isinstance(inputs, int):
+            pooled = inputs - LENGTHS * LENGTH_FEATURES
         odd = [f"{name}={published[name]!r}" for name in numbers if not isinstance(published[name], int)]
+        if pooled is None:
+            odd += [f"{name}={value!r}" for name, value in embedding.items() if value is not None]
         odd += [
             f"{name}={published[name]!r} (only {value!r})"
-            for name, value in shown.items()
-            if list(published[name]) != value
+            for name, value in {**shown, "use_linear_projection": head_size is not None}.items()
+            if _plain(published[name]) != value
         ]
         control = 0 if odd else published["in_channels"] - published["out_channels"]
         if control < 0:
@@ -142,14 +155,15 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             layers_per_block=published["layers_per_block"],
             transformer_layers=[depth if has else 0 for depth, has in zip(depths, with_text)],
             mid_transformer_layers=depths[-1],
-            num_attention_heads=published["attention_head_dim"],  # theirs is the number of heads, whatever its name
+            num_attention_heads=8 if head_size is not None else heads,
+            head_size=head_size,
+            pooled_size=pooled,
             norm_num_groups=published["norm_num_groups"],
         )
         size = published["sample_size"]
         objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
-        return TrainedModel(
-            model, objective, (1, size, size), {"solver": "ddim", "num_steps": 50, "guidance_scale": 7.5}
-        )
+        sampling = {"solver": "ddim", "num_steps": 50, "guidance_scale": 7.5 if pooled is None else 5.0}
+        return TrainedModel(model, objective, (1, size, size), sampling)
 
     def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         what = f"{self.class_name} cannot hold this model"
@@ -178,14 +192,26 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             "transformer_layers_per_block": bottom if set(depths) == {bottom} else depths,
             "attention_head_dim": model.num_attention_heads,
         }
+        if model.head_size is not None:
+            heads = [channels // model.head_size for channels in model.block_out_channels]
+            settings |= {"attention_head_dim": heads, "use_linear_projection": True}
+        if model.pooled_size is not None:
+            inputs = model.pooled_size + LENGTHS * LENGTH_FEATURES
+            settings |= {**ADDED, "projection_class_embeddings_input_dim": inputs}
         return settings, []
 
     def rules(self, model: LDMUNetConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         why = "they embed the empty text where ours has a learned token for no text"
-        return RuleBook(shapes, [_rule(name, shapes[name]) for name in shapes if name != NULL], only_ours={NULL: why})
+        linear = model.head_size is not None
+        rules = [_rule(name, shapes[name], linear=linear) for name in shapes if name != NULL]
+        return RuleBook(shapes, rules, only_ours={NULL: why})
 
 
-def _rule(name: str, shape: Shape) -> Rule:
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _rule(name: str, shape: Shape, *, linear: bool) -> Rule:
     theirs = name
     for ours, other in NAMES.items():
         theirs = theirs.replace(ours, other)
@@ -196,6 +222,6 @@ def _rule(name: str, shape: Shape) -> Rule:
             tuple(f"{fused[1]}.to_{part}.weight" for part in parts),
             ByHead(1, (shape[0] // len(parts),) * len(parts)),  # part after part, all heads in each
         )
-    if re.search(r"\.proj_(in|out)\.weight", theirs):
+    if not linear and re.search(r"\.proj_(in|out)\.weight", theirs):
         return Rule(name, (theirs,), Axes("d c 1 1 -> d c"))
     return Rule(name, (theirs,))

@@ -53,7 +53,7 @@ class TextEncoder:
         transformers_logging.disable_progress_bar()
         try:
             self._tokenizer = _load_tokenizer(config.name)
-            model = _class_of(self.geometry.kind).from_pretrained(
+            model = class_of(self.geometry.kind).from_pretrained(
                 **source_of(config.name), dtype=DTYPES[precision], use_safetensors=True
             )
         except (OSError, ValueError, RuntimeError) as error:
@@ -136,7 +136,8 @@ def _check_weights(name: str) -> None:
         )
 
 
-def _class_of(kind: str) -> Any:
+def class_of(kind: str) -> Any:
+    """Return the class of transformers that loads a kind of network."""
     import transformers
 
     names = {

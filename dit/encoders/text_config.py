@@ -236,7 +236,7 @@ def read_geometry(name: str) -> TextGeometry:
         _check_installed(name, "transformers", ENCODERS[name].package)
         known = ENCODERS[name]
         return TextGeometry(kind="sentence", width=known.width, pooled=known.width, max_tokens=known.max_tokens)
-    return _geometry_of(name, _config(name))
+    return _geometry_of(name, config_of(name))
 
 
 def _check_installed(name: str, *packages: str) -> None:
@@ -271,7 +271,12 @@ def source_of(name: str) -> dict[str, Any]:
 
 
 @lru_cache
-def _config(name: str) -> Any:
+def config_of(name: str) -> Any:
+    """Return the configuration of a text encoder, as transformers reads it.
+
+    Raises:
+        ConfigError: there is none of that name, or a package is not installed.
+    """
     source = source_of(name)
     _check_installed(name, "transformers")
     from transformers import AutoConfig

@@ -56,7 +56,7 @@ class Geometry:
         """
         if name == IDENTITY:
             return cls(kind=IDENTITY, channels=3, time=1, space=1, mean=(0.0,), std=(1.0,))
-        return cls.of(_config(name), name)
+        return cls.of(config_of(name), name)
 
     @classmethod
     def of(cls, config: dict[str, Any], name: str) -> "Geometry":
@@ -110,7 +110,12 @@ def _folder(name: str) -> Optional[Path]:
     return path if (path / "config.json").is_file() else path / "vae"
 
 
-def _config(name: str) -> dict[str, Any]:
+def config_of(name: str) -> dict[str, Any]:
+    """Return the configuration of an autoencoder.
+
+    Raises:
+        ConfigError: there is none of that name, or diffusers is not installed.
+    """
     folder = _folder(name)
     try:
         if folder is not None:
@@ -137,13 +142,14 @@ def _defaults(kind: str) -> dict[str, Any]:
     import inspect
 
     try:
-        parameters = inspect.signature(_class_of(kind).__init__).parameters
+        parameters = inspect.signature(class_of(kind).__init__).parameters
     except ImportError as error:
         raise _not_installed(kind) from error
     return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
 
 
-def _class_of(kind: str) -> Any:
+def class_of(kind: str) -> Any:
+    """Return a class of diffusers by its name."""
     import diffusers
 
     return getattr(diffusers, kind)
@@ -172,7 +178,7 @@ class VAE:
     def _load(self, name: str) -> Any:
         folder = _folder(name)
         try:
-            kind = _class_of(self.geometry.kind)
+            kind = class_of(self.geometry.kind)
             # low_cpu_mem_usage: its default needs accelerate, and warns where that is not installed.
             options = {"torch_dtype": self.dtype, "use_safetensors": True, "low_cpu_mem_usage": False}
             model = kind.from_pretrained(folder or name, **options)

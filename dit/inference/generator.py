@@ -1,6 +1,7 @@
 """A trained model for sampling: from a checkpoint folder alone to pictures."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -13,6 +14,7 @@ from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.checkpoint.base_model import load_run
+from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.verify_together import on_first_rank
 from dit.condition_table import DEFAULT_FPS, FPS, LABEL
@@ -23,7 +25,8 @@ from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch, patchify
 from dit.run_config import RunConfig
-from dit.sampling.generate import empty_pack, generate_each
+from dit.sampling.generate import ConditionalNetwork, empty_pack, generate_each
+from dit.sampling.tiles import TiledNetwork
 from dit.settings import SamplingConfig, TrainingConfig
 
 TOKENS_AT_ONCE = 16384
@@ -76,6 +79,8 @@ class Generator:
         numbers: Optional[Sequence[int]] = None,
         initial: Optional[Tensor] = None,
         strength: Optional[float] = None,
+        tile: Optional[int] = None,
+        tile_overlap: Optional[int] = None,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> Tensor:
         """Generate one sample per label (or condition, or `count` samples); settings left out are the run's own.
@@ -95,6 +100,9 @@ class Generator:
             initial: a latent `[C, T, H, W]` of that size that all samples start from, for a still of one frame; None
                 for noise alone.
             strength: share of the steps that follow it, see `generate_each`; None without `initial`.
+            tile: side of square tiles in positions of a latent, for samples larger than those trained on: the network
+                sees tiles of this size alone, see `dit.sampling.tiles`; None for the full sample at once.
+            tile_overlap: of neighbouring tiles, at least; a quarter of a tile if None.
             on_step: called with the number of each solver step when it starts.
 
         Returns:
@@ -125,7 +133,14 @@ class Generator:
             batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
         every_seed = [sampling.seed if one is None else one for one in seeds or [None] * count]
         latents = self.generate_pack(
-            batch, sampling, seeds=every_seed, negative=negative, strength=strength, on_step=on_step
+            batch,
+            sampling,
+            seeds=every_seed,
+            negative=negative,
+            strength=strength,
+            tile=tile,
+            tile_overlap=tile_overlap,
+            on_step=on_step,
         )
         return torch.stack(latents)[:, :, :frames]
 
@@ -151,6 +166,8 @@ class Generator:
         seeds: Optional[Sequence[int]] = None,
         negative: Optional[Mapping[str, Sequence[Value]]] = None,
         strength: Optional[float] = None,
+        tile: Optional[int] = None,
+        tile_overlap: Optional[int] = None,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> list[Tensor]:
         """Generate a sample for each of a pack, of its size and with its conditions.
@@ -158,14 +175,14 @@ class Generator:
         Args:
             batch: its latents are read only if `strength` is given.
             seeds: of each sample; None for that of `sampling`.
-            negative, strength, on_step: as in `generate`.
+            negative, strength, tile, tile_overlap, on_step: as in `generate`.
 
         Returns:
             The latent of each sample `[C, T, H, W]`, float32.
         """
         seed = torch.tensor([sampling.seed] * batch.layout.num_samples if seeds is None else seeds)
         return generate_each(
-            self.network,
+            self._in_tiles(tile, tile_overlap),
             self.config.objective,
             batch,
             self.spec,
@@ -180,6 +197,19 @@ class Generator:
             strength=strength,
             on_step=on_step,
         )
+
+    def _in_tiles(self, tile: Optional[int], overlap: Optional[int]) -> ConditionalNetwork:
+        """Return the network, in tiles if they are asked for."""
+        if tile is None:
+            if overlap is not None:
+                raise ConfigError(f"tile_overlap={overlap} is of tiles, and there are none; give their side, tile")
+            return self.network
+        unit = self.spec.patch_spatial
+        check_size(self.spec, self.config.model, (self.spec.patch_temporal, tile, tile))
+        shared = tile // 4 // unit * unit if overlap is None else overlap
+        if shared % unit or not 0 <= shared < tile:
+            raise ConfigError(f"tile_overlap={shared} must be a multiple of {unit} from 0 to {tile - unit}")
+        return TiledNetwork(self.network, (tile // unit,) * 2, (shared // unit,) * 2, 2 * TOKENS_AT_ONCE)
 
     def size_of(self, frames: Optional[int], size: Optional[tuple[int, int]]) -> tuple[int, int, int]:
         """Return (T, H, W) of a latent, what is None from the largest sample that was trained on."""
@@ -209,15 +239,18 @@ def load_generator(
         CheckpointError: there is no valid checkpoint, it holds no average, or the base of its adapters is missing.
     """
     groups = groups or groups_to_sample()
-    # A run that goes on may save a newer one while the ranks look.
-    found = on_first_rank(lambda: _found(path), groups)
-    if isinstance(found, CheckpointError):
-        raise found
-    folder, step = found
-    config, metadata = read_settings(folder)
-    slot = slot_of(folder, config, weights)
-    chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
-    load_run(folder, config, chunks, groups, slot)
+    with ExitStack() as reading:
+        # A run that goes on may save a newer one while the ranks look, and delete an old one.
+        found = on_first_rank(lambda: _found(path, reading), groups)
+        if isinstance(found, CheckpointError):
+            raise found
+        folder, step = found
+        if groups.rank:
+            reading.enter_context(being_read(folder))
+        config, metadata = read_settings(folder)
+        slot = slot_of(folder, config, weights)
+        chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
+        load_run(folder, config, chunks, groups, slot)
     network = chunks[0].eval()
     return Generator(config, metadata, network, step)
 
@@ -227,8 +260,8 @@ def groups_to_sample() -> ProcessGroups:
     return process_groups.initialize(ParallelConfig(data_parallel="ddp"))
 
 
-def _found(path: Path | str) -> tuple[Path, int] | CheckpointError:
+def _found(path: Path | str, reading: ExitStack) -> tuple[Path, int] | CheckpointError:
     try:
-        return find_checkpoint(path)
+        return find_checkpoint(path, reading)
     except CheckpointError as error:
         return error

@@ -8,17 +8,17 @@ its output is zero. Two samples a, b with texts p, q (`.` is padding):
     mask     a0 a1 a2 see p0 p1               b0 b1 b2 b3 see q0
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from itertools import accumulate
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from dit.kernels.segment_groups import grouped
 from dit.layout import SequenceLayout
 
 Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], Tensor]
@@ -59,65 +59,58 @@ def zeros_of(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor) -> Tensor:
 def segment_sdpa(
     q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
 ) -> Tensor:
-    """Run scaled-dot-product attention on groups of equally long segments, each group as one dense batch.
+    """Run scaled-dot-product attention on groups of segments, each group as one dense batch.
 
-    Runs on every device of torch. A dense batch is one call and copies no tokens.
+    Runs on every device of torch. A dense batch is one call and copies no tokens. On CPU short segments of nearly the
+    same length share a group.
     """
-    return attend_densely(_grouped_sdpa, q_TNH, k_KNH, v_KNH, layout_q, layout_k)
+    masks = q_TNH.device.type == "cpu"  # elsewhere a mask would exclude the fast kernels
+    return attend_densely(_grouped_sdpa, q_TNH, k_KNH, v_KNH, layout_q, layout_k, masks=masks)
 
 
 def attend_densely(
-    kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
+    kernel: Callable[..., Tensor],
     q_TNH: Tensor,
     k_KNH: Tensor,
     v_KNH: Tensor,
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
+    *,
+    masks: bool = False,
 ) -> Tensor:
-    """Run a kernel without masks on groups of equally long segments, each group as one dense batch.
+    """Run a dense kernel on groups of segments, each group as one batch.
 
     Args:
-        kernel: attention of queries, keys and values `[batch, N, n, H]`.
+        kernel: attention of queries, keys and values `[batch, N, n, H]`; with `masks`, a fourth one is added
+            to the scores, or is left out.
+        masks: short segments share a group with others of nearly the same length.
     """
     layout_q, layout_k = layout_q.gathered, layout_k.gathered
     if layout_q.uniform_length and layout_k.uniform_length:
-        return _dense(kernel, q_TNH, k_KNH, v_KNH, layout_q.num_samples).flatten(0, 1)
+        return _dense(kernel, q_TNH, k_KNH, v_KNH, layout_q.num_samples)
     if nothing_attends(layout_q, layout_k):
         return zeros_of(q_TNH, k_KNH, v_KNH)
-    out = torch.zeros_like(q_TNH)
-    for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
-        attended = _dense(kernel, q_TNH[rows_q], k_KNH[rows_k], v_KNH[rows_k], count)
-        out = out.index_copy(0, rows_q, attended.flatten(0, 1))
-    return out
+    of = grouped(layout_q, layout_k, pads=masks, dtype=q_TNH.dtype)
+    q, (k, v) = of.queries.fill(q_TNH), (of.keys.fill(x) for x in (k_KNH, v_KNH))
+    qs, ks, vs = (
+        x.split([group.count * n for group, n in zip(of.groups, sizes)]) if len(of.groups) > 1 else [x]
+        for x, sizes in zip((q, k, v), (of.sizes_q, of.sizes_k, of.sizes_k))
+    )
+    parts = [
+        _dense(kernel, q_i, k_i, v_i, group.count, *([] if group.mask is None else [group.mask]))
+        for group, q_i, k_i, v_i in zip(of.groups, qs, ks, vs)
+    ]
+    return of.queries.empty(parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
-def segment_groups(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield (query indices, key indices, number of segments) for each pair of lengths that occurs; indices int64.
-
-    A segment without queries or without keys is left out: under context parallelism a rank may have no token of a
-    sample.
-    """
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for i, lengths in enumerate(zip(layout_q.lengths, layout_k.lengths)):
-        if all(lengths):
-            groups[lengths].append(i)
-    for (n_q, n_k), samples in groups.items():
-        yield _indices(layout_q, samples, n_q), _indices(layout_k, samples, n_k), len(samples)
-
-
-def _indices(layout: SequenceLayout, samples: list[int], length: int) -> Tensor:
-    starts = torch.tensor([layout.starts[i] for i in samples], device=layout.device)
-    return (starts[:, None] + torch.arange(length, device=layout.device)).flatten()
-
-
-def _dense(kernel: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
-    """Attend inside `batch` equal segments; returns `[batch, n, N, H]`."""
+def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int, *mask: Tensor) -> Tensor:
+    """Attend inside `batch` equal segments; returns `[batch * n, N, H]`."""
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
-    return kernel(q, k, v).transpose(1, 2)
+    return kernel(q, k, v, *mask).transpose(1, 2).flatten(0, 1)
 
 
-def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+    return sdpa(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def varlen_attention(

@@ -15,7 +15,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from dit.kernels.attention import segment_groups
+from dit.kernels.segment_groups import segment_groups
 from dit.layout import SequenceLayout
 
 

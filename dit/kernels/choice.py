@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from shutil import which
 from typing import Generic, Optional, TypeVar
 
 import torch
@@ -20,6 +21,10 @@ from dit.errors import ConfigError
 AUTO = "auto"
 UNTRIED = "runs on request only: it has not passed tests/gpu on any device"
 """Why `auto` passes over an implementation that was written and never run."""
+SLOW_START = "runs on request only: the first step waits for the compiler"
+"""Why `auto` passes over an implementation that is generated when it first runs."""
+OF_LAYERS = "runs on request only: layers are compiled, and this is eager"
+"""Why `auto` passes over what stands for the eager form where a setting compiles layers."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -64,6 +69,14 @@ def installed(package: str) -> Requirement:
     """Return the requirement of a package."""
     absent = f"needs {package}, which is not installed; pip install -e '.[gpu]' in the repository's folder"
     return lambda _: None if find_spec(package) else absent
+
+
+def code_generator(target: Target) -> Optional[str]:
+    """Require what torch.compile generates code with: Triton on CUDA, a C++ compiler on CPU."""
+    if target.device.type == "cuda":
+        return installed("triton")(target)
+    name = os.environ.get("CXX", "g++")
+    return None if which(name) else f"needs a C++ compiler, and {name} is not found; install one, or set CXX"
 
 
 def head_sizes(multiple_of: int, largest: int) -> Requirement:

@@ -1,9 +1,22 @@
-"""Layers compiled by torch.compile."""
+"""Layers compiled by torch.compile.
 
-from collections.abc import Iterable
+Blocks of pictures (`training.compile`) are compiled for the sizes that they meet. Transformer layers
+(`training.kernels=compile`) become one graph each, which all layers of a stack share, for packs of any lengths.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Optional
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from dit.kernels.graph_layout import GraphLayout, graph_layout, take_sizes_as_unknown
+from dit.layout import SequenceLayout
+
+BACKEND: Any = "inductor"
+"""Of transformer layers, when they first run; tests that count graphs take `aot_eager`, which generates no code."""
+LARGEST_COUNT = 32
+"""Graphs of a layer: by kind of pack (one sample, dense, ragged), with and without gradients, by class of layer."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
@@ -18,3 +31,39 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     config.recompile_limit = max(config.recompile_limit, 2 * len(found))
     for layer in found:
         layer.forward = torch.compile(layer.forward, dynamic=False)
+
+
+def compile_transformer_layers(layers: Iterable[nn.Module]) -> None:
+    """Make each layer run as one compiled graph.
+
+    A graph break, or more graphs than there are kinds of packs, is an error.
+    """
+    from torch._dynamo import config  # the compiler takes seconds to import
+
+    config.recompile_limit = max(config.recompile_limit, LARGEST_COUNT)
+    for layer in layers:
+        layer.forward = CompiledLayer(layer.forward)
+
+
+class CompiledLayer:
+    """The compiled forward pass of a layer, which takes layouts as every layer does.
+
+    Args:
+        forward: takes tensors, layouts, and dataclasses of tensors.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self._forward = forward
+        self._compiled: Optional[Callable[..., Tensor]] = None
+
+    def __call__(self, x_TD: Tensor, *others: Any) -> Tensor:
+        inputs = (
+            x_TD,
+            *(graph_layout(x, x_TD.dtype) if isinstance(x, SequenceLayout) else x for x in others),
+        )
+        layouts = [x for x in inputs if isinstance(x, GraphLayout)]
+        if any(x.rows == "ragged" or not x.dense for x in layouts):
+            take_sizes_as_unknown(inputs)
+        if self._compiled is None:
+            self._compiled = torch.compile(self._forward, fullgraph=True, backend=BACKEND)
+        return self._compiled(*inputs)

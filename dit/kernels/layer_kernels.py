@@ -1,4 +1,4 @@
-"""The memory-bound operations of a transformer layer, as one set: all eager, or all fused in Triton.
+"""The memory-bound operations of a layer, as one set: all eager, or all fused in Triton.
 
 A layer takes them from the set that its run selected (`training.kernels`), so that its own code has no case.
 """
@@ -9,7 +9,8 @@ from typing import Optional, Protocol
 
 from torch import Tensor
 
-from dit.kernels import modulation, rope
+from dit.kernels import group_norm, modulation, rope
+from dit.kernels.group_norm import Groups
 from dit.kernels.modulation import NormModulation
 from dit.kernels.rope import HeadNorm, Heads, Rotation
 from dit.layout import SequenceLayout
@@ -30,6 +31,20 @@ class SplitHeads(Protocol):
     ) -> list[Tensor]: ...
 
 
+class NormGroups(Protocol):
+    """See `dit.kernels.group_norm.norm_groups`."""
+
+    def __call__(
+        self,
+        x_NCHW: Tensor,
+        groups: Groups,
+        scale_NC: Optional[Tensor] = None,
+        shift_NC: Optional[Tensor] = None,
+        *,
+        activate: bool = False,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class LayerKernels:
     """One implementation of each operation; their eager forms say what they compute.
@@ -37,7 +52,10 @@ class LayerKernels:
     Attributes:
         norm_modulate, residual, residual_norm_modulate, gelu_tanh, swiglu: see `dit.kernels.modulation`.
         split_heads: see `dit.kernels.rope`.
-        sums_bias: `split_heads` computes the gradient of the projection's bias.
+        norm_groups: see `dit.kernels.group_norm`.
+        sums_bias: `split_heads` computes the gradient of the projection's bias, and the others add the bias of the
+            linear before them; otherwise that is cheaper inside the linear.
+        in_graph: the layer runs as one compiled graph, and these read a `dit.kernels.graph_layout.GraphLayout`.
     """
 
     norm_modulate: Callable[[Tensor, NormModulation, SequenceLayout], tuple[Tensor, Tensor]]
@@ -48,7 +66,9 @@ class LayerKernels:
     split_heads: SplitHeads
     gelu_tanh: Activation
     swiglu: Activation
+    norm_groups: NormGroups
     sums_bias: bool
+    in_graph: bool = False
 
 
 EAGER = LayerKernels(
@@ -58,13 +78,14 @@ EAGER = LayerKernels(
     rope.split_heads,
     modulation.gelu_tanh,
     modulation.swiglu,
+    group_norm.norm_groups,
     sums_bias=False,
 )
 
 
 def fused() -> LayerKernels:
     """Return the Triton kernels, which are compiled when they first run."""
-    from dit.kernels.fused import activations, heads, residual_norm
+    from dit.kernels.fused import activations, group_norm, heads, residual_norm
 
     return LayerKernels(
         residual_norm.norm_modulate,
@@ -73,5 +94,23 @@ def fused() -> LayerKernels:
         heads.split_heads,
         activations.gelu_tanh,
         activations.swiglu,
+        group_norm.norm_groups,
         sums_bias=True,
+    )
+
+
+def compiled() -> LayerKernels:
+    """Return the operations of layers that torch.compile fuses."""
+    from dit.kernels import graph_kernels
+
+    return LayerKernels(
+        graph_kernels.norm_modulate,
+        graph_kernels.residual,
+        graph_kernels.residual_norm_modulate,
+        rope.split_heads,
+        graph_kernels.gelu_tanh,
+        graph_kernels.swiglu,
+        group_norm.norm_groups,
+        sums_bias=False,
+        in_graph=True,
     )

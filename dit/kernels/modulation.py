@@ -50,7 +50,7 @@ def rms_norm_modulate(
 def gated_residual(x_TD: Tensor, y_TD: Tensor, gate_SD: Tensor, layout: SequenceLayout) -> Tensor:
     """Compute x + gate * y with one gate per sample (adaLN-Zero)."""
     gate, shape = broadcast_per_sample(gate_SD, layout)
-    return (x_TD.view(shape) + gate * y_TD.view(shape)).view_as(x_TD)
+    return x_TD + (gate * y_TD.view(shape)).view_as(x_TD)
 
 
 @dataclass(frozen=True)

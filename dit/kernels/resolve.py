@@ -4,14 +4,28 @@ Each op has one file. It has an eager implementation, the reference on every dev
 takes torch's own kernels; those of other packages only once `tests/gpu` has passed with them on a device.
 """
 
-from dit.kernels.attention import Attention, flash_attention, segment_sdpa, varlen_attention
-from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
-from dit.kernels.choice import UNTRIED, Implementation, Op, half_on_cuda, head_sizes, installed, on_cuda_or_interpreted
-from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
-from dit.kernels.te_attention import TEAttention
+from collections.abc import Sequence
+from typing import Optional, Protocol
 
-# torch's flash kernels are called without its padding of heads.
-TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256))
+from torch import Tensor
+
+from dit.kernels.adamw import AdamW
+from dit.kernels.attention import Attention, flash_attention, segment_sdpa, varlen_attention
+from dit.kernels.block_choice import ATTENTION_BLOCKS, TORCH_FLASH
+from dit.kernels.choice import (
+    OF_LAYERS,
+    SLOW_START,
+    UNTRIED,
+    Implementation,
+    Op,
+    code_generator,
+    half_on_cuda,
+    installed,
+    on_cuda_or_interpreted,
+)
+from dit.kernels.layer_kernels import EAGER, LayerKernels, compiled, fused
+from dit.kernels.te_attention import TEAttention
+from dit.layout import SequenceLayout
 
 ATTENTION = Op[Attention](
     "attention",
@@ -25,17 +39,12 @@ ATTENTION = Op[Attention](
 )
 """Attention over packs, see `attention`."""
 
-ATTENTION_BLOCKS = Op[BlockAttention](
-    "attention_blocks",
-    (Implementation("flash", FlashBlocks, TORCH_FLASH), Implementation("eager", EagerBlocks)),
-)
-"""Attention to one block of keys, of which ring attention is made, see `attention_blocks`."""
-
 
 LAYERS = Op[LayerKernels](
     "layers",
     (
         Implementation("triton", fused, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
+        Implementation("compile", compiled, (code_generator,), SLOW_START),
         Implementation("eager", lambda: EAGER),
     ),
     setting="training.kernels",
@@ -43,9 +52,62 @@ LAYERS = Op[LayerKernels](
 """Norms, modulation, residuals, heads, rotary positions and activations, see `layer_kernels`."""
 
 
+class Mix(Protocol):
+    """See `dit.objectives.addressed_noise.Mix`."""
+
+    def __call__(
+        self,
+        x0_TC: Tensor,
+        layout: SequenceLayout,
+        ids_S: Tensor,
+        seed: int | Tensor,
+        words: tuple[int, int],
+        step: int,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+    ) -> list[Tensor]: ...
+
+
+def _fused_mix() -> Mix:
+    from dit.kernels.fused.noise import mix
+
+    return mix
+
+
+NOISE = Op[Optional[Mix]](
+    "noise",
+    (
+        Implementation("triton", _fused_mix, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
+        Implementation("compile", lambda: None, (), OF_LAYERS),
+        Implementation("eager", lambda: None),
+    ),
+    setting="training.kernels",
+)
+"""Noise drawn and mixed with latents in one kernel; None for `dit.philox` and what objectives make of it."""
+
+
+def _fused_adamw() -> AdamW:
+    from dit.kernels.fused.adamw import adamw
+
+    return adamw
+
+
+OPTIMIZER = Op[Optional[AdamW]](
+    "optimizer",
+    (
+        Implementation("triton", _fused_adamw, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
+        Implementation("compile", lambda: None, (), OF_LAYERS),
+        Implementation("eager", lambda: None),
+    ),
+    setting="training.kernels",
+)
+"""AdamW, average and copy in one pass, see `dit.kernels.adamw`; None for Megatron-Core over torch's AdamW."""
+
+
 OPS: tuple[Op[object], ...] = (
     ATTENTION,
     ATTENTION_BLOCKS,
     LAYERS,
+    NOISE,
+    OPTIMIZER,
 )
 """All ops of this package."""

@@ -52,6 +52,9 @@ class Heads:
 
     def views(self, x_TGMH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[T, N, H]`, keys and values `[T, G, H]`; of no heads for what there is not."""
+        if self.queries == 1 and self.keys and self.values:
+            q, k, v = x_TGMH.unbind(2)
+            return q, k, v
         q, k, v = x_TGMH.split([self.queries, int(self.keys), int(self.values)], dim=2)
         return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.init import ONES, ZEROS, xavier_uniform
-from dit.backends.provider import LayerProvider
+from dit.backends.provider import LayerProvider, missing_bias
 from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.rope import HeadNorm, Heads, Rotation
@@ -114,7 +114,7 @@ class SelfAttention(nn.Module):
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
-        bias_apart: the output lacks `output_bias`, which the residual adds.
+        bias_apart: the output may lack its bias, `output_bias`, which the residual adds.
         attention: the attention path of this process.
     """
 
@@ -133,7 +133,7 @@ class SelfAttention(nn.Module):
         bias_apart: bool = False,
     ) -> None:
         super().__init__()
-        self.attention, self.kernels, self.bias_apart = attention, provider.kernels, bias_apart
+        self.attention, self.kernels = attention, provider.kernels
         groups = num_heads if num_query_groups is None else num_query_groups
         self.local_heads = provider.split(num_heads, "num_attention_heads")
         self.local_groups = provider.split(groups, "num_query_groups")
@@ -178,7 +178,7 @@ class SelfAttention(nn.Module):
     @property
     def output_bias(self) -> Optional[Tensor]:
         """What the output lacks."""
-        return self.linear_proj.bias if self.bias_apart else None
+        return missing_bias(self.linear_proj)
 
 
 class CrossAttention(nn.Module):
@@ -195,7 +195,7 @@ class CrossAttention(nn.Module):
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead, as in `SelfAttention`.
-        bias_apart: the output lacks `output_bias`, as in `SelfAttention`.
+        bias_apart: the output may lack its bias, `output_bias`, as in `SelfAttention`.
         zero_output: zero-initialise the output projection, for a residual without gate (PixArt-alpha, Chen et al. 2023,
             section 2.3).
         attention: the attention path of this process; replicated keys need no communication.
@@ -218,7 +218,7 @@ class CrossAttention(nn.Module):
         bias_apart: bool = False,
     ) -> None:
         super().__init__()
-        self.attention, self.kernels, self.bias_apart = attention, provider.kernels, bias_apart
+        self.attention, self.kernels = attention, provider.kernels
         groups = num_heads if num_query_groups is None else num_query_groups
         self.local_heads = provider.split(num_heads, "num_attention_heads")
         self.local_groups = provider.split(groups, "num_query_groups")
@@ -251,4 +251,4 @@ class CrossAttention(nn.Module):
     @property
     def output_bias(self) -> Optional[Tensor]:
         """What the output lacks."""
-        return self.linear_proj.bias if self.bias_apart else None
+        return missing_bias(self.linear_proj)

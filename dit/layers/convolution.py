@@ -7,11 +7,12 @@ from typing import Optional
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, conv_transpose2d, group_norm, pad
+from torch.nn.functional import conv2d, conv_transpose2d, pad
 
 from dit.backends.init import ONES, ZEROS, Init
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
+from dit.kernels.group_norm import Groups
 from dit.layout import SequenceLayout
 
 
@@ -93,14 +94,22 @@ class GroupNorm(nn.Module):
         self, channels: int, groups: int, provider: LayerProvider, *, epsilon: float = 1e-5, fp32: bool = False
     ) -> None:
         super().__init__()
-        self.groups, self.epsilon = groups, epsilon
+        self.groups, self.epsilon, self.kernels = groups, epsilon, provider.kernels
         dtype = torch.float32 if fp32 else None
         self.weight = provider.parameter((channels,), ONES, dtype=dtype)
         self.bias = provider.parameter((channels,), ZEROS, dtype=dtype)
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        normed_NCHW = group_norm(x_NCHW.to(self.weight.dtype), self.groups, self.weight, self.bias, self.epsilon)
-        return normed_NCHW.to(x_NCHW.dtype)
+    def forward(
+        self,
+        x_NCHW: Tensor,
+        scale_NC: Optional[Tensor] = None,
+        shift_NC: Optional[Tensor] = None,
+        *,
+        activate: bool = False,
+    ) -> Tensor:
+        """Return the normed pictures, times 1 + scale, plus shift, under SiLU: as far as they are asked for."""
+        groups = Groups(self.weight, self.bias, self.groups, self.epsilon)
+        return self.kernels.norm_groups(x_NCHW, groups, scale_NC, shift_NC, activate=activate)
 
 
 def as_pictures(x_TC: Tensor, batch: PackedBatch) -> Tensor:

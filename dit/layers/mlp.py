@@ -5,14 +5,14 @@ from typing import Optional
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
-from dit.backends.provider import LayerProvider
+from dit.backends.provider import LayerProvider, missing_bias
 
 
 class MLP(nn.Module):
     """Linear, tanh-GELU, Linear (DiT).
 
     Args:
-        bias_apart: the output lacks `output_bias`, which the residual adds.
+        bias_apart: the output may lack its bias, `output_bias`, which the residual adds.
     """
 
     def __init__(
@@ -26,17 +26,17 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         init = xavier_uniform(hidden_size, ffn_hidden_size)
-        self.activation, self.bias_apart = provider.kernels.gelu_tanh, bias_apart
+        self.activation = provider.kernels.gelu_tanh
         self.linear_fc1 = provider.column_linear(hidden_size, ffn_hidden_size, bias=bias, init=init, bias_apart=True)
         self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, bias_apart=bias_apart)
 
     @property
     def output_bias(self) -> Optional[Tensor]:
         """What the output lacks."""
-        return self.linear_fc2.bias if self.bias_apart else None
+        return missing_bias(self.linear_fc2)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), self.linear_fc1.bias))
+        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), missing_bias(self.linear_fc1)))
 
 
 class SwiGLU(nn.Module):
@@ -58,4 +58,4 @@ class SwiGLU(nn.Module):
         self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), self.linear_fc1.bias))
+        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), missing_bias(self.linear_fc1)))

@@ -85,17 +85,15 @@ class ConditionedBranch(nn.Module):
         self.convolution_2 = Convolution(outputs, outputs, provider, init=ZEROS)
 
     def forward(self, x_NCHW: Tensor, vector_NE: Tensor, dropout_N: Optional[Tensor]) -> Tensor:
-        y_NCHW = silu(self.norm_1(x_NCHW))
+        y_NCHW = self.norm_1(x_NCHW, activate=True)
         if self.resample is not None:
             y_NCHW = self.resample(y_NCHW)
         y_NCHW = self.convolution_1(y_NCHW)
-        vector_NC11 = self.vector(silu(vector_NE))[:, :, None, None]
+        vector_NC = self.vector(silu(vector_NE))
         if self.scale_shift:
-            scale_NC11, shift_NC11 = vector_NC11.chunk(2, 1)
-            y_NCHW = self.norm_2(y_NCHW) * (1 + scale_NC11) + shift_NC11
+            y_NCHW = self.norm_2(y_NCHW, *vector_NC.chunk(2, 1), activate=True)
         else:
-            y_NCHW = self.norm_2(y_NCHW + vector_NC11)
-        y_NCHW = silu(y_NCHW)
+            y_NCHW = self.norm_2(y_NCHW + vector_NC[:, :, None, None], activate=True)
         if self.dropout is not None:
             y_NCHW = self.dropout(y_NCHW, dropout_N)
         return self.convolution_2(y_NCHW)

@@ -80,6 +80,7 @@ class Ability(Enum):
     EXPERT = "expert parallelism"
     FSDP = "FSDP"
     BF16 = "bf16"
+    FP16 = "fp16"
     MIXED_SHAPES = "samples of different shapes in one micro-batch"
 
 
@@ -95,6 +96,7 @@ class Supports:
         expert: experts split over expert-parallel ranks, where the backbone has any.
         fsdp: weights, gradients and optimizer sharded by Megatron-FSDP.
         bf16: bf16 weights with fp32 masters.
+        fp16: fp16 weights with fp32 masters and a loss scale.
         mixed_shapes: samples of different shapes in one micro-batch, packed or not.
     """
 
@@ -105,6 +107,7 @@ class Supports:
     expert: bool = True
     fsdp: bool = True
     bf16: bool = True
+    fp16: bool = True
     mixed_shapes: bool = True
 
     def abilities(self) -> dict[Ability, bool]:
@@ -117,6 +120,7 @@ class Supports:
             Ability.EXPERT: self.expert,
             Ability.FSDP: self.fsdp,
             Ability.BF16: self.bf16,
+            Ability.FP16: self.fp16,
             Ability.MIXED_SHAPES: self.mixed_shapes,
         }
 
@@ -147,6 +151,8 @@ class ModelConfig(ABC):
     supports: ClassVar[Supports] = Supports()
     compiles: ClassVar[bool] = False
     """Whether the network names `Backbone.compiled_units`."""
+    layers_in_graph: ClassVar[bool] = False
+    """Whether each of its layers runs as one compiled graph (`training.kernels=compile`)."""
 
     in_channels: int = 4
     patch_spatial: int = 2

@@ -39,7 +39,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "rope_axes"), PATCHES),
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
-    **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k"), WIDTH),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size"), WIDTH),
     **dict.fromkeys(("block_out_channels", "mid_out_channels", "norm_num_groups", "control_channels"), WIDTH),
     **dict.fromkeys(("transformer_layers", "mid_transformer_layers"), whole(0, 1000)),
     "layers_per_block": LAYERS,

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Optional
@@ -26,6 +26,7 @@ from dit.errors import (
     EXIT_NOT_FINITE,
     EXIT_OK,
     EXIT_PREEMPTED,
+    EXIT_SAVE,
     EXIT_UNEXPECTED,
     UserError,
     exit_code,
@@ -41,6 +42,7 @@ REASONS = {
     EXIT_DATA: "data",
     EXIT_NOT_FINITE: "not_finite",
     EXIT_CHECKPOINT: "checkpoint",
+    EXIT_SAVE: "save",
     EXIT_UNEXPECTED: "unexpected",
     EXIT_PREEMPTED: "preempted",
     EXIT_INTERRUPTED: "interrupted",
@@ -141,6 +143,7 @@ class ExitRecord:
         step: to be updated by the run.
         preempted: to be set when the run stops early on request.
         code: exit code of this process; None inside the block.
+        explain: says why a peer was lost; an empty text if that is unknown.
     """
 
     def __init__(self, run_dir: Path | str, rank: int = 0, is_ours: Callable[[], bool] = lambda: True) -> None:
@@ -150,6 +153,7 @@ class ExitRecord:
         self.step: Optional[int] = None
         self.preempted = False
         self.code: Optional[int] = None
+        self.explain: Callable[[], str] = str
 
     def __enter__(self) -> "ExitRecord":
         if self.rank == 0 and self._is_ours():
@@ -164,6 +168,8 @@ class ExitRecord:
     ) -> None:
         outcome = outcome_of(error, step=self.step, rank=self.rank, preempted=self.preempted)
         self.code = outcome.code
+        if outcome.reason == PEER_LOST and (cause := self.explain()):
+            outcome = replace(outcome, error=f"{outcome.error}; {cause}")
         if self._is_ours():
             write_outcome(self.run_dir, outcome)
 

@@ -1,7 +1,6 @@
-"""Guards of a run: preemption, non-finite values, and hangs."""
+"""Guards of a run: preemption, whom to suspect of non-finite values, and hangs."""
 
 import faulthandler
-import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Optional
 
-from dit.errors import EXIT_PREEMPTED, NotFiniteError
+from dit.errors import EXIT_PREEMPTED
 from dit.monitoring.exit_record import is_peer_lost
 
 NUM_NAMES = 8  # samples or ranks listed in a message; the others are counted
@@ -91,36 +90,20 @@ class PreemptionFlag:
             raise SystemExit(EXIT_PREEMPTED)
 
 
-def check_finite(loss: float, grad_norm: Optional[float], step: int, suspects: Mapping[int, Sequence[str]]) -> None:
-    """Check the loss and the gradient norm of a step before its update.
-
-    Every rank must pass the same, globally reduced numbers, so that all stop at the same step.
+def suspicion(suspects: Mapping[int, Sequence[str]]) -> tuple[str, str]:
+    """Return in words which ranks and samples are to blame for a bad step, and the start of its cure.
 
     Args:
-        loss: mean loss of the step over all ranks.
-        grad_norm: global gradient norm before clipping; None where there is none yet.
-        step: number of the step, as logged.
         suspects: by rank, the samples of each rank whose own loss is not finite, see
             `dit.training.step.find_suspects`.
-
-    Raises:
-        NotFiniteError: one of the two is nan or infinite.
     """
-    if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm)):
-        return
-    where = "Each rank's own loss is finite, so it is the gradient that overflowed"
-    look = ""
-    if suspects:
-        # Ranks that share a model (tensor, pipeline, context parallel) read the same samples.
-        keys = list(dict.fromkeys(key for keys in suspects.values() for key in keys))
-        ranks = _first_few([str(rank) for rank in sorted(suspects)])
-        where = f"The loss of rank {ranks} is not finite, on the samples {_first_few(keys)}"
-        look = "look at these samples; if they are valid, "
-    raise NotFiniteError(
-        f"step {step}: loss={loss}, grad_norm={grad_norm}; the update was not applied. {where}; {look}"
-        "resume from the last checkpoint with a lower optimizer.lr or optimizer.clip_grad, or a longer "
-        "schedule.warmup_steps"
-    )
+    if not suspects:
+        return "Each rank's own loss is finite", ""
+    # Ranks that share a model (tensor, pipeline, context parallel) read the same samples.
+    keys = list(dict.fromkeys(key for keys in suspects.values() for key in keys))
+    ranks = _first_few([str(rank) for rank in sorted(suspects)])
+    where = f"The loss of rank {ranks} is not finite, on the samples {_first_few(keys)}"
+    return where, "look at these samples; if they are valid, "
 
 
 def _first_few(names: Sequence[str]) -> str:

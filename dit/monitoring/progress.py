@@ -15,6 +15,8 @@ SMOOTHING = 0.3  # weight of the newest interval in the mean seconds per step, f
 COLUMNS: dict[str, tuple[str, str]] = {
     "loss": ("loss", "{:.4f}"),
     "grad_norm": ("grad norm", "{:.3g}"),
+    "loss_scale": ("loss scale", "{:g}"),
+    "overflowed_steps": ("overflowed", "{:d}"),
     "learning_rate": ("lr", "{:.3g}"),
     "samples_per_s": ("samples/s", "{:,.1f}"),
     "tokens_per_s": ("tokens/s", "{:,.0f}"),

@@ -75,6 +75,11 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    @property
+    def descriptor(self) -> int:
+        """Of the locked file; a process that inherits it has the lock as long as it lives. -1 without a lock."""
+        return self._descriptor
+
     def agree(self) -> None:
         """Send the result of rank 0 to all ranks; every rank calls this, once per world.
 
@@ -84,7 +89,7 @@ class RunLock:
             ConfigError: the folder is in use by another process, or cannot be used at all.
         """
         store = dist.distributed_c10d._get_default_store()
-        key = f"{LOCK_FILE}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        key = LOCK_FILE  # the store is of this attempt alone
         if self.rank == 0:
             store.set(key, json.dumps([self._holder, self._refusal]))
         else:

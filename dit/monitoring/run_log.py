@@ -7,7 +7,6 @@ from typing import Any, Optional
 
 import yaml
 
-from dit.checkpoint.checkpointer import held_out_meta
 from dit.checkpoint.records import CONFIG_FILE
 from dit.checkpoint.train_state import TrainState
 from dit.durable_files import write_record
@@ -68,11 +67,21 @@ class RunLog:
             self._sinks.image("samples", state.step, path, "one sample per class or prompt")
             self.message(f"step {state.step}: samples {path}")
 
-    def checkpoint(self, state: TrainState, path: Path) -> None:
-        """Report a checkpoint."""
+    def checkpoint(self, step: int, path: Path, held_out: Mapping[str, Any]) -> None:
+        """Report a checkpoint, with what its manifest says of the held-out loss."""
         if self._sinks is not None:
-            self._sinks.artifact(path, {"step": state.step, **held_out_meta(state.held_out)})
-            self.message(f"step {state.step}: checkpoint {path}")
+            self._sinks.artifact(path, {"step": step, **held_out})
+            self.message(f"step {step}: checkpoint {path}")
+
+    def incident(self, name: str, step: int, **details: Any) -> None:
+        """Record that something went wrong, and flush it to the disk: the run may end next."""
+        if self._sinks is not None:
+            self._sinks.incident(name, step, details)
+            self._sinks.sync()
+
+    def save_failed(self, step: int, error: str, in_a_row: int) -> None:
+        """Report a checkpoint that was not written."""
+        self.incident("save_failed", step, error=error, in_a_row=in_a_row)
 
     def message(self, text: str) -> None:
         """Print a line."""

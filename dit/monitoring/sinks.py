@@ -47,6 +47,9 @@ class Sink(ABC):
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         """Record a folder of the run, usually a checkpoint."""
 
+    def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:  # noqa: B027 - not every mirror can
+        """Record that something went wrong, plain JSON."""
+
     def sync(self) -> None:  # noqa: B027 - mirrors have nothing to do
         """Flush all records to the disk, if the sink supports it."""
 
@@ -61,9 +64,9 @@ class JsonlSink(Sink):
     After `sync` it also survives a power loss. Checkpoints are saved after `sync`, because a resumed run does not
     repeat records before its checkpoint.
 
-    Every record has `kind` (scalars, image or artifact), `step`, `time` (seconds since the epoch) and `attempt` (1 for
-    the first process that wrote here, 2 after the first resume, ...). Scalars keep their exact value; the training loss
-    is also written as `loss_hex`, so that runs can be compared to the bit.
+    Every record has `kind` (scalars, image, artifact or incident), `step`, `time` (seconds since the epoch) and
+    `attempt` (1 for the first process that wrote here, 2 after the first resume, ...). Scalars keep their exact value;
+    the training loss is also written as `loss_hex`, so that runs can be compared to the bit.
 
     Records are never removed: a run that resumes from an earlier step writes the steps in between again, and of several
     records of a step the last one counts, see `scalars_by_step`. Only an incomplete last line is removed on opening.
@@ -104,6 +107,9 @@ class JsonlSink(Sink):
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._write("artifact", metadata.get("step"), {"path": str(path), "metadata": dict(metadata)})
+
+    def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:
+        self._write("incident", step, {"incident": name, "details": dict(details)})
 
     def sync(self) -> None:
         try:
@@ -177,6 +183,9 @@ class TensorBoardSink(Sink):
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._writer.add_text("artifact", f"{path}\n\n{strict_json(dict(metadata))}", metadata.get("step"))
+
+    def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:
+        self._writer.add_text("incident", f"{name}\n\n{strict_json(dict(details))}", step)
 
     def close(self) -> None:
         self._writer.close()
@@ -283,6 +292,9 @@ class FanOut(Sink):
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._for_each_sink(lambda sink: sink.artifact(path, metadata))
+
+    def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:
+        self._for_each_sink(lambda sink: sink.incident(name, step, details))
 
     def sync(self) -> None:
         self._for_each_sink(lambda sink: sink.sync())

@@ -6,7 +6,8 @@ different noise each time: the data stream numbers its draws (`PackedBatch.draws
 """
 
 import zlib
-from typing import Optional
+from collections.abc import Callable, Sequence
+from typing import Optional, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,31 @@ from dit.philox import MASK32, Words, philox, to_normal, to_uniform
 _DRAW_STRIDE = 0x5851F42D4C957F2D
 
 
+_KEY_WORD = 0x5DEECE66
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+
+
+class Mix(Protocol):
+    """Draws `normal_TC` and mixes it with clean latents, without writing it to memory."""
+
+    def __call__(
+        self,
+        x0_TC: Tensor,
+        layout: SequenceLayout,
+        ids_S: Tensor,
+        seed: int | Tensor,
+        words: tuple[int, int],
+        step: int,
+        pairs: Pairs,
+    ) -> list[Tensor]:
+        """Return a x0 + b noise, float32 `[T, C]`, for each pair of numbers `[S]`.
+
+        Args:
+            words: exclusive or the lower and the upper word of the seed, they are the key.
+        """
+
+
 class AddressedNoise:
     """The random numbers of one micro-batch.
 
@@ -29,6 +55,7 @@ class AddressedNoise:
         layout: of the local tokens.
         draws_S: number of each sample's draw from the data, int64; None where a sample comes once: its noise is then
             that of draw 0.
+        mix: kernel for `mix_TC`; None for none.
     """
 
     def __init__(
@@ -38,17 +65,18 @@ class AddressedNoise:
         sample_ids_S: Tensor,
         layout: SequenceLayout,
         draws_S: Optional[Tensor] = None,
+        mix: Optional[Mix] = None,
     ) -> None:
-        self.seed, self.step, self.layout = seed, step, layout
+        self.seed, self.step, self.layout, self.mix = seed, step, layout, mix
         self.ids_S = sample_ids_S if draws_S is None else sample_ids_S + draws_S * _DRAW_STRIDE  # wraps modulo 2**64
+        self._low_S, self._high_S = self.ids_S & MASK32, (self.ids_S >> 32) & MASK32
+        self._steps_S, self._first_S = torch.full_like(self.ids_S, step), torch.zeros_like(self.ids_S)
 
-    def _words(self, purpose: str, ids: Tensor, seed: int | Tensor, element: Tensor) -> Words:
-        ids, element = torch.broadcast_tensors(ids, element)
-        key = ((seed ^ zlib.crc32(purpose.encode())) & MASK32, ((seed >> 32) ^ 0x5DEECE66) & MASK32)
-        return philox((element, torch.full_like(element, self.step), ids & MASK32, (ids >> 32) & MASK32), key)
+    def _key(self, purpose: str, seed: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
+        return (seed ^ zlib.crc32(purpose.encode())) & MASK32, ((seed >> 32) ^ _KEY_WORD) & MASK32
 
     def _words_S(self, purpose: str) -> Words:
-        return self._words(purpose, self.ids_S, self.seed, torch.zeros_like(self.ids_S))
+        return philox((self._first_S, self._steps_S, self._low_S, self._high_S), self._key(purpose, self.seed))
 
     def level_S(self) -> Tensor:
         """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`."""
@@ -67,11 +95,20 @@ class AddressedNoise:
         """Draw one standard normal number per sample, float32 `[S]`."""
         return to_normal(self._words_S(purpose))[0]
 
+    def mix_TC(self, purpose: str, x0_TC: Tensor, pairs: Callable[[], Pairs]) -> Optional[Sequence[Tensor]]:
+        """Return a x0 + b `normal_TC` for each pair (a, b) of numbers `[S]`, float32; None if no kernel does it."""
+        if self.mix is None:
+            return None
+        words = zlib.crc32(purpose.encode()), _KEY_WORD
+        return self.mix(x0_TC, self.layout, self.ids_S, self.seed, words, self.step, pairs())
+
     def normal_TC(self, purpose: str, channels: int) -> Tensor:
         """Draw standard normal noise for every local token, float32 `[T, channels]`."""
         blocks = -(-channels // 4)
         element = self.layout.token_index_T[:, None] * blocks + torch.arange(blocks, device=self.layout.device)
         of_T1 = self.layout.segment_ids_T[:, None]
         seed = self.seed if isinstance(self.seed, int) else self.seed[of_T1]
-        words = self._words(purpose, self.ids_S[of_T1], seed, element)
+        counter = (element, self._steps_S[0], self._low_S[of_T1], self._high_S[of_T1])
+        e, s, low, high = torch.broadcast_tensors(*counter)
+        words = philox((e, s, low, high), self._key(purpose, seed))
         return torch.stack(to_normal(words), -1).flatten(1)[:, :channels]

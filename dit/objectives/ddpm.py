@@ -10,7 +10,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.addressed_noise import AddressedNoise, Pairs
 from dit.objectives.base import (
     LossKind,
     Network,
@@ -128,31 +128,44 @@ class DDPM(Objective):
             Prepared, all float32: inputs_TC = alpha x0 + sigma eps, time_S in [0, 1], target_TC as `prediction` says
             and the batch's own loss weights, times those of min-SNR and of the bound.
         """
-        x0_TC = batch.latents_TC.float()
         # The scalars of each sample are computed in float64: alpha = cos(phi) has few digits left near pure noise.
         t_S = self.noise_schedule.training_time(noise.level_S().double())
         angle_S = self.noise_schedule.angle(t_S)
         alpha_S, sigma_S = self.path.alpha_sigma(angle_S)
-        alpha_T1, sigma_T1 = (batch.layout.per_token(x.float()) for x in (alpha_S, sigma_S))
-        eps_TC = noise.normal_TC("eps", x0_TC.shape[-1])
-        if self.prediction == "noise":
-            target_TC = eps_TC
-        elif self.prediction == "x0":
-            target_TC = x0_TC
-        else:
-            target_TC = alpha_T1 * eps_TC - sigma_T1 * x0_TC
+        inputs_TC, target_TC = self._noised(batch, noise, alpha_S.float(), sigma_S.float())
         own_S = sample_weights(batch)
         weight_S = own_S
         if self.min_snr_gamma is not None:
             slope_S = self._slope(alpha_S, sigma_S)
             weight_S = own_S * min_snr_weight(alpha_S, sigma_S, slope_S, self.min_snr_gamma).float()
         return Prepared(
-            inputs_TC=alpha_T1 * x0_TC + sigma_T1 * eps_TC,
+            inputs_TC=inputs_TC,
             time_S=self._network_time(t_S, angle_S).float(),
             target_TC=target_TC,
             weight_S=weight_S,
             bound_weight_S=self.vlb_weight * own_S if self.learned_variance else None,
         )
+
+    def _noised(
+        self, batch: PackedBatch, noise: AddressedNoise, alpha_S: Tensor, sigma_S: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return x_t and what the network predicts."""
+
+        def pairs() -> Pairs:
+            inputs, eps = (alpha_S, sigma_S), (torch.zeros_like(alpha_S), torch.ones_like(alpha_S))
+            return {"noise": [inputs, eps], "x0": [inputs], "v": [inputs, (-sigma_S, alpha_S)]}[self.prediction]
+
+        mixed = noise.mix_TC("eps", batch.latents_TC, pairs)
+        x0_TC = batch.latents_TC.float()
+        if mixed is not None:
+            return mixed[0], x0_TC if self.prediction == "x0" else mixed[1]
+        alpha_T1, sigma_T1 = (batch.layout.per_token(x_S) for x_S in (alpha_S, sigma_S))
+        target_TC = eps_TC = noise.normal_TC("eps", x0_TC.shape[-1])
+        if self.prediction == "x0":
+            target_TC = x0_TC
+        elif self.prediction == "v":
+            target_TC = alpha_T1 * eps_TC - sigma_T1 * x0_TC
+        return alpha_T1 * x0_TC + sigma_T1 * eps_TC, target_TC
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the mean's output with its target and, of a learned variance, the reverse step with the true one."""

@@ -12,7 +12,7 @@ from dit.batch import PackedBatch
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.addressed_noise import AddressedNoise, Pairs
 from dit.objectives.augmentation import noised_low_resolution
 from dit.objectives.base import (
     LossKind,
@@ -139,17 +139,27 @@ class EDM(Objective):
             Prepared, all float32: inputs_TC = c_in x, time_S = log(sigma) / 4, target_TC = (x0 - c_skip x) / c_out and
             the batch's own loss weights.
         """
-        x0_TC = batch.latents_TC.float()
         sigma_S = self.level(noise.level_S())
-        sigma_T1 = batch.layout.per_token(sigma_S)
-        x_TC = x0_TC + sigma_T1 * noise.normal_TC("eps", x0_TC.shape[-1])
-        c_skip, c_out, c_in = self.scalings(sigma_T1)
+        mixed = noise.mix_TC("eps", batch.latents_TC, lambda: self._pairs(sigma_S))
+        if mixed is None:
+            x0_TC, sigma_T1 = batch.latents_TC.float(), batch.layout.per_token(sigma_S)
+            x_TC = x0_TC + sigma_T1 * noise.normal_TC("eps", x0_TC.shape[-1])
+            c_skip, c_out, c_in = self.scalings(sigma_T1)
+            mixed = c_in * x_TC, (x0_TC - c_skip * x_TC) / c_out
         return Prepared(
-            inputs_TC=c_in * x_TC,
+            inputs_TC=mixed[0],
             time_S=sigma_S.log() / 4,
-            target_TC=(x0_TC - c_skip * x_TC) / c_out,
+            target_TC=mixed[1],
             weight_S=sample_weights(batch),
         )
+
+    def _pairs(self, sigma_S: Tensor) -> Pairs:
+        """Return the parts of x0 and of the noise in input and target.
+
+        (1 - c_skip) / c_out is c_out / sigma_data**2, and c_skip sigma / c_out is sigma_data c_in.
+        """
+        _, c_out, c_in = self.scalings(sigma_S)
+        return [(c_in, c_in * sigma_S), (c_out / self.sigma_data**2, -self.sigma_data * c_in)]
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare a prediction with its target; with a learned uncertainty u, scale the error by e**-u and add u.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -36,19 +36,25 @@ class EMA:
         device = torch.device("cpu") if offload else None
         self.values: list[Tensor] = [shard.main.detach().to(device, copy=True) for shard in shards]
 
+    def weight(self, step: int) -> Optional[float]:
+        """Return the weight of the new weights in the average after optimizer step `step`; None for no update."""
+        if step <= self.start_step:
+            return 1.0
+        return None if step % self.interval else 1.0 - self.decay
+
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average with the weights after optimizer step `step` (counted from 1)."""
-        mains = [shard.main for shard in self.shards]
-        if step <= self.start_step:
-            torch._foreach_copy_(self.values, mains)
-        elif step % self.interval:
+        mains, weight = [shard.main for shard in self.shards], self.weight(step)
+        if weight is None:
             return
+        if weight == 1.0:
+            torch._foreach_copy_(self.values, mains)
         elif self.offload:
             for value, main in zip(self.values, mains, strict=True):
-                value.lerp_(main.to(value.device), 1.0 - self.decay)
+                value.lerp_(main.to(value.device), weight)
         else:
-            torch._foreach_lerp_(self.values, mains, 1.0 - self.decay)
+            torch._foreach_lerp_(self.values, mains, weight)
 
     @contextmanager
     def applied(self, optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> Iterator[None]:

@@ -65,7 +65,8 @@ def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _is_fsdp(optimizer: MegatronOptimizer) -> bool:
+def is_fsdp(optimizer: MegatronOptimizer) -> bool:
+    """Return whether an optimizer updates what Megatron-FSDP shards."""
     return isinstance(optimizer, DistributedOptimizer) and optimizer.ddp_config.use_megatron_fsdp
 
 
@@ -107,7 +108,7 @@ def master_shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> 
     }
     found: dict[nn.Parameter, MasterShard] = {}
     for part in sub_optimizers(optimizer):
-        if _is_fsdp(part):
+        if is_fsdp(part):
             return _fsdp_shards(part, list(names.values()))
         group = part.data_parallel_group if isinstance(part, DistributedOptimizer) else None
         for parameter, main, start, stop in _pairs(part):
@@ -168,7 +169,7 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
 
 def copy_masters_to_model(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
     """Copy the master weights into the model's chunks, and gather them; every rank calls this."""
-    if any(_is_fsdp(part) for part in sub_optimizers(optimizer)):
+    if any(is_fsdp(part) for part in sub_optimizers(optimizer)):
         for chunk in wrapped:
             use_updated_weights(chunk)
         return

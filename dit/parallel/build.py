@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from dit.backends import foreach
+from dit.backends.gradients import DataParallel, share_main_gradients
 from dit.backends.init import initialize_weights
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
@@ -22,15 +23,17 @@ from dit.backends.provider import LayerProvider
 from dit.backends.sharding import sharding_of, write_attributes
 from dit.context_parallel.attention import ContextAttention
 from dit.kernels.attention import Attention
+from dit.kernels.block_choice import ATTENTION_BLOCKS
 from dit.kernels.choice import AUTO, Target, choose
-from dit.kernels.compiled import compile_layers
+from dit.kernels.compiled import compile_layers, compile_transformer_layers
 from dit.kernels.recompute import recompute_activations
-from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS, LAYERS
+from dit.kernels.resolve import ATTENTION, LAYERS
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig, check_supported
 from dit.parallel.fsdp import reduces_in_backward, update_locally, wrap_fsdp
 from dit.parallel.implementations import DTYPES, target_of
+from dit.parallel.loss_scale import share_loss_scale
 from dit.parallel.pipeline import split_layers, stages
 from dit.settings import OptimizerConfig, TrainingConfig
 
@@ -81,6 +84,7 @@ def megatron_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
+        fp16=precision == "fp16",
         # Losses are (sum, count), and gradients are divided once, by the global count of real tokens.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
@@ -173,6 +177,13 @@ def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Targ
     )
 
 
+def graph_attention() -> Attention:
+    """Return the attention of layers that run as one graph."""
+    from dit.kernels import graph_kernels  # registers its operators
+
+    return graph_kernels.graph_attention
+
+
 def build_model(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -201,6 +212,8 @@ def build_model(
     kernels = choose(LAYERS, target, training.kernels).load()
     provider = LayerProvider(config, groups.collection, training.linears, kernels)
     path = attention_path(parallel, groups, target, training.attention)
+    if kernels.in_graph:
+        path = graph_attention()
     own = stages(
         config.num_layers,
         groups.pp.size(),
@@ -224,8 +237,12 @@ def build_model(
         )
         if training.compile:
             compile_layers(module for module in chunk.modules() if isinstance(module, chunk.compiled_units))
+        if kernels.in_graph:
+            compile_transformer_layers(chunk.units())
+        # The compiler itself saves no cheap activation that it can compute again.
+        recompute = "none" if kernels.in_graph and training.recompute == "selective" else training.recompute
         for layer in list(chunk.units())[: training.recompute_layers]:
-            recompute_activations(layer, training.recompute)
+            recompute_activations(layer, recompute)
     return chunks
 
 
@@ -250,7 +267,7 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
     )
     wrapped = [
         # The communication of later chunks overlaps with the computation of other chunks, without small buckets.
-        DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
+        DataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
         for i, chunk in enumerate(chunks)
     ]
     no_sync, grad_sync, param_sync = (
@@ -269,14 +286,15 @@ def build_optimizer(
     wrapped: Sequence[Any],
     settings: OptimizerConfig,
     parallel: ParallelConfig,
-    precision: str,
+    training: TrainingConfig,
     groups: ProcessGroups,
 ) -> MegatronOptimizer:
-    """Build Megatron-Core's AdamW over the wrapped chunks of the model.
+    """Build Megatron-Core's AdamW over the wrapped chunks of the model; in fp16 with a loss scale (`loss_scale_of`).
 
     Its weight decay is set here once: neither `set_rates` nor loading a checkpoint touches it.
     """
     foreach.install()
+    precision = training.precision
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -286,6 +304,12 @@ def build_optimizer(
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
         bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        loss_scale=training.loss_scale,
+        initial_loss_scale=training.initial_loss_scale,
+        min_loss_scale=training.min_loss_scale,
+        loss_scale_window=training.loss_scale_window,
+        hysteresis=1,  # the first overflow halves the scale
         params_dtype=DTYPES[precision],
         use_distributed_optimizer=parallel.data_parallel != "ddp",  # also for FSDP in Megatron-Core
         overlap_param_gather=parallel.overlap_param_gather,
@@ -300,6 +324,8 @@ def build_optimizer(
             part.tp_group = groups.collection.expt_tp
         if parallel.data_parallel == "fsdp" and isinstance(part.optimizer, torch.optim.Adam):
             update_locally(part.optimizer)
+        if parallel.data_parallel == "distributed_optimizer":
+            share_main_gradients(part)
         if parallel.data_parallel == "distributed_optimizer" and precision == "fp32":
             # What it updates are views of the model's own parameters, which Megatron-Core copies onto themselves.
             part._copy_main_params_to_model_params = lambda: None
@@ -308,4 +334,6 @@ def build_optimizer(
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         if "fused" in group:  # torch's AdamW (without Transformer Engine): one kernel instead of nine
             group["fused"], group["foreach"] = True, False
+    if precision == "fp16":
+        share_loss_scale(optimizer, wrapped)
     return optimizer

@@ -195,9 +195,33 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
             "training.compile=True compiles blocks of pictures, whose weights stay where they are; "
             f"model={type(model).__name__} with parallel.data_parallel={parallel.data_parallel} "
             f"{'gathers and frees them' if model.compiles else 'has no such blocks'}; use training.compile=False"
+            f"{' and training.kernels=compile' if model.layers_in_graph else ''}"
         )
-    if training.precision == "bf16":
-        model.check_supports(Ability.BF16, "training.precision=bf16", "training.precision=fp32")
+    if training.kernels == "compile":
+        _check_layers_in_graph(model, parallel, training)
+    for precision, ability in (("bf16", Ability.BF16), ("fp16", Ability.FP16)):
+        if training.precision == precision:
+            model.check_supports(ability, f"training.precision={precision}", "training.precision=fp32")
+
+
+def _check_layers_in_graph(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> None:
+    """Check that each layer can be one compiled graph."""
+    name, cp = type(model).__name__, parallel.context_parallel_size
+    experts = model.megatron_sizes().num_moe_experts
+    for refused, why in (
+        (not model.layers_in_graph, f"model={name} has layers that read more of a pack than a compiled graph can"),
+        (
+            experts is not None,
+            f"model.num_experts={experts}: how many tokens an expert gets depends on their values, "
+            "which no graph knows",
+        ),
+        (cp > 1, f"parallel.context_parallel_size={cp} sends keys and values inside attention"),
+        (parallel.data_parallel == "fsdp", "parallel.data_parallel=fsdp gathers and frees the weights of a layer"),
+        (training.attention not in ("auto", "sdpa"), f"training.attention={training.attention} is not the compiler's"),
+        (training.linears == "transformer_engine", "training.linears=transformer_engine are not the compiler's"),
+    ):
+        if refused:
+            raise ConfigError(f"training.kernels=compile is not available: {why}; use training.kernels=auto")
 
 
 def check_parallel(

@@ -11,7 +11,7 @@ from dit.kernels.resolve import OPS as KERNELS
 from dit.models.base import ModelConfig
 from dit.settings import TrainingConfig
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPS = (*KERNELS, LINEARS)
 """All ops of which a run selects an implementation."""
 

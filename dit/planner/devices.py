@@ -68,5 +68,15 @@ B200 = Device(
     nvlink=2 * H100.nvlink,
     nic=H100.nic,
 )
+DATA_SHEETS = {
+    # dense bf16 operations per second, bytes, bytes per second of the memory, of NVLink in one direction
+    "h100": (989e12, 80e9, 3.35e12, 450e9),
+    "h200": (989e12, 141e9, 4.8e12, 450e9),
+    "b200": (2250e12, 180e9, 8.0e12, 900e9),
+}
+"""What the maker states of one GPU in a node of eight.
+
+Sources: NVIDIA's data sheets of H100 SXM, of H200 SXM, and of DGX B200 (1,440 GB, 64 TB/s and 14.4 TB/s for eight).
+"""
 DEVICES = {device.name: device for device in (H100, H200, B200)}
 """Constants of H100 are fitted and checked (`benchmarks.planned`); those of H200 and B200 follow from data sheets."""

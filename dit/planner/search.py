@@ -212,7 +212,7 @@ class Prices:
     def _passed_on(self, candidate: Candidate) -> float:
         """Return the bytes that one layer passes to the next, for a sample."""
         share = candidate.shape.context * (candidate.shape.tensor if candidate.shape.sequence else 1)
-        width = 2 if self.problem.training.precision == "bf16" else 4
+        width = 2 if self.problem.training.precision != "fp32" else 4
         return width * self.problem.tokens * self._sizes.hidden_size / share
 
     def _share_state(

@@ -149,28 +149,19 @@ def _fake_tensors() -> Any:
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Replace three places of Megatron-Core that need values inside tensors.
+    """Replace two places of Megatron-Core that need values inside tensors.
 
-    Its gradient norm without CUDA libraries makes one tensor of a list of others; here it reads their numbers first.
     Its FSDP moves the model to the device, which torch does to a fake parameter by swapping it; all are there already.
     And it asks the other ranks whether their shards add up to a parameter.
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
-    from megatron.core.optimizer import clip_grads
 
-    original = clip_grads.l2_norm_impl
-
-    def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, *_: Any) -> tuple[Tensor, None]:
-        norms = [float(torch.norm(tensor)) for tensors in tensor_lists for tensor in tensors]
-        return torch.tensor([float(torch.norm(torch.tensor(norms)))]), None
-
-    clip_grads.l2_norm_impl = l2_norm
     move, nn.Module.to = nn.Module.to, lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
     validate, fsdp.validate_uneven_dtensor = fsdp.validate_uneven_dtensor, lambda _: None
     try:
         yield
     finally:
-        clip_grads.l2_norm_impl, nn.Module.to = original, move  # type: ignore[method-assign]
+        nn.Module.to = move  # type: ignore[method-assign]
         fsdp.validate_uneven_dtensor = validate
 
 
@@ -277,12 +268,17 @@ class _Program:
         """Build the model, its optimizer and the optimizer's state, and trace a step."""
         from dit.optimizer.ema import EMA
         from dit.optimizer.master_weights import master_shards
+        from dit.optimizer.update import build_update
         from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
+        from dit.parallel.implementations import target_of
+        from dit.training.step import noise_kernel
 
         job, training = self.job, self.job.training
 
         def build(stages: Optional[Sequence[Stage]]) -> list[Backbone]:
-            asked = replace(training, attention="auto", linears="auto")
+            # What a compiler will fuse is not known before it has: a plan counts the eager layer.
+            kernels = "eager" if training.kernels == "compile" else training.kernels
+            asked = replace(training, attention="auto", linears="auto", kernels=kernels)
             traced = TracedBuild(stages, job.kernels)
             learned = job.objective.learns_uncertainty
             return build_model(job.model, job.parallel, asked, self.groups, uncertainty=learned, traced=traced)
@@ -292,12 +288,15 @@ class _Program:
             self.counter.received_shape = self._between_stages(build)
         self.wrapped = wrap(chunks, job.parallel, self.groups)
         weights = self.counter.live
-        self.optimizer = build_optimizer(self.wrapped, job.optimizer, job.parallel, training.precision, self.groups)
+        self.optimizer = build_optimizer(self.wrapped, job.optimizer, job.parallel, training, self.groups)
         shards = master_shards(self.optimizer, chunks)
         before = self.counter.live
         decay = None if training.ema_offload else training.ema_decay
-        self.average = None if decay is None else EMA(shards, decay)
+        ema = None if decay is None else EMA(shards, decay)
         average = self.counter.live - before
+        target = target_of(job.model, training.precision, job.kernels)
+        self.mix = noise_kernel(job.model, training, job.kernels)
+        self.update = build_update(self.optimizer, shards, ema, job.optimizer.clip_grad, target, training.kernels)
         self._make_optimizer_state()
         state = dict(zip(STATE, (weights, self.counter.live - weights - average, average)))
         steady = steady_state(job.parallel, self.groups.pp.rank(), job.world_size)
@@ -334,15 +333,17 @@ class _Program:
 
     def _update(self) -> None:
         """Update the weights and their average from the gradients."""
-        from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
+        from dit.optimizer.master_weights import gradient_norm, set_rates
+        from dit.parallel.loss_scale import loss_scale_of
 
         settings, counter = self.job.optimizer, self.counter
         set_rates(self.optimizer, settings.lr, settings.beta1)
         norm = gradient_norm(self.optimizer)
+        scale = loss_scale_of(self.optimizer)
+        if scale is not None:
+            scale.settle()
         counter.phase(PHASES[2])
-        apply_update(self.optimizer, norm, settings.clip_grad)
-        if self.average is not None:
-            self.average.update(1)
+        self.update(norm, 1)
         counter.phase(PHASES[3])
 
     def _step(self, micro_batches: int, marked: Sequence[int] = ()) -> list[StepTrace]:
@@ -355,6 +356,7 @@ class _Program:
             What was counted before each of these calls.
         """
         from dit.parallel.schedule import forward_backward
+        from dit.training.bad_steps import MeanLoss
         from dit.training.step import training_forward_step
 
         job, counter = self.job, self.counter
@@ -362,7 +364,7 @@ class _Program:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        forward_step = training_forward_step(job.objective, job.model, job.training.seed, step=1)
+        forward_step = training_forward_step(job.objective, job.model, job.training.seed, 1, self.mix)
         marks: list[StepTrace] = []
         calls = itertools.count()
 
@@ -385,6 +387,7 @@ class _Program:
         forward_backward(marking, batches, self.wrapped, micro_batches, self.groups)
         config.finalize_model_grads_func = exchange
         counter.phase(PHASES[1])
+        MeanLoss(torch.zeros(len(job.objective.logged) + 1), job.objective, self.groups)
         before = counter.trace.copy()
         self._update()
         counter.trace.parts["update"] = counter.trace.since(before)

@@ -13,6 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dit.tracing.counter import flop_formulas
 from dit.tracing.repeats import tensors_in
 
+WRITTEN_ALONE = ("models",)
+"""Arguments of fused operators that are written and not read."""
+READ_ALONE = ("grads",)
+"""Arguments that torch's AdamW writes only where it undoes a loss scale, which here nothing asks of it."""
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -77,6 +82,8 @@ class _Counter(TorchDispatchMode):
             self._products += 1
         elif not func.is_view and func.namespace != "prim" and not func.__name__.startswith(("empty", "new_empty")):
             moved = sum(x.nbytes for x in (*given, *results))
+            if not results:  # it writes arguments, which it may read, too
+                moved += _written(func, args)
             if func.__name__.startswith(("copy_", "zero_", "fill_", "zeros", "ones", "new_zeros")):
                 moved = sum(x.nbytes for x in given[1:]) + results[0].nbytes  # what is overwritten is not read
             name = func.__name__.split(".")[0]
@@ -90,6 +97,26 @@ class _Counter(TorchDispatchMode):
         if key not in self._living:
             gone = weakref.ref(storage, lambda _: self._living.pop(key, None))
             self._living[key] = gone, storage.nbytes() // tensor.element_size()
+
+
+def _written(func: Any, args: Sequence[Any]) -> int:
+    """Return the bytes of the arguments that an operator without results writes, without those that it never reads."""
+    return sum(
+        x.nbytes
+        for argument, value in zip(func._schema.arguments, args)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name not in WRITTEN_ALONE + READ_ALONE
+        for x in tensors_in((value,))
+    )
+
+
+def traffic(call: Callable[[], object], unit: int) -> Passes:
+    """Count what a call moves on fake tensors; `unit` is in bytes."""
+    counter = _Counter(unit)
+    with counter:
+        call()
+    return counter.take()
 
 
 def layer_traffic(build: Callable[[], Callable[[Tensor], Tensor]], tokens: int, hidden: int) -> LayerTraffic:

@@ -11,6 +11,7 @@ import torch
 from dit.batch import PackedBatch
 from dit.condition_table import DEFAULT_FPS, FPS
 from dit.data_api import BatchSpec, DataStream
+from dit.monitoring.heartbeat import Phase
 from dit.patchify import Grid
 
 
@@ -44,10 +45,12 @@ class DeviceBatches(Iterator[PackedBatch]):
         flops: returns the executed training FLOPs of a micro-batch.
         shard: selects the local tokens of a full pack (context parallel).
         encode: turns pixels and captions into latents and texts (`dit.encoders.online`).
+        phase: learns when this rank waits for data.
 
     Attributes:
         largest_grid: (t, h, w) patches of the sample with most tokens so far.
         fps: frames per second of that sample.
+        of_step: this rank's micro-batches since `begin_step`, before they moved to the device.
     """
 
     def __init__(
@@ -58,17 +61,33 @@ class DeviceBatches(Iterator[PackedBatch]):
         flops: Callable[[PackedBatch], int],
         shard: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
         encode: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+        phase: Optional[Phase] = None,
     ) -> None:
+        self._phase = phase or Phase()
+        self._peeked: Optional[PackedBatch] = None
         self._shard, self._encode = shard, encode
         self._stream, self._device, self._spec, self._flops = stream, device, spec, flops
         self.consumed = Consumed()
         self.largest_grid: Optional[Grid] = None
         self.fps = DEFAULT_FPS
+        self.of_step: list[PackedBatch] = []
+
+    def begin_step(self) -> None:
+        """Forget the micro-batches of the step before."""
+        self.of_step.clear()
+
+    def peek(self) -> PackedBatch:
+        """Return the next full pack as the source made it; it stays the next one."""
+        if self._peeked is None:
+            began = time.perf_counter()
+            self._phase.enter("reads data")
+            self._peeked = next(self._stream)
+            self._phase.enter("computes")
+            self.consumed.waited_s += time.perf_counter() - began
+        return self._peeked
 
     def __next__(self) -> PackedBatch:
-        began = time.perf_counter()
-        read = next(self._stream)
-        self.consumed.waited_s += time.perf_counter() - began
+        read, self._peeked = self.peek(), None
         batch = self._encode(read)
         batch.validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
         self.consumed.samples += batch.layout.num_samples
@@ -81,7 +100,9 @@ class DeviceBatches(Iterator[PackedBatch]):
         for grid, fps in zip(batch.grids, rates):
             if self.largest_grid is None or prod(grid) > prod(self.largest_grid):
                 self.largest_grid, self.fps = grid, fps
-        return self._shard(batch).to(self._device, non_blocking=True)
+        local = self._shard(batch)
+        self.of_step.append(local)
+        return local.to(self._device, non_blocking=True)
 
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""

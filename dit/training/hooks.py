@@ -20,7 +20,8 @@ class Hook:
 
         Args:
             state: `state.step` is the number of the step, counted from 1.
-            grad_norm: the global gradient norm before clipping.
+            grad_norm: the global gradient norm before clipping; infinite where fp16 gradients overflowed and the step
+                made no update.
         """
 
     def on_validation(self, state: TrainState, losses: Mapping[str, float]) -> None:

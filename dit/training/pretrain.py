@@ -6,19 +6,21 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional
 
 import torch
 import torch.distributed as dist
 
 from dit.backends import process_groups
-from dit.backends.device import local_device
+from dit.backends.device import StepTimer, local_device
 from dit.backends.process_groups import ProcessGroups, any_rank
 from dit.batch import PackedBatch
 from dit.checkpoint.checkpointer import Checkpointer
 from dit.checkpoint.manifest import HeldOut
+from dit.checkpoint.saves import Saves
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import build_state
 from dit.checkpoint.warm_start import start_from
@@ -32,27 +34,33 @@ from dit.models.base import ModelConfig
 from dit.monitoring.exit_record import ExitRecord
 from dit.monitoring.expert_load import expert_load
 from dit.monitoring.flops import PackFlops
-from dit.monitoring.guards import PreemptionFlag, StackWatchdog, check_finite
+from dit.monitoring.guards import PreemptionFlag, StackWatchdog
+from dit.monitoring.heartbeat import Heartbeat, Phase
 from dit.monitoring.profile import StepProfile
 from dit.monitoring.run_lock import RunLock
 from dit.monitoring.run_log import RunLog, open_log
+from dit.monitoring.time_limit import TimeLimit
 from dit.objectives.base import Objective
-from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
+from dit.optimizer.master_weights import gradient_norm, set_rates
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import FullNetwork, forward_backward
-from dit.ranges import check_path
+from dit.ranges import check_path, check_ranges
 from dit.run_config import RunConfig
 from dit.settings import (
+    COLLECTIVE_TIMEOUT_S,
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
     SamplingConfig,
     TrainingConfig,
 )
+from dit.training.bad_steps import BadSteps, MeanLoss
 from dit.training.device_batches import DeviceBatches
+from dit.training.first_steps import FirstSteps
 from dit.training.hooks import load_hooks
-from dit.training.step import find_suspects, training_forward_step
+from dit.training.rates import counters, mean_terms, rank_times, rates, report_lost, watch
+from dit.training.step import noise_kernel, training_forward_step
 from dit.training.validate import held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
@@ -98,21 +106,26 @@ def pretrain(
     )
     rank = int(os.environ.get("RANK", "0"))
     check_path("training.run_dir", training.run_dir)  # the lock and the exit record need it
+    check_ranges("training", training, {"collective_timeout_s": COLLECTIVE_TIMEOUT_S})  # and the process groups this
     with (
         PreemptionFlag() as preemption,
         RunLock(training.run_dir, rank) as lock,
         ExitRecord(training.run_dir, rank, lock.is_ours) as record,
     ):
         with preemption.leaves_at_once():
-            process_groups.connect()
+            process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
             dims, spec = config.check_here()
             for line in (*config.adaptations(dims), *config.unused_conditions()) if rank == 0 else ():
                 logger.info(line)
-        with StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog:
+        with (
+            StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog,
+            Heartbeat(training.run_dir, rank, dist.get_world_size(), training.hang_timeout_s, lock.is_ours) as heart,
+        ):
+            record.explain = heart.explain
             with preemption.leaves_at_once():
-                groups = process_groups.initialize(parallel)
-                run = Run(config, dims, spec, groups)
+                groups = process_groups.initialize(parallel, timeout_s=training.collective_timeout_s)
+                run = Run(config, dims, spec, groups, lock=lock.descriptor, phase=heart.phase)
                 record.step = run.state.step
                 preemption.waits_from_here()
                 dist.barrier()  # from here on all ranks stop together
@@ -148,24 +161,37 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
         run.validate(saved=True)  # the previous attempt ended between saving and validating
     if state.step == 0 and training.sanity_micro_batches:
         run.check_validation(training.sanity_micro_batches)
+    limit = TimeLimit(training.time_limit)
+    run.watch_first_steps()
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
     with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
         started = time.perf_counter()
         loss_sums = torch.zeros(len(config.objective.logged) + 1, device=run.device)
         while state.step < training.num_steps:
+            run.phase.enter("computes", state.step)
             trace.before(state.step + 1)
             grad_norm = run.step(loss_sums)
             trace.after(state.step)
             record.step = state.step
-            for hook in run.hooks:
-                hook.on_step(state, grad_norm)
+            run.phase.enter("ends the step", state.step)
             beat()
+            if run.last_action == "rewind":
+                loss_sums.zero_()
+                started = time.perf_counter()
+                continue
+            for hook in run.hooks if run.last_action == "update" else ():
+                hook.on_step(state, grad_norm)
             last = state.step == training.num_steps
-            stop = any_rank(preemption.requested or state.step == training.stop_at_step)
+            late = limit.is_near(run.saves.longest_s)
+            stop = any_rank(preemption.requested or late or state.step == training.stop_at_step)
+            if stop and state.step != training.stop_at_step:
+                asked = preemption.signal_name or ("training.time_limit" if late else "another rank's")
+                run.log.incident("signal", state.step, signal=asked)
+            run.saves.poll()
             save = stop or last or _is_multiple(state.step, config.checkpoint.interval)
             # The counts since the last line are not in a checkpoint, so report them before.
             if save or state.step % training.log_interval == 0:
-                run.report(loss_sums, grad_norm, time.perf_counter() - started)
+                run.report(loss_sums, time.perf_counter() - started)
                 loss_sums.zero_()
                 started = time.perf_counter()
             training_ended = time.perf_counter()
@@ -173,12 +199,14 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
                 run.save()
                 stop = stop or any_rank(preemption.requested)  # saving may have taken minutes
             if stop and not last:
+                run.saves.finish()
                 return True
             if not stop and _is_multiple(state.step, training.validation_interval):
                 run.validate(saved=save)
             if not stop and _is_multiple(state.step, training.sample_interval) and not any_rank(preemption.requested):
                 run.sample()
             started += time.perf_counter() - training_ended  # rates exclude saving and validation
+    run.saves.finish()
     return False
 
 
@@ -194,26 +222,51 @@ class Run:
         dims, spec: results of `RunConfig.check_here`.
         groups: the process groups.
         quiet: do not log (benchmarks).
+        lock: descriptor of the run's lock, for the process that writes checkpoints; -1 for none.
+        phase: learns what this rank does.
 
     Attributes:
         state: all that a step changes.
+        saves: the checkpoints under way.
         batches: micro-batches on this rank's device.
         hooks: what the loop calls after steps and validations.
+        bad_steps: judges each step before its update.
+        last_action: what the newest `step` did with its gradients: `update`, `skip`, `rewind`, or
+            `overflow`: nothing, but that the loss scale of an fp16 run is lower now.
+        grad_norm: of the newest update.
+        lost: samples lost or dropped so far on all ranks, as reported.
+        first_steps: the checks of the first steps, if there are any.
     """
 
+    last_action: Literal["update", "skip", "rewind", "overflow"] = "update"
+    grad_norm = 0.0
+    lost = 0
+    first_steps: Optional[FirstSteps] = None
+
     def __init__(
-        self, config: RunConfig, dims: ParallelDims, spec: BatchSpec, groups: ProcessGroups, *, quiet: bool = False
+        self,
+        config: RunConfig,
+        dims: ParallelDims,
+        spec: BatchSpec,
+        groups: ProcessGroups,
+        *,
+        quiet: bool = False,
+        lock: int = -1,
+        phase: Optional[Phase] = None,
     ) -> None:
+        self.phase, self.timer = phase or Phase(), StepTimer()
         self.config, self.dims, self.spec, self.groups = config, dims, spec, groups
         self.hooks = load_hooks(config.training.hooks)
         self.began = time.monotonic()
         self.device = local_device()
+        self.mix = noise_kernel(config.model, config.training)
         # The members of a blend need to agree only on conditions of the model.
         self.class_names = None if config.model.num_classes is None else config.data.class_names()
         self.state = build_state(config, spec, groups)
         self.network = FullNetwork(self.state.wrapped, groups)
         store = CheckpointStore(Path(config.training.run_dir) / "checkpoints", config.checkpoint)
         self.checkpointer = Checkpointer(store, config)
+        self.bad_steps = BadSteps(config, self.state, groups)
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
         if not resumed and config.checkpoint.start_from is not None and self.state.base is None:
             start_from(config.checkpoint.start_from, self.state)
@@ -226,9 +279,12 @@ class Run:
             lambda batch: flops.training(batch.layout, batch.grids, batch.conditions.layout(CONTEXT.name)),
             self.shard,
             self.encode,
+            self.phase,
         )
+        watch(self.state.wrapped, self.timer, self.phase)
         if resumed:
             self.batches.recall_largest(self.checkpointer.resumed_metadata, spec)
+            self.bad_steps.guard.load_state_dict(self.checkpointer.resumed_metadata.get("guard", {}))
         self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
         self.attributions = config.data.attributions()
@@ -245,109 +301,121 @@ class Run:
         if reports and config.training.sample_interval and self.pictures.note:
             logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
+        self.saves = Saves(self.checkpointer, groups, self.log.checkpoint, self.log.save_failed, lock)
+
+    def watch_first_steps(self) -> None:
+        """Check the next inputs, and the gradients of the next steps: `FirstSteps` says what it raises."""
+        if (steps := self.config.training.num_steps - self.state.step) > 0:
+            self.first_steps = FirstSteps(self.state.shards, self.groups, steps)
+            self.first_steps.check_inputs(self.batches.peek(), self.state.step + 1, self.log)
 
     def shard(self, batch: PackedBatch) -> PackedBatch:
         """Return the local part of a full pack on this context-parallel rank."""
         return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.config.parallel.context_split)
 
     def step(self, loss_sums: torch.Tensor) -> float:
-        """Run one optimizer step; only the gradient norm is copied to the host.
+        """Run one optimizer step; the host waits for the device once, for the gradient norm.
+
+        A step whose numbers are bad is not applied on any rank: see `last_action` and `dit.training.bad_steps`.
 
         Args:
-            loss_sums: `[logged + 1]`; this rank's sums of what the objective logs, and of the tokens, are added to it.
+            loss_sums: `[logged + 1]`; this rank's sums of what the objective logs, and of the tokens, are added to it
+                if the step is applied.
 
         Returns:
-            The global gradient norm before clipping.
+            The global gradient norm before clipping; infinite where fp16 gradients overflowed: such a step makes no
+            update, and lowers the loss scale.
 
         Raises:
-            NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
+            NotFiniteError: the loss or the gradient norm is not finite or spikes, no lower loss scale would help, and
+                the run may not go on; the weights are those before the step.
         """
         config, state, seen = self.config, self.state, len(self.batches.consumed.keys)
+        self.batches.begin_step()
+        self.timer.start()
         for chunk in state.wrapped:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
-        outputs = forward_backward(
-            training_forward_step(config.objective, config.model, config.training.seed, state.step),
-            self.batches,
-            state.wrapped,
-            self.dims.micro_batches,
-            self.groups,
-        )
+        forward_step = training_forward_step(config.objective, config.model, config.training.seed, state.step, self.mix)
+        outputs = forward_backward(forward_step, self.batches, state.wrapped, self.dims.micro_batches, self.groups)
         length, schedule, beta1 = config.training.num_steps, config.schedule, config.optimizer.beta1
         set_rates(state.optimizer, self.learning_rate(state.step), momentum(state.step, length, beta1, schedule))
-        grad_norm = gradient_norm(state.optimizer)
         step_sums = torch.zeros_like(loss_sums)
         for output in outputs:  # empty but on the last pipeline stage
             step_sums += output["sums"]
-        if not math.isfinite(grad_norm):
-            # A non-finite loss makes the norm non-finite on every rank: all stop here, before the update.
-            suspects = find_suspects(step_sums[:-1].sum().item(), self.batches.consumed.keys[seen:])
-            check_finite(self.mean_loss(step_sums), grad_norm, state.step + 1, suspects)
-        apply_update(state.optimizer, grad_norm, config.optimizer.clip_grad)
+        self.phase.enter("reduces the gradient")
+        mean_loss = MeanLoss(step_sums, config.objective, self.groups)
+        grad_norm = gradient_norm(state.optimizer)
+        scale = state.loss_scale if state.loss_scale is not None and state.loss_scale.settle() else None
+        loss, grad_norm = mean_loss.value(), grad_norm if scale is None else math.inf
+        if scale is not None and scale.shrank and math.isfinite(loss):
+            self.last_action = "overflow"
+            state.step += 1
+            return grad_norm
+        bad = self.bad_steps.guard.judge(state.step + 1, loss, grad_norm)
+        if bad is not None:
+            if scale is not None and math.isfinite(loss):
+                bad = replace(bad, reason=f"{bad.reason} {scale.exhausted()}")
+            keys = self.batches.consumed.keys[seen:]
+            self.last_action = self.bad_steps.act(bad, self.log, forward_step, self.batches.of_step, step_sums, keys)
+            if self.last_action == "rewind":
+                self.rewind(bad.step)
+            else:
+                state.step += 1
+            return grad_norm
+        if self.first_steps is not None:
+            self.first_steps.look(state.step + 1, self.learning_rate(state.step), self.log)
+        self.phase.enter("updates")
+        state.update(grad_norm, state.step + 1)
         loss_sums += step_sums
+        self.last_action, self.grad_norm = "update", grad_norm
         state.step += 1
-        if state.ema is not None:
-            state.ema.update(state.step)
         return grad_norm
+
+    def rewind(self, bad_step: int) -> None:
+        """Go back to the last checkpoint, and save it again with the present position of the data.
+
+        A run that is killed afterwards goes on from there, without the data that were left out; one that is killed
+        before comes to the same step and the same choice.
+
+        Raises:
+            NotFiniteError: there is none that is valid.
+        """
+        self.saves.wait()  # it may become the last checkpoint
+        self.bad_steps.go_back(bad_step, self.checkpointer, self.log, self.batches.reset().keys)
+        self.save()
+        self.saves.wait()
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the update after `step` updates."""
         return learning_rate(step, self.config.training.num_steps, self.config.optimizer.lr, self.config.schedule)
 
-    def mean_loss(self, loss_sums: torch.Tensor) -> float:
-        """Return the mean loss over all ranks from the sums of `step`; every rank calls this."""
-        return named_losses(self.config.objective, self.mean_terms(loss_sums))["loss"]
-
-    def mean_terms(self, loss_sums: torch.Tensor) -> list[float]:
-        """Return the mean of each term and measure of the loss over all ranks; every rank calls this."""
-        sums = loss_sums.clone()
-        dist.all_reduce(sums, group=self.groups.dp_cp)
-        dist.all_reduce(sums, group=self.groups.pp)  # only the last stage has losses
-        return (sums[:-1] / sums[-1]).tolist()
-
-    def report(self, loss_sums: torch.Tensor, grad_norm: float, seconds: float) -> None:
+    def report(self, loss_sums: torch.Tensor, seconds: float) -> None:
         """Reduce the counts since the last line over ranks, and report them.
 
         Args:
-            loss_sums: of the steps since then, see `step`.
-            grad_norm: of the newest step.
+            loss_sums: of the steps since then, see `step`; zeros if none of them was applied.
             seconds: duration of these steps.
         """
-        terms, state, ranks = self.mean_terms(loss_sums), self.state, self.groups.world_size
-        mine, lost = self.batches.reset(), sum(state.stream.skipped().values())
-        counts = torch.tensor(
-            [mine.samples, mine.valid_tokens, mine.padded_tokens, sum(mine.flops), lost, state.stream.samples_per_s()],
-            dtype=torch.float64,
-            device=self.device,
-        )
-        dist.all_reduce(counts, group=self.groups.dp)
-        samples, valid, padded, flops, skipped, made_per_s = counts.tolist()
-        state.consumed_samples += int(samples)
-        # Replicas wait for each other at the end of each step: the step lasts as long as the most work of one of them.
-        steps = torch.tensor(mine.flops, dtype=torch.float64, device=self.device).view(-1, self.dims.micro_batches)
-        slowest = torch.cat([steps.sum(1), steps.new_tensor([mine.waited_s])])
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.groups.dp)
-        load = expert_load(state.chunks, self.device)
+        terms, state, mine = mean_terms(loss_sums, self.groups), self.state, self.batches.reset()
+        samples, counted = rates(mine, state.stream, self.groups, self.dims.micro_batches, seconds, self.device)
+        state.consumed_samples += samples
+        losses = {**named_losses(self.config.objective, terms), "grad_norm": self.grad_norm}
         values = {
-            **named_losses(self.config.objective, terms),
-            "grad_norm": grad_norm,
+            **(losses if terms[0] == terms[0] else {}),  # where no step was applied, the means are 0 / 0
             "learning_rate": self.learning_rate(state.step - 1),
-            "samples_per_s": samples / seconds,
-            "tokens_per_s": valid / seconds,
-            "padded_tokens_per_s_per_rank": padded / seconds / ranks,
-            "tflops_per_rank": flops / seconds / ranks / 1e12,
-            "padding_share": 1 - valid / padded,
-            "work_imbalance": slowest[:-1].sum().item() * self.groups.dp_size / flops,
-            "data_wait_share": slowest[-1].item() / seconds,
-            "loader_samples_per_s": made_per_s,
-            "skipped_samples": skipped,
-            **load,
+            **counted,
+            **counters(state, self.bad_steps.skipped),
+            **rank_times(self.timer.take(), self.groups, self.device),
+            **expert_load(state.chunks, self.device),
         }
-        state.training_loss = values["loss"]
+        self.lost = report_lost(state, int(counted["skipped_samples"]), self.lost, self.log)
+        state.training_loss = values.get("loss", state.training_loss)
         self.log.scalars(state, values)
 
     def save(self) -> None:
-        """Write a checkpoint of this step."""
+        """Write a checkpoint of this step, or begin to."""
+        self.phase.enter("saves")
         self.log.sync()
         metadata = {
             "class_names": self.class_names,
@@ -356,12 +424,14 @@ class Run:
             "text_encoder": self.text_encoder,
             "autoencoder": self.autoencoder,
             "attributions": self.attributions,
+            "guard": self.bad_steps.guard.state_dict(),
         }
-        self.log.checkpoint(self.state, self.checkpointer.save(self.state, metadata))
+        self.saves.save(self.state, metadata)
 
     def validate(self, *, saved: bool = False) -> None:
         """Measure the held-out loss; if the weights are `saved`, add it to their checkpoint."""
         state = self.state
+        self.phase.enter("validates")
         with state.averaged():
             losses = self.held_out_losses()
         compared = self.config.training.validate_raw_weights and state.ema is not None
@@ -369,7 +439,7 @@ class Run:
         state.held_out = HeldOut(losses["loss"], state.step)
         self.log.held_out(state, losses, raw)
         if saved:
-            self.checkpointer.attach_held_out(state)
+            self.saves.attach_held_out(state)
         for hook in self.hooks:
             hook.on_validation(state, losses)
 
@@ -401,6 +471,7 @@ class Run:
     def sample(self) -> None:
         """Generate the grid of samples and write it into the run folder."""
         state, fps = self.state, self.batches.fps
+        self.phase.enter("samples")
         with state.averaged():
             # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
             network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
@@ -419,6 +490,7 @@ class Run:
         self.log.summarize(self.config, self.state, seconds=seconds, frames=frames, text_encoder=self.text_encoder)
 
     def close(self) -> None:
-        """Stop loaders and flush logs."""
+        """Stop loaders, let the pending save end, and flush logs."""
         self.state.stream.close()
+        self.saves.close()
         self.log.close()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -12,14 +12,30 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.kernels.choice import choose
+from dit.kernels.resolve import NOISE
 from dit.models.base import ModelConfig
-from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.addressed_noise import AddressedNoise, Mix
 from dit.objectives.base import Objective, Prepared
+from dit.parallel.implementations import target_of
 from dit.patchify import split_outputs
+from dit.settings import TrainingConfig
 
 Logged = dict[str, Tensor]
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Logged]]
 ForwardStep = Callable[[Iterator[PackedBatch], nn.Module], tuple[Tensor, LossFunction]]
+
+
+def noise_kernel(model: ModelConfig, training: TrainingConfig, device: Optional[torch.device] = None) -> Optional[Mix]:
+    """Return the kernel that draws and mixes noise, see `AddressedNoise.mix_TC`; None for the eager form.
+
+    Args:
+        device: None for that of this process.
+
+    Raises:
+        ConfigError: the kernel that `training.kernels` names does not run here.
+    """
+    return choose(NOISE, target_of(model, training.precision, device), training.kernels).load()
 
 
 def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfig) -> PackedBatch:
@@ -34,7 +50,9 @@ class LevelsOnly(AddressedNoise):
         return torch.zeros(1, 1, device=self.layout.device).expand(self.layout.num_local_tokens, channels)
 
 
-def training_forward_step(objective: Objective, model: ModelConfig, seed: int, step: int) -> ForwardStep:
+def training_forward_step(
+    objective: Objective, model: ModelConfig, seed: int, step: int, mix: Optional[Mix] = None
+) -> ForwardStep:
     """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
 
     Its loss function returns (loss sum, real tokens, logs: the sums of `logged`, then the tokens). Megatron-Core's
@@ -50,8 +68,8 @@ def training_forward_step(objective: Objective, model: ModelConfig, seed: int, s
         batch = next(batches)
         stage = get_attr_wrapped_model(network, "stage")
         # Only the first stage (inputs) and the last one (targets) use noise per token.
-        kind = AddressedNoise if stage.first or stage.last else LevelsOnly
-        noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S)
+        kind, kernel = (AddressedNoise, mix) if stage.first or stage.last else (LevelsOnly, None)
+        noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S, kernel)
         batch = objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
         if model.activation_dropout:
             batch = replace(batch, dropout_S=noise.keys_S("dropout"))

@@ -21,15 +21,19 @@ from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.models.base import Backbone, ModelConfig
 from dit.monitoring.expert_load import expert_load
+from dit.objectives.addressed_noise import Mix
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import master_weights as optim
 from dit.optimizer.master_weights import MasterShard, master_shards
+from dit.optimizer.update import Update, build_update
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
+from dit.parallel.implementations import target_of
+from dit.parallel.loss_scale import loss_scale_of
 from dit.parallel.schedule import forward_backward
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.training.step import training_forward_step
+from dit.training.step import noise_kernel, training_forward_step
 
 SEED = 5
 # Gradients that are zero in exact arithmetic (a bias of keys changes no softmax) are rounding errors, which Adam would
@@ -59,7 +63,7 @@ class Trial:
     objective: Objective = field(default_factory=FlowMatching)
     micro_batches: int = 4
     steps: int = 2
-    precision: Literal["bf16", "fp32"] = "fp32"
+    precision: Literal["bf16", "fp16", "fp32"] = "fp32"
     recompute: Mapping[str, Any] = field(default_factory=dict)
     alter: Optional[Callable[[list[Backbone]], None]] = None
     by_rank: bool = False
@@ -76,6 +80,8 @@ class Built:
     wrapped: list[Any]
     optimizer: MegatronOptimizer
     shards: list[MasterShard]
+    update: Update
+    mix: Optional[Mix]
 
     @property
     def model(self) -> ModelConfig:
@@ -157,7 +163,8 @@ def build(trial: Trial) -> Built:
     if trial.alter is not None:
         trial.alter(chunks)
     wrapped = wrap(chunks, parallel, groups)
-    optimizer = build_optimizer(wrapped, OPTIMIZER, parallel, trial.precision, groups)
+    optimizer = build_optimizer(wrapped, OPTIMIZER, parallel, training, groups)
+    shards, target = master_shards(optimizer, chunks), target_of(model, trial.precision)
     return Built(
         trial=trial,
         dims=dims,
@@ -165,7 +172,9 @@ def build(trial: Trial) -> Built:
         chunks=chunks,
         wrapped=wrapped,
         optimizer=optimizer,
-        shards=master_shards(optimizer, chunks),
+        shards=shards,
+        mix=noise_kernel(model, training),
+        update=build_update(optimizer, shards, None, OPTIMIZER.clip_grad, target, training.kernels),
     )
 
 
@@ -195,26 +204,26 @@ def drifted_copies(it: Built) -> list[str]:
 def train(
     trial: Trial, then: Optional[Callable[[Built], None]] = None, report: Optional[Report] = None
 ) -> dict[str, Any]:
-    """Train a trial's steps.
+    """Train a trial's steps; a step whose fp16 gradients overflow makes no update.
 
     Args:
         then: called with what was trained before it is torn down.
         report: of the gradients and the weights; `Report` if None.
 
     Returns:
-        `losses` and `grad_norms` of every step, and what is reported.
+        `losses`, `grad_norms` and `loss_scales` of every step, and what is reported.
     """
     report = report or Report()
     it = build(trial)
     groups, optimizer = it.groups, it.optimizer
     packs = trial.stream(groups.dp_rank, groups.dp_size, it.dims.token_multiple)
     batches = (shard(pack, groups.cp.rank(), groups.cp.size(), trial.parallel.context_split) for pack in packs)
-    result: dict[str, Any] = {"losses": [], "grad_norms": []}
+    result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": []}
     for step in range(trial.steps):
         for chunk in it.wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        forward_step = training_forward_step(trial.objective, trial.model, SEED, step)
+        forward_step = training_forward_step(trial.objective, trial.model, SEED, step, it.mix)
         out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
         nothing = torch.zeros(len(trial.objective.logged) + 1, dtype=torch.float64)
         sums = sum((o["sums"].double() for o in out), nothing).float()
@@ -222,9 +231,13 @@ def train(
         dist.all_reduce(sums, group=groups.pp)
         result["losses"].append((sums[: len(trial.objective.terms)].sum() / sums[-1]).item())
         result["grad_norms"].append(optim.gradient_norm(optimizer))
+        scale = loss_scale_of(optimizer)
+        result["loss_scales"].append(1.0 if scale is None else scale.value)
+        overflowed = scale is not None and scale.settle()
         if step == 0:
             result |= report.gradients(it)
-        optim.apply_update(optimizer, result["grad_norms"][-1], OPTIMIZER.clip_grad)
+        if not overflowed:
+            it.update(result["grad_norms"][-1], step + 1)
     # With an overlapped gather the last update waits for the next forward pass.
     optim.copy_masters_to_model(optimizer, it.wrapped)
     if trial.parallel.data_parallel == "fsdp":

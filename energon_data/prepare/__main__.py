@@ -47,6 +47,7 @@ def _cifar10(args: argparse.Namespace) -> None:
 def _media(args: argparse.Namespace) -> None:
     from energon_data.prepare.media import Options, Preparation
     from energon_data.prepare.pictures import Fit
+    from energon_data.prepare.ranks import Ranks
     from energon_data.prepare.videos import Cut
 
     cut = Cut()
@@ -74,6 +75,9 @@ def _media(args: argparse.Namespace) -> None:
         validation=args.validation,
     )
     _make(preparation, args)
+    if preparation.left_out and Ranks().is_first:
+        other = "pictures" if args.command == "videos" else "videos"
+        print(f"  left out: {preparation.left_out:,} {other} in {args.source}; `prepare folder` takes both")
 
 
 def _pictograms(args: argparse.Namespace) -> None:
@@ -282,6 +286,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_media(commands.add_parser("images", help="a folder of pictures with captions or classes"), "images")
     _add_media(commands.add_parser("videos", help="a folder of videos with captions or classes"), "videos")
+    _add_media(commands.add_parser("folder", help="a folder of both"), "folder")
     _add_media(commands.add_parser("webdataset", help="tar files of pictures or videos with captions"), "webdataset")
     _add_tensors(commands.add_parser("tensors", help="tar files of older systems: .pth latents, .pickle texts"))
     _add_pictograms(commands.add_parser("pictograms", help="colour pictograms of Unicode characters, with their names"))

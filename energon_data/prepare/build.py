@@ -39,6 +39,7 @@ from energon_data.samples import SampleError
 TRAIN, VALIDATION = "train", "val"
 PLAN = "plan.json"
 EXAMPLES = 3  # skipped samples that are named per reason
+CAPTIONS = 16  # captions that a data set names as examples
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,27 @@ class UnitRecord:
         skipped: samples by reason.
         examples: a few skipped samples by reason, with the detail.
         shapes: samples by the shape of their pixels or latent.
+        captions: examples of them, at random: of all different ones, those whose hashes are the smallest.
+        num_classes: one more than the largest label; 0 without labels.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     shapes: Counter[str] = field(default_factory=Counter)
+    captions: list[str] = field(default_factory=list)
+    num_classes: int = 0
+
+    def made(self, sample: Sample) -> None:
+        """Count a sample that is written."""
+        self.shapes["x".join(map(str, sample.shape))] += 1
+        if isinstance(caption := sample.metadata.get("caption"), str):
+            self._take([caption])
+        self.num_classes = max(self.num_classes, sample.metadata.get("label", -1) + 1)
+
+    def _take(self, captions: Iterable[str]) -> None:
+        different = {*self.captions, *captions}
+        self.captions = sorted(different, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]
 
     def skip(self, name: str, error: SampleError) -> None:
         """Count a sample that cannot be used."""
@@ -97,6 +113,8 @@ class UnitRecord:
         self.shards |= other.shards
         self.skipped += other.skipped
         self.shapes += other.shapes
+        self._take(other.captions)
+        self.num_classes = max(self.num_classes, other.num_classes)
         for reason, named in other.examples.items():
             self.examples[reason] = [*self.examples.get(reason, []), *named][:EXAMPLES]
 
@@ -140,7 +158,7 @@ def _make_unit(job: Job, number: int, sources: Iterable[Any]) -> UnitRecord:
     for sample in job.work(sources, record):
         split = VALIDATION if is_held_out(sample.origin, job.validation) else TRAIN
         writers[split].add(sample.key, sample.metadata, sample.parts)
-        record.shapes["x".join(map(str, sample.shape))] += 1
+        record.made(sample)
     for writer in writers.values():
         writer.close()
         for name, facts in writer.shards.items():
@@ -160,7 +178,8 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
     """Return the record of a finished unit whose shards are there in full."""
     try:
         body = json.loads(_record_file(job, number).read_text())
-        record = UnitRecord(body["shards"], Counter(body["skipped"]), body["examples"], Counter(body["shapes"]))
+        counts = (Counter(body["skipped"]), body["examples"], Counter(body["shapes"]))
+        record = UnitRecord(body["shards"], *counts, body["captions"], body["num_classes"])
         complete = all((job.data / name).stat().st_size == facts["bytes"] for name, facts in record.shards.items())
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -289,6 +308,8 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             **description,
             "samples": {split: sum(facts["samples"] for facts in some.values()) for split, some in by_split.items()},
             "shapes": dict(total.shapes.most_common()),
+            "captions": total.captions,
+            "num_classes": total.num_classes,
             "skipped": dict(total.skipped),
             "skipped_examples": total.examples,
             "shards": shards,

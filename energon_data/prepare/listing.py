@@ -210,6 +210,13 @@ def list_folder(folder: Path, extensions: frozenset[str], *, labels: bool = Fals
     return labelled, classes
 
 
+def num_other_files(folder: Path, extensions: frozenset[str]) -> int:
+    """Count files of other kinds than those a command takes, in a folder without a list of files."""
+    if not folder.is_dir() or any((folder / name).is_file() for name in LISTS):
+        return 0
+    return len(_walk(folder, extensions))
+
+
 def _walk(folder: Path, extensions: frozenset[str]) -> list[tuple[str, int]]:
     """Return name and size of every file of these kinds; hidden ones and links that leave the folder are left out."""
     root, found = folder.resolve(), []

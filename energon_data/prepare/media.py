@@ -29,6 +29,7 @@ from energon_data.prepare.listing import (
     Source,
     list_folder,
     list_tars,
+    num_other_files,
     read_tar,
 )
 from energon_data.prepare.pictures import Fit
@@ -38,8 +39,8 @@ from energon_data.prepare.texts import caption_parts, text_record
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
 
-Command = Literal["images", "videos", "webdataset"]
-EXTENSIONS = {"images": PICTURES, "videos": VIDEOS, "webdataset": PICTURES | VIDEOS}
+Command = Literal["images", "videos", "folder", "webdataset"]
+EXTENSIONS = {"images": PICTURES, "videos": VIDEOS, "folder": PICTURES | VIDEOS, "webdataset": PICTURES | VIDEOS}
 TRY_OUT = 8  # samples that a dry run makes
 
 
@@ -202,6 +203,7 @@ class Preparation:
         classes: names of the classes; empty without labels.
         plan: what the result depends on.
         about: further entries of `dataset.json`.
+        left_out: pictures beside the videos that are read, or videos beside the pictures.
     """
 
     job: Job
@@ -211,6 +213,7 @@ class Preparation:
     plan: dict[str, Any]
     options: Options
     about: dict[str, Any] = field(default_factory=dict)
+    left_out: int = 0
 
     @classmethod
     def of(
@@ -240,12 +243,14 @@ class Preparation:
         extensions = EXTENSIONS[command]
         classes: list[str] = []
         units: list[Any]
+        left_out = 0
         if command == "webdataset":
             tars = list_tars(source)
             units, listed = list(tars), [[str(path), path.stat().st_size] for path in tars]
             job = Job(out, partial(_sources_of_tar, extensions), MakeSamples(options), validation)
         else:
             entries, classes = list_folder(source, extensions, labels=labels)
+            left_out = num_other_files(source, EXTENSIONS["folder"] - extensions)
             units = [entries[i : i + samples_per_shard] for i in range(0, len(entries), samples_per_shard)]
             listed = [[entry.name, entry.size] for entry in entries]
             job = Job(out, partial(_sources_of_folder, source), MakeSamples(options), validation)
@@ -258,7 +263,7 @@ class Preparation:
             "validation": validation,
             "files": listed,
         }
-        return cls(job, units, len(listed), classes, plan, options)
+        return cls(job, units, len(listed), classes, plan, options, left_out=left_out)
 
     @classmethod
     def generated(

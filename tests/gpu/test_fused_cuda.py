@@ -4,11 +4,15 @@ import pytest
 import torch
 
 from dit.backends import megatron_cpu
+from dit.kernels import adamw as eager_adamw
 from dit.kernels import layer_kernels
+from dit.kernels.adamw import Elements, Rates
+from dit.kernels.group_norm import Groups
 from dit.kernels.layer_kernels import EAGER
 from dit.kernels.modulation import NormModulation
 from dit.kernels.rope import HeadNorm, Heads, Rotation
 from dit.layout import SequenceLayout
+from dit.objectives.addressed_noise import AddressedNoise
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda")
@@ -74,3 +78,52 @@ def test_heads(heads, size, dtype):
 @pytest.mark.parametrize("name", ["gelu_tanh", "swiglu"])
 def test_activations(name, dtype):
     check(lambda kernels, x, bias: [getattr(kernels, name)(x, bias)], draws((3584, 4608), (4608,)), dtype)
+
+
+@pytest.mark.parametrize("dtype", RTOL, ids=str)
+@pytest.mark.parametrize(("channels", "side"), [(128, 64), (320, 32), (1280, 8)])
+def test_group_norm(channels, side, dtype):
+    """With scale, shift and SiLU, on channels-last pictures."""
+
+    def operation(kernels, x, weight, bias, scale, shift):
+        groups = Groups(weight, bias, 32, 1e-5)
+        x = x.contiguous(memory_format=torch.channels_last)
+        return [kernels.norm_groups(x, groups, scale, shift, activate=True)]
+
+    shapes = (4, channels, side, side), (channels,), (channels,), (4, channels), (4, channels)
+    check(operation, draws(*shapes), dtype)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "not_aligned"])
+def test_adamw(half, shift):
+    """Every element of every tensor within some ulps of the reference in float64."""
+    from dit.kernels.fused.adamw import adamw
+
+    rates = Rates(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, step=3, clip=0.37, average=0.3)
+    found, exact = [], []
+    for size in (5, 16384 * 3 + 77, 1 << 22):
+        drawn = [x.float()[shift:] for x in draws(*[(size + shift,)] * 5)]
+        drawn[3] = drawn[3].square()
+        found.append(Elements(*drawn, torch.zeros(size + shift, dtype=half, device=CUDA)[shift:]))
+        exact.append(Elements(*(x.double() for x in drawn), None))
+    adamw(found, rates)
+    eager_adamw.adamw(exact, rates)
+    for ours, theirs in zip(found, exact, strict=True):
+        for name in ("main", "exp_avg", "exp_avg_sq", "average"):
+            torch.testing.assert_close(getattr(ours, name).double(), getattr(theirs, name), rtol=1e-5, atol=2e-6)
+        assert torch.equal(ours.model, ours.main.to(half))
+
+
+@pytest.mark.parametrize("channels", [10, 16, 64])
+def test_noise(channels):
+    """That of the eager form, whose angles are rounded to float32 before the sine."""
+    from dit.kernels.fused.noise import mix
+
+    ids = torch.tensor([3, 2**62 + 5, -41, 9], device=CUDA)
+    ones, zeros = torch.ones(4, device=CUDA), torch.zeros(4, device=CUDA)
+    ours, theirs = (AddressedNoise(2**40 + 5, 977, ids, PACK, None, kernel) for kernel in (mix, None))
+    x0 = torch.zeros(PACK.total_tokens, channels, device=CUDA)
+    got, again = (ours.mix_TC("eps", x0, lambda: [(zeros, ones)])[0] for _ in range(2))
+    assert torch.equal(got, again)
+    torch.testing.assert_close(got, theirs.normal_TC("eps", channels), rtol=0, atol=4e-6)

@@ -135,6 +135,16 @@ def full_disk(arguments: Sequence[str], limits: Sequence[int]) -> list[tuple[int
     return found
 
 
+def save_cost(arguments: Sequence[str], rounds: int, folder: Path) -> dict[str, Any]:
+    """Return what `python -m benchmarks.checkpoint` measures."""
+    from benchmarks.checkpoint import measure
+    from launch import cli, config_file
+    from launch.train import resolve
+
+    folder.mkdir()
+    return measure(config_file.built(resolve(cli.parse(arguments))), rounds, folder)
+
+
 def open_run(arguments: Sequence[str]) -> Run:
     """Build a run as `pretrain` does, without its loop and logs."""
     from dit.backends import process_groups

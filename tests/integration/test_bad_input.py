@@ -133,7 +133,8 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     add("disk", fault=partial(faults.saving_fails, 16_000, 0), at="sound", data__background=True)
     small = mock(small_disk / "run", checkpoint__interval=1, checkpoint__keep_last=9, training__num_steps=9)
     jobs["small disk"] = Job(actions.train, {"arguments": small})
-    sweep = mock(folder / "sweep", training__num_steps=20, checkpoint__keep_last=1)
+    at_once = {"checkpoint__keep_last": 1, "checkpoint__failed_saves_allowed": 0}
+    sweep = mock(folder / "sweep", training__num_steps=20, **at_once)
     jobs["sweep"] = Job(actions.full_disk, {"arguments": sweep, "limits": LIMITS})
     add("budget", damaged[0], ranks=2, data__max_lost_samples=1000, training__num_steps=2)
     add("nan on one rank", ranks=2, fault=nan(3, 1, folder / "nan_2.pt"), checkpoint__interval=1)
@@ -284,7 +285,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(ended: dict[str, Any], fold
         for words in ("checkpoint of step 6 was not written", "the checkpoint of step 4 is intact"):
             assert words in run.err
     pairs = [ended[name] for name in ("disk of rank 0", "disk of rank 1", "disk at the index")]
-    assert [run.code for run in [ended["disk"], *(run for pair in pairs for run in pair)]] == [5] * 7
+    assert [run.code for run in [ended["disk"], *(run for pair in pairs for run in pair)]] == [6] * 7
 
 
 def test_after_a_full_disk_the_run_goes_on_as_if_nothing_had_been(ended: dict[str, Any], folder: Path) -> None:
@@ -303,7 +304,7 @@ def test_after_a_full_disk_the_run_goes_on_as_if_nothing_had_been(ended: dict[st
 
 def test_wherever_the_disk_gives_up_the_save_fails_as_one(ended: dict[str, Any], folder: Path) -> None:
     for limit, (code, message, left) in zip(LIMITS, ended["sweep"], strict=True):
-        assert code == 5, (limit, message)
+        assert code == 6, (limit, message)
         assert left == ["iter_0000001"], limit
         assert "the checkpoint of step 1 is intact" in message
     assert checkpoints(folder / "sweep") == [f"iter_{1 + len(LIMITS):07d}"]
@@ -313,7 +314,7 @@ def test_a_disk_that_is_really_full_reports_its_numbers(ended: dict[str, Any], s
     if not os.path.ismount(small_disk):
         pytest.skip("mounting a small disk is not allowed here")
     run, run_dir = ended["small disk"], small_disk / "run"
-    assert run.code == outcome(run_dir)["code"] == 5
+    assert run.code == outcome(run_dir)["code"] == 6
     for words in ("is full; it needs about", "bytes", "free now", "keep_last=9", "is intact"):
         assert words in run.err
     steps = len(checkpoints(run_dir))

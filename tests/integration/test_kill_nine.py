@@ -56,8 +56,11 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_media(tmp_path_factory.mktemp("kill"))
+
+
+def prepare_media(folder: Path) -> Path:
     """Prepare 48 pictures of three sizes and 16 clips, of which the second half are longer."""
-    folder = tmp_path_factory.mktemp("kill")
     rng = np.random.default_rng(0)
 
     def pixels(height: int, width: int) -> Image.Image:
@@ -76,11 +79,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(folder: Path, run_dir: Path) -> list[str]:
+def arguments(folder: Path, run_dir: Path, **settings: Any) -> list[str]:
     """Return a run on a blend whose first steps are pictures only."""
     blend = f"[{{path: {folder / 'pictures'}, weight: [1, 3]}}, {{path: {folder / 'films'}, weight: [0, 1]}}]"
     mixed = {"data__blend": blend, "data__blend_steps": [CLIPS_FROM]}
-    return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, **SETTINGS, **mixed)]
+    return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, **{**SETTINGS, **mixed, **settings})]
 
 
 @dataclass(frozen=True)

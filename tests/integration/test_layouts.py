@@ -16,6 +16,7 @@ pytestmark = pytest.mark.matrix
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 DDP = {"parallel__data_parallel": "ddp"}
 TP = {"parallel__tensor_model_parallel_size": 2}
+PP = {"parallel__pipeline_model_parallel_size": 2}
 TP_SP = {**TP, "parallel__sequence_parallel": True}
 SAVED = {"one": (1, {}), "dp2": (2, {}), "tp2": (2, TP)}
 # One run that stops and goes on, from the same folder, on the next layout: (ranks, settings).
@@ -25,7 +26,11 @@ WAY = {
     "distributed_optimizer2": (2, {}),
     "ddp2": (2, DDP),
     "tp2": (2, TP),
-    "one_distributed_optimizer": (1, {}),
+    "pp2": (2, PP),
+    "fsdp2": (2, {"parallel__data_parallel": "fsdp"}),
+    "tp2dp2": (4, TP),
+    "tp2pp2": (4, {**TP, **PP, "checkpoint__async_save": True}),
+    "one_distributed_optimizer": (1, {"checkpoint__async_save": True}),
     "tp2sp_again": (2, TP_SP),
 }
 PART = 2  # steps on each layout

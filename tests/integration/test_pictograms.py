@@ -101,6 +101,7 @@ def test_every_command_ends_well(done: dict[str, Any], folder: Path) -> None:
     assert set(codes.values()) == {EXIT_OK}, done
     assert ATTRIBUTION in done["draw"].out
     assert f"trained on {ATTRIBUTION}" in done["shown"].out
+    assert "README.md says how to encode and decode with diffusers" in done["export"].out + done["export"].err
     assert f"export it: python -m launch.export --checkpoint {folder / 'autoencoder'}" in done["autoencoder"].out
 
 

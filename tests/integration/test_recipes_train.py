@@ -25,6 +25,7 @@ RUNS = {
     "tiny_imagen_sr": {},
     "tiny_ddpm_unet": {},
     "tiny_ldm_unet": {"parallel__data_parallel": "fsdp"},
+    "tiny_sdxl_unet": {},
     "tiny_stdit": TP2SP,
     # Full attention on the ring, the others made local: the hybrid.
     "tiny_stdit_full": {"parallel__context_parallel_size": 2},

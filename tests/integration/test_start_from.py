@@ -1,5 +1,6 @@
 """A new run starts from another run's averaged weights: stages of a training, and fine-tuning."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,17 @@ def test_a_stage_starts_from_the_average_of_the_one_before(tmp_path, one_rank_wo
 
 def test_a_missing_start_is_an_error(tmp_path, one_rank_world):
     with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
-        find_folder_together(str(tmp_path / "nowhere"), one_rank_world)
+        find_folder_together(str(tmp_path / "nowhere"), one_rank_world, ExitStack())
 
 
 def test_a_start_passes_over_a_damaged_checkpoint(tmp_path, one_rank_world):
+    reading = ExitStack()
     store = make_store(tmp_path / "checkpoints", keep_last=2)
     save(store, 10)
     save(store, 20)
-    assert find_folder_together(str(tmp_path), one_rank_world) == store.path(20)
+    assert find_folder_together(str(tmp_path), one_rank_world, reading) == store.path(20)
     damaged = store.path(20) / "rank_1.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert find_folder_together(str(tmp_path), one_rank_world) == store.path(10)
+    assert find_folder_together(str(tmp_path), one_rank_world, reading) == store.path(10)
     with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
-        find_folder_together(str(store.path(20)), one_rank_world)
+        find_folder_together(str(store.path(20)), one_rank_world, reading)

@@ -159,7 +159,8 @@ def test_a_request_before_the_first_step_is_honoured_at_once(ended: dict[str, An
         assert ended[name].code == 75
         assert "Traceback" not in ended[name].err
     assert [outcome(folder / "building")[key] for key in ("code", "reason", "step")] == [75, "preempted", None]
-    assert sorted(path.name for path in (folder / "building").iterdir()) == ["exit.json", "run.lock", "stacks"]
+    left = ["exit.json", "heartbeats", "run.lock", "stacks"]
+    assert sorted(path.name for path in (folder / "building").iterdir()) == left
     assert max(scalars(folder / "finished", "loss")) == 4, "they were to go on to step 9"
 
 

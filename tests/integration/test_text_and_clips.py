@@ -92,6 +92,7 @@ def test_clips_are_drawn_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, dic
     folder, done = clips
     assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(done, 0), done
     metadata = json.loads(next((folder / "run").rglob("facts.json")).read_text())
+    assert metadata.pop("guard")["bad_steps"] == []
     # Stills and clips share packs; what is sampled is a clip.
     unnamed = {"text_encoder": None, "autoencoder": None, "attributions": []}
     assert metadata == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "fps": FPS, **unnamed}

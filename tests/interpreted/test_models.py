@@ -63,6 +63,7 @@ def test_a_backbone_has_the_eager_numbers(one_rank_world, config):
 LAYOUTS = {
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},
+    "fsdp2": {"data_parallel": "fsdp"},
 }
 CASES = {
     "dit": {"packed": True, "model": {"num_layers": 1}},

@@ -240,6 +240,8 @@ def test_layouts_equal_one_rank_or_are_refused(request: pytest.FixtureRequest, n
 BF16_ROW = ("bf16_name", "data_parallel")
 BF16_NAMES = ("imagen", "efficient_unet")
 DATA_PARALLEL = ("ddp", "distributed_optimizer")
+HALVES = {"bf16": (torch.bfloat16, 0.05), "fp16": (torch.float16, 0.01)}
+"""The type of the weights, and how far a prediction may be from fp32's."""
 BF16_WEIGHT_RTOL = 1e-3  # an update rounds a weight in ten thousand the other way
 
 
@@ -272,12 +274,13 @@ def test_bf16_with_fp32_norms_equals_one_rank(bf16_trials: Any, bf16_name: str, 
         assert max(errors[kind].values()) <= bound, (kind, max(errors[kind], key=errors[kind].get))
 
 
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", BF16_NAMES)
-def test_norms_stay_in_fp32(one_rank_world: ProcessGroups, name: str) -> None:
-    """In a bf16 model; its prediction is that of the fp32 model within bf16's precision."""
+def test_norms_stay_in_fp32(one_rank_world: ProcessGroups, name: str, half: str) -> None:
+    """In a model of half precision; its prediction is that of the fp32 model within that precision."""
     config = config_of(name)
     outputs = []
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", half):
         (model,) = build_on_one_rank(config, ParallelConfig(), TrainingConfig(precision=precision), one_rank_world)
         disturb_constants([model], one_rank_world)
         batch = pack(config, SAMPLES)
@@ -285,5 +288,28 @@ def test_norms_stay_in_fp32(one_rank_world: ProcessGroups, name: str) -> None:
     kinds = {n: p.dtype for n, p in model.named_parameters()}
     norms = [n for n in kinds if re.search(r"(?<!pooling\.)(?<!caption\.)norm(_\w+)?\.(weight|bias)$", n)]
     assert {kinds[n] for n in norms} == {torch.float32}
-    assert {kind for n, kind in kinds.items() if n not in norms} == {torch.bfloat16}
-    assert (outputs[1] - outputs[0]).norm() < 0.05 * outputs[0].norm()
+    assert {kind for n, kind in kinds.items() if n not in norms} == {HALVES[half][0]}
+    assert (outputs[1] - outputs[0]).norm() < HALVES[half][1] * outputs[0].norm()
+
+
+FP16_RTOL, LOSS_SCALE = 0.02, 8.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fp16_has_the_gradients_of_fp32(one_rank_world: ProcessGroups, name: str) -> None:
+    """Of a scaled loss, within fp16's precision of those of a deep network; and its loss."""
+    config, found = config_of(name), {}
+    for precision, scale in (("fp32", 1.0), ("fp16", LOSS_SCALE)):
+        (model,) = build_on_one_rank(config, ParallelConfig(), TrainingConfig(precision=precision), one_rank_world)
+        disturb_constants([model], one_rank_world)
+        step = training_forward_step(BACKBONES[name].objective, config, 7, 0)
+        prediction_TC, loss_of = step(iter([pack(config, SAMPLES)]), model)
+        loss = loss_of(prediction_TC)[0]
+        assert loss.dtype == torch.float32
+        (loss * scale).backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found[precision] = loss.detach(), torch.cat([p.grad.float().flatten() / scale for p in trained])
+    assert torch.float16 in {p.dtype for p in model.parameters()}
+    (loss32, exact), (loss16, rounded) = found.values()
+    assert (loss16 - loss32).abs() < FP16_RTOL * loss32.abs()
+    assert 0 < (rounded - exact).norm() < FP16_RTOL * exact.norm()

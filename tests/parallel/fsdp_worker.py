@@ -199,7 +199,7 @@ def gradients(case: dict) -> dict:
     backbone = kind(megatron_config(DiTConfig(hidden_size=8, num_attention_heads=1), parallel, precision))
     backbone.to(backbone.config.params_dtype)
     wrapped = wrap([backbone], parallel, groups)
-    optimizer = build_optimizer(wrapped, OptimizerConfig(), parallel, precision, groups)
+    optimizer = build_optimizer(wrapped, OptimizerConfig(), parallel, TrainingConfig(precision=precision), groups)
     shards = master_shards(optimizer, [backbone])
     x = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1)).to(backbone.config.params_dtype)
     x = x.chunk(groups.dp_size)[groups.dp_rank]

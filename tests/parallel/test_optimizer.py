@@ -18,7 +18,7 @@ KINDS = {
     },
 }
 EP2 = {f"ep2_{name}": {**kind, "expert_model_parallel_size": 2} for name, kind in (("ddp", DDP), ("dist", DISTRIBUTED))}
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 CASES = [(name, precision) for named in KINDS.values() for name in named for precision in PRECISIONS]
 RESUMED = ("ddp2", "distributed2", "fsdp2")
 NUM_STEPS, SAVED_AT = 5, 3
@@ -29,11 +29,15 @@ SETTINGS = {
     "optimizer": {"lr": 2e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.5, "clip_grad": 0.5},
     # Both the rate and beta1 rise and fall; the first update has a third of the peak.
     "schedule": TorchOneCycle(pct_start=0.5, div_factor=3.0, final_div_factor=4.0, cycle_momentum=True),
-    "training": {"num_steps": NUM_STEPS, "global_batch_size": 4, "ema_decay": 0.7, "ema_start_step": 2},
+    # The scale counts in fp16 alone; a power of two, within the range of the gradients.
+    "training": {
+        **{"num_steps": NUM_STEPS, "global_batch_size": 4, "ema_decay": 0.7, "ema_start_step": 2},
+        "initial_loss_scale": 64.0,
+    },
 }
 EXPERTS = {**SETTINGS, "model": {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}}
 # Sums over ranks are taken in another order; in bf16 that rounds a weight in ten thousand the other way.
-RTOL = {"fp32": 1e-5, "bf16": 1e-3}
+RTOL = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 
 
 @pytest.fixture(scope="module")

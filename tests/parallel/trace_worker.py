@@ -48,6 +48,7 @@ def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
         ema_decay=0.9,
         global_batch_size=MICRO_BATCHES * replicas,
         recompute=case.get("recompute", "none"),
+        initial_loss_scale=64.0,  # of fp16, whose steps must not overflow
     )
     return Job(
         model,

@@ -393,7 +393,9 @@ def _ldm_unet_weights(c: LDMUNetConfig) -> int:
         total += convolution(width, width) if level else 0
     time = (widths[0] + 1) * size + (size + 1) * size
     ends = convolution(c.input_features, widths[0]) + 2 * widths[0] + convolution(widths[0], c.output_features)
-    return total + time + ends + text
+    lengths = 6 * 256  # a sinusoid of each
+    added = 0 if c.pooled_size is None else (c.pooled_size + lengths + 1) * size + (size + 1) * size
+    return total + time + added + ends + text
 
 
 PARAMETERS: dict[type, Any] = {

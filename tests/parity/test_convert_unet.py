@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import fiddle
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
@@ -11,6 +12,7 @@ from dit.convert.diffusers_unet import DiffusersUNet
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.parallel.build import parameter_shapes
+from recipes.components import sdxl_unet
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, predict, random_weights, relative_error, run
 
@@ -36,6 +38,16 @@ SIZES = {
         in_channels=3,
     ),
 }
+SIZES["xl"] = LDMUNetConfig(
+    block_out_channels=[8, 16, 24],
+    transformer_layers=[0, 1, 3],
+    mid_transformer_layers=3,
+    layers_per_block=1,
+    head_size=4,
+    norm_num_groups=4,
+    context_size=10,
+    pooled_size=6,
+)
 SIZES["control"] = replace(SIZES["deep"], control_channels=2, transformer_layers=[1, 0])
 LATENT_SIZE = (1, 8, 8)
 
@@ -68,9 +80,16 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
         control = None
         if model.control_channels is not None:
             control = torch.randn(3, model.control_channels, 1, height, width, generator=generator)
-        ours = predict(network, model, latents, steps / 1000, texts=list(texts), control=control)
+        others, added = None, None
+        if model.pooled_size is not None:
+            pooled = torch.randn(3, model.pooled_size, generator=generator)
+            # float32 has sines of 1,000 to about 1e-4: the two round the frequencies differently.
+            lengths = torch.randint(0, 64, (3, 6), generator=generator).float()
+            others = {"pooled": pooled, "size_and_crop": lengths}
+            added = {"text_embeds": pooled, "time_ids": lengths}
+        ours = predict(network, model, latents, steps / 1000, texts=list(texts), control=control, others=others)
         given = latents if control is None else torch.cat([latents, control], 1)
-        exact = theirs(given[:, :, 0], steps, texts).sample[:, :, None]
+        exact = theirs(given[:, :, 0], steps, texts, added_cond_kwargs=added).sample[:, :, None]
         assert relative_error(ours, exact.detach()) <= RTOL
         cotangent = torch.randn(exact.shape, generator=generator)
         ours.backward(cotangent)
@@ -136,6 +155,55 @@ def test_the_defaults_are_stable_diffusion_v1():
     assert form.read_settings(published).model == model
 
 
+def test_stable_diffusion_xl():
+    """Names and shapes of the 2,567,463,684 parameters; our null token is one more vector."""
+    form, model = DiffusersUNet(), fiddle.build(sdxl_unet())
+    model.validate()
+    published = {  # unet/config.json of stabilityai/stable-diffusion-xl-base-1.0
+        **{"_class_name": "UNet2DConditionModel", "act_fn": "silu", "attention_head_dim": [5, 10, 20]},
+        **{"addition_embed_type": "text_time", "addition_embed_type_num_heads": 64, "addition_time_embed_dim": 256},
+        **{"block_out_channels": [320, 640, 1280], "center_input_sample": False, "cross_attention_dim": 2048},
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        **{"downsample_padding": 1, "flip_sin_to_cos": True, "freq_shift": 0, "in_channels": 4, "out_channels": 4},
+        **{"layers_per_block": 2, "mid_block_scale_factor": 1, "norm_eps": 1e-05, "norm_num_groups": 32},
+        **{"num_attention_heads": None, "projection_class_embeddings_input_dim": 2816, "sample_size": 128},
+        **{"transformer_layers_per_block": [1, 2, 10], "upcast_attention": None, "use_linear_projection": True},
+        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    }
+    assert form.read_settings(published).model == model
+    settings, _ = form.write_settings(model, (1, 128, 128))
+    ours = parameter_shapes(model)
+    for config in (published, settings):
+        with torch.device("meta"):
+            theirs = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(config).named_parameters()}
+        assert form.rules(model, ours, (1, 128, 128)).their_shapes() == theirs
+    assert sum(math.prod(shape) for shape in theirs.values()) == 2_567_463_684
+    assert sum(math.prod(shape) for shape in ours.values()) == 2_567_463_684 + 2048
+
+
+def test_lengths_that_are_not_given_are_those_of_the_latent(build_model: BuildModel):
+    """In pixels, uncut; another crop is another picture, and so is another pooled text."""
+    model = SIZES["xl"]
+    network = build_model(model, perturb=0.1)
+    generator = torch.Generator().manual_seed(3)
+    latents = torch.randn(2, 4, 1, 8, 4, generator=generator)
+    texts, time = list(torch.randn(2, 3, model.context_size, generator=generator)), torch.tensor([0.2, 0.7])
+    pooled = torch.randn(2, model.pooled_size, generator=generator)
+
+    def drawn(**others: torch.Tensor) -> torch.Tensor:
+        return run(network, model, latents, time, texts=texts, others={"pooled": pooled, **others})
+
+    given = torch.tensor([64.0, 32.0, 0.0, 0.0, 64.0, 32.0]).repeat(2, 1)
+    assert torch.equal(drawn(), drawn(size_and_crop=given))
+    (derived,) = (c for c in model.conditions() if c.name == "size_and_crop")
+    assert torch.equal(derived.derive(latents[0]), given[0])
+    given[0, 2] = 16.0
+    changed = (drawn(size_and_crop=given) - drawn()).abs().amax((1, 2, 3, 4))
+    assert changed[0] > 1e-4
+    assert changed[1] == 0
+    assert (drawn(pooled=torch.zeros_like(pooled)) - drawn()).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -172,6 +240,7 @@ def test_models_that_theirs_cannot_hold_are_refused(changes: dict, message: str)
     [
         ({"num_classes": 3}, "num_classes=3: this UNet takes a text and no class"),
         ({"context_size": None}, "context_size=None"),
+        ({"head_size": 5}, "model.head_size=5"),
         ({"transformer_layers": [1, 1]}, "one number for each resolution"),
         ({"norm_num_groups": 3}, "multiples of model.norm_num_groups=3"),
         ({"transformer_layers": [0] * 3, "mid_transformer_layers": 0}, "nothing reads the text"),

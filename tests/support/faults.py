@@ -172,9 +172,9 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
 
     forward_step, close = pretrain.training_forward_step, Run.close
 
-    def poisoned(objective: Any, model: Any, seed: int, done: int) -> Any:
+    def poisoned(objective: Any, model: Any, seed: int, done: int, *more: Any) -> Any:
         bad = done + 1 == step and torch.distributed.get_rank() == rank
-        return forward_step(_NaN(objective) if bad else objective, model, seed, done)
+        return forward_step(_NaN(objective) if bad else objective, model, seed, done, *more)
 
     def close_and_tell(self: Run) -> None:
         shards = self.state.shards

@@ -88,6 +88,38 @@ def test_sum_per_sample_is_the_adjoint_of_per_token_on_real_tokens(layout):
     torch.testing.assert_close((x_S * layout.sum_per_sample(y_T)).sum(), left)
 
 
+@given(layouts, st.sampled_from([1, 3, 128]), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_the_gradient_of_per_token_is_that_of_indexing(layout, longer, selected, random):
+    """Of short samples and of long ones, of all tokens and of some of them in any order, padding included."""
+    lengths, padded = ([longer * n for n in sizes] for sizes in (layout.lengths, layout.padded_lengths))
+    layout = SequenceLayout(tuple(lengths), tuple(padded), longer * layout.total_tokens)
+    if selected:
+        rows = list(range(layout.total_tokens))
+        random.shuffle(rows)
+        layout = layout.select(torch.tensor(rows[: 1 + len(rows) // 2]))
+    for shape in ((), (3,)):
+        x_S = torch.randn(layout.num_samples, *shape, dtype=torch.float64, requires_grad=True)
+        expected_T = x_S[layout.segment_ids_T].view(layout.num_local_tokens, *(shape or (1,)))
+        grad_T = torch.randn(expected_T.shape, dtype=torch.float64)
+        (expected_S,) = torch.autograd.grad(expected_T, x_S, grad_T)
+        (found_S,) = torch.autograd.grad(layout.per_token(x_S), x_S, grad_T)
+        torch.testing.assert_close(found_S, expected_S)
+
+
+@given(layouts)
+@settings(max_examples=60, deadline=None)
+def test_padding_is_inserted_as_zeros_and_taken_out_again(layout):
+    x_R = torch.randn(layout.valid_tokens, 2, requires_grad=True)
+    x_T = layout.insert_padding(x_R)
+    assert torch.equal(x_T[layout.valid_T], x_R)
+    assert not x_T[~layout.valid_T].any()
+    assert torch.equal(layout.without_padding(x_T), x_R)
+    y_T = torch.randn(x_T.shape)
+    x_T.backward(y_T)
+    assert torch.equal(x_R.grad, y_T[layout.valid_T])
+
+
 def test_sums_of_slices_add_up_to_the_sum_of_the_pack():
     layout = SequenceLayout.from_lengths([5, 2], multiple_of=4, total_tokens=14)
     y_T = torch.arange(14.0)

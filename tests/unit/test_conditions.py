@@ -210,7 +210,8 @@ def test_another_axis_is_named_and_a_default_may_be_missing() -> None:
 def test_what_is_given_for_drawing_is_checked_and_the_rest_is_its_null() -> None:
     batch = empty_pack(SPEC, (1, 4, 4), 2, torch.device("cpu"), {"label": [3, 4]})
     batch.validate(without_texts(), patch_volume=SPEC.patch_volume)
-    assert set(NAMES) - set(batch.conditions) == {"context", "context_2", "pooled"}, "learned nulls are the model's"
+    models_own = {"context", "context_2", "pooled", "size_and_crop"}  # learned nulls, and what it reads off the size
+    assert set(NAMES) - set(batch.conditions) == models_own
     assert batch.conditions["fps"].values.tolist() == [30.0, 30.0]
     assert not batch.conditions["control"].values.any()
     picture = torch.randn(3, 1, 4, 4)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dit.errors import BatchError
-from dit.patchify import grid_positions, patchify, split_outputs, unpatchify
+from dit.patchify import grid_positions, patchify, patchify_all, split_outputs, unpatchify
 
 small = st.integers(1, 3)
 
@@ -26,6 +26,15 @@ def test_unpatchify_is_the_exact_inverse(channels, t, h, w, patch_temporal, patc
     assert torch.equal(unpatchify(tokens, grid, patch_temporal, patch_spatial), latent)
     again, _ = patchify(unpatchify(tokens, grid, patch_temporal, patch_spatial), patch_temporal, patch_spatial)
     assert torch.equal(again, tokens)
+
+
+@given(st.lists(st.tuples(small, small, small), min_size=1, max_size=9), small)
+@settings(max_examples=60, deadline=None)
+def test_latents_of_many_sizes_have_their_tokens_one_after_another(grids, patch_spatial):
+    """In the order of the latents, also where equal sizes are not neighbours."""
+    latents = [torch.randn(2, t, h * patch_spatial, w * patch_spatial) for t, h, w in grids]
+    expected = torch.cat([patchify(latent, 1, patch_spatial)[0] for latent in latents])
+    assert torch.equal(patchify_all(latents, 1, patch_spatial), expected)
 
 
 @given(small, small, small)

@@ -22,6 +22,8 @@ from dit.layout import SequenceLayout
 MOST_ROWS, FEWEST_ROWS = 64, 8
 ENOUGH_BLOCKS = 128
 """About as many as a large GPU has multiprocessors."""
+BLOCKS_OF_PICTURE = 4
+"""Of a small picture at least, as long as its blocks have rows."""
 ROWS_OF_TILES = 128
 """Rows of a block where a program has some columns only, so that there are enough of them."""
 GROUPS = 4
@@ -39,6 +41,14 @@ def rows_of_blocks(tokens: int) -> int:
     """Return how many rows a block of sums has: many, so that few sums are written, in enough blocks for a GPU."""
     rows = MOST_ROWS
     while rows > FEWEST_ROWS and tokens < rows * ENOUGH_BLOCKS:
+        rows //= 2
+    return rows
+
+
+def rows_of_pictures(positions: int) -> int:
+    """Return how many positions a block of a picture has; whatever other pictures there are, so that sums are equal."""
+    rows = MOST_ROWS
+    while rows > FEWEST_ROWS and positions < BLOCKS_OF_PICTURE * rows:
         rows //= 2
     return rows
 

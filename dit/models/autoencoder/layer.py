@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Literal, Optional
 
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, silu
+from torch.nn.functional import interpolate
 
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import segment_sdpa
@@ -32,8 +32,8 @@ class ResidualBlock(nn.Module):
             self.conv_shortcut = Convolution(inputs, outputs, provider, size=1)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        y_NCHW = self.conv1(silu(self.norm1(x_NCHW)))
-        y_NCHW = self.conv2(silu(self.norm2(y_NCHW)))
+        y_NCHW = self.conv1(self.norm1(x_NCHW, activate=True))
+        y_NCHW = self.conv2(self.norm2(y_NCHW, activate=True))
         return (x_NCHW if self.conv_shortcut is None else self.conv_shortcut(x_NCHW)) + y_NCHW
 
 

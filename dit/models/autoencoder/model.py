@@ -3,7 +3,6 @@
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
@@ -39,7 +38,7 @@ class Encoder(nn.Module):
         x_NCHW = self.conv_in(x_NCHW)
         for block in self.down_blocks:
             x_NCHW = block(x_NCHW)
-        return self.conv_out(silu(self.conv_norm_out(self.mid_block(x_NCHW))))
+        return self.conv_out(self.conv_norm_out(self.mid_block(x_NCHW), activate=True))
 
 
 class Decoder(nn.Module):
@@ -58,7 +57,7 @@ class Decoder(nn.Module):
         x_NCHW = self.mid_block(self.conv_in(z_NCHW))
         for block in self.up_blocks:
             x_NCHW = block(x_NCHW)
-        return self.conv_out(silu(self.conv_norm_out(x_NCHW)))
+        return self.conv_out(self.conv_norm_out(x_NCHW, activate=True))
 
 
 class Autoencoder(Backbone):

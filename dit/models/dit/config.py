@@ -1,6 +1,7 @@
 """Sizes of the original DiT."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from dit.models.base import TransformerSizes
 from dit.models.expert_options import ExpertOptions
@@ -18,6 +19,8 @@ class DiTConfig(ExpertOptions, TransformerModelConfig):
         position_embedding: fixed sine-cosine over (h, w) as in the paper, or over (t, h, w); or rotary over (t, h, w).
         time_frequency_shift: 1 lets the sinusoid's last frequency be 1 / 10000 (DDPM, diffusers); 0 as in DiT.
     """
+
+    layers_in_graph: ClassVar[bool] = True
 
     num_layers: int = 12
     qk_layernorm: bool = False

@@ -1,7 +1,7 @@
 """Sizes of the DiT with text cross-attention."""
 
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import ClassVar, Optional
 
 from dit.models.base import TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
@@ -17,6 +17,8 @@ class DiTCrossConfig(CrossAttentionModelConfig):
         adaln_lora_rank: factor each block's modulation through this many features; None for full matrices.
         position_embedding: fixed sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary over (t, h, w).
     """
+
+    layers_in_graph: ClassVar[bool] = True
 
     add_bias: bool = False
     adaln_lora_rank: Optional[int] = None

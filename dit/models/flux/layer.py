@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
-from dit.backends.provider import LayerProvider
+from dit.backends.provider import LayerProvider, missing_bias
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import HeadNorm, Heads, Rotation
@@ -92,7 +92,7 @@ class JointLayer(nn.Module):
     ) -> Tensor:
         attention_mod, mlp_mod = mods
         y_TD = stream.linear_proj(attended)
-        x_TD, y_TD = attention_mod.leave_for(mlp_mod, x_TD, y_TD, layout, stream.linear_proj.bias)
+        x_TD, y_TD = attention_mod.leave_for(mlp_mod, x_TD, y_TD, layout, missing_bias(stream.linear_proj))
         return mlp_mod.leave(x_TD, stream.mlp(y_TD), layout, stream.mlp.output_bias)
 
 
@@ -151,4 +151,4 @@ class SingleLayer(nn.Module):
         q, k, v = self.kernels.split_heads(qkv.unflatten(-1, (3, -1)), Heads(1), norm, rotation_J)
         attended = self.attention(q, k, v, joint, joint)
         both = torch.cat([attended, self.kernels.gelu_tanh(mlp, None)], -1)
-        return mod.leave(x_JD, self.linear_out(both.flatten(1)), layout, self.linear_out.bias)
+        return mod.leave(x_JD, self.linear_out(both.flatten(1)), layout, missing_bias(self.linear_out))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Optional
 
-from dit.condition_table import CONTROL
+from dit.condition_table import CONTROL, POOLED, SIZE_AND_CROP
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Supports, TransformerSizes
@@ -15,6 +15,7 @@ class LDMUNetConfig(ModelConfig):
     """The UNet of latent diffusion, conditioned on time and text; each frame of a clip is a picture of its own.
 
     The defaults are those of Stable Diffusion v1: 859,520,964 parameters, and a learned null token for dropped texts.
+    Those of Stable Diffusion XL, 2,567,463,684 parameters and that token, are `model=sdxl_unet` of recipes.
 
     Attributes:
         block_out_channels: channels at each resolution, the full one first; the conditioning vector is four times as
@@ -22,12 +23,17 @@ class LDMUNetConfig(ModelConfig):
         layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
         transformer_layers: layers of the transformer behind each residual block of a resolution; 0 for none.
         mid_transformer_layers: layers of the transformer at the bottom; 0 for none.
-        num_attention_heads: heads of every attention.
+        num_attention_heads: heads of every attention, unless `head_size` is given.
+        head_size: features of a head: wider resolutions have more heads, and the projections around a transformer are
+            linear layers in diffusers' files. None for as many heads everywhere, and convolutions there.
+        pooled_size: width of a pooled text embedding, which is embedded with six lengths: of the original picture, of
+            the corner that it was cut at, and of what is asked for. None for neither.
         norm_num_groups: groups of the group norms.
         control_channels: channels of a control picture of the latent's size, such as a semantic map with a channel for
             each class; it stands behind the latent in the input. None for none.
 
-    Source of the control picture: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis).
+    Source of the control picture: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis); of the
+    pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.
     """
 
     supports: ClassVar[Supports] = Supports(
@@ -41,7 +47,9 @@ class LDMUNetConfig(ModelConfig):
     transformer_layers: list[int] = field(default_factory=lambda: [1, 1, 1, 0])
     mid_transformer_layers: int = 1
     num_attention_heads: int = 8
+    head_size: Optional[int] = None
     norm_num_groups: int = 32
+    pooled_size: Optional[int] = None
     control_channels: Optional[int] = None
 
     @property
@@ -50,9 +58,18 @@ class LDMUNetConfig(ModelConfig):
         return (self.in_channels + (self.control_channels or 0)) * self.patch_temporal * self.patch_spatial**2
 
     def conditions(self) -> tuple[Condition, ...]:
-        if self.control_channels is None:
-            return super().conditions()
-        return (*super().conditions(), replace(CONTROL, shape=(self.control_channels,)))
+        wanted = super().conditions()
+        if self.pooled_size is not None:
+            # SDXL's empty text is zeros.
+            pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=0.0)
+            wanted = (*wanted, pooled, SIZE_AND_CROP)
+        if self.control_channels is not None:
+            wanted = (*wanted, replace(CONTROL, shape=(self.control_channels,)))
+        return wanted
+
+    def heads(self, channels: int) -> int:
+        """Return the heads of an attention over so many channels."""
+        return self.num_attention_heads if self.head_size is None else channels // self.head_size
 
     @property
     def halvings(self) -> int:
@@ -78,10 +95,13 @@ class LDMUNetConfig(ModelConfig):
                 f"model.transformer_layers={self.transformer_layers} must have one number for each resolution of "
                 f"model.block_out_channels={channels}"
             )
-        if channels[0] % 2 or any(count % groups or count % heads for count in channels):
+        unit, name = (heads, "num_attention_heads") if self.head_size is None else (self.head_size, "head_size")
+        attending = [count for count, layers in zip(channels, self.transformer_layers) if layers] + channels[-1:]
+        split = channels if self.head_size is None else attending
+        if channels[0] % 2 or any(count % groups for count in channels) or any(count % unit for count in split):
             raise ConfigError(
                 f"model.block_out_channels={channels} must be even, and multiples of model.norm_num_groups={groups} "
-                f"and of model.num_attention_heads={heads}"
+                f"and of model.{name}={unit}"
             )
         if not any(self.transformer_layers) and not self.mid_transformer_layers:
             raise ConfigError(
@@ -91,5 +111,7 @@ class LDMUNetConfig(ModelConfig):
 
     def megatron_sizes(self) -> TransformerSizes:
         return TransformerSizes(
-            num_layers=1, hidden_size=self.block_out_channels[-1], num_attention_heads=self.num_attention_heads
+            num_layers=1,
+            hidden_size=self.block_out_channels[-1],
+            num_attention_heads=self.heads(self.block_out_channels[-1]),
         )

@@ -5,19 +5,51 @@ Parameters are named as in diffusers, but for what `dit.convert.diffusers_unet` 
 
 from typing import Optional
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from dit.backends.init import ZEROS
+from dit.backends.init import ZEROS, normal
 from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.condition_table import POOLED, SIZE_AND_CROP, size_and_crop
 from dit.kernels.attention import Attention
 from dit.layers.adaln import LayerNorm
 from dit.layers.convolution import Convolution, GroupNorm, picture_layout, torch_init
+from dit.layers.embeddings import timestep_features
 from dit.layers.picture_blocks import Given
 from dit.layout import SequenceLayout
 from dit.models.ldm_unet.config import LDMUNetConfig
 
 NORM_EPSILON, TRANSFORMER_NORM_EPSILON = 1e-5, 1e-6
+LENGTHS, LENGTH_FEATURES = 6, 256
+"""Lengths that join the conditioning vector, and the width of the sinusoid of each."""
+
+
+class AddedEmbedding(nn.Module):
+    """A pooled text and six lengths, each as a sinusoid, through Linear-SiLU-Linear; joins the conditioning vector.
+
+    Source: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2; diffusers' `text_time`.
+    """
+
+    def __init__(self, pooled_size: int, outputs: int, provider: LayerProvider) -> None:
+        super().__init__()
+        inputs = pooled_size + LENGTHS * LENGTH_FEATURES
+        self.linear_1 = provider.replicated_linear(inputs, outputs, bias=True, init=normal(0.02))
+        self.linear_2 = provider.replicated_linear(outputs, outputs, bias=True, init=normal(0.02))
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Return `[S, outputs]`; lengths that are not given are those of the latents, uncut."""
+        pooled_SD = batch.conditions[POOLED.name].values
+        given = batch.conditions.get(SIZE_AND_CROP.name)
+        if given is None:
+            lengths_SL = torch.stack([size_and_crop(height, width) for _, height, width in batch.grids])
+        else:
+            lengths_SL = given.values
+        lengths_R = lengths_SL.to(pooled_SD.device).flatten().double()
+        features_SD = timestep_features(lengths_R, LENGTH_FEATURES).view(len(pooled_SD), -1)
+        x_SD = torch.cat([pooled_SD.to(features_SD.dtype), features_SD], 1).to(self.linear_1.weight.dtype)
+        return self.linear_2(silu(self.linear_1(x_SD)))
 
 
 class ResidualBlock(nn.Module):
@@ -36,8 +68,8 @@ class ResidualBlock(nn.Module):
             self.conv_shortcut = Convolution(inputs, outputs, provider, size=1)
 
     def forward(self, x_NCHW: Tensor, cond_ND: Tensor) -> Tensor:
-        y_NCHW = self.conv1(silu(self.norm1(x_NCHW))) + self.condition(silu(cond_ND))[:, :, None, None]
-        y_NCHW = self.conv2(silu(self.norm2(y_NCHW)))
+        y_NCHW = self.conv1(self.norm1(x_NCHW, activate=True)) + self.condition(silu(cond_ND))[:, :, None, None]
+        y_NCHW = self.conv2(self.norm2(y_NCHW, activate=True))
         return (x_NCHW if self.conv_shortcut is None else self.conv_shortcut(x_NCHW)) + y_NCHW
 
 
@@ -96,7 +128,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, channels: int, config: LDMUNetConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         assert config.context_size is not None  # validate refuses it
-        heads = config.num_attention_heads
+        heads = config.heads(channels)
         self.norm1 = LayerNorm(channels, provider, eps=NORM_EPSILON)
         self.attn1 = SelfAttention(channels, heads, provider, attention)
         self.norm2 = LayerNorm(channels, provider, eps=NORM_EPSILON)

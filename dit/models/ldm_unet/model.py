@@ -1,10 +1,10 @@
-"""The UNet of latent diffusion, in the architecture of Stable Diffusion v1 and of diffusers' `UNet2DConditionModel`."""
+"""The UNet of latent diffusion, in the architecture of Stable Diffusion v1 and XL and of `UNet2DConditionModel`."""
 
 from typing import Optional
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, silu
+from torch.nn.functional import interpolate
 
 from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
@@ -17,7 +17,7 @@ from dit.layers.picture_blocks import Given
 from dit.layers.text import TextTokens
 from dit.models.base import Backbone, Stage
 from dit.models.ldm_unet.config import LDMUNetConfig
-from dit.models.ldm_unet.layer import NORM_EPSILON, Blocks, ResidualBlock, SpatialTransformer
+from dit.models.ldm_unet.layer import NORM_EPSILON, AddedEmbedding, Blocks, ResidualBlock, SpatialTransformer
 
 TIME_SCALE = 1000.0
 """Steps between time 0 and 1."""
@@ -100,6 +100,9 @@ class LDMUNet(Backbone):
         first, last, layers = channels[0], channels[-1], config.layers_per_block
         self.time = TimestepEmbedder(config.condition_size, provider, time_scale=TIME_SCALE, features=first)
         self.text = TextTokens(config.context_size, provider)
+        self.added: Optional[AddedEmbedding] = None
+        if config.pooled_size is not None:
+            self.added = AddedEmbedding(config.pooled_size, config.condition_size, provider)
         self.conv_in = Convolution(config.input_features, first, provider)
         self.controlled = config.control_channels is not None
         skips = [first]
@@ -124,7 +127,10 @@ class LDMUNet(Backbone):
         x_NCHW = as_pictures(inputs_TC.to(self.conv_in.weight.dtype), batch)
         frames = len(x_NCHW) // len(time_S)
         context_KD, texts = self.text(batch)
-        given = Given(self.time(time_S).repeat_interleave(frames, 0), context_KD, texts, frames=frames)
+        cond_SD = self.time(time_S)
+        if self.added is not None:
+            cond_SD = cond_SD + self.added(batch)
+        given = Given(cond_SD.repeat_interleave(frames, 0), context_KD, texts, frames=frames)
         skips = [self.conv_in(x_NCHW)]
         for down in self.down_blocks:
             skips += down(skips[-1], given)
@@ -133,4 +139,4 @@ class LDMUNet(Backbone):
             x_NCHW = self.mid_block.block(i, x_NCHW, given)
         for up in self.up_blocks:
             x_NCHW = up(x_NCHW, skips, given)
-        return as_tokens(self.conv_out(silu(self.conv_norm_out(x_NCHW))), batch)
+        return as_tokens(self.conv_out(self.conv_norm_out(x_NCHW, activate=True)), batch)

@@ -1,7 +1,7 @@
 """Sizes of the Movie Gen backbone."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
@@ -26,6 +26,8 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
             `sincos_3d` adds fixed sine-cosine over (t, h, w) to the tokens once, `rope_3d` rotates queries and keys.
         max_grid: patches along t, h and w that the learned positions cover; larger samples are refused.
     """
+
+    layers_in_graph: ClassVar[bool] = True
 
     hidden_size: int = 2048
     num_layers: int = 16

@@ -4,7 +4,6 @@ from typing import Optional
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
@@ -100,4 +99,4 @@ class UNet(ImagenNetwork):
             x_NCHW = step(x_NCHW, given)
         for step in self.up:
             x_NCHW = step(torch.cat([x_NCHW, skips.pop()], 1), given)
-        return self.last(silu(self.norm(x_NCHW)))
+        return self.last(self.norm(x_NCHW, activate=True))

@@ -1,7 +1,7 @@
 """Sizes of the Wan-shaped backbone."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from dit.models.base import TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
@@ -20,6 +20,8 @@ class WanConfig(CrossAttentionModelConfig):
         qk_layernorm: RMSNorm on queries and keys, over all heads together.
         position_embedding: rotary over (t, h, w), as in Wan, or fixed sine-cosine over (t, h, w) added to the tokens.
     """
+
+    layers_in_graph: ClassVar[bool] = True
 
     context_size: Optional[int] = 4096
     hidden_size: int = 1536

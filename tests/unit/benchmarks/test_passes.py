@@ -54,6 +54,18 @@ def test_recompute_moves_what_it_computes_again(found):
         assert passes(twice, "forward") == passes(once, "forward")
 
 
+def test_the_fused_update_reads_and_writes_everything_once(found):
+    """Gradient 1; weights, both moments and average 2 each; a copy of half the bytes 0.5.
+
+    Two kernels: with weight decay and without. Eager: scaling 2, AdamW 4 + 3, copy 1 + 0.5, average 2 + 1.
+    """
+    fused, eager = (found[f"optimizer's update, {name}"] for name in ("fused", "eager"))
+    assert fused["passes"] == pytest.approx(1 + 4 * 2 + 0.5, rel=1e-3)
+    assert eager["passes"] == pytest.approx(2 + 7 + 1.5 + 3, rel=1e-2)
+    assert [name for name, passes in fused["largest"] if passes > 1e-6] == ["adamw"]
+    assert fused["kernels"] <= 2 + 1  # and Adam's step count, a number
+
+
 def test_the_plain_block_is_counted_as_by_hand(found):
     """Forward: two norms 2 + 2, scale 2 x 2, 1 + scale is per sample, shift 2 x 2, gates 2 x 2, sums 2 x 3, GELU 8.
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dit.checkpoint import manifest
+from dit.checkpoint import manifest, reader_lock
 from dit.checkpoint.manifest import MANIFEST, Manifest
+from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.store import check_same_model, model_fingerprint
 from dit.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, save
@@ -359,3 +360,53 @@ def test_ranks_that_verify_together_read_every_file_once(two_checkpoints, monkey
     assert sorted(name for share in shares for name in share) == sorted(verified.files)
     largest = sorted(verified.files, key=lambda name: -verified.files[name].size_bytes)[:3]
     assert all(name in share for name, share in zip(largest, shares, strict=True))
+
+
+# --- readers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_read_is_deleted_when_its_readers_have_ended(tmp_path):
+    """Two readers, one of them another process, which is killed."""
+    store = make_store(tmp_path, keep_last=1)
+    save(store, 1)
+    code = "import sys, time; from dit.checkpoint.reader_lock import being_read; from pathlib import Path\n"
+    code += "with being_read(Path(sys.argv[1])): print('reads', flush=True); time.sleep(60)"
+    words = [sys.executable, "-c", code, str(store.path(1))]
+    with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE) as other, being_read(store.path(1)):
+        assert other.stdout.readline() == b"reads\n"
+        save(store, 2)
+        assert store.steps() == [1, 2]
+        store.verify(store.path(1))
+        other.kill()
+    save(store, 3)
+    assert store.steps() == [3]
+
+
+def test_a_reader_that_comes_too_late_is_refused(tmp_path, monkeypatch):
+    """Between its opening of the folder and its lock, retention deletes the checkpoint."""
+    store = make_store(tmp_path, keep_last=1)
+    save(store, 1)
+    lock = reader_lock._lock
+
+    def late(descriptor, operation):
+        monkeypatch.setattr(reader_lock, "_lock", lock)
+        save(store, 2)
+        return lock(descriptor, operation)
+
+    monkeypatch.setattr(reader_lock, "_lock", late)
+    with pytest.raises(CheckpointError, match="deleted at this moment"), being_read(store.path(1)):
+        pass
+    with pytest.raises(CheckpointError, match="No such file"), being_read(store.path(1)):
+        pass
+
+
+def test_a_disk_without_locks_deletes_as_ever(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(reader_lock.fcntl, "flock", refuse)
+    store = make_store(tmp_path, keep_last=1)
+    save(store, 1)
+    with being_read(store.path(1)):
+        save(store, 2)
+    assert store.steps() == [2]

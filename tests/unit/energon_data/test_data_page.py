@@ -200,13 +200,14 @@ def test_the_table_says_what_every_recipe_asks_of_its_folder():
         if fiddle.get_callable(task.data) is not EnergonData:
             continue
         data, model = fiddle.build(task.data), fiddle.build(task.model)
-        asked.setdefault(data.path, []).append(entry.name)
-        _, latents, tokens, text = rows[data.path]
-        assert re.match(rf"{model.in_channels} (x|channels)", latents), entry.name
-        assert text.split()[0] == str(model.context_size or "none").lower(), entry.name
         limit = data.max_tokens_per_sample or data.max_tokens_per_pack
-        if limit is not None and not data.path.startswith("data/moving_letters"):  # many to a pack
-            assert limit in {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", tokens)}, entry.name
+        for path in (data.path,) if data.blend is None else (member["path"] for member in data.blend):
+            asked.setdefault(path, []).append(entry.name)
+            _, latents, tokens, text = rows[path]
+            assert re.match(rf"{model.in_channels} (x|channels)", latents), entry.name
+            assert text.split()[0] == str(model.context_size or "none").lower(), entry.name
+            if limit is not None and not path.startswith("data/moving_letters"):  # many to a pack
+                assert limit in {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", tokens)}, entry.name
     assert {path: sorted(names) for path, names in asked.items()} == {p: sorted(row[0]) for p, row in rows.items()}
 
 

@@ -1,6 +1,7 @@
 """What `energon_data.inspect` says of a folder is what was written into it, and what the loader makes of it."""
 
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,12 @@ from PIL import Image
 from small_data import npy, spec, write_dataset
 
 from dit.errors import DataError
-from energon_data.contact_sheet import TILE
+from energon_data.contact_sheet import TILE, tile_of
 from energon_data.dataset import EnergonData
 from energon_data.folder import check_dataset
 from energon_data.inspect import histogram, main
 from energon_data.survey import expected_packing, survey
+from energon_data.wandb_table import COLUMNS
 
 
 def page(capsys: pytest.CaptureFixture, *words: str) -> dict[str, list[str]]:
@@ -185,3 +187,29 @@ def test_bins_cover_every_value_once():
     assert rows[0] == ("1 to 7", 4)
     assert rows[-1] == ("50 to 55", 2)
     assert histogram([4, 4, 9]) == [("4", 2), ("9", 1)]
+
+
+def test_the_samples_are_a_table_of_wandb(
+    picture_folder: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded offline: a row for each sample that is shown, with its picture, as the folder has it."""
+    pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for kind in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"WANDB_{kind}_DIR", str(tmp_path / kind))
+    found = page(capsys, str(picture_folder), "--wandb", "data", "--tiles", "5")
+    (file,) = Path(found["wandb"][0]).glob("files/media/table/*.table.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == ["data", *COLUMNS]
+    assert len(table["data"]) == 5
+    shown = survey(*check_dataset(str(picture_folder), "train"), limit=1000, pictures=5).shown
+    survey_of, frames_of = {one.key: one for one, _ in shown}, {one.key: frame for one, frame in shown}
+    staged = [path.read_bytes() for path in (tmp_path / "DATA").rglob("tmp*")]
+    stored = {Image.open(io.BytesIO(data)).tobytes() for data in staged if data.startswith(b"\x89PNG")}
+    assert stored == {tile_of(frame).tobytes() for frame in frames_of.values()}
+    for data, picture, key, caption, frames, height, width, tokens, seconds in table["data"]:
+        one = survey_of[key]
+        assert (data, caption, seconds) == (str(picture_folder), one.caption, None)
+        assert (frames, height, width, tokens) == (*one.size[1:], one.tokens((1, 2, 2)))
+        assert picture == "Image"

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from dit.kernels.attention import _packed, reference_attention, segment_sdpa
+from dit.kernels.attention import _packed, attend_densely, reference_attention, segment_sdpa
 from dit.layout import SequenceLayout
+from dit.tracing.calls import CallCounter
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
 # float32 sums of up to 33 terms in another order.
@@ -100,15 +101,51 @@ def test_dense_pack_copies_no_rows(monkeypatch: pytest.MonkeyPatch):
     assert all(given.data_ptr() == x.data_ptr() for given, x in zip(seen[0], qkv))
 
 
-def test_one_kernel_call_per_pair_of_lengths(monkeypatch: pytest.MonkeyPatch):
-    """Samples of equal lengths share a call, at every position in the pack."""
+@pytest.mark.parametrize(
+    ("pads", "lengths_q", "lengths_k", "calls"),
+    [
+        (True, (4, 6, 4, 6, 4), (2, 2, 2, 3, 2), [5]),
+        (True, (17, 6, 40, 6, 31), None, [1, 2, 2]),
+        (True, (65, 66, 65), None, [1, 2]),
+        (True, (8, 8, 9), (20, 40, 33), [1, 2]),
+        (False, (4, 6, 4, 6, 4), (2, 2, 2, 3, 2), [1, 1, 3]),
+    ],
+)
+def test_samples_of_similar_lengths_share_a_call(pads, lengths_q, lengths_k, calls, monkeypatch: pytest.MonkeyPatch):
+    """Short ones up to the same power of two, long ones of equal lengths, at every position in the pack."""
     batches = []
-    monkeypatch.setattr(
-        "dit.kernels.attention.sdpa", lambda q, k, v, **_: batches.append(len(q)) or torch.zeros_like(q)
-    )
-    case = AttentionCase("mixed", (4, 6, 4, 6, 4), (2, 2, 2, 3, 2))
-    segment_sdpa(*case.qkv(), *case.layouts())
-    assert sorted(batches) == [1, 1, 3]
+
+    def kernel(q: torch.Tensor, *_: object) -> torch.Tensor:
+        batches.append(len(q))
+        return torch.zeros_like(q)
+
+    case = AttentionCase("mixed", lengths_q, lengths_k)
+    attend_densely(kernel, *case.qkv(), *case.layouts(), masks=pads)
+    assert sorted(batches) == calls
+
+
+def test_a_sample_in_a_shared_call_never_sees_another():
+    """NaN in every token of one sample reaches no other sample's output and gradient."""
+    case = AttentionCase("mixed", (4, 6, 14, 3), multiple_of_q=4)
+    layout, _ = case.layouts()
+    bad_T = layout.segment_ids_T == 1
+    leaves = [x.masked_fill(bad_T[:, None, None], float("nan")).requires_grad_() for x in case.qkv()]
+    out = segment_sdpa(*leaves, layout, layout)
+    assert out[~bad_T].isfinite().all()
+    assert out[bad_T & layout.valid_T].isnan().all()
+    out[~bad_T].sum().backward()
+    assert all(x.grad[~bad_T].isfinite().all() for x in leaves)
+
+
+def test_groups_are_made_once_for_all_layers():
+    """The second layer of a step makes no table and copies no number to the host."""
+    case = AttentionCase("mixed", (4, 6, 70, 3), (5, 20, 3, 3), multiple_of_q=4)
+    layouts, qkv = case.layouts(), case.qkv()
+    segment_sdpa(*qkv, *layouts)
+    with CallCounter() as counter:
+        segment_sdpa(*qkv, *layouts)
+    assert counter.waits == 0
+    assert not {"arange", "lift_fresh", "index", "index_put", "sort"} & set(counter.by_operation)
 
 
 def packed_reference(q, k, v, cu_q, cu_k, max_q, max_k):

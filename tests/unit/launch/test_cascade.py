@@ -16,7 +16,7 @@ from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.unet.config import UNetConfig
 from dit.resize import enlarged
 from launch.cascade import read_pictures, read_stages, with_pictures
-from launch.sample import build_parser
+from launch.sample import arguments_of, build_parser, sampling_settings
 
 SUPER_RESOLUTION = EfficientUNetConfig(noise_augmentation=True)
 REQUESTS = [Request(name, {"fps": 1.0}, {}, None, i) for i, name in enumerate("ab")]
@@ -34,12 +34,25 @@ def arguments(*words: str) -> argparse.Namespace:
 def test_a_stage_has_its_own_settings_and_files() -> None:
     """What it does not set is that of the command; the settings of another stage are not its own."""
     args = arguments(
-        *("--cascade", "base=runs/a", "sr=runs/b", "--stage", "sr", "steps=20", "guidance_scale=8", "augmentation=0.1"),
+        *(
+            "--cascade",
+            "base=runs/a",
+            "sr=runs/b",
+            "--stage",
+            "sr",
+            "steps=20",
+            "guidance_scale=8",
+            "augmentation=0.1",
+            "tile=64",
+            "tile_overlap=8",
+        ),
         *("--steps", "30", "--out", "out/x.png", "--files", "pictures", "--save-latents", "z.safetensors"),
     )
-    base, large = (stage.arguments(args) for stage in read_stages(args.cascade, args.stage))
+    base, large = (arguments_of(stage, args) for stage in read_stages(args.cascade, args.stage))
     assert (base.checkpoint, base.steps, base.guidance_scale, base.augmentation) == ("runs/a", 30, None, None)
     assert (large.checkpoint, large.steps, large.guidance_scale, large.augmentation) == ("runs/b", 20, 8.0, 0.1)
+    assert (sampling_settings(large)["tile"], sampling_settings(large)["tile_overlap"]) == (64, 8)
+    assert sampling_settings(base)["tile"] is None
     assert (base.out, base.files) == ("out/x_base.png", Path("pictures/base"))
     assert (large.out, large.save_latents) == ("out/x_sr.png", Path("z_sr.safetensors"))
 

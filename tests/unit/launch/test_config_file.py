@@ -41,7 +41,7 @@ def reread(task, folder):
     objective=st.sampled_from(["edm", "ddpm", "flow_matching"]),
     lr=st.floats(1e-8, 1.0),
     ema_decay=st.none() | st.floats(0, 0.99999),
-    precision=st.sampled_from(["bf16", "fp32"]),
+    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
     sequence_parallel=st.booleans(),
     run_dir=WORDS,
 )
@@ -80,7 +80,7 @@ def test_the_record_of_a_run_can_be_fed_back(tmp_path):
         ("  _target_: energon_data.mock.MockData\n", "", "DataConfig"),
         ("num_steps: 20\n", "num_stepps: 20\n", "training.num_steps"),
         ("num_steps: 20\n", "num_steps: many\n", "a whole number"),
-        ("precision: fp32", "precision: fp8", "bf16, fp32"),
+        ("precision: fp32", "precision: fp8", "bf16, fp16, fp32"),
         ("sampling:\n", "sampling: [\n", "not YAML"),
         ("dit.training.pretrain.pretrain", "shutil.rmtree", "shutil.rmtree"),
     ],

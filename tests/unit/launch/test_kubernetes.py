@@ -13,7 +13,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from dit.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_DATA, EXIT_NOT_FINITE, EXIT_PREEMPTED
+from dit.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_DATA, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_SAVE
 from dit.verify.ranks import ROOT
 from launch import cli, train
 from launch.config_file import built
@@ -88,7 +88,7 @@ def test_what_belongs_together_does():
     assert 30 < int(ENVIRONMENT["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < POD["terminationGracePeriodSeconds"]
     assert POD["restartPolicy"] == "Never", "a pod failure policy asks for it"
     rules = {rule["action"]: rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
-    assert rules["FailJob"]["values"] == [EXIT_CONFIG, EXIT_DATA, EXIT_NOT_FINITE, EXIT_CHECKPOINT]
+    assert rules["FailJob"]["values"] == [EXIT_CONFIG, EXIT_DATA, EXIT_NOT_FINITE, EXIT_CHECKPOINT, EXIT_SAVE]
     assert rules["Ignore"]["values"] == [EXIT_PREEMPTED]
     assert {rule["containerName"] for rule in rules.values()} == {CONTAINER["name"]}
     mounted = {mount["name"] for mount in CONTAINER["volumeMounts"]}

@@ -314,6 +314,10 @@ FILTER = "model.data.train.filterings.resolution"
 MAPPED: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("base", "trainer.max_steps", 7, {"training.num_steps": 7}),
     ("base", "trainer.precision", 32, {"training.precision": "fp32"}),
+    ("base", "trainer.precision", 16, {"training.precision": "fp16"}),
+    ("base", "trainer.precision", "16-mixed", {"training.precision": "fp16"}),
+    ("base", "model.native_amp_init_scale", 1024, {"training.initial_loss_scale": 1024.0}),
+    ("base", "model.native_amp_growth_interval", 500, {"training.loss_scale_window": 500}),
     ("base", "trainer.log_every_n_steps", 3, {"training.log_interval": 3}),
     ("base", "trainer.gradient_clip_val", 0.5, {"optimizer.clip_grad": 0.5}),
     ("base", "trainer.gradient_clip_val", None, {"optimizer.clip_grad": 0.0}),
@@ -464,8 +468,8 @@ def test_every_key_that_is_mapped_is_changed_by_a_test(tmp_path: Path) -> None:
         ({"model.preconditioning.timesteps": 9}, "preconditioning_type: EDM has no such constant"),
         ({"model.preconditioning.loss_type": "l3"}, "objective.loss_kind=l3 is not one of l2, l1, huber"),
         (
-            {"trainer.precision": 16, "model.precision": ABSENT},
-            "16 is not offered here; use one of bf16, bf16-mixed, 32",
+            {"trainer.precision": 64, "model.precision": ABSENT},
+            "64 is not offered here; use one of bf16, bf16-mixed, 16, 16-mixed, 32",
         ),
         ({"model.precision": 32}, "trainer.precision=bf16 and model.precision=32 disagree"),
         ({"trainer.max_epochs": 3}, "the length of a run is trainer.max_steps; remove the key or set it to -1"),

@@ -50,6 +50,7 @@ BASES = {
     ("pictogram_autoencoder",): ("model", "objective"),
     ("tiny_ddpm_unet",): ("model",),
     ("tiny_ldm_unet",): ("model",),
+    ("tiny_sdxl_unet",): ("model",),
 }
 
 MAY_BE_ZERO = {
@@ -59,6 +60,7 @@ MAY_BE_ZERO = {
     *("training.seed", "training.ema_decay", "training.ema_start_step"),
     *("training.validation_interval", "training.sanity_micro_batches", "training.sample_interval"),
     *("checkpoint.interval", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.keep_best_training"),
+    "checkpoint.failed_saves_allowed",
     *("sampling.guidance_scale", "sampling.seed"),
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
@@ -80,9 +82,11 @@ MAY_BE_NEGATIVE = {
     "model.shift_factor",
 }
 MAY_BE_HUGE = {
+    "checkpoint.save_timeout_s",
     *("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_grad", "sampling.guidance_scale"),
     *("schedule.div_factor", "schedule.final_div_factor"),
-    *("objective.logit_mean", "objective.logit_std", "objective.time_shift"),
+    *("objective.logit_mean", "objective.logit_std", "objective.time_shift", "training.spike_threshold"),
+    "training.hang_timeout_s",
     *("objective.min_snr_gamma", "objective.vlb_weight", "objective.kl_weight"),
     *("model.scaling_factor", "model.shift_factor"),
     "objective.augmentation_p_mean",

@@ -120,6 +120,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
             "3",
             "--thresholding",
             "static",
+            *("--tile", "24", "--tile-overlap", "8"),
         )
         == 0
     )
@@ -136,6 +137,8 @@ def test_settings_reach_the_generator(generator, tmp_path):
         "guidance_channels": 3,
         "thresholding": "static",
         "seed": 0,
+        "tile": 24,
+        "tile_overlap": 8,
         "fps": 12.0,
     }
 

@@ -71,7 +71,7 @@ def test_the_exit_code_is_that_of_the_training(outcome, code, capsys):
         (["--factory", OWN, "--yes", "modle.hidden_size=3"], ["modle", "model?"]),
         (["--factory", OWN, "--yes", "lr=3"], ["optimizer.lr?"]),
         (["--factory", OWN, "--yes", "model.hidden_size=wide"], ["model.hidden_size=wide", "a whole number"]),
-        (["--factory", OWN, "--yes", "training.precision=fp8"], ["bf16, fp32"]),
+        (["--factory", OWN, "--yes", "training.precision=fp8"], ["bf16, fp16, fp32"]),
         (["--factory", OWN, "--yes", "objective=emd"], ["objective=emd", "edm"]),
         (["--factory", OWN, "--yes", "objective=ddpm(predicton='v')"], ["objective=ddpm", "prediction"]),
         (["--factory", OWN, "--yes", "model.num_layers="], ["model.num_layers="]),

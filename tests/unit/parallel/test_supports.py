@@ -20,6 +20,7 @@ from energon_data.mock import MockData
 from launch.dry_run import report
 from recipes.tiny import tiny_dit
 
+HALVES = ("bf16", "fp16")
 NOTHING = dict.fromkeys(Supports.__dataclass_fields__, False)
 
 
@@ -41,6 +42,7 @@ ASKED = {
     "sequence": ({"sequence_parallel": True}, "sequence parallelism, which parallel.sequence_parallel=True"),
     "fsdp": ({"data_parallel": "fsdp"}, "FSDP, which parallel.data_parallel=fsdp"),
     "bf16": ({}, "bf16, which training.precision=bf16"),
+    "fp16": ({}, "fp16, which training.precision=fp16"),
 }
 
 
@@ -67,7 +69,7 @@ def dry_run(config: RunConfig) -> None:
 def test_more_than_a_backbone_supports_is_refused_alike_everywhere(one_rank_world: ProcessGroups, what: str) -> None:
     """Training, the dry run, and the builder that samples come by one check; the message says what is supported."""
     parallel, says = ASKED[what]
-    config = run_of(parallel, "bf16" if what == "bf16" else "fp32")
+    config = run_of(parallel, what if what in HALVES else "fp32")
     doors = {
         "training": config.check_here,
         "dry run": lambda: dry_run(config),
@@ -84,7 +86,7 @@ def test_more_than_a_backbone_supports_is_refused_alike_everywhere(one_rank_worl
 
 
 def test_each_flag_is_refused_and_listed_alone() -> None:
-    """So no flag stands for another, and a message lists the other seven."""
+    """So no flag stands for another, and a message lists the other eight."""
     words = {name: Ability[name.upper()].value for name in NOTHING}
     assert list(Supports().abilities()) == list(Ability)
     assert words.keys() == ASKED.keys() | {"mixed_shapes"}
@@ -97,7 +99,7 @@ def test_each_flag_is_refused_and_listed_alone() -> None:
         if what == "sequence":
             parallel = {**parallel, "tensor_model_parallel_size": 2}
         with pytest.raises(ConfigError, match=says) as raised:
-            run_of(parallel, "bf16", Lacks()).check()
+            run_of(parallel, what if what in HALVES else "bf16", Lacks()).check()
         listed = str(raised.value).partition("it supports ")[2].partition(". Use")[0].split(", ")
         assert listed == ["data parallelism", "fp32", *(word for name, word in words.items() if name != what)]
 

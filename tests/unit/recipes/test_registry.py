@@ -36,7 +36,7 @@ wan_1_3b_mock imagen_500m_res_64 imagen_500m_res_64_edm imagen_500m_res_64_ddpm_
 imagen_400m_res_256 imagen_400m_res_256_doc429m imagen_450m_res_256_stacked imagen_600m_res_256
 imagen_600m_res_256_stacked imagen_400m_res_1024 imagen_400m_res_1024_doc427m imagen_600m_res_1024
 bench_imagen_500m_res_64 bench_imagen_2b_res_64 bench_imagen_400m_res_256 bench_imagen_600m_res_256
-bench_imagen_600m_res_1024
+bench_imagen_600m_res_1024 pretrain_ditllama30b_stage2 pretrain_ditllama30b_stage3
 """
 """Names that users of other stacks look for, and those of the published tables."""
 

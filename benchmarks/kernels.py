@@ -1,0 +1,283 @@
+"""Say what the fused kernels reach of a GPU's memory bandwidth: `python -m benchmarks.kernels [--device h200]`.
+
+Without a GPU this is a model, not a measurement. Each kernel is compiled for the device; registers and shared memory of
+the machine code say how many programs a multiprocessor runs at once, and its loads how many bytes these wait for:
+
+    bytes in flight = programs at once x threads x bytes of a thread's widest loads
+    modelled        = min(bandwidth, bytes in flight / latency x (reads + writes) / reads) x balance
+    balance         = programs / (programs of the multiprocessor that has most x multiprocessors)
+
+That is an upper bound: barriers, instructions and caches are not in it. On a GPU the same command also times each call,
+after what it reads was evicted from the caches, and prints what was measured.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dit.backends.device import describe, device_seconds, local_device, use_cuda
+from dit.errors import EXIT_OK, one_line_errors
+from dit.planner.devices import B200, H100, H200
+from dit.tracing.passes import WRITTEN_ALONE
+from dit.tracing.repeats import tensors_in
+
+BF16, FP32 = torch.bfloat16, torch.float32
+TOKENS, HIDDEN, HEADS = 8192, 4096, 32
+LENGTHS = [3000, 410, 1999, 2005]
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What limits the programs of a multiprocessor, and what it waits for.
+
+    Attributes:
+        capability: as the compiler names it.
+        multiprocessors: of the GPU.
+        bandwidth: bytes per second that an element-wise kernel reaches (`dit.planner.devices`).
+        shared_bytes: of a multiprocessor; a program needs one kilobyte more than it asks for.
+    """
+
+    capability: int
+    multiprocessors: int
+    bandwidth: float
+    shared_bytes: int = 228 * 1024
+
+
+CHIPS = {
+    "h100": Chip(90, 132, H100.memory_bandwidth),
+    "h200": Chip(90, 132, H200.memory_bandwidth),
+    "b200": Chip(100, 148, B200.memory_bandwidth),
+}
+REGISTERS, WARPS, PROGRAMS = 65536, 64, 32
+"""Of a multiprocessor, at most; a warp gets registers in units of 256."""
+LATENCY_S = 0.8e-6
+"""From a load to its data under load, an assumption: about 1,400 cycles."""
+WARM_UP, REPEATS = 3, 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of a call.
+
+    Attributes:
+        programs: of one multiprocessor at once.
+        occupancy: warps of these over the most that there can be.
+        in_flight: bytes that the GPU waits for.
+        modelled: bytes per second, reads and writes.
+    """
+
+    case: str
+    kernel: str
+    grid: int
+    registers: int
+    spills: int
+    shared_bytes: int
+    programs: int
+    occupancy: float
+    in_flight: int
+    modelled: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call moves, and how long it takes.
+
+    Attributes:
+        read, written: bytes.
+        modelled: bytes per second of all its kernels, by the slowest of them.
+        measured: None without a GPU.
+    """
+
+    case: str
+    read: int
+    written: int
+    modelled: float
+    measured: Optional[float] = None
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up what fused operators read and write: each argument and each result once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = self.written = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "dit":
+            for argument, value in zip(func._schema.arguments, args):
+                size = sum(x.nbytes for x in tensors_in((value,)))
+                changed = argument.alias_info is not None and argument.alias_info.is_write
+                self.written += size if changed else 0
+                self.read += 0 if argument.name in WRITTEN_ALONE else size
+            self.written += sum(x.nbytes for x in tensors_in((out,)))
+        return out
+
+
+def cases(device: torch.device) -> dict[str, Callable[[], object]]:
+    """Return every fused operation at a size of published models, by name."""
+    from dit.kernels.adamw import Elements, Rates
+    from dit.kernels.fused import noise, ops, picture_ops
+    from dit.kernels.fused.adamw import adamw
+    from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, rows_of_blocks, rows_of_pictures
+    from dit.layout import SequenceLayout
+
+    layout = SequenceLayout.from_lengths(LENGTHS, multiple_of=128, total_tokens=TOKENS, device=device)
+    samples = layout.num_samples
+
+    def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    x, y, grad = (empty(TOKENS, HIDDEN) for _ in range(3))
+    gate, shift, scale = (empty(samples, HIDDEN) for _ in range(3))
+    bias, mean, rstd = empty(HIDDEN), empty(TOKENS, dtype=FP32), empty(TOKENS, dtype=FP32)
+    size = HIDDEN // HEADS
+    heads, of_head = empty(TOKENS, HEADS, 3, size), empty(size)
+    cos, sin = (empty(TOKENS, 1, size // 2, dtype=FP32) for _ in range(2))
+    q = empty(TOKENS, HEADS, size)
+    inner, of_inner, of_gated = empty(TOKENS, 4 * HIDDEN), empty(TOKENS, 4 * HIDDEN), empty(TOKENS, 2 * HIDDEN)
+    forward, backward = blocks_of(layout, FORWARD_ROWS), blocks_of(layout, rows_of_blocks(TOKENS))
+    tables = (forward.table, forward.offsets), (backward.table, backward.offsets)
+    sums = empty(len(backward.table), 4, HIDDEN, dtype=FP32)
+    pictures, channels = empty(16, 64 * 64, 256), 256
+    rows, weight = rows_of_pictures(64 * 64), empty(channels, dtype=FP32)
+    of_blocks = empty(16 * 64 * 64 // rows, 2, channels, dtype=FP32)
+    factors, rest = empty(16, 4, channels, dtype=FP32), empty(16, 2, channels, dtype=FP32)
+    modulation = empty(16, channels), empty(16, channels)
+    many_elements = 1 << 24
+    elements = []
+    for _ in range(2):
+        g, p, m, v, average = (empty(many_elements, dtype=FP32) for _ in range(5))
+        elements.append(Elements(g, p, m, v, average, empty(many_elements)))
+    ids = torch.zeros(samples, dtype=torch.int64, device=device)
+    latents, one = empty(8 * TOKENS, 16), empty(samples, dtype=FP32)
+    many = SequenceLayout.from_lengths([8 * n for n in LENGTHS], total_tokens=8 * TOKENS, device=device)
+    rates = Rates(1e-4, 0.9, 0.99, 1e-8, 0.1, 10)
+    modulated = gate, bias, scale, None
+    return {
+        "residual + norm + modulate": lambda: ops.residual_norm(
+            x, y, gate, bias, shift, scale, None, *tables[0], 1e-6, False
+        ),
+        "its gradient": lambda: ops.residual_norm_backward(grad, y, x, y, *modulated, mean, rstd, *tables[1]),
+        "sums of segments": lambda: ops.segment_sums(sums, *modulated, *tables[1], BF16),
+        "heads: norm + RoPE": lambda: ops.heads(heads[:, :, :2], of_head, of_head, cos, sin, True, 1e-6),
+        "heads: gradient": lambda: ops.heads_backward(
+            *(q, q, q, heads[:, :, :2], of_head, of_head, cos, sin, HEADS, 1e-6, False)
+        ),
+        "GELU + bias": lambda: ops.activation(inner, None, False),
+        "GELU: gradient": lambda: ops.activation_backward(of_inner, inner, None, False),
+        "SwiGLU": lambda: ops.activation(inner, None, True),
+        "SwiGLU: gradient": lambda: ops.activation_backward(of_gated, inner, None, True),
+        "group norm: sums": lambda: picture_ops.group_sums(pictures, rows),
+        "group norm: factors": lambda: picture_ops.group_factors(
+            *(of_blocks, weight, weight, *modulation, 16, 64 * 64, 32, rows, 1e-5)
+        ),
+        "group norm + SiLU": lambda: picture_ops.norm_groups(pictures, factors, rows, True),
+        "group norm: sums of gradients": lambda: picture_ops.group_gradient_sums(
+            pictures, pictures, factors, rows, True
+        ),
+        "group norm: gradient": lambda: picture_ops.norm_groups_backward(pictures, pictures, factors, rest, rows, True),
+        "AdamW + average + copy": lambda: adamw(elements, rates),
+        "noise + noising": lambda: noise.mix(latents, many, ids, 1, (3, 4), 5, [(one, one), (one, one)]),
+    }
+
+
+def occupancy(registers: int, shared_bytes: int, warps: int, chip: Chip) -> int:
+    """Return how many programs of a kernel a multiprocessor runs at once."""
+    of_warp = -(-registers * 32 // 256) * 256
+    return min(PROGRAMS, WARPS // warps, REGISTERS // of_warp // warps, chip.shared_bytes // (shared_bytes + 1024))
+
+
+def model(case: str, call: Callable[[], object], chip: Chip) -> tuple[Call, list[Row]]:
+    """Compile what a call launches for a chip, and model it; nothing runs."""
+    from dit.kernels.fused.gpu.ahead_of_time import noted_launches
+
+    with noted_launches() as launches, Traffic() as traffic:
+        call()
+    rows = []
+    for launch in launches:
+        made = launch.compiled(chip.capability)
+        programs = occupancy(made.registers, made.shared_bytes, launch.num_warps, chip)
+        widest = max(made.loads)
+        at_once = min(launch.grid, programs * chip.multiprocessors)
+        in_flight = at_once * launch.num_warps * 32 * made.loads[widest] * widest // 8
+        balance = launch.grid / (-(-launch.grid // chip.multiprocessors) * chip.multiprocessors)
+        reached = in_flight / LATENCY_S * (traffic.read + traffic.written) / traffic.read
+        modelled = min(chip.bandwidth, reached) * balance
+        share = programs * launch.num_warps / WARPS
+        rows.append(
+            Row(
+                *(case, launch.name, launch.grid, made.registers, made.spills, made.shared_bytes),
+                *(programs, share, in_flight, modelled),
+            )
+        )
+    return Call(case, traffic.read, traffic.written, min(row.modelled for row in rows)), rows
+
+
+def measure(call: Callable[[], object], nbytes: int) -> float:
+    """Return the bytes per second of a call on the present GPU: the median, each time with cold caches."""
+    return nbytes / median(device_seconds(call, WARM_UP + REPEATS)[WARM_UP:])
+
+
+def table(calls: Sequence[Call], rows: Sequence[Row], chip: Chip) -> str:
+    """Return calls and their kernels as a Markdown table."""
+    lines = [
+        "| operation | MB | kernel | programs | registers | shared bytes | at once | occupancy | MB in flight "
+        "| modelled GB/s | of attainable | measured GB/s |",
+        "| --- " * 12 + "|",
+    ]
+    for call in calls:
+        measured = "not measured" if call.measured is None else f"{call.measured / 1e9:.0f}"
+        for row in (row for row in rows if row.case == call.case):
+            lines.append(
+                f"| {call.case} | {(call.read + call.written) / 1e6:.1f} | {row.kernel} | {row.grid} | {row.registers} "
+                f"| {row.shared_bytes} | {row.programs} | {row.occupancy:.0%} | {row.in_flight / 1e6:.1f} "
+                f"| {row.modelled / 1e9:.0f} | {row.modelled / chip.bandwidth:.0%} | {measured} |"
+            )
+    return "\n".join(lines)
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--device", choices=CHIPS, default="h200", help="for which it is modelled (%(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="operations whose name contains one of these")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument("--out", type=Path, help="append one JSON line per operation to this file")
+    args = parser.parse_args(argv)
+    chip, calls, rows = CHIPS[args.device], [], []
+    for case, operation in cases(local_device()).items():
+        if args.only and not any(text in case for text in args.only):
+            continue
+        call, found = model(case, operation, chip)
+        if use_cuda():
+            call = replace(call, measured=measure(operation, call.read + call.written))
+        calls.append(call)
+        rows += found
+    if args.out:
+        from benchmarks.step import revision
+
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with open(args.out, "a") as file:
+            for call in calls:
+                file.write(json.dumps({"device": describe(), "revision": revision(), **asdict(call)}) + "\n")
+    if args.json:
+        print(json.dumps({"calls": [asdict(call) for call in calls], "kernels": [asdict(row) for row in rows]}))
+        return EXIT_OK
+    print(f"modelled for {args.device} ({chip.bandwidth / 1e9:.0f} GB/s attainable), not measured, unless it says so")
+    print(table(calls, rows, chip))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Gradients on their way to the optimizer, many at once, where Megatron-Core handles one parameter at a time."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+PENDING_BYTES = 64 << 20
+"""Gradients that wait to be added; a large model adds them before its backward pass ends."""
+
+
+class DataParallel(DistributedDataParallel):
+    """Megatron-Core's data parallelism; gradients are added to the fp32 main gradients in batches.
+
+    Its hook adds each gradient as it comes: a call for every parameter and micro-batch. Here they wait until they have
+    64 MiB, or until the backward pass ends.
+
+        backward  g9 g8 g7 | g6 g5 g4 | g3 g2 g1 |
+        calls              add        add        add, and at each of them overlapped reductions may start
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._pending: list[tuple[nn.Parameter, Tensor]] = []
+        self._pending_bytes = 0
+        super().__init__(*args, **kwargs)
+
+    def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
+        add_pending = self._add_pending
+
+        def hook(*_: object) -> None:
+            if param.grad is None or getattr(param, "grad_added_to_main_grad", False):
+                param.grad = None
+                self._reduce_if_overlapped([param])
+                return
+            if not self._pending:
+                Variable._execution_engine.queue_callback(add_pending)
+            self._pending.append((param, param.grad))
+            self._pending_bytes += param.grad.nbytes
+            param.grad = None
+            if self._pending_bytes >= PENDING_BYTES:
+                self._add_pending()
+
+        return hook
+
+    def zero_grad_buffer(self) -> None:
+        """Set the main gradients to zero, and forget what a pass that failed has left."""
+        self._pending, self._pending_bytes = [], 0
+        super().zero_grad_buffer()
+
+    def _add_pending(self) -> None:
+        """Add the waiting gradients to the main ones."""
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        if not pending:
+            return
+        with torch.no_grad():
+            totals: list[Tensor] = [getattr(param, "main_grad") for param, _ in pending]  # noqa: B009 - Megatron-Core's
+            torch._foreach_add_(totals, [grad for _, grad in pending])
+        self._reduce_if_overlapped([param for param, _ in pending])
+
+    def _reduce_if_overlapped(self, ready: list[nn.Parameter]) -> None:
+        if self.ddp_config.overlap_grad_reduce:
+            for param in ready:
+                self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
+
+
+def share_main_gradients(optimizer: DistributedOptimizer) -> None:
+    """Give the optimizer the same views of the reduced gradients in every step, instead of new ones.
+
+    Where Megatron-Core copies a gradient (to another dtype), it goes on doing so.
+    """
+    if optimizer.is_stub_optimizer:  # it has no parameters
+        return
+    copy, this = type(optimizer)._copy_model_grads_to_main_grads, weakref.ref(optimizer)  # no cycle: it holds groups
+    shared: list[tuple[nn.Parameter, Tensor]] = []
+
+    def copy_or_share() -> None:
+        if shared:
+            for main, grad in shared:
+                main.grad = grad
+            return
+        optimizer = this()
+        assert optimizer is not None
+        copy(optimizer)
+        groups = (*optimizer.shard_fp32_groups, *optimizer.shard_fp32_from_float16_groups)
+        found = [(main, main.grad) for group in groups for main in group]
+        buffers = {buffer.grad_data.untyped_storage().data_ptr() for buffer in optimizer.buffers}
+        if all(grad is not None and grad.untyped_storage().data_ptr() in buffers for _, grad in found):
+            shared.extend(found)
+
+    optimizer._copy_model_grads_to_main_grads = copy_or_share

@@ -1,0 +1,251 @@
+"""When a save begins, waits and may fail: the rules between the training loop and `Checkpointer`.
+
+* With `checkpoint.async_save`, a save blocks training while each rank copies its part into host memory. A process of
+  its own writes it (`dit.checkpoint.writer`), while training goes on.
+* One save is under way at a time: the next one waits for it, with a warning. So do the end of the run and a request to
+  stop.
+* A save that fails is logged as an error, and training goes on. More than `checkpoint.failed_saves_allowed` failures in
+  a row, or a failure of the last save, end the run with a code of its own.
+* All ranks decide alike: whether a save has failed or is complete is agreed once per step while one is under way.
+"""
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch.distributed as dist
+
+from dit.backends.process_groups import ProcessGroups, any_rank_each
+from dit.checkpoint.checkpointer import Checkpointer, held_out_meta
+from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
+from dit.checkpoint.sharded_state import contents_of, fails_together, gather_parts, own_state, scalars_of
+from dit.checkpoint.state_files import INDEX, file_of_rank, head_of, index_text, tensors_text
+from dit.checkpoint.train_state import TrainState
+from dit.checkpoint.writer import ORPHAN_S
+from dit.checkpoint.writer_process import Pieces, WriterProcess, wait_briefly
+from dit.errors import CheckpointError, SaveError
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 2 * ORPHAN_S
+"""How long a rank that ends waits for the end of its writer."""
+
+
+@dataclass
+class Pending:
+    """A save under way.
+
+    Attributes:
+        began: of the monotonic clock.
+        held_out: what its manifest says of the held-out loss.
+        error: of this rank; None as long as there is none.
+        published: whether rank 0 has made it a checkpoint.
+    """
+
+    step: int
+    began: float
+    held_out: Mapping[str, Any]
+    error: Optional[str] = None
+    published: bool = False
+
+
+class Saves:
+    """The saves of one run; every rank calls every method, at the same steps.
+
+    Args:
+        checkpointer: writes synchronously, and describes the state.
+        groups: the process groups.
+        report: called on every rank with step, folder and held-out entries of every finished checkpoint.
+        report_failure: called on every rank with step, error and number of failures in a row.
+        lock: descriptor of the run's lock, for the writer; -1 for none.
+
+    Attributes:
+        failures: saves that failed since the last one that did not.
+        longest_s: duration of the longest save so far, until it was durable; 0 before the first.
+        blocked_s: how long the newest save has blocked training.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        groups: ProcessGroups,
+        report: Callable[[int, Path, Mapping[str, Any]], None],
+        report_failure: Callable[[int, str, int], None],
+        lock: int = -1,
+    ) -> None:
+        self.checkpointer, self.groups = checkpointer, groups
+        self.report, self.report_failure = report, report_failure
+        self.config, self.store = checkpointer.store.config, checkpointer.store
+        self.failures, self.longest_s, self.blocked_s = 0, 0.0, 0.0
+        self.pending: Optional[Pending] = None
+        self.writer: Optional[WriterProcess] = None
+        self._error = ""
+        self._count = 0
+        self._tensors: Optional[str] = None
+        if self.config.async_save:
+            name = [uuid.uuid4().hex if groups.rank == 0 else ""]
+            dist.broadcast_object_list(name)
+            self._attempt = name[0]
+            self.writer = WriterProcess(self.store.root, groups.rank, groups.world_size, self.config, lock)
+
+    def save(self, state: TrainState, metadata: dict[str, Any]) -> None:
+        """Save a checkpoint of `state.step`, or begin to.
+
+        Args:
+            metadata: what sampling needs besides the settings, plain JSON.
+
+        Raises:
+            SaveError: too many saves in a row have failed.
+        """
+        if self.pending is not None and self.groups.rank == 0:
+            logger.warning(
+                "step %d: waiting for the checkpoint of step %d, which is still being written; saves are due faster "
+                "than the disk is: raise checkpoint.interval",
+                state.step,
+                self.pending.step,
+            )
+        self.wait()
+        began, held_out = time.monotonic(), held_out_meta(state.held_out)
+        if self.writer is not None:
+            self.pending = Pending(state.step, began, held_out)
+            if not self.writer.is_alive:
+                self.writer.restart()
+            try:
+                self._order(state, metadata)
+            except CheckpointError as error:  # agreed on by `poll`
+                self.pending.error = str(error)
+            self.blocked_s = time.monotonic() - began
+            return
+        try:
+            path = self.checkpointer.save(state, metadata)
+        except CheckpointError as error:
+            self._failed(state.step, str(error))
+        else:
+            self._succeeded(state.step, began, path, held_out)
+        self.blocked_s = time.monotonic() - began
+
+    def poll(self) -> None:
+        """Learn how the save under way is going; call this once per step.
+
+        Raises:
+            SaveError: it failed, and too many before it.
+        """
+        pending, writer = self.pending, self.writer
+        if pending is None or writer is None:
+            return
+        self._hear(pending, writer)
+        failed, published = any_rank_each(pending.error is not None, pending.published)
+        if not failed and not published:
+            return
+        self.pending = None
+        if pending.error is not None or (failed and not published):
+            writer.restart()  # it may still wait, or hang in the kernel
+        if published:
+            self._succeeded(pending.step, pending.began, self.store.path(pending.step), pending.held_out)
+            return
+        if self.groups.rank == 0:
+            with suppress(CheckpointError):  # else the next save removes what is left
+                writer.order({"do": "abort", "step": pending.step})
+        otherwise = f"checkpoint of step {pending.step} was not written: another rank could not; see its error"
+        self._failed(pending.step, pending.error or otherwise)
+
+    def wait(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            SaveError: it failed, and too many before it.
+        """
+        while self.pending is not None:
+            self.poll()
+            wait_briefly()
+
+    def finish(self) -> None:
+        """Wait for the save under way; call this before the run ends.
+
+        Raises:
+            SaveError: the newest save failed.
+        """
+        self.wait()
+        if self.failures:
+            raise SaveError(self._error)
+
+    def attach_held_out(self, state: TrainState) -> None:
+        """Add the newest held-out loss to the checkpoint of `state.step`, which was saved before it was measured.
+
+        Does nothing if there is no such checkpoint. A failure is logged; the checkpoint is intact.
+        """
+        try:
+            if self.writer is None:
+                self.checkpointer.attach_held_out(state)
+            elif self.groups.rank == 0:
+                self.writer.order({"do": "attach", "step": state.step, "meta": held_out_meta(state.held_out)})
+        except CheckpointError as error:
+            logger.error("step %d: the held-out loss is not in the checkpoint: %s", state.step, error)
+
+    def close(self) -> None:
+        """Let the writer finish and end, also after an error of this rank alone."""
+        if self.writer is not None:
+            self.writer.close(CLOSE_S)
+            self.writer, self.pending = None, None
+
+    def _order(self, state: TrainState, metadata: dict[str, Any]) -> None:
+        """Copy this rank's part, and order that it is written.
+
+        Raises:
+            CheckpointError: this rank cannot.
+        """
+        assert self.writer is not None
+        own, is_first = own_state(state.shards, state.ema, self.groups), self.groups.rank == 0
+        if self._tensors is None:  # the layout of a run does not change
+            found = gather_parts(own, self.groups)
+            with fails_together():
+                self._tensors = "" if found is None else tensors_text(*contents_of(found))
+        meta = self.checkpointer.meta(state)
+        head, _ = head_of(own.boxes)
+        files: dict[str, Pieces] = {file_of_rank(self.groups.rank): [head, *own.values]}
+        if self.groups.is_data_reader:
+            name, position = self.checkpointer.loader_file(state)
+            files[name] = [position]
+        if is_first:
+            files[INDEX] = [index_text(self._tensors, scalars_of(state.optimizer)).encode()]
+            files[CONFIG_FILE] = [self.checkpointer.config_text().encode()]
+            files[METADATA_FILE] = [json.dumps(metadata, indent=1).encode()]
+        self._count += 1
+        self.writer.save(state.step, f"{self._attempt}.{self._count}", files, meta if is_first else None)
+
+    def _hear(self, pending: Pending, writer: WriterProcess) -> None:
+        try:
+            for reply in writer.replies():
+                if reply["do"] == "save" and reply["step"] == pending.step:
+                    pending.error = pending.error or reply["error"]
+                    pending.published = reply["error"] is None and self.groups.rank == 0
+                elif reply["error"] is not None:
+                    logger.error("%s of the checkpoint of step %d: %s", reply["do"], reply["step"], reply["error"])
+        except CheckpointError as error:
+            pending.error = pending.error or str(error)
+        if time.monotonic() - pending.began > self.config.save_timeout_s and not pending.published:
+            pending.error = pending.error or (
+                f"checkpoint of step {pending.step} was not written within checkpoint.save_timeout_s="
+                f"{self.config.save_timeout_s:g} s; earlier checkpoints are intact"
+            )
+
+    def _succeeded(self, step: int, began: float, path: Path, held_out: Mapping[str, Any]) -> None:
+        self.failures = 0
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
+        self.report(step, path, held_out)
+
+    def _failed(self, step: int, error: str) -> None:
+        self.failures += 1
+        allowed, self._error = self.config.failed_saves_allowed, error
+        with suppress(CheckpointError):  # of a record on the same disk; the line below is what counts
+            self.report_failure(step, error, self.failures)
+        if self.failures > allowed:
+            counted = f" This is failure {self.failures} in a row, checkpoint.failed_saves_allowed={allowed}."
+            raise SaveError(error + (counted if allowed else ""))
+        logger.error("SAVE FAILED (%d in a row, the run ends after %d): %s", self.failures, allowed + 1, error)

@@ -1,0 +1,246 @@
+"""The process that writes checkpoints beside training, one for each rank; it needs no torch and starts in milliseconds.
+
+    training process                              this process
+    copies its part into shared memory,
+    sends one line of JSON             -- line --> writes, hashes and flushes the files
+    trains on                          <-- line -- says how it went
+
+The parts of all ranks become a checkpoint without any collective, through the folder that they are written to:
+
+    rank 0                                             every other rank
+    makes iter_N.tmp, and in it `order` with a token   waits for this token
+    writes its files                                   writes its files, then `part_00003.json`: the token, its hashes
+    waits for every part, removes these notes,
+    publishes (`CheckpointStore.publish`)
+
+The token differs for every save, so that the notes of an attempt that was killed are not taken for those of this one.
+
+Signals that a scheduler or a terminal sends to all processes of a run are blocked here. If the training process is
+gone, also by `kill -9`, its orders are executed within a few seconds or given up, because the next attempt waits for
+the lock of the run folder, which the writer of rank 0 has inherited.
+"""
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from dit.checkpoint.manifest import FileRecord
+from dit.checkpoint.store import CheckpointStore
+from dit.durable_files import read_regular, write_all
+from dit.errors import CheckpointError
+from dit.settings import CheckpointConfig
+
+ORDER = "order"
+CHUNK_BYTES = 4 << 20
+POLL_S = 0.02
+ORPHAN_S = 10.0
+"""How long a writer goes on without its training process; `dit.monitoring.run_lock` waits longer."""
+
+
+def part_file(rank: int) -> str:
+    """Return the name of the note of a rank that has written its part."""
+    return f"part_{rank:05d}.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a writer is started with.
+
+    Attributes:
+        root: folder of the checkpoints.
+        rank, world_size: of the training process.
+        timeout_s: for the parts of all ranks.
+        config: fields of `CheckpointConfig`, for retention.
+    """
+
+    root: str
+    rank: int
+    world_size: int
+    timeout_s: float
+    config: dict[str, Any]
+
+
+class Writer:
+    """Executes the orders of one training process, one after the other.
+
+    Args:
+        settings: see there.
+        control: the connection with it.
+        memory: descriptor of the shared memory.
+    """
+
+    def __init__(self, settings: Settings, control: socket.socket, memory: int) -> None:
+        self.settings = settings
+        self._closed = select.poll()
+        self._closed.register(control, select.POLLRDHUP)
+        self._orphan_since: Optional[float] = None
+        self.store = CheckpointStore(settings.root, CheckpointConfig(**settings.config))
+        self._memory = memory
+        self._mapped: Optional[mmap.mmap] = None
+
+    def execute(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Execute an order, and return the reply: its kind and step, and the error, None if there was none."""
+        actions: dict[str, Callable[[dict[str, Any]], None]] = {
+            "save": self._lead if self.settings.rank == 0 else self._follow,
+            "attach": self._attach,
+            "abort": lambda order: self.store.abort(order["step"]),
+        }
+        error = None
+        try:
+            actions[order["do"]](order)
+        except Exception as failure:  # the training process says it, and decides
+            error = str(failure)
+            if not isinstance(failure, CheckpointError):
+                where = f"rank {self.settings.rank}: {order['do']} of the checkpoint of step {order['step']}"
+                error = f"{where}: {type(failure).__name__}: {failure}"
+        return {"do": order["do"], "step": order["step"], "error": error}
+
+    def _lead(self, order: dict[str, Any]) -> None:
+        step = order["step"]
+        folder = self.store.begin(step)
+        with self.store.writing(step):
+            _leave(folder / ORDER, order["token"])
+            meta = json.loads(self._staged(*order["meta"]).tobytes())
+            records = dict(self._write(folder, order))
+            records |= self._parts(folder, order)
+            for name in (ORDER, *map(part_file, range(1, self.settings.world_size))):
+                (folder / name).unlink()
+        self.store.publish(step, meta, records)
+
+    def _parts(self, folder: Path, order: dict[str, Any]) -> dict[str, FileRecord]:
+        """Wait until all other ranks have written their files, and return the hashes."""
+        records: dict[str, FileRecord] = {}
+        missing, patience = set(range(1, self.settings.world_size)), self._patience()
+        while missing:
+            present = set(os.listdir(folder))
+            for rank in sorted(rank for rank in missing if part_file(rank) in present):
+                note = json.loads(read_regular(folder / part_file(rank)))
+                if note["token"] != order["token"]:
+                    continue
+                if note["error"] is not None:
+                    raise CheckpointError(note["error"])
+                records |= {name: FileRecord(size, digest) for name, (size, digest) in note["files"].items()}
+                missing.remove(rank)
+            if missing and not next(patience):
+                names = ", ".join(map(str, sorted(missing)[:8]))
+                raise CheckpointError(
+                    f"checkpoint of step {order['step']} was not written: nothing came from {len(missing)} of "
+                    f"{self.settings.world_size} ranks ({names}); earlier checkpoints are intact"
+                )
+        return records
+
+    def _follow(self, order: dict[str, Any]) -> None:
+        folder, rank, patience = self.store.partial_path(order["step"]), self.settings.rank, self._patience()
+        while not _is_ordered(folder, order["token"]):
+            if not next(patience):
+                raise CheckpointError(f"rank {rank}: rank 0 has not begun the checkpoint of step {order['step']}")
+        note: dict[str, Any] = {"token": order["token"], "error": None, "files": {}}
+        try:
+            records = dict(self._write(folder, order))
+            note["files"] = {name: [record.size_bytes, record.sha256] for name, record in records.items()}
+        except OSError as error:
+            for name, _, _ in order["files"]:  # room for the note
+                with suppress(OSError):
+                    (folder / name).unlink()
+            note["error"] = (
+                f"rank {rank}: checkpoint of step {order['step']} was not written: {error.strerror} at "
+                f"{error.filename or folder}; check the disk and the permissions of {self.store.root}; "
+                "earlier checkpoints are intact"
+            )
+        with suppress(FileNotFoundError):  # the folder, if rank 0 has given up
+            _leave(folder / part_file(rank), json.dumps(note))
+        if note["error"] is not None:
+            raise CheckpointError(note["error"])
+
+    def _attach(self, order: dict[str, Any]) -> None:
+        if self.store.path(order["step"]).is_dir():
+            self.store.attach(order["step"], order["meta"])
+
+    def _patience(self) -> Iterator[bool]:
+        """Sleep and yield True until it is time to give up."""
+        deadline = time.monotonic() + self.settings.timeout_s
+        while time.monotonic() < deadline and not self._is_abandoned():
+            time.sleep(POLL_S)
+            yield True
+        yield False
+
+    def _is_abandoned(self) -> bool:
+        """Return whether the training process has been gone for long; also orders that were not read yet may wait."""
+        if self._orphan_since is None and self._closed.poll(0):
+            self._orphan_since = time.monotonic()
+        return self._orphan_since is not None and time.monotonic() - self._orphan_since > ORPHAN_S
+
+    def _write(self, folder: Path, order: dict[str, Any]) -> Iterator[tuple[str, FileRecord]]:
+        """Write, hash and flush the files of this rank."""
+        with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
+            for name, start, size in order["files"]:
+                path, content = folder / name, self._staged(start, size)
+                if path.parent != folder:  # whose absence says that rank 0 has given up
+                    path.parent.mkdir(exist_ok=True)
+                digest = hashlib.sha256()
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+                try:
+                    for at in range(0, size, CHUNK_BYTES):
+                        if self._is_abandoned():
+                            raise CheckpointError(f"{path} was not written: the training process is gone")
+                        piece = content[at : at + CHUNK_BYTES]
+                        hashed = hashing.submit(digest.update, piece)
+                        write_all(descriptor, piece)
+                        hashed.result()
+                    os.fsync(descriptor)
+                except OSError as error:
+                    error.filename = str(path)  # `os.write` does not know it
+                    raise
+                finally:
+                    os.close(descriptor)
+                yield name, FileRecord(size, digest.hexdigest())
+
+    def _staged(self, start: int, size: int) -> memoryview:
+        if self._mapped is None or len(self._mapped) < start + size:
+            self._mapped = mmap.mmap(self._memory, os.fstat(self._memory).st_size, prot=mmap.PROT_READ)
+        return memoryview(self._mapped)[start : start + size]
+
+
+def _leave(path: Path, text: str) -> None:
+    """Leave a note that a reader finds in full or not at all; it need not survive a crash."""
+    part = path.with_name(f".{path.name}.new")
+    part.write_text(text)
+    os.rename(part, path)
+
+
+def _is_ordered(folder: Path, token: str) -> bool:
+    try:
+        return read_regular(folder / ORDER).decode() == token
+    except OSError:
+        return False
+
+
+def main() -> None:
+    """Execute orders until the training process closes its end, or is gone."""
+    control, memory, settings = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), json.loads(sys.argv[3])
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    writer = Writer(Settings(**settings), control, memory)
+    # A reset: it ended before it had read all replies.
+    with suppress(ConnectionResetError), control, control.makefile("rb") as orders:
+        for line in orders:
+            if not line.endswith(b"\n"):
+                return  # cut off by the end of the training process
+            reply = json.dumps(writer.execute(json.loads(line))) + "\n"
+            with suppress(OSError):  # finish what was ordered, also if nobody listens
+                control.sendall(reply.encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The training process's end of `dit.checkpoint.writer`: shared memory, orders and replies."""
+
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from dit.checkpoint.writer import Settings
+from dit.errors import CheckpointError
+from dit.settings import CheckpointConfig
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ALIGNMENT = 64  # bytes, of each file in shared memory
+
+Pieces = Sequence[bytes | Tensor]
+"""The content of a file: bytes and contiguous tensors, one after the other."""
+
+
+class SharedMemory:
+    """Memory without a name, which ends with the last process that has it; it grows, and every save uses it again."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("dit-checkpoint")
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size: int) -> None:
+        """Allocate at least `size` bytes.
+
+        Raises:
+            OSError: there is not as much memory.
+        """
+        if size > len(self._bytes):
+            # Pages that cannot be allocated later would kill the process.
+            os.posix_fallocate(self.descriptor, 0, size)
+            self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+
+    def write(self, start: int, pieces: Pieces) -> None:
+        """Copy pieces from `start` on, from any device."""
+        for piece in pieces:
+            size = size_of(piece)
+            target = self._bytes[start : start + size]
+            if isinstance(piece, Tensor):
+                target.view(piece.dtype).copy_(piece.detach().view(-1))
+            elif size:
+                target.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+            start += size
+
+    def close(self) -> None:
+        """Give the memory back, once no process has it."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        os.close(self.descriptor)
+
+
+def size_of(piece: bytes | Tensor) -> int:
+    """Return the bytes of a piece."""
+    return piece.numel() * piece.element_size() if isinstance(piece, Tensor) else len(piece)
+
+
+class WriterProcess:
+    """A process that writes what this rank stages; it is a program of its own, no fork, and may be killed at any time.
+
+    Args:
+        root: folder of the checkpoints.
+        rank, world_size: of this process.
+        config: retention and time-out.
+        lock: descriptor of the run's lock, which the process keeps as long as it lives; -1 for none.
+    """
+
+    def __init__(self, root: Path, rank: int, world_size: int, config: CheckpointConfig, lock: int = -1) -> None:
+        self.memory = SharedMemory()
+        self._settings = Settings(str(root), rank, world_size, config.save_timeout_s, asdict(config))
+        self._lock = lock
+        self._replies = b""
+        self._start()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        words = [sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions), "-m", "dit.checkpoint.writer"]
+        inherited = [theirs.fileno(), self.memory.descriptor, *([self._lock] if self._lock >= 0 else [])]
+        arguments = [str(theirs.fileno()), str(self.memory.descriptor), json.dumps(asdict(self._settings))]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # programs have the mask of their parent
+        try:
+            self.process = subprocess.Popen(
+                [*words, *arguments],
+                pass_fds=inherited,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=subprocess.DEVNULL,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
+
+    def save(self, step: int, token: str, files: Mapping[str, Pieces], meta: Optional[Mapping[str, Any]]) -> None:
+        """Copy the files of a checkpoint into shared memory, and order that they are written.
+
+        Args:
+            token: of this save, the same on every rank.
+            files: by name.
+            meta: for the manifest; on rank 0.
+
+        Raises:
+            CheckpointError: there is not enough memory, or the process is gone.
+        """
+        last = json.dumps(meta).encode() if meta is not None else b""
+        content = [*files.values(), [last]]
+        places = list(_places(sum(map(size_of, pieces)) for pieces in content))
+        needed = places[-1][0] + places[-1][1]
+        try:
+            self.memory.reserve(needed)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint of step {step} was not written: {error.strerror}, its copy needs {needed} bytes of host "
+                "memory; set checkpoint.async_save=False"
+            ) from error
+        for (start, _), pieces in zip(places, content):
+            self.memory.write(start, pieces)
+        named = [(name, *place) for name, place in zip(files, places)]
+        self.order({"do": "save", "step": step, "token": token, "files": named, "meta": places[-1]})
+
+    def order(self, order: Mapping[str, Any]) -> None:
+        """Send an order; does not wait.
+
+        Raises:
+            CheckpointError: the process is gone.
+        """
+        try:
+            self._control.sendall(json.dumps(order).encode() + b"\n")
+        except OSError as error:
+            raise CheckpointError(self.ended(order["step"])) from error
+
+    def replies(self) -> list[dict[str, Any]]:
+        """Return the replies that have come; does not wait.
+
+        Raises:
+            CheckpointError: the process is gone, and there is no reply left.
+        """
+        gone = False
+        while not gone:
+            try:
+                received = self._control.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                received = b""
+            self._replies += received
+            gone = not received
+        *lines, self._replies = self._replies.split(b"\n")
+        if gone and not lines:
+            raise CheckpointError(self.ended(None))
+        return [json.loads(line) for line in lines]
+
+    def ended(self, step: Optional[int]) -> str:
+        """Wait until the process has ended, and say how."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        code = self.process.returncode
+        how = (
+            "is gone" if code is None else f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left {code}"
+        )
+        of = "the checkpoint" if step is None else f"the checkpoint of step {step}"
+        return f"{of} was not written: its writer process on rank {self._settings.rank} {how}; earlier ones are intact"
+
+    def restart(self) -> None:
+        """Kill the process and start another one."""
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)  # longer only inside the kernel, on a disk that hangs
+        self._control.close()
+        self._replies = b""
+        self._start()
+
+    def close(self, timeout_s: float) -> None:
+        """Let the process finish its orders and end; wait for it no longer than `timeout_s`."""
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        self._control.close()
+        self.memory.close()
+
+
+def _places(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield start and size of each file."""
+    start = 0
+    for size in sizes:
+        yield start, size
+        start += -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def wait_briefly() -> None:
+    """Sleep between two looks at a save."""
+    time.sleep(0.005)

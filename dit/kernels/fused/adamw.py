@@ -1,0 +1,92 @@
+"""AdamW, average and copy for the model as one kernel over all parameters of a group; see `dit.kernels.adamw`."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from dit.kernels.adamw import Elements, Rates
+from dit.kernels.fused.blocks import cdiv
+
+VECTOR_BYTES = 16
+"""Of an access of 128 bits: addresses that are multiples of it are read and written so."""
+TABLES = 16
+"""Tables of addresses that are remembered; a run has one for each group of parameters."""
+
+Addresses = tuple[tuple[int, ...], ...]
+
+
+@torch.library.custom_op("dit::adamw", mutates_args=("mains", "exp_avgs", "exp_avg_sqs", "averages", "models"))
+def adamw_op(
+    gradients: Sequence[Tensor],
+    mains: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    averages: Sequence[Tensor],
+    models: Sequence[Tensor],
+    rates: Sequence[float],
+) -> None:
+    """Update parameters in place; each tensor is read and written once.
+
+    Args:
+        averages, models: one for each parameter, or none at all.
+        rates: the numbers of the kernel, in its order.
+    """
+    from dit.kernels.fused.gpu import adamw as gpu
+
+    columns = [gradients, mains, exp_avgs, exp_avg_sqs, averages or gradients, models or gradients]
+    rows = tuple(
+        (*(tensor.data_ptr() for tensor in of_one), of_one[0].numel()) for of_one in zip(*columns, strict=True)
+    )
+    whole: list[tuple[int, ...]] = []
+    odd: list[tuple[int, ...]] = []
+    for row in rows:
+        (whole if not any(address % VECTOR_BYTES for address in row[:-1]) else odd).append(row)
+    half = bool(models) and models[0].dtype == torch.float16
+    parts = {"average": bool(averages), "model": bool(models), "half": half}
+    for aligned, some in ((True, whole), (False, odd)):
+        if some:
+            table, chunks = _tables(tuple(some), gpu.CHUNK, mains[0].device)
+            gpu.adamw(table, chunks, tuple(rates), **parts, aligned=aligned)
+
+
+@adamw_op.register_fake
+def _(gradients, mains, exp_avgs, exp_avg_sqs, averages, models, rates):  # type: ignore[no-untyped-def]
+    return None
+
+
+@lru_cache(maxsize=TABLES)
+def _tables(rows: Addresses, chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the addresses of all parameters, and the chunks of all of them, on the device."""
+    counts = torch.tensor([cdiv(row[-1], chunk) for row in rows])
+    owners = torch.repeat_interleave(torch.arange(len(rows)), counts)
+    numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    chunks = torch.stack([owners, numbers], 1).int()
+    return torch.tensor(rows).to(device), chunks.contiguous().to(device)
+
+
+def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
+    """As `dit.kernels.adamw.adamw`, for contiguous tensors; copies for the model are bf16 or fp16."""
+    if not parameters:
+        return
+    for p in parameters:
+        for tensor in (p.gradient, p.main, p.exp_avg, p.exp_avg_sq, p.average, p.model):
+            assert tensor is None or tensor.is_contiguous(), "the elements of a parameter lie side by side"
+    numbers = (rates.clip, rates.lr * rates.weight_decay, 1 - rates.beta1, 1 - rates.beta2)
+    adamw_op(
+        [p.gradient for p in parameters],
+        [p.main for p in parameters],
+        [p.exp_avg for p in parameters],
+        [p.exp_avg_sq for p in parameters],
+        _present([p.average for p in parameters]),
+        _present([p.model for p in parameters]),
+        [*numbers, rates.step_size, rates.root, rates.eps, rates.average],
+    )
+
+
+def _present(tensors: Sequence[Optional[Tensor]]) -> list[Tensor]:
+    found = [tensor for tensor in tensors if tensor is not None]
+    assert len(found) in (0, len(tensors)), "all parameters have it or none has"
+    return found

@@ -1,0 +1,156 @@
+"""Triton kernels compiled for a GPU that is not there: their registers, spills and widths of access."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "int32": "*i32", "int64": "*i64"}
+NUMBER, ABSENT = "number", "none"
+KINDS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as machine code.
+
+    Attributes:
+        registers: per thread.
+        spills: instructions that read or write local memory.
+        shared_bytes: per program.
+        loads, stores: instructions that read and write global memory, by their width in bits.
+    """
+
+    registers: int
+    spills: int
+    shared_bytes: int
+    loads: Mapping[int, int]
+    stores: Mapping[int, int]
+
+    @property
+    def accesses(self) -> dict[int, int]:
+        """Instructions that read or write global memory, by their width in bits."""
+        widths = {*self.loads, *self.stores}
+        return {width: self.loads.get(width, 0) + self.stores.get(width, 0) for width in sorted(widths)}
+
+
+def compiled(
+    kernel: Any, types: Mapping[str, str], flags: Mapping[str, object], *, num_warps: int, capability: int
+) -> Compiled:
+    """Compile a kernel ahead of time, with all sizes and addresses multiples of 16.
+
+    Args:
+        kernel: of triton.jit.
+        types: of each tensor by its name (`POINTERS`); "none" for one that is left out, "number" for a float32.
+        flags: the constants.
+        capability: 90 for H100 and H200, 100 for B200.
+    """
+    signature, constants, aligned = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr or types.get(name) == ABSENT:
+            signature[name], constants[name] = "constexpr", flags.get(name)
+        elif types.get(name) in POINTERS:
+            signature[name], aligned[(i,)] = POINTERS[types[name]], [["tt.divisibility", 16]]
+        elif name == "eps" or types.get(name) == NUMBER:
+            signature[name] = "fp32"
+        else:
+            signature[name], aligned[(i,)] = "i32", [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+        code = subprocess.run([TOOLS / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
+    numbers = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage.stdout))
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", code))
+    return Compiled(int(numbers["REG"]), spills, int(numbers["SHARED"]), _widths("LDG", code), _widths("STG", code))
+
+
+def _widths(instruction: str, code: str) -> dict[int, int]:
+    """Count instructions by the bits that they move."""
+    found: dict[int, int] = {}
+    for what in re.findall(rf"\b{instruction}\.E([.\w]*)", code):
+        width = next(
+            (int(w) for w in re.findall(r"\.(64|128|256)", what)), 8 if ".U8" in what else 16 if "16" in what else 32
+        )
+        found[width] = found.get(width, 0) + 1
+    return found
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel that was noted instead of made.
+
+    Attributes:
+        grid: programs.
+        types, flags, num_warps: as `compiled` takes them.
+    """
+
+    kernel: Any
+    grid: int
+    num_warps: int
+    types: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel."""
+        return str(self.kernel.fn.__name__)
+
+    def compiled(self, capability: int) -> Compiled:
+        """Compile the kernel for what it was called with."""
+        return compiled(self.kernel, self.types, self.flags, num_warps=self.num_warps, capability=capability)
+
+
+@contextmanager
+def noted_launches() -> Iterator[list[Launch]]:
+    """Note launches instead of making them, on tensors of any device; what kernels would write is left as it is."""
+    launches: list[Launch] = []
+    original: Callable[..., Any] = JITFunction.run
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        num_warps = options.pop("num_warps", 4)
+        given = dict(zip(kernel.arg_names, arguments)) | options
+        programs = 1
+        for size in grid:
+            programs *= size
+        types = {name: kind for name, value in given.items() if (kind := _kind(value)) is not None}
+        flags = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        launches.append(Launch(kernel, programs, num_warps, types, flags))
+
+    JITFunction.run = run
+    try:
+        yield launches
+    finally:
+        JITFunction.run = original
+
+
+def _kind(value: Any) -> Optional[str]:
+    """Return the type of an argument as `compiled` takes it; None for a size or a constant."""
+    if value is None:
+        return ABSENT
+    if isinstance(value, float):
+        return NUMBER
+    return KINDS[value.dtype] if isinstance(value, Tensor) else None

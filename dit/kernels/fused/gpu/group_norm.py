@@ -1,0 +1,372 @@
+"""Triton kernels of a group norm with scale, shift and SiLU, of channels-last pictures `[N, P, C]` of P positions.
+
+Groups mix channels and positions, so that a direction is two passes: one that adds up each channel over blocks of
+positions, and one that computes; what lies between them has a few numbers of each channel of a picture:
+
+    forward     x --> sums of blocks --> mean, factor, offset, 1 / std;  y = act((x - mean) factor + offset)
+    backward    x, dy --> sums of blocks --> along, across;  dx = factor dh - along - (x - mean) across
+
+with dh the gradient before the activation. Sums are in one order, in float32, and squares are those of the distance
+from a value of the channel, so that no digits cancel where the mean is large.
+"""
+
+from typing import Optional
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dit.kernels.fused.blocks import cdiv
+
+TILE = 2048
+"""Numbers that a program has in registers at once."""
+BLOCKS = 16
+"""Blocks of sums that are read at once."""
+
+
+@triton.jit
+def group_sums_kernel(x, sums, positions, channels, rows, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Write mean and squared distances from it, of each channel over a block of positions of one picture."""
+    picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    columns = tl.arange(0, WIDTH)[None, :]
+    inside = columns < channels
+    first = block * rows
+    last = tl.minimum(first + rows, positions)
+    at = x + (picture.to(tl.int64) * positions + first) * channels
+    origin = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
+    total, squares = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(0, last - first, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        known = (row < last - first) & inside
+        value = tl.load(at + row * channels + columns, mask=known, other=0.0).to(tl.float32)
+        value = tl.where(known, value - origin, 0.0)
+        total += value
+        squares += value * value
+    distance = tl.sum(total, 0)[None, :] / (last - first)
+    into = sums + tl.program_id(0).to(tl.int64) * 2 * channels + columns
+    tl.store(into, origin + distance, mask=inside)
+    tl.store(into + channels, tl.sum(squares, 0)[None, :] - distance * distance * (last - first), mask=inside)
+
+
+@triton.jit
+def group_factors_kernel(
+    sums,
+    weight,
+    bias,
+    scale,
+    shift,
+    factors,
+    scale_stride,
+    shift_stride,
+    positions,
+    channels,
+    groups,
+    rows,
+    blocks,
+    eps,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write mean, factor, offset and 1 / std of each channel of one group of one picture."""
+    picture, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    size = channels // groups
+    member = tl.arange(0, WIDTH)[None, :]
+    inside = member < size
+    channel = group * size + member
+    at = sums + picture.to(tl.int64) * blocks * 2 * channels + channel
+    total = tl.zeros([BLOCKS, WIDTH], tl.float32)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)[:, None]
+        known = (block < blocks) & inside
+        count = tl.minimum(rows, positions - block * rows)
+        total += tl.load(at + block * 2 * channels, mask=known, other=0.0) * tl.where(known, count, 0)
+    numbers = positions * size
+    mean = tl.sum(tl.sum(total, 0), 0) / numbers
+    total = tl.zeros([BLOCKS, WIDTH], tl.float32)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)[:, None]
+        known = (block < blocks) & inside
+        count = tl.minimum(rows, positions - block * rows)
+        distance = tl.load(at + block * 2 * channels, mask=known, other=0.0) - mean
+        squares = tl.load(at + block * 2 * channels + channels, mask=known, other=0.0)
+        total += tl.where(known, squares + distance * distance * count, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(tl.sum(total, 0), 0) / numbers + eps)
+    factor = inverse * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    if SCALE:
+        more = 1.0 + tl.load(scale + picture * scale_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        factor *= more
+        added = tl.load(shift + picture * shift_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        offset = offset * more + added
+    into = factors + picture.to(tl.int64) * 4 * channels + channel
+    tl.store(into, tl.zeros([1, WIDTH], tl.float32) + mean, mask=inside)
+    tl.store(into + channels, factor, mask=inside)
+    tl.store(into + 2 * channels, offset, mask=inside)
+    tl.store(into + 3 * channels, tl.zeros([1, WIDTH], tl.float32) + inverse, mask=inside)
+
+
+@triton.jit
+def norm_groups_kernel(
+    x, factors, out, positions, channels, rows, blocks, ACTIVATE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    """Compute the normed positions of a block of one picture."""
+    picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    columns = tl.arange(0, WIDTH)[None, :]
+    inside = columns < channels
+    of_picture = factors + picture.to(tl.int64) * 4 * channels + columns
+    mean = tl.load(of_picture, mask=inside, other=0.0)
+    factor = tl.load(of_picture + channels, mask=inside, other=0.0)
+    offset = tl.load(of_picture + 2 * channels, mask=inside, other=0.0)
+    first = block * rows
+    last = tl.minimum(first + rows, positions)
+    base = (picture.to(tl.int64) * positions + first) * channels
+    for start in range(0, last - first, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        known = (row < last - first) & inside
+        value = tl.load(x + base + row * channels + columns, mask=known, other=0.0).to(tl.float32)
+        value = (value - mean) * factor + offset
+        if ACTIVATE:
+            value *= tl.sigmoid(value)
+        tl.store(out + base + row * channels + columns, value.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _before_activation(given, distance, factor, offset, ACTIVATE: tl.constexpr):
+    if ACTIVATE:
+        value = distance * factor + offset
+        given *= tl.sigmoid(value) * (1.0 + value * tl.sigmoid(-value))
+    return given
+
+
+@triton.jit
+def group_gradient_sums_kernel(
+    grad,
+    x,
+    factors,
+    sums,
+    positions,
+    channels,
+    rows,
+    blocks,
+    ACTIVATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write the sums of dh and of dh times the normed value, of each channel over a block of positions."""
+    picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    columns = tl.arange(0, WIDTH)[None, :]
+    inside = columns < channels
+    of_picture = factors + picture.to(tl.int64) * 4 * channels + columns
+    mean = tl.load(of_picture, mask=inside, other=0.0)
+    factor = tl.load(of_picture + channels, mask=inside, other=0.0)
+    offset = tl.load(of_picture + 2 * channels, mask=inside, other=0.0)
+    first = block * rows
+    last = tl.minimum(first + rows, positions)
+    base = (picture.to(tl.int64) * positions + first) * channels
+    total, along = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(0, last - first, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        known = (row < last - first) & inside
+        at = base + row * channels + columns
+        distance = tl.load(x + at, mask=known, other=0.0).to(tl.float32) - mean
+        given = tl.load(grad + at, mask=known, other=0.0).to(tl.float32)
+        given = _before_activation(given, distance, factor, offset, ACTIVATE)
+        total += given
+        along += given * distance
+    inverse = tl.load(of_picture + 3 * channels, mask=inside, other=0.0)
+    into = sums + tl.program_id(0).to(tl.int64) * 2 * channels + columns
+    tl.store(into, tl.sum(total, 0)[None, :], mask=inside)
+    tl.store(into + channels, tl.sum(along, 0)[None, :] * inverse, mask=inside)
+
+
+@triton.jit
+def group_gradients_kernel(
+    sums,
+    factors,
+    weight,
+    bias,
+    scale,
+    rest,
+    grad_scale,
+    grad_shift,
+    grad_weights,
+    scale_stride,
+    positions,
+    channels,
+    groups,
+    blocks,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Add up the blocks of one group of one picture: what the second pass needs, and the small gradients."""
+    picture, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    size = channels // groups
+    member = tl.arange(0, WIDTH)
+    inside = member < size
+    channel = group * size + member
+    at = sums + picture.to(tl.int64) * blocks * 2 * channels + channel[None, :]
+    total, along = tl.zeros([BLOCKS, WIDTH], tl.float32), tl.zeros([BLOCKS, WIDTH], tl.float32)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)[:, None]
+        known = (block < blocks) & inside[None, :]
+        total += tl.load(at + block * 2 * channels, mask=known, other=0.0)
+        along += tl.load(at + block * 2 * channels + channels, mask=known, other=0.0)
+    of_shift, of_normed = tl.sum(total, 0), tl.sum(along, 0)
+    into = picture.to(tl.int64) * channels + channel
+    if SCALE:
+        w = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_shift + into, of_shift.to(grad_shift.dtype.element_ty), mask=inside)
+        tl.store(grad_scale + into, (w * of_normed + b * of_shift).to(grad_scale.dtype.element_ty), mask=inside)
+        more = 1.0 + tl.load(scale + picture * scale_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    else:
+        more = 1.0
+    into = grad_weights + picture.to(tl.int64) * 2 * channels + channel
+    tl.store(into, of_normed * more, mask=inside)
+    tl.store(into + channels, of_shift * more, mask=inside)
+    of_picture = factors + picture.to(tl.int64) * 4 * channels + channel
+    factor = tl.load(of_picture + channels, mask=inside, other=0.0)
+    inverse = tl.load(of_picture + 3 * channels, mask=inside, other=0.0)
+    numbers = positions * size
+    into = rest + picture.to(tl.int64) * 2 * channels + channel
+    tl.store(into, tl.zeros([WIDTH], tl.float32) + tl.sum(factor * of_shift, 0) / numbers, mask=inside)
+    tl.store(into + channels, tl.sum(factor * of_normed, 0) / numbers * inverse, mask=inside)
+
+
+@triton.jit
+def norm_groups_backward_kernel(
+    grad,
+    x,
+    factors,
+    rest,
+    grad_x,
+    positions,
+    channels,
+    rows,
+    blocks,
+    ACTIVATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Compute the gradient of a block of positions of one picture."""
+    picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    columns = tl.arange(0, WIDTH)[None, :]
+    inside = columns < channels
+    of_picture = factors + picture.to(tl.int64) * 4 * channels + columns
+    mean = tl.load(of_picture, mask=inside, other=0.0)
+    factor = tl.load(of_picture + channels, mask=inside, other=0.0)
+    offset = tl.load(of_picture + 2 * channels, mask=inside, other=0.0)
+    of_picture = rest + picture.to(tl.int64) * 2 * channels + columns
+    along = tl.load(of_picture, mask=inside, other=0.0)
+    across = tl.load(of_picture + channels, mask=inside, other=0.0)
+    first = block * rows
+    last = tl.minimum(first + rows, positions)
+    base = (picture.to(tl.int64) * positions + first) * channels
+    for start in range(0, last - first, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        known = (row < last - first) & inside
+        at = base + row * channels + columns
+        distance = tl.load(x + at, mask=known, other=0.0).to(tl.float32) - mean
+        given = tl.load(grad + at, mask=known, other=0.0).to(tl.float32)
+        given = _before_activation(given, distance, factor, offset, ACTIVATE)
+        change = factor * given - along - distance * across
+        tl.store(grad_x + at, change.to(grad_x.dtype.element_ty), mask=known)
+
+
+def _tile(channels: int) -> dict[str, int]:
+    width = triton.next_power_of_2(channels)
+    return {"WIDTH": width, "ROWS": max(1, TILE // width), "num_warps": min(max(width // 256, 4), 16)}
+
+
+def _members(channels: int, groups: int) -> dict[str, int]:
+    return {"WIDTH": triton.next_power_of_2(channels // groups), "BLOCKS": BLOCKS, "num_warps": 4}
+
+
+def group_sums(x_NPC: Tensor, rows: int, sums: Tensor) -> None:
+    """Launch the sums of blocks of `rows` positions."""
+    pictures, positions, channels = x_NPC.shape
+    blocks = cdiv(positions, rows)
+    group_sums_kernel[(pictures * blocks,)](x_NPC, sums, positions, channels, rows, blocks, **_tile(channels))
+
+
+def group_factors(
+    sums: Tensor,
+    weights: tuple[Tensor, Tensor],
+    scale_NC: Optional[Tensor],
+    shift_NC: Optional[Tensor],
+    positions: int,
+    groups: int,
+    rows: int,
+    eps: float,
+    factors_N4C: Tensor,
+) -> None:
+    """Launch the factors of each channel from the sums."""
+    pictures, _, channels = factors_N4C.shape
+    group_factors_kernel[(pictures * groups,)](
+        *(sums, *weights, scale_NC, shift_NC, factors_N4C, _stride(scale_NC), _stride(shift_NC)),
+        *(positions, channels, groups, rows, cdiv(positions, rows), eps),
+        SCALE=scale_NC is not None,
+        **_members(channels, groups),
+    )
+
+
+def norm_groups(x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool, out: Tensor) -> None:
+    """Launch the second pass of the forward direction."""
+    pictures, positions, channels = x_NPC.shape
+    blocks = cdiv(positions, rows)
+    norm_groups_kernel[(pictures * blocks,)](
+        *(x_NPC, factors_N4C, out, positions, channels, rows, blocks), ACTIVATE=activate, **_tile(channels)
+    )
+
+
+def group_gradient_sums(
+    grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool, sums: Tensor
+) -> None:
+    """Launch the sums of the backward direction."""
+    pictures, positions, channels = x_NPC.shape
+    blocks = cdiv(positions, rows)
+    group_gradient_sums_kernel[(pictures * blocks,)](
+        *(grad, x_NPC, factors_N4C, sums, positions, channels, rows, blocks), ACTIVATE=activate, **_tile(channels)
+    )
+
+
+def group_gradients(
+    sums: Tensor,
+    factors_N4C: Tensor,
+    weights: tuple[Tensor, Tensor],
+    scale_NC: Optional[Tensor],
+    positions: int,
+    groups: int,
+    blocks: int,
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Launch what lies between the passes; `outputs` go to the second pass, scale, shift, and weight and bias."""
+    pictures, _, channels = factors_N4C.shape
+    group_gradients_kernel[(pictures * groups,)](
+        *(sums, factors_N4C, *weights, scale_NC, *outputs, _stride(scale_NC), positions, channels, groups, blocks),
+        SCALE=scale_NC is not None,
+        **_members(channels, groups),
+    )
+
+
+def norm_groups_backward(
+    grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rest_N2C: Tensor, rows: int, activate: bool, grad_x: Tensor
+) -> None:
+    """Launch the second pass of the backward direction."""
+    pictures, positions, channels = x_NPC.shape
+    blocks = cdiv(positions, rows)
+    norm_groups_backward_kernel[(pictures * blocks,)](
+        *(grad, x_NPC, factors_N4C, rest_N2C, grad_x, positions, channels, rows, blocks),
+        ACTIVATE=activate,
+        **_tile(channels),
+    )
+
+
+def _stride(x_NC: Optional[Tensor]) -> int:
+    """Return the distance of two rows of a modulation, which may be a part of a wider one."""
+    if x_NC is None:
+        return 0
+    assert x_NC.stride(1) == 1, "the channels of a modulation lie side by side"
+    return x_NC.stride(0)

@@ -1,0 +1,118 @@
+"""What a layer that runs as one compiled graph sees of a pack: tensors, and nothing that changes from pack to pack.
+
+A compiler makes a graph for the values of all integers that it meets on the host, so that a `SequenceLayout` would give
+it a graph per pack. Here lengths are data, and numbers of tokens and samples are sizes that it takes as unknown.
+
+Shape suffixes: T local tokens, S samples, D any width.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Literal, Optional
+
+import torch
+from torch import Tensor
+
+from dit.layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class GraphLayout:
+    """The layout of a pack as tensors.
+
+    Attributes:
+        rows: `one` sample; a `dense` batch of samples; `ragged`: any other local tokens.
+        samples_S: its length says how many samples there are; it has no values.
+        ids_T: sample of each local token, int64; only of ragged ones.
+        one_hot_ST: 1 where a token belongs to a sample, in the dtype of the model; only of ragged ones.
+        dense: attention, which sees the tokens of all tensor-parallel ranks, has samples of one length and no padding.
+        lengths_S, padded_S: real and padded tokens of the samples in attention, int64 on the host.
+    """
+
+    rows: Literal["one", "dense", "ragged"]
+    samples_S: Tensor
+    ids_T: Optional[Tensor]
+    one_hot_ST: Optional[Tensor]
+    dense: bool
+    lengths_S: Tensor
+    padded_S: Tensor
+
+    def broadcast(self, x_SD: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return per-sample vectors in a shape that broadcasts over tokens, and the shape in which to view the tokens.
+
+        See `dit.kernels.modulation.broadcast_per_sample`.
+        """
+        if self.rows == "one":
+            return x_SD, (-1, x_SD.shape[-1])
+        if self.rows == "dense":
+            return x_SD[:, None], (self.samples_S.shape[0], -1, x_SD.shape[-1])
+        assert self.ids_T is not None
+        assert self.one_hot_ST is not None
+        return _PerToken.apply(x_SD, self.ids_T, self.one_hot_ST), (-1, x_SD.shape[-1])
+
+
+class _PerToken(torch.autograd.Function):
+    """Copy the vector of each sample to its tokens; the gradient is one matrix product, summed in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x_SD: Tensor, ids_T: Tensor, one_hot_ST: Tensor) -> Tensor:
+        ctx.save_for_backward(one_hot_ST)
+        return x_SD[ids_T]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (one_hot_ST,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return one_hot_ST @ grads[0], None, None
+
+
+def graph_layout(layout: SequenceLayout, dtype: torch.dtype) -> GraphLayout:
+    """Return a layout as a compiled layer takes it; made once per pack."""
+    found = layout.tables.get(("graph", dtype))
+    if found is None:
+        found = layout.tables["graph", dtype] = _make(layout, dtype)
+    assert isinstance(found, GraphLayout)
+    return found
+
+
+def _make(layout: SequenceLayout, dtype: torch.dtype) -> GraphLayout:
+    gathered, count = layout.gathered, layout.num_samples
+    dense = gathered.uniform_length is not None
+    rows: Literal["one", "dense", "ragged"] = "ragged"
+    if count == 1:
+        rows = "one"
+    elif dense and layout.local_indices is None:
+        rows = "dense"
+    ids_T = layout.segment_ids_T if rows == "ragged" else None
+    one_hot_ST = None
+    if ids_T is not None:
+        one_hot_ST = (ids_T == torch.arange(count, device=ids_T.device)[:, None]).to(dtype)
+    lengths = [torch.tensor(x) for x in (gathered.lengths, gathered.padded_lengths)]
+    return GraphLayout(rows, torch.empty(count, dtype=torch.uint8), ids_T, one_hot_ST, dense, *lengths)
+
+
+def layout_of(lengths_S: Tensor, padded_S: Tensor, tokens: int, device: torch.device) -> SequenceLayout:
+    """Return the layout of the tokens in attention."""
+    return SequenceLayout(tuple(lengths_S.tolist()), tuple(padded_S.tolist()), tokens, device)
+
+
+def take_sizes_as_unknown(inputs: Iterable[object]) -> None:
+    """Tell the compiler that leading sizes of a ragged pack's tensors, and all of its layouts, change with the pack.
+
+    A size of one stays: a graph for one sample is another graph.
+    """
+    from torch._dynamo.decorators import mark_dynamic
+
+    for value in inputs:
+        for tensor in _tensors(value):
+            dims = range(tensor.dim()) if isinstance(value, GraphLayout) else [0]
+            for dim in dims:
+                if tensor.shape[dim] > 1:
+                    mark_dynamic(tensor, dim)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))

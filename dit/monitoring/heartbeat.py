@@ -1,0 +1,253 @@
+"""Which rank holds up a run: each writes what it does to a file, and says who is to blame when it waits too long.
+
+A thread of every rank rewrites `run_dir/heartbeats/rank_N.json` every few seconds. A process that is stopped, dead or
+cut off from the disk falls silent; one that hangs does not, but its step and phase stay behind those of the others,
+which wait for it in a collective. A rank that waited too long writes its verdict to `exit.json` and ends, so that the
+launcher ends the run: its main thread cannot, for a collective does not return.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Optional, Self
+
+from dit.durable_files import read_regular, strict_json
+from dit.errors import EXIT_UNEXPECTED
+from dit.monitoring.exit_record import Outcome, write_outcome
+from dit.monitoring.progress import format_duration
+from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "heartbeats"
+HANG = "hang"
+INTERVAL_S = 5.0
+STDLIB = Path(os.__file__).parent
+SILENT_S = 240.0  # until a rank that waits for a silent one gives up, if its own limit is not shorter
+# In the order of a step: of ranks that wait for each other, the one in the earliest phase of the earliest step is late.
+PHASES = ("starts", "reads data", "computes", "reduces the gradient", "updates", "ends the step", "saves", "validates",
+          "samples")  # fmt: skip
+
+
+class Phase:
+    """What the main thread does; setting it costs nothing, and is progress."""
+
+    def __init__(self) -> None:
+        self.step: Optional[int] = None
+        self.name = PHASES[0]
+        self.since = time.time()
+
+    def enter(self, name: str, step: Optional[int] = None) -> None:
+        """Say what the main thread does from here on.
+
+        Args:
+            name: one of `PHASES`.
+            step: optimizer steps done; None for as many as before.
+        """
+        self.name, self.since = name, time.time()
+        self.step = self.step if step is None else step
+
+    def go_on(self) -> None:
+        """Say that there is progress inside the phase."""
+        self.since = time.time()
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank wrote last.
+
+    Attributes:
+        time: when it was written, seconds since the epoch.
+        since: when its phase began.
+        where: the innermost functions of its main thread, and the collective that it is in.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: Optional[int]
+    phase: str
+    since: float
+    time: float
+    where: str
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Sort key of how far a rank has come."""
+        return -1 if self.step is None else self.step, PHASES.index(self.phase) if self.phase in PHASES else 0
+
+    def __str__(self) -> str:
+        step = "before step 1" if self.step is None else f"after step {self.step}"
+        return f"rank {self.rank} ({self.host}, process {self.pid}) {self.phase} {step} ({self.where})"
+
+
+def read_beats(run_dir: Path | str) -> dict[int, Beat]:
+    """Return what the ranks of a run wrote last, by rank; files of other forms are left out."""
+    found = {}
+    for path in Path(run_dir).glob(f"{FOLDER}/rank_*.json"):
+        with suppress(OSError, ValueError, TypeError):
+            beat = Beat(**json.loads(read_regular(path)))
+            found[beat.rank] = beat
+    return found
+
+
+class Heartbeat:
+    """Write this rank's file, and end the process when it waited too long; a context manager around the run.
+
+    Args:
+        run_dir: folder of the run.
+        rank, world_size: of this process.
+        timeout_s: seconds in one phase until the process ends; None for never.
+        is_ours: whether this attempt may write into the folder.
+        end: ends the process with a code; it does not return.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        rank: int,
+        world_size: int,
+        timeout_s: Optional[float],
+        is_ours: Callable[[], bool] = lambda: True,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self.phase = Phase()
+        self._run_dir, self._rank, self._world_size = Path(run_dir), rank, world_size
+        self._timeout_s, self._is_ours, self._end = timeout_s, is_ours, end
+        self._interval_s = INTERVAL_S if timeout_s is None else min(INTERVAL_S, timeout_s / 6)
+        self._done = threading.Event()
+        self._main = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        with suppress(OSError):
+            (self._run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+            for path in self._run_dir.glob(f"{FOLDER}/rank_*.json") if self._rank == 0 else ():
+                if int(path.stem.rpartition("_")[2]) >= self._world_size:
+                    path.unlink()  # of an attempt on more ranks
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self._done.set()
+        self._thread.join(timeout=10 * self._interval_s)
+
+    def explain(self) -> str:
+        """Return which rank holds up the others, for this rank lost a peer or waited too long."""
+        return verdict(read_beats(self._run_dir), self._rank, self._world_size, self._silent_s())[0]
+
+    def _silent_s(self) -> float:
+        """Return the seconds after which a rank counts as silent; they are several beats."""
+        return max(3 * self._interval_s, min(SILENT_S, self._timeout_s or SILENT_S) / 2)
+
+    def _run(self) -> None:
+        while not self._done.wait(self._interval_s):
+            self._write()
+            waited = time.time() - self.phase.since
+            if self._timeout_s is None or waited < min(SILENT_S, self._timeout_s):
+                continue
+            starts = self.phase.name == PHASES[0]  # reading and hashing a large checkpoint may take long
+            text, blamed, silent = verdict(read_beats(self._run_dir), self._rank, self._world_size, self._silent_s())
+            if silent or (waited >= self._timeout_s and not starts):
+                self._give_up(waited, text, blamed)
+
+    def _give_up(self, waited: float, text: str, blamed: list[int]) -> None:
+        phase = self.phase
+        error = f"rank {self._rank} {phase.name} for {format_duration(waited)} after step {phase.step or 0}: {text}"
+        logger.error(error)
+        if self._is_ours():
+            write_outcome(self._run_dir, Outcome(EXIT_UNEXPECTED, HANG, phase.step, self._rank, error))
+            if self._rank == min((r for r in range(self._world_size) if r not in blamed), default=self._rank):
+                self._tell(error, blamed)
+        self._end(EXIT_UNEXPECTED)
+
+    def _tell(self, error: str, blamed: list[int]) -> None:
+        """Append the incident to the record of the run: the rank that writes it may be the one to blame."""
+        details = {"blamed": blamed, "text": error, "beats": [asdict(b) for b in read_beats(self._run_dir).values()]}
+        record = {"kind": "incident", "step": self.phase.step, "time": time.time(), "incident": HANG}
+        path = self._run_dir / METRICS_FILE
+        with suppress(OSError, ValueError), open(path, "ab+") as file:
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            tail = file.read()
+            if tail and not tail.endswith(b"\n"):
+                return  # the rank that writes it was stopped inside a line
+            attempt = json.loads(tail.splitlines()[-1]).get("attempt", 1) if tail else 1
+            file.write(strict_json({**record, "attempt": attempt, "details": details}).encode() + b"\n")
+
+    def _write(self) -> None:
+        phase = self.phase
+        where = _where(sys._current_frames().get(self._main))
+        now = time.time()
+        beat = Beat(self._rank, socket.gethostname(), os.getpid(), phase.step, phase.name, phase.since, now, where)
+        path = self._run_dir / FOLDER / f"rank_{self._rank}.json"
+        part = path.with_suffix(".part")
+        with suppress(OSError):  # a disk that fails ends the run elsewhere, with a better message
+            part.write_text(strict_json(asdict(beat)))
+            part.replace(path)
+
+
+def verdict(beats: dict[int, Beat], rank: int, world_size: int, silent_s: float) -> tuple[str, list[int], bool]:
+    """Say which ranks hold up a run.
+
+    Args:
+        beats: what was read by `rank` just now.
+        silent_s: a rank whose last beat is older is silent.
+
+    Returns:
+        The text, the ranks to blame, and whether these are silent.
+    """
+    now = time.time()
+    gone = {r: f"rank {r} never wrote a heartbeat" for r in range(world_size) if r not in beats}
+    for other, beat in beats.items():
+        if other == rank or other >= world_size:
+            continue
+        state = _process_state(beat)
+        if state is not None:
+            gone[other] = f"{beat} is {state}"
+        elif now - beat.time > silent_s:
+            gone[other] = f"{beat} has been silent for {format_duration(now - beat.time)}: stopped, dead or cut off"
+    if gone:
+        return "; ".join(text for _, text in sorted(gone.items())), sorted(gone), True
+    present = [beat for r, beat in beats.items() if r < world_size]
+    earliest = min((beat.progress for beat in present), default=(0, 0))
+    late = [beat for beat in present if beat.progress == earliest]
+    if len(late) == len(present):
+        return f"all {world_size} ranks are in the same phase: {late[0] if late else ''}", [], False
+    return "the others wait for " + "; ".join(map(str, late)), sorted(beat.rank for beat in late), False
+
+
+def _process_state(beat: Beat) -> Optional[str]:
+    """Return that a process of this machine is stopped or dead; None if it is neither, or of another machine."""
+    if beat.host != socket.gethostname():
+        return None
+    try:
+        state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "dead" if Path("/proc/self/stat").exists() else None
+    return {"T": "stopped (SIGSTOP or a debugger)", "Z": "dead", "X": "dead"}.get(state)
+
+
+def _where(frame: Optional[FrameType]) -> str:
+    """Name the innermost functions of a thread, and the collective among them."""
+    names: list[str] = []
+    collective = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("distributed_c10d.py"):
+            collective = collective if code.co_name == "wrapper" else code.co_name
+        elif len(names) < 2 and "/torch/" not in code.co_filename and Path(code.co_filename).parent != STDLIB:
+            names.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(names) + (f", in the collective {collective}" if collective else "")

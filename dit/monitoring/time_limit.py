@@ -1,0 +1,70 @@
+"""The wall-clock limit of a job: stop early enough to save.
+
+The clock starts with the job, not with the attempt: a scheduler also counts what came before a restart inside the job
+(torchrun's `--max-restarts`):
+
+    SLURM_JOB_START_TIME    if Slurm has set it
+    torchrun's own start    under torchrun, whose ranks are its children
+    this process's start    otherwise
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Optional
+
+from dit.ranges import duration_s
+
+MARGIN_S = 20.0
+"""For the end of the processes after the last save."""
+SAVES = 2.0
+"""Durations of the longest save so far that are left for the last one."""
+
+
+def started_at(process: int) -> float:
+    """Return when a process of this machine started, in seconds since the epoch."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def job_start() -> float:
+    """Return when the job of this process started, in seconds since the epoch."""
+    given = os.environ.get("SLURM_JOB_START_TIME", "")
+    if given.isdecimal():
+        return float(given)
+    try:
+        return started_at(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+    except (OSError, ValueError, IndexError):  # no Linux
+        return time.time()
+
+
+class TimeLimit:
+    """Whether the run must stop now to be saved before the limit.
+
+    Args:
+        limit: `training.time_limit`; None for none.
+        start: of the job, seconds since the epoch; None to look it up.
+
+    Attributes:
+        longest_step_s: time between two ends of steps, with all that the loop does there, at most.
+    """
+
+    def __init__(self, limit: Optional[str], start: Optional[float] = None) -> None:
+        self.longest_step_s = 0.0
+        self._last: Optional[float] = None
+        self._end: Optional[float] = None
+        if limit is not None:
+            self._end = (job_start() if start is None else start) + duration_s("training.time_limit", limit)
+
+    def is_near(self, longest_save_s: float) -> bool:
+        """Return whether another step might end too late; call this once per step.
+
+        Args:
+            longest_save_s: duration of the longest save so far.
+        """
+        now = time.time()
+        if self._last is not None:
+            self.longest_step_s = max(self.longest_step_s, now - self._last)
+        self._last = now
+        return self._end is not None and now + self.longest_step_s + SAVES * longest_save_s + MARGIN_S >= self._end

@@ -1,0 +1,161 @@
+"""One update of the weights and their average: by Megatron-Core and torch, or by one kernel over all elements.
+
+    eager   scale gradients | AdamW | copy to the model | average      each a pass over all elements
+    triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gathering of weights
+
+The state is the same, so that a run may go on with the other one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from dit.backends.megatron_types import MegatronOptimizer
+from dit.kernels.adamw import AdamW, Elements, Rates
+from dit.kernels.choice import Target, choose
+from dit.kernels.resolve import OPTIMIZER
+from dit.optimizer import master_weights
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, sub_optimizers
+from dit.parallel.fsdp import local
+
+Update = Callable[[float, int], None]
+"""Updates weights and average after `gradient_norm`; gets its result, and the number of the step, from 1."""
+
+
+def build_update(
+    optimizer: MegatronOptimizer,
+    shards: Sequence[MasterShard],
+    ema: Optional[EMA],
+    clip_grad: float,
+    target: Target,
+    kernels: str,
+) -> Update:
+    """Return the update of a run.
+
+    Args:
+        shards: those of `optimizer`.
+        ema: None for no average.
+        clip_grad: largest norm of the gradients; 0 for any.
+        target: for which the kernel is selected.
+        kernels: `training.kernels`.
+
+    Raises:
+        ConfigError: the kernel that is asked for does not run here.
+    """
+    adamw = choose(OPTIMIZER, target, kernels).load()
+    if adamw is not None:
+        return FusedUpdate(optimizer, shards, ema, clip_grad, adamw)
+
+    def update(grad_norm: float, step: int) -> None:
+        master_weights.apply_update(optimizer, grad_norm, clip_grad)
+        if ema is not None:
+            ema.update(step)
+
+    return update
+
+
+class FusedUpdate:
+    """The update of all parameters by one call for each group of parameters with one weight decay.
+
+    Gradients are not changed: clipping is a factor inside the kernel.
+
+    Args:
+        adamw: the kernel; other arguments as of `build_update`.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        shards: Sequence[MasterShard],
+        ema: Optional[EMA],
+        clip_grad: float,
+        adamw: AdamW,
+    ) -> None:
+        self.optimizer, self.shards, self.ema = optimizer, shards, ema
+        self.clip_grad, self.adamw = clip_grad, adamw
+        self.parts = sub_optimizers(optimizer)
+        groups = [(part, group) for part in self.parts for group in part.optimizer.param_groups]
+        for _, group in groups:
+            if "fused" in group:
+                group["fused"] = False  # Adam's step count stays on the host: nothing waits for the device
+        owners = {id(owner): i for i, (_, group) in enumerate(groups) for owner in group["params"]}
+        self.of_group: list[tuple[MegatronOptimizer, Any, list[int]]] = [(part, group, []) for part, group in groups]
+        for i, shard in enumerate(shards):
+            if shard.stop > shard.start:  # others have nothing here
+                self.of_group[owners[id(shard.owner)]][2].append(i)
+
+    @torch.no_grad()
+    def __call__(self, grad_norm: float, step: int) -> None:
+        weight = None if self.ema is None or self.ema.offload else self.ema.weight(step)
+        count = get_step_count(self.optimizer) + 1
+        for _, group, members in self.of_group:
+            rates = Rates(
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=count,
+                clip=self._clip(grad_norm),
+                average=1.0 if weight is None else weight,
+            )
+            # What the model computes with is another tensor for half precision alone.
+            with_model: dict[bool, list[Elements]] = {True: [], False: []}
+            for i in members:
+                elements = self._elements(i, averaged=weight is not None)
+                if elements is not None:
+                    with_model[elements.model is not None].append(elements)
+            for some in with_model.values():
+                self.adamw(some, rates)
+        self._count(count)
+        self._gather()
+        if self.ema is not None and self.ema.offload:
+            self.ema.update(step)
+
+    def _clip(self, grad_norm: float) -> float:
+        """Return the factor of the gradients, as Megatron-Core computes it."""
+        if self.clip_grad == 0.0:
+            return 1.0
+        return min(1.0, self.clip_grad / (grad_norm + 1e-6))
+
+    def _elements(self, i: int, *, averaged: bool) -> Optional[Elements]:
+        """Return the tensors of a shard; None if it has no gradient, as AdamW then leaves it as it is."""
+        shard = self.shards[i]
+        if shard.owner.grad is None:
+            return None
+        shard.ensure_state()
+        exp_avg, exp_avg_sq = (shard.slot(name) for name in SLOTS)
+        average = self.ema.values[i] if averaged and self.ema is not None else None
+        gradient, main = local(shard.owner.grad), shard.main.detach()
+        return Elements(gradient, main, exp_avg, exp_avg_sq, average, self._copy_of(shard))
+
+    def _copy_of(self, shard: MasterShard) -> Optional[Tensor]:
+        """Return the part of the model's own parameter that has the rounded master weights."""
+        parameter = shard.parameter
+        if parameter.dtype == torch.float32 or any(is_fsdp(part) for part in self.parts):
+            return None  # the same memory; or Megatron-FSDP's, which it fills itself
+        return parameter.detach().view(-1)[shard.start : shard.stop]
+
+    def _count(self, count: int) -> None:
+        """Set Adam's step count, in the place where the installed implementation stores it."""
+        step = torch.tensor(float(count))
+        for _, group, members in self.of_group:
+            if "fused" not in group:  # those of Transformer Engine and Apex
+                group["step"] = count
+                continue
+            for i in members:
+                self.shards[i].state["step"] = step
+
+    def _gather(self) -> None:
+        """Gather the new weights of all ranks, where Megatron-Core does it after its own update."""
+        fsdp = [part for part in self.parts if is_fsdp(part)]
+        for part in fsdp:
+            part._copy_main_params_to_model_params()  # type: ignore[attr-defined]
+        sharded = [part for part in self.parts if isinstance(part, DistributedOptimizer)]
+        for chunk in {id(chunk): chunk for part in sharded for chunk in part.model_chunks}.values():
+            if fsdp or not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()

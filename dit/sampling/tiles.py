@@ -1,0 +1,140 @@
+"""A network on pictures larger than those it was trained on: in overlapping tiles, averaged at every call.
+
+The state of the solver is one picture, and so is its noise. Each time the network is asked, it predicts for every tile
+of the picture by itself, and the predictions are averaged where tiles overlap:
+
+    F(x)[p] = sum_i W_i[p] f(x[tile i])[p] / sum_i W_i[p]
+
+A step of a solver is affine in the prediction, with the same coefficients in all tiles: averaging predictions is
+averaging the tiles after the step. The weights W fall linearly from the middle of a tile to its edges, so that no edge
+shows; guidance and thresholding follow on the full picture.
+
+Source: Bar-Tal et al. 2023 (MultiDiffusion), arXiv:2302.08113, Eq. 5.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.conditions import Conditions, Entry
+from dit.errors import ConfigError
+from dit.layout import SequenceLayout
+from dit.patchify import grid_positions
+from dit.sampling.generate import ConditionalNetwork
+
+
+def tile_starts(side: int, tile: int, overlap: int) -> list[int]:
+    """Return where the fewest tiles along a side start, evenly spaced, with at least `overlap` between neighbours.
+
+    Args:
+        side: of the picture; if it is not longer than a tile, there is one.
+        tile: of a tile.
+
+    Raises:
+        ConfigError: the overlap is not below the tile.
+    """
+    if not 0 <= overlap < tile:
+        raise ConfigError(f"tiles of {tile} cannot overlap by {overlap}; use 0 to {tile - 1}")
+    if side <= tile:
+        return [0]
+    count = -(-(side - overlap) // (tile - overlap))
+    return [round(i * (side - tile) / (count - 1)) for i in range(count)]
+
+
+def tile_weights(height: int, width: int) -> Tensor:
+    """Return the weights of a tile's positions in the average, `[h, w]`: 1 at the edges, growing to the middle."""
+    sides = [torch.arange(n, dtype=torch.float32) for n in (height, width)]
+    rows, columns = (torch.minimum(i + 1, len(i) - i) for i in sides)
+    return rows[:, None] * columns
+
+
+class TiledNetwork:
+    """A network in tiles; called as the network is, on samples of one shape. With one tile it is the network itself.
+
+    Args:
+        network: of pictures of a tile's size.
+        tile, overlap: (height, width) in patches; a tile has all frames of a clip.
+        tokens_at_once: tiles of so many tokens are computed together, at least those at one place.
+    """
+
+    def __init__(
+        self, network: ConditionalNetwork, tile: tuple[int, int], overlap: tuple[int, int], tokens_at_once: int
+    ) -> None:
+        self.network, self.tile, self.overlap, self.tokens_at_once = network, tile, overlap, tokens_at_once
+        self._cut: Optional[tuple[PackedBatch, list[tuple[PackedBatch, list[Tensor]]]]] = None
+
+    def __call__(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the averaged prediction, float32 `[T, C]`; zeros at padding.
+
+        Raises:
+            ConfigError: the samples differ in shape.
+        """
+        t, h, w = batch.grids[0]
+        size = min(self.tile[0], h), min(self.tile[1], w)
+        if size == (h, w):
+            return self.network(inputs_TC, time_S, batch)
+        if self._cut is None or self._cut[0] is not batch:
+            self._cut = batch, self._tiles(batch, size)
+        weights_N1 = tile_weights(*size).flatten().repeat(t)[:, None].to(inputs_TC.device)
+        weights_R1 = weights_N1.repeat(batch.layout.num_samples, 1)
+        total_TC: Optional[Tensor] = None
+        total_T1 = inputs_TC.new_zeros(len(inputs_TC), 1, dtype=torch.float32)
+        for tiles, places in self._cut[1]:
+            together_TC = self.network(inputs_TC[torch.cat(places)], time_S.repeat(len(places)), tiles).float()
+            if total_TC is None:
+                total_TC = together_TC.new_zeros(len(inputs_TC), together_TC.shape[1])
+            for rows_R, prediction_RC in zip(places, together_TC.chunk(len(places)), strict=True):
+                # The places of one tile are different ones: nothing is added twice, in no order.
+                total_TC[rows_R] += weights_R1 * prediction_RC
+                total_T1[rows_R] += weights_R1
+        assert total_TC is not None
+        return total_TC / total_T1.clamp(min=1)
+
+    def _tiles(self, batch: PackedBatch, size: tuple[int, int]) -> list[tuple[PackedBatch, list[Tensor]]]:
+        """Return packs of tiles, and for each place in a pack the tokens of its tiles, one sample behind the other."""
+        if len(set(batch.grids)) > 1:
+            raise ConfigError(f"samples of one shape are drawn in tiles, got grids {sorted(set(batch.grids))}")
+        t, h, w = batch.grids[0]
+        device, _count = batch.layout.device, batch.layout.num_samples
+        corners = [
+            (top, left)
+            for top in tile_starts(h, self.tile[0], self.overlap[0])
+            for left in tile_starts(w, self.tile[1], self.overlap[1])
+        ]
+        token_THW = torch.arange(t * h * w, device=device).view(t, h, w)
+        starts_S1 = torch.tensor(batch.layout.starts, device=device)[:, None]
+        places = [
+            (starts_S1 + token_THW[:, top : top + size[0], left : left + size[1]].flatten()).flatten()
+            for top, left in corners
+        ]
+        at_once = max(1, self.tokens_at_once // len(places[0]))
+        groups = [places[i : i + at_once] for i in range(0, len(places), at_once)]
+        return [(_pack_of_tiles(batch, (t, *size), group), group) for group in groups]
+
+
+def _pack_of_tiles(batch: PackedBatch, grid: tuple[int, int, int], places: Sequence[Tensor]) -> PackedBatch:
+    """Return the tiles of all samples at some places as a pack of samples with the conditions of their pictures."""
+    times, samples = len(places), batch.layout.num_samples
+    rows_R = torch.cat(list(places))
+    tokens = grid[0] * grid[1] * grid[2]
+    return replace(
+        batch,
+        latents_TC=batch.latents_TC[rows_R],
+        positions_T3=grid_positions(grid).repeat(times * samples, 1).to(batch.positions_T3.device),
+        layout=SequenceLayout.from_lengths([tokens] * times * samples, device=batch.layout.device),
+        sample_ids_S=batch.sample_ids_S.repeat(times),
+        grids=(grid,) * times * samples,
+        keys=batch.keys * times,
+        conditions=Conditions({name: _of_tiles(entry, rows_R, times) for name, entry in batch.conditions.items()}),
+    )
+
+
+def _of_tiles(entry: Entry, rows_R: Tensor, times: int) -> Entry:
+    """Return a condition for each tile: of a sample or its text that of the picture, along the latents the tile's."""
+    repeated = reduce(Entry.followed_by, [entry] * times)
+    return replace(repeated, values=entry.values[rows_R]) if entry.axis == "latent" else repeated

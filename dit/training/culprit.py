@@ -1,0 +1,307 @@
+"""Where bad numbers began: compute a step again on the same micro-batches, and look at what every module returns.
+
+Noise, dropout and dropped conditions are counter-based and the weights are those before the step, so the numbers are
+those of the first time, to the bit. If they are not, the first time had a fault of the machine.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
+from dit.objectives.base import Objective
+from dit.parallel.schedule import forward_backward
+from dit.patchify import split_outputs
+from dit.training.step import ForwardStep, Logged
+
+PHASES = ("data", "noised input", "forward", "target", "loss", "backward", "weight gradient")
+NUM_WORST = 4  # samples with the largest loss that each rank names
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a number that is not finite was first seen.
+
+    Attributes:
+        order: sort key over ranks: micro-batch, phase, stage in the order of the phase, number of the look.
+        rank: that saw it.
+        phase: one of `PHASES`.
+        layer: name of the module, or of the tensor.
+        samples: keys of the samples in whose tokens it was; empty if it belongs to none.
+    """
+
+    order: tuple[int, int, int, int]
+    rank: int
+    phase: str
+    layer: str
+    samples: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = {
+            "data": f"in the data ({self.layer})",
+            "noised input": "in the noised input",
+            "forward": f"in the output of {self.layer}",
+            "target": "in the target",
+            "loss": "in the loss",
+            "backward": f"in the backward pass of {self.layer}",
+            "weight gradient": f"in the gradient of the weight {self.layer}",
+        }[self.phase]
+        return f"{where} on rank {self.rank}" + (f", sample {', '.join(self.samples)}" if self.samples else "")
+
+
+@dataclass
+class Found:
+    """What one rank found in the second computation of a step.
+
+    Attributes:
+        first: where the first number that is not finite was; None if there was none.
+        repeats: whether the sums of the losses are those of the first computation, to the bit.
+        worst: the samples with the largest mean loss of a token on this rank, worst first.
+        layers: by "phase module": the largest absolute value, and how many values were not finite.
+    """
+
+    first: Optional[Place] = None
+    repeats: bool = True
+    worst: list[tuple[str, float]] = field(default_factory=list)
+    layers: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+
+class Probe:
+    """Looks at every tensor between the data and the gradients of one step.
+
+    Args:
+        chunks: this rank's unwrapped model chunks.
+        wrapped: the same in their wrappers.
+        objective: of the run.
+        channels: of a latent token, and of the model's latents, see `split_outputs`.
+        groups: the process groups.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        wrapped: Sequence[Any],
+        objective: Objective,
+        channels: tuple[int, int],
+        groups: ProcessGroups,
+    ) -> None:
+        self._chunks, self._wrapped, self._objective = chunks, wrapped, objective
+        self._channels, self._groups = channels, groups
+        self.found = Found()
+        self._micro_batch = [-1] * len(chunks)
+        self._looks = 0
+        self._batch: Optional[PackedBatch] = None
+        self._losses: dict[str, float] = {}
+
+    def run(self, forward_step: ForwardStep, batches: Sequence[PackedBatch]) -> list[dict[str, Any]]:
+        """Compute the step again; every rank calls this. Gradient buffers hold its gradients afterwards.
+
+        Returns:
+            The logs of each micro-batch, as `forward_backward` does.
+        """
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
+        device = next(self._chunks[0].parameters()).device
+        handles = [handle for i, chunk in enumerate(self._chunks) for handle in self._hooks(i, chunk)]
+        config = self._wrapped[0].config
+        finalize = config.finalize_model_grads_func
+
+        def finalize_after_look(*args: Any, **kwargs: Any) -> None:
+            self._look_at_weights()
+            finalize(*args, **kwargs)
+
+        config.finalize_model_grads_func = finalize_after_look
+        try:
+            moved = (batch.to(device) for batch in batches)
+            watched = self._watched(forward_step)
+            logs = forward_backward(watched, moved, self._wrapped, len(batches), self._groups)
+        finally:
+            config.finalize_model_grads_func = finalize
+            for handle in handles:
+                handle.remove()
+        ranked = sorted(self._losses.items(), key=lambda item: -math.inf if item[1] != item[1] else -item[1])
+        self.found.worst = ranked[:NUM_WORST]
+        return logs
+
+    def _watched(self, forward_step: ForwardStep) -> ForwardStep:
+        places = {id(network): i for i, network in enumerate(self._wrapped)}
+
+        def watched(batches: Iterator[PackedBatch], network: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            chunk = places[id(network)]
+            self._batch = batch = next(batches)
+            self._micro_batch[chunk] += 1
+            self._look_at_data(chunk, batch)
+            prediction_TC, loss = forward_step(iter([batch]), network)
+            prepared, given = loss.args  # type: ignore[attr-defined]
+            if self._chunks[chunk].stage.first:  # type: ignore[union-attr]
+                self._look("noised input", "inputs", prepared.inputs_TC, chunk, batch.layout)
+
+            def loss_seen(prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
+                self._look("target", "target", prepared.target_TC, chunk, batch.layout)
+                self._look_at_losses(prediction_TC.detach(), prepared, given, chunk)
+                return loss(prediction_TC)
+
+            return prediction_TC, loss_seen
+
+        return watched
+
+    def _look_at_data(self, chunk: int, batch: PackedBatch) -> None:
+        self._look("data", "latents", batch.latents_TC, chunk, batch.layout)
+        for name, values in batch.conditions.items():
+            if values.values.is_floating_point():
+                layout = values.layout if values.layout is not None else batch.layout
+                self._look("data", name, values.values, chunk, layout)
+
+    def _look_at_losses(self, prediction_TC: Tensor, prepared: Any, batch: PackedBatch, chunk: int) -> None:
+        outputs_TC = split_outputs(prediction_TC, *self._channels)
+        terms = self._objective.loss_terms(outputs_TC, prepared, batch.layout)
+        loss_S = torch.stack([terms[name].sum_per_sample(batch.layout) for name in self._objective.terms]).sum(0)
+        self._look("loss", "loss", loss_S, chunk, batch.layout)
+        tokens_S = batch.layout.sum_per_sample(batch.layout.valid_T.float()).clamp(min=1.0)
+        for key, loss in zip(batch.keys, (loss_S / tokens_S).tolist()):
+            self._losses[key] = loss
+
+    def _look_at_weights(self) -> None:
+        """Look at the gradients that this rank accumulated, before they are reduced over ranks."""
+        for i, chunk in enumerate(self._chunks):
+            for name, parameter in chunk.named_parameters():
+                gradient = getattr(parameter, "main_grad", None)
+                if isinstance(gradient, Tensor):
+                    self._look("weight gradient", name, gradient, i, None)
+
+    def _hooks(self, chunk: int, model: nn.Module) -> Iterator[Any]:
+        for name, module in model.named_modules():
+            if name:
+                yield module.register_forward_hook(self._forward_hook(chunk, name), with_kwargs=True)
+
+    def _forward_hook(self, chunk: int, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = [*args, *kwargs.values()]
+            assert self._batch is not None
+            layout = next((x for x in given if isinstance(x, SequenceLayout)), self._batch.layout)
+            for tensor in _tensors(given):
+                if tensor.requires_grad:
+                    _readers(tensor).append(name)
+            micro_batch = self._micro_batch[chunk]
+            for tensor in _tensors(output):
+                self._look("forward", name, tensor.detach(), chunk, layout)
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._gradient_hook(chunk, name, _readers(tensor), layout, micro_batch))
+
+        return hook
+
+    def _gradient_hook(
+        self, chunk: int, name: str, readers: list[str], layout: SequenceLayout, micro_batch: int
+    ) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            # The gradient of an output comes out of the backward passes of the modules that read it.
+            inner = [r for r in readers if not any(other.startswith(f"{r}.") for other in readers)]
+            inner = [r for r in inner if not f"{name}.".startswith(f"{r}.")]
+            named = " or ".join(dict.fromkeys(inner)) or f"what reads {name}"
+            self._look("backward", named, gradient.detach(), chunk, layout, micro_batch)
+
+        return hook
+
+    def _look(
+        self,
+        phase: str,
+        layer: str,
+        values: Tensor,
+        chunk: int,
+        layout: Optional[SequenceLayout],
+        micro_batch: Optional[int] = None,
+    ) -> None:
+        self._looks += 1
+        values = values.detach()
+        if values.numel() == 0:
+            return
+        bad = ~values.isfinite()
+        count = int(bad.sum())
+        largest = float(torch.where(bad, 0.0, values.abs().float()).max())
+        before = self.found.layers.get(f"{phase} {layer}", (0.0, 0))
+        self.found.layers[f"{phase} {layer}"] = max(before[0], largest), before[1] + count
+        if not count:
+            return
+        pp, place = self._groups.pp, PHASES.index(phase)
+        stage = chunk * pp.size() + pp.rank()
+        stage = -stage if phase == "backward" else stage
+        number = self._micro_batch[chunk] if micro_batch is None else micro_batch
+        order = (number, place, stage, self._looks)
+        if self.found.first is None or order < self.found.first.order:
+            samples = () if layout is None or self._batch is None else _samples(bad, layout, self._batch)
+            self.found.first = Place(order, self._groups.rank, phase, layer, samples)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors among values."""
+    for value in values if isinstance(values, (tuple, list)) else (values,):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield value
+
+
+def _readers(tensor: Tensor) -> list[str]:
+    """Return the list of modules that read a tensor, which lives as long as the tensor does."""
+    if not hasattr(tensor, "_read_by"):
+        tensor._read_by = []  # type: ignore[attr-defined]
+    return tensor._read_by  # type: ignore[attr-defined]
+
+
+def _samples(bad: Tensor, layout: SequenceLayout, batch: PackedBatch) -> tuple[str, ...]:
+    """Return the keys of the samples to which the rows of a tensor with bad values belong; none if that is unknown."""
+    rows = bad.flatten(1).any(1) if bad.dim() > 1 else bad
+    if layout.num_samples != len(batch.keys):
+        return ()
+    if len(rows) == layout.num_local_tokens:
+        indices = layout.segment_ids_T.to(rows.device)[rows].unique().tolist()
+    elif len(rows) == layout.num_samples:
+        indices = rows.nonzero()[:, 0].tolist()
+    else:
+        return ()
+    return tuple(batch.keys[i] for i in indices)
+
+
+def find_culprit(
+    probe: Probe,
+    forward_step: ForwardStep,
+    batches: Sequence[PackedBatch],
+    first_sums: Tensor,
+    groups: ProcessGroups,
+) -> tuple[Optional[Place], dict[str, Any]]:
+    """Compute a step again and say where its bad numbers began; every rank calls this and gets the same.
+
+    Args:
+        batches: the micro-batches of this rank.
+        first_sums: the sums that the loss function returned the first time, over the micro-batches; NaN equals NaN.
+
+    Returns:
+        The first place over all ranks, None if all numbers were finite; and the report: that place, whether the numbers
+        were those of the first time on every rank, the worst samples of each rank, and the table of layers of the rank
+        with the place (of rank 0 if there is none).
+    """
+    sums = torch.zeros_like(first_sums)
+    for logs in probe.run(forward_step, batches):
+        sums += logs["sums"]
+    found = probe.found
+    found.repeats = bool(torch.equal(sums.nan_to_num(), first_sums.nan_to_num()))
+    gathered: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(gathered, (found.first, found.repeats, found.worst))
+    places = [first for first, _, _ in gathered if first is not None]
+    first = min(places, key=lambda place: place.order, default=None)
+    teller = 0 if first is None else first.rank
+    table = [found.layers]
+    dist.broadcast_object_list(table, src=teller)
+    report = {
+        "first": None if first is None else {**asdict(first), "text": str(first)},
+        "repeats": all(repeats for _, repeats, _ in gathered),
+        "worst_samples": {rank: worst for rank, (_, _, worst) in enumerate(gathered) if worst},
+        "layers_of_rank": teller,
+        "layers": {name: {"largest": value, "not_finite": count} for name, (value, count) in table[0].items()},
+    }
+    return first, report

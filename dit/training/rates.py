@@ -1,0 +1,128 @@
+"""Rates and shares of the steps since the last log line, over all ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dit.backends.device import StepTimer
+from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.train_state import TrainState
+from dit.data_api import DataStream
+from dit.monitoring.heartbeat import Phase
+from dit.monitoring.run_log import RunLog
+from dit.objectives.base import Objective
+from dit.training.device_batches import Consumed
+from dit.training.validate import named_losses
+
+
+def rates(
+    mine: Consumed,
+    stream: DataStream,
+    groups: ProcessGroups,
+    micro_batches: int,
+    seconds: float,
+    device: torch.device,
+) -> tuple[int, dict[str, float]]:
+    """Reduce the counts of the steps since the last line; every rank calls this.
+
+    Args:
+        mine: counts of this rank.
+        stream: of this rank.
+        micro_batches: of each replica in a step.
+        seconds: duration of these steps.
+
+    Returns:
+        The samples of all ranks, and the values to log.
+    """
+    lost, ranks = sum(stream.skipped().values()), groups.world_size
+    counts = torch.tensor(
+        [mine.samples, mine.valid_tokens, mine.padded_tokens, sum(mine.flops), lost, stream.samples_per_s()],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.all_reduce(counts, group=groups.dp)
+    samples, valid, padded, flops, skipped, made_per_s = counts.tolist()
+    # Replicas wait for each other at the end of each step: the step lasts as long as the most work of one of them.
+    steps = torch.tensor(mine.flops, dtype=torch.float64, device=device).view(-1, micro_batches)
+    slowest = torch.cat([steps.sum(1), steps.new_tensor([mine.waited_s])])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups.dp)
+    return int(samples), {
+        "samples_per_s": samples / seconds,
+        "tokens_per_s": valid / seconds,
+        "padded_tokens_per_s_per_rank": padded / seconds / ranks,
+        "tflops_per_rank": flops / seconds / ranks / 1e12,
+        "padding_share": 1 - valid / padded,
+        "work_imbalance": slowest[:-1].sum().item() * groups.dp_size / flops,
+        "data_wait_share": slowest[-1].item() / seconds,
+        "loader_samples_per_s": made_per_s,
+        "skipped_samples": skipped,
+    }
+
+
+def rank_times(seconds: list[float], groups: ProcessGroups, device: torch.device) -> dict[str, float]:
+    """Return how long ranks compute in a step until they reduce gradients: the median, the slowest, and which it is.
+
+    Ranks that share a model wait for each other inside, so a slow one slows its peers down: look at replicas.
+
+    Args:
+        seconds: of this rank, for each step since the last call.
+    """
+    means = torch.zeros(groups.world_size, device=device)
+    means[groups.rank] = sum(seconds) / max(1, len(seconds))
+    dist.all_reduce(means)
+    slowest, rank = means.max(0)
+    return {"rank_s_median": means.median().item(), "rank_s_slowest": slowest.item(), "slowest_rank": rank.item()}
+
+
+def mean_terms(loss_sums: torch.Tensor, groups: ProcessGroups) -> list[float]:
+    """Return the mean of each term and measure of the loss over all ranks; every rank calls this."""
+    sums = loss_sums.clone()
+    dist.all_reduce(sums, group=groups.dp_cp)
+    dist.all_reduce(sums, group=groups.pp)  # only the last stage has losses
+    return (sums[:-1] / sums[-1]).tolist()
+
+
+def mean_loss(objective: Objective, loss_sums: torch.Tensor, groups: ProcessGroups) -> float:
+    """Return the mean loss over all ranks from the sums of `Run.step`; every rank calls this."""
+    return named_losses(objective, mean_terms(loss_sums, groups))["loss"]
+
+
+def counters(state: TrainState, skipped_updates: int) -> dict[str, float]:
+    """Return the counters that only some runs have: updates that were left out, and those of an fp16 run's scale."""
+    values: dict[str, float] = {"skipped_updates": skipped_updates} if skipped_updates else {}
+    if state.loss_scale is not None:
+        values["loss_scale"] = state.loss_scale.value
+        values["overflowed_steps"] = state.loss_scale.overflowed_steps
+    return values
+
+
+def report_lost(state: TrainState, lost: int, known: int, log: RunLog) -> int:
+    """Record an incident if samples were lost since the last line; return how many are lost so far on all ranks."""
+    if lost > known:
+        reasons = state.stream.skipped()
+        log.incident("data_skipped", state.step, samples=lost - known, total=lost, of_rank_0=reasons)
+    return lost
+
+
+def watch(wrapped: Sequence[Any], timer: StepTimer, phase: Phase) -> None:
+    """Let a rank's model tell what it does: each forward pass is progress, and a step is timed until its reduction.
+
+    Before the reduction of the gradients a rank computes, in it the ranks wait for each other.
+
+    Args:
+        wrapped: the model chunks in their data-parallel wrappers.
+    """
+
+    def timed(finalize: Callable[..., None]) -> Callable[..., None]:
+        def reduce(*args: Any, **kwargs: Any) -> None:
+            timer.stop()
+            phase.enter("reduces the gradient")
+            finalize(*args, **kwargs)
+
+        return reduce
+
+    for chunk in wrapped:
+        chunk.config.finalize_model_grads_func = timed(chunk.config.finalize_model_grads_func)
+        chunk.register_forward_pre_hook(lambda *given: phase.go_on())

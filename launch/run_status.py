@@ -1,0 +1,278 @@
+"""What the files of a run folder say of the run: read at any time, also while it runs or after a crash."""
+
+import fcntl
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
+
+import yaml
+
+from dit.durable_files import read_regular
+from dit.errors import ConfigError
+from dit.monitoring.exit_record import read_outcome
+from dit.monitoring.progress import format_duration
+from dit.monitoring.run_lock import LOCK_FILE
+from dit.monitoring.sinks import METRICS_FILE
+
+HELD_OUT = "held_out/loss"
+RECENT = 50  # log lines of which "now" is the mean or median
+SLOW = 1.2  # times the median, from which on the slowest rank is named
+
+
+@dataclass
+class RunStatus:
+    """A run, as its files tell it.
+
+    Attributes:
+        run_dir: its folder.
+        num_steps: that it is to make; None if unknown.
+        series: by name of a scalar, its values by step; of repeated steps the last value counts.
+        times: when each logged step was reported, seconds since the epoch, by step; only of the newest attempt.
+        attempt: starts so far.
+        incidents: records of what went wrong, oldest first.
+        running: whether a process has the lock of the folder; None if that is unknown.
+        holder: that process.
+        checkpoints: published steps, and when each was published.
+        now: time of reading.
+    """
+
+    run_dir: Path
+    num_steps: Optional[int] = None
+    series: dict[str, dict[int, float]] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
+    attempt: int = 1
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    running: Optional[bool] = None
+    holder: str = ""
+    checkpoints: dict[int, float] = field(default_factory=dict)
+    now: float = field(default_factory=time.time)
+
+    @property
+    def step(self) -> int:
+        """The newest logged step; 0 before the first."""
+        return max(self.times, default=0)
+
+    @property
+    def seconds_per_step(self) -> Optional[float]:
+        """Seconds of a step over the newest log lines of this attempt, with all that happens between steps."""
+        steps = sorted(self.times)[-RECENT:]
+        if len(steps) < 2:
+            return None
+        return (self.times[steps[-1]] - self.times[steps[0]]) / (steps[-1] - steps[0])
+
+    def recent(self, name: str) -> list[float]:
+        """Return the newest values of a scalar, oldest first."""
+        values = self.series.get(name, {})
+        return [values[step] for step in sorted(values)[-RECENT:]]
+
+
+def read_status(run_dir: Path) -> RunStatus:
+    """Read a run folder.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    metrics = run_dir / METRICS_FILE
+    if not metrics.is_file() and read_outcome(run_dir) is None:
+        raise ConfigError(
+            f"{run_dir} is no run folder: it has neither {METRICS_FILE} nor exit.json; give training.run_dir"
+        )
+    status = RunStatus(run_dir)
+    with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        status.num_steps = int(yaml.safe_load(read_regular(run_dir / "config.yaml"))["training"]["num_steps"])
+    for record in _records(metrics):
+        _add(status, record)
+    status.running, status.holder = _lock(run_dir)
+    for folder in (run_dir / "checkpoints").glob("iter_*"):
+        if folder.name[5:].isdigit():
+            with suppress(OSError):
+                status.checkpoints[int(folder.name[5:])] = (folder / "manifest.json").stat().st_mtime
+    return status
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a `metrics.jsonl`; lines that a crash or an editor damaged are left out."""
+    with suppress(OSError):
+        for line in read_regular(path).split(b"\n"):
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and "kind" in record:
+                    yield record
+
+
+def _add(status: RunStatus, record: dict[str, Any]) -> None:
+    attempt, step = record.get("attempt", status.attempt), record.get("step")
+    if attempt > status.attempt:
+        status.attempt = attempt
+        status.times.clear()
+    if record["kind"] == "incident":
+        status.incidents.append(record)
+        if record.get("incident") == "rewind":
+            _forget(status, record["details"]["to_step"])
+    elif record["kind"] == "scalars" and isinstance(step, int):
+        if "samples_per_s" in record:
+            status.times[step] = record["time"]
+        for name, value in record.items():
+            if name not in ("kind", "step", "time", "attempt", "loss_hex"):
+                with suppress(TypeError, ValueError):  # numbers that are not finite are words
+                    status.series.setdefault(name, {})[step] = float(value)
+
+
+def _forget(status: RunStatus, step: int) -> None:
+    """Forget the steps after one that a run went back to."""
+    status.times.clear()
+    for values in status.series.values():
+        for later in [known for known in values if known > step]:
+            del values[later]
+
+
+def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
+    """Return whether a process has the lock of a run folder, and which."""
+    try:
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return None, ""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False, ""
+    except BlockingIOError:
+        with suppress(OSError, ValueError):
+            who = json.loads(os.pread(descriptor, 4096, 0))
+            return True, f"process {who['pid']} on {who['host']}" + (f", job {who['job']}" if who.get("job") else "")
+        return True, ""
+    except OSError:
+        return None, ""
+    finally:
+        os.close(descriptor)
+
+
+def lines(status: RunStatus) -> list[str]:
+    """Return ten lines on how a run is doing."""
+    return [
+        f"{status.run_dir}: {_state(status)}",
+        f"step        {_progress(status)}",
+        f"rate        {_rate(status)}",
+        f"loss        {_loss(status)}",
+        f"held-out    {_held_out(status)}",
+        f"grad norm   {_grad_norm(status)}",
+        f"data        {_data(status)}",
+        f"ranks       {_ranks(status)}",
+        f"checkpoint  {_checkpoint(status)}",
+        f"incidents   {_incidents(status)}",
+    ]
+
+
+def _state(status: RunStatus) -> str:
+    outcome = read_outcome(status.run_dir)
+    if status.running:
+        silent = f", last line {format_duration(status.now - max(status.times.values()))} ago" if status.times else ""
+        return f"running ({status.holder}){silent}"
+    if outcome is not None:
+        ended = f"ended {format_duration(status.now - outcome.time)} ago: {outcome.reason} (code {outcome.code})"
+        return ended + (f": {outcome.error}" if outcome.error else "")
+    return "ended without a record: it was killed, or its machine died; the same command goes on"
+
+
+def _progress(status: RunStatus) -> str:
+    total = f" of {status.num_steps} ({status.step / status.num_steps:.0%})" if status.num_steps else ""
+    samples = status.series.get("consumed_samples", {}).get(status.step)
+    return f"{status.step}{total}" + (f", {samples:,.0f} samples" if samples else "") + f", attempt {status.attempt}"
+
+
+def _rate(status: RunStatus) -> str:
+    seconds = status.seconds_per_step
+    if seconds is None:
+        return "unknown yet"
+    rates = status.recent("samples_per_s")
+    text = f"{seconds:.3g} s per step, {median(rates):,.1f} samples/s"
+    if status.running and status.num_steps and status.step < status.num_steps:
+        text += f", ETA {format_duration(seconds * (status.num_steps - status.step))}"
+    return text
+
+
+def _loss(status: RunStatus) -> str:
+    values = status.series.get("loss", {})
+    steps = sorted(values)
+    if not steps:
+        return "none yet"
+    span = max(1, min(RECENT, len(steps) // 2))
+    now = _mean([values[step] for step in steps[-span:]])
+    text = f"{values[steps[-1]]:.4f}, mean of the last {span} lines {now:.4f}"
+    if len(steps) < 2:
+        return text
+    before = _mean([values[step] for step in steps[-2 * span : -span]])
+    change = (now - before) / abs(before) if before else 0.0
+    trend = "level" if abs(change) < 0.01 else "falling" if change < 0 else "rising"
+    return f"{text}, before them {before:.4f}: {trend}" + (f" {abs(change):.0%}" if trend != "level" else "")
+
+
+def _held_out(status: RunStatus) -> str:
+    values = {step: value for step, value in status.series.get(HELD_OUT, {}).items() if value == value}
+    if not values:
+        return "not measured"
+    newest, best = max(values), min(values, key=lambda step: values[step])
+    return f"{values[newest]:.4f} at step {newest}, best {values[best]:.4f} at step {best}"
+
+
+def _grad_norm(status: RunStatus) -> str:
+    values = status.recent("grad_norm")
+    if not values:
+        return "none yet"
+    text = f"the median {median(values):.3g}, the largest {max(values):.3g}"
+    return f"{values[-1]:.3g}, of the last {len(values)} lines {text}"
+
+
+def _data(status: RunStatus) -> str:
+    waits = status.recent("data_wait_share")
+    if not waits:
+        return "unknown yet"
+    lost = status.series.get("skipped_samples", {}).get(status.step, 0.0)
+    made = status.recent("loader_samples_per_s")
+    return (
+        f"waits {_mean(waits):.1%} of the time, the loaders make {median(made):,.0f} samples/s, {lost:.0f} samples lost"
+    )
+
+
+def _ranks(status: RunStatus) -> str:
+    middle, slowest = status.recent("rank_s_median"), status.recent("rank_s_slowest")
+    if not middle or not _mean(middle):
+        return "unknown yet"
+    ratio = _mean(slowest) / _mean(middle)
+    which = Counter(status.recent("slowest_rank")).most_common(1)[0][0]
+    named = f" (most often rank {which:.0f})" if ratio >= SLOW else ""
+    return f"compute {_mean(middle):.3g} s of a step, the slowest {ratio:.2f} times the median{named}"
+
+
+def _checkpoint(status: RunStatus) -> str:
+    if not status.checkpoints:
+        return "none yet"
+    newest = max(status.checkpoints)
+    age = format_duration(status.now - status.checkpoints[newest])
+    return f"step {newest}, {age} old; {status.step - newest} steps since, {len(status.checkpoints)} kept"
+
+
+def _incidents(status: RunStatus) -> str:
+    if not status.incidents:
+        return "none"
+    counts = Counter(str(record.get("incident")) for record in status.incidents)
+    newest = status.incidents[-1]
+    text = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{text}; the newest: {describe(newest)}"
+
+
+def describe(incident: dict[str, Any]) -> str:
+    """Return an incident in a line."""
+    details = incident.get("details") or {}
+    parts = [f"{key}: {value}" for key, value in details.items() if isinstance(value, (str, int, float))]
+    return f"step {incident.get('step')} {incident.get('incident')}" + (f" ({'; '.join(parts)})" if parts else "")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

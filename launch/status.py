@@ -1,0 +1,119 @@
+"""How a run is doing: `python -m launch.status RUN_DIR [RUN_DIR ...]`, while it runs or afterwards."""
+
+import argparse
+import base64
+import html
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from dit.durable_files import write_atomic
+from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from launch.run_status import HELD_OUT, RunStatus, describe, lines, read_status
+
+# Title, scalar, logarithmic.
+PANELS = (
+    ("loss", "loss", True),
+    ("held-out loss", HELD_OUT, True),
+    ("gradient norm", "grad_norm", True),
+    ("samples per second", "samples_per_s", False),
+    ("share of the time waiting for data", "data_wait_share", False),
+)
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; color: #1a1a1a; }
+.runs { display: grid; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); gap: 1rem; }
+.run { border: 1px solid #ccc; border-radius: 8px; padding: 1rem; overflow-wrap: anywhere; }
+h2 { font-size: 1rem; margin: 0 0 .6rem; } table { border-collapse: collapse; width: 100%; }
+td, th { padding: .2rem .6rem .2rem 0; text-align: left; vertical-align: top; }
+th { font-weight: 600; white-space: nowrap; color: #555; } img { width: 100%; margin: 1rem 0; }
+"""
+
+
+def figure_bytes(runs: Sequence[RunStatus]) -> bytes:
+    """Draw the runs in one picture, PNG; dotted lines are steps of incidents."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    panels = figure.subplots(2, 3).flat
+    for axes, (title, name, logarithmic) in zip(panels, PANELS):
+        for number, run in enumerate(runs):
+            values = run.series.get(name, {})
+            steps = sorted(values)
+            drawn = [values[step] for step in steps]
+            axes.plot(steps, drawn, marker="." if len(steps) < 40 else "", linewidth=0.9, color=f"C{number}")
+            for incident in run.incidents:
+                if isinstance(incident.get("step"), int):
+                    axes.axvline(incident["step"], color=f"C{number}", linestyle=":", linewidth=0.8)
+            if logarithmic and drawn and min(drawn) > 0:
+                axes.set_yscale("log")
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if not any(run.series.get(name) for run in runs):
+            axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes, color="gray")
+    legend = figure.axes[-1]
+    legend.set_axis_off()
+    for number, run in enumerate(runs):
+        legend.plot([], [], color=f"C{number}", label=str(run.run_dir))
+    legend.plot([], [], color="gray", linestyle=":", label="incident")
+    legend.legend(loc="center", frameon=False)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=100, metadata={"Software": None})
+    return out.getvalue()
+
+
+def page(runs: Sequence[RunStatus]) -> str:
+    """Return one HTML page of the runs that needs no other file and runs no script."""
+    boxes = []
+    for run in runs:
+        head, *rest = lines(run)
+        rows = "".join(
+            f"<tr><th>{html.escape(line[:12].strip())}</th><td>{html.escape(line[12:])}</td></tr>" for line in rest
+        )
+        boxes.append(f'<section class="run"><h2>{html.escape(head)}</h2><table>{rows}</table></section>')
+    picture = base64.b64encode(figure_bytes(runs)).decode()
+    rows_of_incidents = "".join(
+        f"<tr><th>{html.escape(str(run.run_dir))}</th><td>{html.escape(describe(incident))}</td></tr>"
+        for run in runs
+        for incident in run.incidents
+    )
+    incidents = f"<h2>Incidents</h2><table>{rows_of_incidents}</table>" if rows_of_incidents else ""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Runs</title>'
+        f'<style>{STYLE}</style></head><body><div class="runs">{"".join(boxes)}</div>'
+        f'<img alt="losses, gradient norm and rates by step" src="data:image/png;base64,{picture}">'
+        f"{incidents}</body></html>\n"
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.status",
+        description="Say in ten lines how a run is doing, from the files in its folder; draw several side by side.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="training.run_dir of a run")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw losses, gradient norm, rate and waits for data")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the same, in one file")
+    return parser
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    runs = [read_status(run_dir) for run_dir in args.runs]
+    print("\n\n".join("\n".join(lines(run)) for run in runs))
+    try:
+        if args.png is not None:
+            args.png.write_bytes(figure_bytes(runs))
+        if args.html is not None:
+            write_atomic(args.html, page(runs))
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}; choose another file") from error
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""A first training on a folder of one's own: what the model must know of the data is read from the folder.
+
+docs/own-data.md has the commands, from pictures and videos to samples.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+import nemo_run as run
+
+from dit.encoders.text_config import check_text_encoder
+from dit.encoders.vae import Geometry
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.training.pretrain import pretrain
+from energon_data.contents import Contents
+from energon_data.dataset import EnergonData
+from recipes.letters import letters_dit
+
+ABSENT = Contents(
+    shapes=((16, 1, 32, 32),),
+    is_latent=True,
+    context_size=1024,
+    num_classes=0,
+    captions=(),
+    num_train=None,
+    num_held_out=None,
+)
+"""What a folder is taken to hold that is not there yet, so that the recipe can be looked at."""
+LATENT_PATCHES, PIXEL_PATCHES = (2, 4, 1), (4, 8, 16, 2, 1)
+PICTURE_TOKENS = 1024  # patches are chosen so that a picture or frame has at most so many
+PACK_SAMPLES, PACK_TOKENS = 32, 4096
+MULTIPLE = 64  # of a pack's length, so that context- and tensor-parallel ranks divide it
+PROMPTS = 8
+
+
+def _encoded(contents: Contents, vae: Optional[str]) -> Contents:
+    """Return the contents with the shapes that an autoencoder makes of pixels while training."""
+    if vae is None:
+        return contents
+    geometry = Geometry.read(vae)
+    shapes = tuple(geometry.latent_shape(t, h, w) for _, t, h, w in contents.shapes)
+    return replace(contents, shapes=shapes, is_latent=True)
+
+
+def _patch(contents: Contents) -> int:
+    """Return the patch: the first that divides all sides and makes few enough tokens, else the one with the fewest.
+
+    Raises:
+        ConfigError: none divides the sides.
+    """
+    sides = math.gcd(*(side for _, _, h, w in contents.shapes for side in (h, w)))
+    area = max(h * w for _, _, h, w in contents.shapes)
+    known = LATENT_PATCHES if contents.is_latent else PIXEL_PATCHES
+    fitting = [patch for patch in known if sides % patch == 0]
+    few = [patch for patch in fitting if area // patch**2 <= PICTURE_TOKENS]
+    return few[0] if few else max(fitting)
+
+
+def _text_width(contents: Contents, folder: str, text_encoder: Optional[str]) -> Optional[int]:
+    """Return the width of the texts that are stored, or embedded while training; None without texts.
+
+    Raises:
+        ConfigError: there are captions, nothing embeds them, and there are no classes either.
+    """
+    if text_encoder is not None:
+        return None if text_encoder == "none" else check_text_encoder(text_encoder).widths.get("text")
+    if contents.context_size is None and contents.captions and not contents.num_classes:
+        raise ConfigError(
+            f"{folder} has captions and no embeddings of them: prepare it with --text-encoder all-minilm-l6-v2, or "
+            f"embed them while training: --factory \"own_data(data='{folder}', text_encoder='all-minilm-l6-v2')\"; "
+            "text_encoder='none' trains without captions"
+        )
+    return contents.context_size
+
+
+def _model(contents: Contents, patch: int, text_width: Optional[int]) -> run.Config[ModelConfig]:
+    """Return a DiT of 6 layers of width 192: with cross-attention for texts, else of classes or unconditional."""
+    moves = any(t > 1 for _, t, _, _ in contents.shapes)
+    common: dict[str, Any] = {"hidden_size": 192, "num_layers": 6, "num_attention_heads": 6}
+    common |= {"in_channels": contents.shapes[0][0], "patch_spatial": patch}
+    common["position_embedding"] = "sincos_3d" if moves else "sincos_2d"
+    if text_width is None:
+        return run.Config(DiTConfig, **common, num_classes=contents.num_classes or None, class_dropout=0.1)
+    return run.Config(
+        DiTCrossConfig,
+        **common,
+        context_size=text_width,
+        context_dropout=0.1,
+        add_bias=True,
+        fps_conditioning=moves,
+    )
+
+
+@run.cli.factory(target=pretrain)
+def own_data(data: str = "data/mine", vae: Optional[str] = None, text_encoder: Optional[str] = None) -> run.Partial:
+    """A DiT on a folder of one's own pictures and clips (6 M with texts): two CPU cores or one GPU.
+
+    `python -m energon_data.prepare images --in pictures --out data/mine --size 256 --vae VAE --text-encoder
+    all-minilm-l6-v2`, then `python -m launch.train --yes --factory own_data`. Channels, patch, width of the texts or
+    number of classes, the length of a pack and eight captions to draw are read from the folder's `dataset.json`:
+    latents or pixels, of any sizes. Another folder: `--factory "own_data(data='data/pictures')"`; it trains in
+    `runs/` and the folder's name. Decoded samples of these captions are drawn every 500 of 2000 steps.
+    `vae='models/vae'` and `text_encoder='all-minilm-l6-v2'` encode stored pixels and captions while training.
+    """
+    found = Contents.read(Path(data))
+    contents = _encoded(found or ABSENT, vae)
+    patch, text_width = _patch(contents), _text_width(contents, data, text_encoder)
+    longest = max(t * h * w for _, t, h, w in contents.shapes) // patch**2
+    recipe = letters_dit()
+    recipe.model = _model(contents, patch, text_width)
+    recipe.data = run.Config(
+        EnergonData,
+        path=data,
+        num_streams=1 if contents.num_train == 1 else 2,
+        max_tokens_per_pack=-(-max(longest, min(PACK_SAMPLES * longest, PACK_TOKENS)) // MULTIPLE) * MULTIPLE,
+        online_vae=vae,
+        online_text_encoder=text_encoder if text_width is not None else None,
+    )
+    recipe.training.run_dir = f"runs/{Path(data).name}"
+    recipe.training.num_steps = 2000
+    recipe.training.micro_batch_size = 1
+    recipe.training.global_batch_size = 2
+    recipe.training.validation_interval = 500 if contents.num_held_out else 0
+    recipe.training.sample_interval = 500
+    recipe.checkpoint.interval = 250
+    recipe.sampling.guidance_scale = 3.0 if text_width is not None or contents.num_classes else 1.0
+    if text_width is not None:
+        recipe.sampling.prompts = list(contents.captions[:PROMPTS]) or None
+    return recipe

@@ -1,0 +1,185 @@
+"""Bad numbers in a process that trains, on one rank: context managers around a run."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from dit.batch import PackedBatch
+from dit.training import pretrain
+from dit.training.pretrain import Run
+
+NAN = float("nan")
+
+
+@dataclass
+class Injection:
+    """A fault of one sample, wherever it is computed: in the data, a layer's output, or the gradient of that output.
+
+    Attributes:
+        step: in which the sample is trained on, counted from 1; its first micro-batch has the sample as its second.
+        rank: on which it happens; None for all.
+        place: `data`, `forward`, `backward`, or `weight`: the gradient of the layer's weight.
+        layer: name of a module.
+        factor: what its numbers are multiplied by.
+        times: how often it happens at most.
+    """
+
+    step: int
+    rank: Optional[int]
+    place: str
+    layer: str = ""
+    factor: float = NAN
+    times: int = 1_000_000
+    key: Optional[str] = field(default=None, init=False)
+    batch: Optional[PackedBatch] = field(default=None, init=False)
+
+    def happens(self) -> bool:
+        """Return whether the present micro-batch on this rank has the fault; counts it."""
+        if self.batch is None or self.key not in self.batch.keys or not self.times or not self._here():
+            return False
+        self.times -= 1
+        return True
+
+    def _here(self) -> bool:
+        return self.rank is None or torch.distributed.get_rank() == self.rank
+
+    def spoil(self, values: Tensor) -> Tensor:
+        """Return the values of all local tokens, those of the sample multiplied."""
+        assert self.batch is not None
+        layout, row = self.batch.layout, self.batch.keys.index(self.key)
+        of_sample_T = layout.segment_ids_T == row
+        assert len(values) == len(of_sample_T), "choose a layer that returns tokens"
+        return torch.where(of_sample_T.view(-1, *[1] * (values.dim() - 1)), values * self.factor, values)
+
+    def install(self, run: Run) -> None:
+        """Register the fault in a run that was built."""
+        if self.place == "data":
+            run.batches._stream = _Spoiled(run, self)  # type: ignore[assignment]
+            return
+        for chunk in run.state.chunks:
+            for name, module in chunk.named_modules():
+                if name == self.layer and self.place == "weight":
+                    module.weight.register_hook(self._of_weight)  # type: ignore[union-attr]
+                elif name == self.layer:
+                    module.register_forward_hook(self._of_output)
+
+    def _of_weight(self, gradient: Tensor) -> Tensor:
+        return gradient * self.factor if self.happens() else gradient
+
+    def _of_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        if self.place == "forward" and self.happens():
+            first = self.spoil(first)
+        elif self.place == "backward" and self.happens():
+            first.register_hook(self.spoil)
+        return (first, *rest) if isinstance(output, tuple) else first
+
+    def note(self, step: int, batch: PackedBatch) -> None:
+        """Look at the micro-batch that is computed next."""
+        self.batch = batch
+        if step == self.step and self.key is None:
+            self.key = batch.keys[1]
+
+
+class _Spoiled:
+    """A stream in which one sample's latents are spoiled."""
+
+    def __init__(self, run: Run, injection: Injection) -> None:
+        self._run, self._stream, self._injection = run, run.batches._stream, injection
+
+    def __next__(self) -> PackedBatch:
+        batch = next(self._stream)
+        self._injection.note(self._run.state.step + 1, batch)
+        if self._injection.happens():
+            batch = replace(batch, latents_TC=self._injection.spoil(batch.latents_TC))
+        return batch
+
+
+@contextlib.contextmanager
+def after_build(act: Callable[[Run], None]) -> Iterator[None]:
+    """Do something to each run once it is built."""
+    build = Run.__init__
+
+    def built(self: Run, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        act(self)
+
+    with mock.patch.object(Run, "__init__", built):
+        yield
+
+
+@contextlib.contextmanager
+def injected(*settings: dict[str, Any]) -> Iterator[None]:
+    """Let faults happen, see `Injection` for their settings."""
+    faults = [Injection(**values) for values in settings]
+    forward_step = pretrain.training_forward_step
+
+    def watched(objective: Any, model: Any, seed: int, done: int, *more: Any) -> Any:
+        original = forward_step(objective, model, seed, done, *more)
+
+        def noted(batches: Iterator[PackedBatch], network: nn.Module) -> Any:
+            batch = next(batches)
+            for fault in faults:
+                fault.note(done + 1, batch)
+            return original(iter([batch]), network)
+
+        return noted
+
+    def install(run: Run) -> None:
+        for fault in faults:
+            fault.install(run)
+
+    with mock.patch.object(pretrain, "training_forward_step", watched), after_build(install):
+        yield
+
+
+@contextlib.contextmanager
+def left_out(*steps: int) -> Iterator[None]:
+    """Let the updates of some steps not happen, as a run without a guard would leave them out by hand."""
+    done = Run.step
+
+    def step(self: Run, loss_sums: Tensor) -> float:
+        out = self.state.step + 1 in steps
+        nothing = mock.patch.object(self.state, "update")
+        before = loss_sums.clone()
+        with nothing if out else contextlib.nullcontext():
+            norm = done(self, loss_sums)
+        if out:
+            loss_sums.copy_(before)
+        return norm
+
+    with mock.patch.object(Run, "step", step):
+        yield
+
+
+def data_passed_over(micro_batches: int) -> contextlib.AbstractContextManager[None]:
+    """Let a run start after some micro-batches of its stream have been read and thrown away."""
+
+    def read(run: Run) -> None:
+        for _ in range(micro_batches):
+            next(run.state.stream)
+
+    return after_build(read)
+
+
+@contextlib.contextmanager
+def killed_at_rewind(*, saved: bool) -> Iterator[None]:
+    """End this process at once when a run goes back to its checkpoint: before that is saved again, or after."""
+    rewind = Run.rewind
+
+    def dying(self: Run, bad_step: int) -> None:
+        if saved:
+            rewind(self, bad_step)
+        raise ProcessDied
+
+    with mock.patch.object(Run, "rewind", dying):
+        yield
+
+
+class ProcessDied(BaseException):
+    """What nothing in a run catches; its folder is as a killed process leaves it, but for the exit record."""

@@ -1,0 +1,338 @@
+"""Kill -9 in every phase of saves and resumes, on two ranks: the run that goes on is the one that was never killed.
+
+`python -m tests.faults.kill_campaign --write` runs it and writes the table of docs/killed-runs.md.
+
+One run saves synchronously, another one beside training. Each is killed again and again, and started again with the
+same command: packs from two data sets, mixed with weights that change on the way, read by worker processes. A moment is
+a phase (a call that a rank enters, or what lies in the folder of checkpoints), then a few random milliseconds.
+"""
+
+import argparse
+import json
+import os
+import pkgutil
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Optional
+from unittest import mock
+
+from dit.checkpoint.writer import ORDER
+from dit.verify.ranks import FORKS, ROOT, free_port
+from tests.integration import actions
+from tests.integration.runs import assert_same_bits, checkpoint, losses, read_tensors
+from tests.integration.test_kill_nine import arguments, prepare_media
+from tests.support import faults
+
+RANKS, NUM_STEPS, KILLS, SEED = 2, 120, 68, 14
+SETTINGS = {
+    "model__hidden_size": 64,
+    "training__num_steps": NUM_STEPS,
+    "training__log_interval": 1,
+    "training__validation_interval": 0,
+    "checkpoint__interval": 2,
+    "checkpoint__keep_last": 2,
+}
+ENTERED = {
+    "building the model": "dit.training.pretrain.build_state",
+    "verifying": "dit.checkpoint.checkpointer.newest_valid_together",
+    "loading": "dit.checkpoint.checkpointer.load_state",
+    "positioning the data": "dit.checkpoint.checkpointer.read_loader_state",
+    "training": "dit.training.pretrain.Run.step",
+    "beginning a save": "dit.checkpoint.saves.Saves.save",
+    "copying to the host": "dit.checkpoint.writer_process.SharedMemory.write",
+    "sealing": "dit.checkpoint.store.CheckpointStore.publish",
+    "deleting old ones": "dit.checkpoint.store.CheckpointStore.prune",
+}
+"""Phases that begin where a rank enters a call."""
+RESUME = ("building the model", "verifying", "loading", "positioning the data")
+SYNC = ("training", "beginning a save", "writing", "sealing", "deleting old ones")
+ASYNC = ("training", "beginning a save", "copying to the host", "writing", "a part is written", "sealing")
+KINDS = ("all ranks", "rank 0", "rank 1")
+WRITER_KILLS = 4
+JITTER_S = 0.004
+LATEST_STEPS = 7
+"""Steps after which an attempt is killed in any phase."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kill.
+
+    Attributes:
+        mode: how the run saves, `synchronous` or `asynchronous`.
+        phase: in which it was struck.
+        what: was killed.
+        step: the newest that any rank had done by then.
+        resumed: step at which the next attempt went on.
+    """
+
+    mode: str
+    phase: str
+    what: str
+    step: int
+    resumed: int
+
+
+@contextmanager
+def phases_noted(file: Path) -> Iterator[None]:
+    """Append to a file the name of every phase that this rank enters."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            os.write(descriptor, f"{name}\n".encode())
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name, path in ENTERED.items():
+            stack.enter_context(mock.patch(path, noted(name, pkgutil.resolve_name(path))))
+        yield
+
+
+class Files:
+    """What one attempt of a run leaves beside its folder."""
+
+    def __init__(self, run_dir: Path, number: int) -> None:
+        self.run_dir, self.number = run_dir, number
+
+    def of(self, kind: str, rank: int) -> Path:
+        return self.run_dir.with_name(f"{self.run_dir.name}_{kind}_{self.number}_{rank}")
+
+    def steps(self, rank: int) -> dict[int, list[str]]:
+        """Return the keys of the samples by step on one rank; a line that was cut off is left out."""
+        file = self.of("steps", rank)
+        lines = file.read_text().split("\n")[:-1] if file.exists() else []
+        return {record["step"]: record["keys"] for record in map(json.loads, lines)}
+
+    def entered(self, phase: str) -> int:
+        """Return how often the ranks have entered a phase."""
+        files = [self.of("phases", rank) for rank in range(RANKS)]
+        return sum(file.read_text().split("\n").count(phase) for file in files if file.exists())
+
+    def log(self) -> str:
+        files = [self.of("log", rank) for rank in range(RANKS)]
+        return "\n".join(file.read_text()[-2500:] for file in files if file.exists())
+
+
+def _train(words: list[str], files: Files, rank: int, world: dict[str, str]) -> None:
+    """Be one rank, in a session of its own, with its workers and its writer."""
+    os.setsid()
+    out = os.open(files.of("log", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    os.chdir(ROOT)
+    os.environ |= {"DIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **world}
+    noted = partial(faults.samples_noted, files.of("steps", rank)), partial(phases_noted, files.of("phases", rank))
+    sys.exit(actions.train(words, partial(faults.together, *noted)).code)
+
+
+@contextmanager
+def attempt(words: list[str], files: Files) -> Iterator[list[BaseProcess]]:
+    """Start all ranks; nothing of them stays."""
+    port, ranks = str(free_port()), []
+    for rank in range(RANKS):
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+        named = {name: str(value) for name, value in world.items()}
+        ranks.append(FORKS.Process(target=_train, args=(words, files, rank, named)))
+    for process in ranks:
+        process.start()
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def writer_of(rank: BaseProcess) -> Optional[int]:
+    """Return the process that writes the checkpoints of a rank; None if it has none."""
+    for thread in Path(f"/proc/{rank.pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in map(int, thread.read_text().split()):
+                if b"dit.checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return child
+    return None
+
+
+def is_in(phase: str, files: Files, before: int, since: float) -> bool:
+    """Return whether the run is in a phase, which it had entered `before` times at the time `since`.
+
+    A `before` of -1: what lies in the folder says it, since the writer enters it.
+    """
+    if phase in ENTERED and before >= 0:
+        return files.entered(phase) > before
+    for folder in (files.run_dir / "checkpoints").glob("*.tmp"):
+        with suppress(FileNotFoundError):
+            if folder.stat().st_mtime < since:
+                continue  # of an earlier attempt
+            names = set(os.listdir(folder))
+            if phase == "writing" and any(name.startswith("rank_") for name in names):
+                return True
+            if phase == "a part is written" and any(name.startswith("part_") for name in names):
+                return True
+            if phase == "sealing" and names and ORDER not in names:
+                return True
+    return False
+
+
+def kill_at(words: list[str], files: Files, phase: str, what: str, rng: random.Random, *, beside: bool) -> str:
+    """Start the run, and kill some of it in a phase; return the phase."""
+    skip = rng.randrange(1, 4) if phase not in RESUME else 0
+    with attempt(words, files) as ranks:
+        deadline, before = time.monotonic() + 240, 0
+        if phase not in RESUME:
+            while len(files.steps(0)) < skip:
+                assert all(rank.is_alive() for rank in ranks), files.log()
+                assert time.monotonic() < deadline, files.log()
+                time.sleep(0.002)
+            before = -1 if phase == "sealing" and beside else files.entered(phase)
+        since = time.time()
+        while not is_in(phase, files, before, since):
+            assert all(rank.is_alive() for rank in ranks), files.log()
+            assert time.monotonic() < deadline, files.log()
+            if len(files.steps(0)) >= skip + LATEST_STEPS:
+                phase = "training"
+                break
+        time.sleep(JITTER_S * rng.random())
+        assert all(rank.is_alive() for rank in ranks), files.log()
+        if what == "a writer":
+            writer = writer_of(rng.choice(ranks))
+            assert writer is not None
+            with suppress(ProcessLookupError):
+                os.kill(writer, signal.SIGKILL)
+            done = len(files.steps(0))
+            while len(files.steps(0)) < done + 5:  # the run goes on, and saves again
+                assert all(rank.is_alive() for rank in ranks), files.log()
+                assert time.monotonic() < deadline, files.log()
+                time.sleep(0.01)
+        struck = ranks if what in ("all ranks", "a writer") else [ranks[int(what[-1])]]
+        for rank in struck:
+            (os.killpg if what == "all ranks" or rng.random() < 0.5 else os.kill)(rank.pid, signal.SIGKILL)
+        for rank in ranks:  # a rank that has lost its peer ends by itself
+            rank.join(120)
+            assert not rank.is_alive(), files.log()
+    return phase
+
+
+def finish(words: list[str], files: Files) -> None:
+    """Run to the end."""
+    with attempt(words, files) as ranks:
+        for rank in ranks:
+            rank.join(400)
+            assert rank.exitcode == 0, files.log()
+
+
+def moments(beside: bool, kills: int) -> list[tuple[str, str]]:
+    """Return which phase is struck and what is killed: every pair, then again, up to the number of kills."""
+    pairs = [(phase, what) for phase in (*(ASYNC if beside else SYNC), *RESUME) for what in KINDS]
+    if beside:
+        pairs = [("writing", "a writer")] * WRITER_KILLS + pairs
+    return [pairs[i % len(pairs)] for i in range(kills)]
+
+
+def campaign(folder: Path, kills: int, seed: int = SEED) -> list[Row]:
+    """Kill a run of each kind so many times, and compare it with one that was never killed.
+
+    Raises:
+        AssertionError: a loss, a sample or a bit of the last checkpoint differs.
+    """
+    prepare_media(folder)
+    calm = folder / "calm"
+    finish(arguments(folder, calm, **SETTINGS), Files(calm, 0))
+    expected = [Files(calm, 0).steps(rank) for rank in range(RANKS)]
+    assert all(list(steps) == list(range(1, NUM_STEPS + 1)) for steps in expected)
+    rows = []
+    for beside in (False, True):
+        rng, run_dir = random.Random(seed + beside), folder / ("beside" if beside else "sync")
+        words = arguments(folder, run_dir, **SETTINGS, checkpoint__async_save=beside)
+        plan = moments(beside, kills // 2)
+        rng.shuffle(plan)
+        plan.sort(key=lambda moment: moment[0] != "training")  # the first ones have nothing to resume
+        struck = []
+        for number, (phase, what) in enumerate(plan):
+            struck.append(kill_at(words, Files(run_dir, number), phase, what, rng, beside=beside))
+            if max(_reached(Files(run_dir, number)), default=0) >= NUM_STEPS - 20:
+                raise AssertionError(f"the run is too short: {number + 1} of {len(plan)} kills")
+        finish(words, Files(run_dir, len(plan)))
+        attempts = [Files(run_dir, number) for number in range(len(plan) + 1)]
+        for one in attempts:
+            for rank in range(RANKS):
+                assert one.steps(rank).items() <= expected[rank].items(), (beside, one.number)
+        reached = {step for one in attempts for step in _reached(one)}
+        assert reached == set(expected[0])
+        assert losses(run_dir) == losses(calm)
+        last = [read_tensors(checkpoint(path, NUM_STEPS)) for path in (run_dir, calm)]
+        assert_same_bits(*last)
+        done = 0
+        for number, (_, what) in enumerate(plan):
+            done = max([done, *_reached(attempts[number])])
+            later = next((steps for one in attempts[number + 1 :] if (steps := _reached(one))), [NUM_STEPS + 1])
+            mode = "asynchronous" if beside else "synchronous"
+            rows.append(Row(mode, struck[number], what, done, min(later) - 1))
+    return rows
+
+
+def _reached(files: Files) -> list[int]:
+    return [step for rank in range(RANKS) for step in files.steps(rank)]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the table of a campaign in Markdown: kills by phase and by what was killed."""
+    kinds = [*KINDS, "a writer"]
+    lines = ["| saves | killed in the phase | " + " | ".join(kinds) + " | steps done again, at most |"]
+    lines.append("|---" * (len(kinds) + 3) + "|")
+    order = [*RESUME, *dict.fromkeys((*SYNC, *ASYNC))]
+    for mode in ("synchronous", "asynchronous"):
+        for phase in order:
+            found = [row for row in rows if (row.mode, row.phase) == (mode, phase)]
+            if found:
+                counts = Counter(row.what for row in found)
+                again = max(row.step - row.resumed for row in found)
+                cells = [str(counts[kind] or "") for kind in kinds]
+                lines.append(f"| {mode} | {phase} | {' | '.join(cells)} | {again} |")
+    return "\n".join(lines)
+
+
+PAGE = ROOT / "docs" / "killed-runs.md"
+BEGIN, END = "<!-- campaign -->", "<!-- end -->"
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the campaign, print its table, and write it into the page."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.kill_campaign", description=__doc__)
+    parser.add_argument("--kills", type=int, default=KILLS)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--write", action="store_true", help="replace the table of docs/killed-runs.md")
+    args = parser.parse_args(argv)
+    folder, began = Path(tempfile.mkdtemp()), time.monotonic()
+    try:
+        rows = campaign(folder, args.kills, args.seed)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    text = table(rows)
+    print(text, f"\n{len(rows)} kills in {time.monotonic() - began:.0f} s")
+    print(json.dumps([asdict(row) for row in rows]))
+    if args.write:
+        head, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    FORKS.set_forkserver_preload(["tests.preload"])
+    sys.exit(main())

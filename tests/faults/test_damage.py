@@ -1,0 +1,121 @@
+"""Every file of a checkpoint damaged in every way: nothing is executed, the one before is used, and why is said."""
+
+import os
+import pickle
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import actions
+from tests.integration.runs import assert_same_bits, checkpoint, losses, mock, read_tensors
+from tests.support.ranks import Job, run_jobs
+
+pytestmark = pytest.mark.matrix
+
+STEPS, BEFORE = 6, 4
+FILES = (
+    *("rank_00000.safetensors", "rank_00001.safetensors", "state.json", "manifest.json"),
+    *("config.yaml", "facts.json", "loader/dp_00000.pt", "loader/dp_00001.pt"),
+)
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 1
+    path.write_bytes(content)
+
+
+def swap(path: Path) -> None:
+    """Put the same file of the checkpoint before into its place: whole, and of another step."""
+    folder = next(parent for parent in path.parents if parent.name.startswith("iter_"))
+    shutil.copy(folder.with_name(f"iter_{BEFORE:07d}") / path.relative_to(folder), path)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "flipped": flip,
+    "swapped": swap,
+    "removed": Path.unlink,
+    "hostile": lambda path: path.write_bytes(pickle.dumps(Trap(marker_of(path)))),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+SAME_IN_BOTH = ("config.yaml", "facts.json")  # of two steps of one run
+
+
+def marker_of(path: Path) -> Path:
+    """Return the folder that a hostile file of a run would make."""
+    run = next(parent.parent for parent in path.parents if parent.name == "checkpoints")
+    return run.with_name(f"{run.name}.sprung")
+
+
+CASES = [(f, d) for f in FILES for d in DAMAGE if (d, f) not in {("swapped", same) for same in SAME_IN_BOTH}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("damage")
+
+
+def run_dir(folder: Path, file: str, damage: str) -> Path:
+    return folder / f"{file.replace('/', '_')}_{damage.replace(' ', '_')}"
+
+
+def damaged(arguments: list[str], source: Path, run: Path, file: str, damage: str) -> actions.Ended:
+    """Copy a run, damage a file of its newest checkpoint, and go on."""
+    if int(os.environ["RANK"]) == 0:
+        shutil.copytree(source, run)
+        DAMAGE[damage](checkpoint(run, STEPS) / file)
+        (run / "copied").touch()
+    while not (run / "copied").exists():
+        time.sleep(0.01)
+    return actions.train(arguments)
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, Any]:
+    usual = {"training__num_steps": STEPS, "training__log_interval": 1, "checkpoint__interval": 2}
+    usual |= {"checkpoint__keep_last": 3, "data__dataset_size": 64}
+    sound = mock(folder / "sound", **usual)
+    jobs = {"sound": Job(actions.train, {"arguments": sound}, 2)}
+    for file, damage in CASES:
+        run = run_dir(folder, file, damage)
+        case = {"arguments": mock(run, **usual), "source": folder / "sound", "run": run, "file": file, "damage": damage}
+        jobs[f"{file} {damage}"] = Job(damaged, case, 2)
+    return run_jobs(folder / "world", jobs)
+
+
+@pytest.mark.parametrize(("file", "damage"), CASES)
+def test_the_checkpoint_before_is_used(ended: dict[str, Any], folder: Path, file: str, damage: str) -> None:
+    """The run goes on from there and is, to the bit, what it was; the file is named."""
+    runs, run = ended[f"{file} {damage}"], run_dir(folder, file, damage)
+    assert [one.code for one in runs] == [0, 0], runs
+    log = (folder / "world" / "rank_0.log").read_text().partition(f"--- {file} {damage}\n")[2].partition("--- ")[0]
+    reason = re.search(rf"skipping checkpoint iter_{STEPS:07d}: (.*)", log)
+    assert reason is not None
+    assert file in reason[1] or ("loader" in reason[1] and damage == "a folder"), reason[1]
+    assert f"resumed at step {BEFORE}" in runs[0].out
+    assert not marker_of(checkpoint(run, STEPS) / file).exists()
+    assert losses(run) == losses(folder / "sound")
+    assert_same_bits(*(read_tensors(checkpoint(path, STEPS)) for path in (run, folder / "sound")))
+
+
+def test_a_hostile_file_would_be_seen(tmp_path: Path) -> None:
+    """The trap works."""
+    pickle.loads(pickle.dumps(Trap(tmp_path / "sprung")))
+    assert (tmp_path / "sprung").exists()

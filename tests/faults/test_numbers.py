@@ -1,0 +1,257 @@
+"""Bad numbers on one rank of two: all ranks decide alike, the run recovers by its policy, and the culprit is named.
+
+What a policy must leave behind is what a run leaves behind in which it was done by hand.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit.monitoring.sinks import read_records
+from tests.faults import injections
+from tests.integration import actions
+from tests.integration.runs import assert_same_bits, checkpoint, outcome, overrides, read_tensors, scalars
+from tests.support.ranks import Job, rows, run_jobs
+
+STEPS, SAVED, BAD = 12, 4, 7
+LAYOUTS = {
+    "dp2": {},
+    "tp2": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False},
+    "dist_opt": {"parallel__data_parallel": "distributed_optimizer"},
+    "fsdp": {"parallel__data_parallel": "fsdp"},
+    "pp2": {"parallel__pipeline_model_parallel_size": 2},
+}
+FAULTS: dict[str, dict[str, Any]] = {
+    "data": {"place": "data"},
+    "forward": {"place": "forward", "layer": "layers.1.mlp"},
+    "backward": {"place": "backward", "layer": "layers.1.mlp"},
+    "spike": {"place": "data", "factor": 1e4},
+}
+NAMED = {
+    "data": "in the data (latents)",
+    "forward": "in the output of layers.1.mlp",
+    "backward": "in the backward pass of ",
+}
+CASES = [
+    *(("dp2", fault, "skip") for fault in FAULTS),
+    *(("dp2", fault, "rewind") for fault in FAULTS),
+    *((layout, fault, policy) for layout in ("tp2", "pp2") for fault in FAULTS for policy in ("skip", "rewind")),
+    *((layout, "data", policy) for layout in ("dist_opt", "fsdp") for policy in ("skip", "rewind")),
+]
+
+
+def arguments(run_dir: Path, layout: str, **settings: Any) -> list[str]:
+    """Return the arguments of a run on packs of a few samples, two micro-batches of each replica in a step."""
+    own = {
+        "logging__tensorboard": False,
+        "model__num_layers": 2,
+        "schedule__warmup_steps": 2,
+        "training__num_steps": STEPS,
+        "training__global_batch_size": 4,
+        "training__log_interval": 1,
+        "training__precision": "fp32",
+        "training__ema_decay": 0.9,
+        "training__validation_interval": 0,
+        "training__sample_interval": 0,
+        "checkpoint__interval": SAVED,
+        "checkpoint__keep_last": 9,
+        **LAYOUTS[layout],
+        **settings,
+    }
+    return ["--yes", "--factory", "tiny_dit_pack", *overrides(run_dir, **own)]
+
+
+SPIKES = {"training__spike_threshold": 30, "training__spike_window": 16}
+
+
+def micro_batches(layout: str) -> int:
+    """Return those of each replica in a step."""
+    return 4 if layout in ("tp2", "pp2") else 2
+
+
+def is_quick(layout: str, fault: str, policy: str) -> bool:
+    return (layout, fault) == ("dp2", "forward")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("numbers")
+
+
+@pytest.fixture(scope="module")
+def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    """Do the runs of the selected cases, and those in which the same was done by hand."""
+    jobs: dict[str, Job] = {}
+
+    def add(name: str, layout: str, fault: Any = None, at: str = "", **settings: Any) -> None:
+        words = arguments(folder / (at or name), layout, **settings)
+        jobs.setdefault(name, Job(actions.train, {"arguments": words, "fault": fault}, ranks=2))
+
+    wanted = {
+        tuple(item.callspec.params[n] for n in ("layout", "fault", "policy"))
+        for item in request.session.items
+        if item.path == request.path and "policy" in getattr(getattr(item, "callspec", None), "params", {})
+    }
+    for layout, fault, policy in sorted(wanted):
+        bad = SPIKE_AT if fault == "spike" else BAD
+        fault_settings = {"step": bad, "rank": 1, **FAULTS[fault]}
+        more = {**(SPIKES if fault == "spike" else {}), "training__on_bad_numbers": policy}
+        length = {"training__num_steps": bad + 5}
+        name = f"{layout} {fault} {policy}"
+        add(name, layout, partial(injections.injected, fault_settings), **more, **length)
+        oracle = f"{layout} {bad} {policy} by hand"
+        if policy == "skip":
+            add(oracle, layout, partial(injections.left_out, bad), **length)
+        else:
+            saved = (bad - 1) // SAVED * SAVED
+            add(f"{oracle} before", layout, at=oracle, training__stop_at_step=saved, **length)
+            passed = (bad - saved) * micro_batches(layout)
+            add(oracle, layout, partial(injections.data_passed_over, passed), **length)
+    return run_jobs(folder / "world", jobs)
+
+
+SPIKE_AT = 23  # after the history of 16 steps that a spike needs
+
+
+@pytest.mark.parametrize(("layout", "fault", "policy"), rows(CASES, is_quick))
+def test_a_bad_step_is_recovered_from_as_by_hand(
+    ended: dict[str, Any], folder: Path, layout: str, fault: str, policy: str
+) -> None:
+    """Weights, average and Adam's state are to the bit those of a run that left the update, or the data, out."""
+    name, bad = f"{layout} {fault} {policy}", SPIKE_AT if fault == "spike" else BAD
+    assert [run.code for run in ended[name]] == [0, 0], ended[name][0].err
+    by_hand = folder / f"{layout} {bad} {policy} by hand"
+    assert_same_bits(read_tensors(checkpoint(folder / name, bad + 5)), read_tensors(checkpoint(by_hand, bad + 5)))
+    if policy == "skip":
+        lost, expected = scalars(folder / name, "loss"), scalars(by_hand, "loss")
+        assert lost == {step: loss for step, loss in expected.items() if step != bad}
+        assert scalars(folder / name, "skipped_updates")[bad] == 1
+        assert scalars(folder / name, "consumed_samples") == scalars(by_hand, "consumed_samples")
+
+
+@pytest.mark.parametrize(("layout", "fault", "policy"), rows(CASES, is_quick))
+def test_the_culprit_is_named(ended: dict[str, Any], folder: Path, layout: str, fault: str, policy: str) -> None:
+    """One incident for the step, with the ranks and samples; and where it began: layer, rank, sample."""
+    name, bad = f"{layout} {fault} {policy}", SPIKE_AT if fault == "spike" else BAD
+    assert ended[name]
+    records = read_records(folder / name / "metrics.jsonl")
+    found = [record for record in records if record["kind"] == "incident" and record["incident"] != "rewind"]
+    assert [(r["incident"], r["step"]) for r in found] == [("spike" if fault == "spike" else "not_finite", bad)]
+    details = found[0]["details"]
+    report = json.loads((folder / name / "bad_steps" / f"step_{bad:07d}.json").read_text())
+    assert details["action"] == policy
+    assert report["repeats"]
+    if fault == "spike":
+        assert "the largest loss is" in details["began"]
+        return
+    assert NAMED[fault] in details["began"], details["began"]
+    first = report["first"]
+    assert first["rank"] == 1
+    assert len(first["samples"]) == 1
+    told = [key for keys in details["samples"].values() for key in keys]
+    assert first["samples"][0] in told
+
+
+ENDINGS = ["stop", "too many", "no checkpoint", "machine", "killed before", "killed after", "resumed"]
+WEIGHT = {"place": "weight", "layer": "layers.1.mlp.linear_fc1", "times": 1}
+
+
+@pytest.fixture(scope="module")
+def endings(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    """Do runs on two replicas that end, are killed, or have a fault that does not repeat."""
+    jobs: dict[str, Job] = {}
+
+    def add(name: str, *faults: Any, at: str = "", **settings: Any) -> None:
+        words = arguments(folder / (at or name), "dp2", **settings)
+        jobs[name] = Job(actions.train, {"arguments": words, "fault": together(*faults)}, ranks=2)
+
+    def bad(*steps: int, place: str = "data", **more: Any) -> Any:
+        return partial(injections.injected, *({"step": step, "rank": 1, "place": place, **more} for step in steps))
+
+    skip, rewind = {"training__on_bad_numbers": "skip"}, {"training__on_bad_numbers": "rewind"}
+    add("stop", bad(BAD))
+    add("too many", bad(3, 5, 8), **skip, training__max_bad_steps=2)
+    add("no checkpoint", bad(3), **rewind)
+    add("machine", bad(BAD, **WEIGHT), **skip)
+    add("undisturbed", bad(BAD), **rewind)
+    for saved in (False, True):
+        name = "killed after" if saved else "killed before"
+        add(f"{name}, first", bad(BAD), partial(injections.killed_at_rewind, saved=saved), at=name, **rewind)
+        # The sample spoils the numbers again, if it is read again.
+        add(name, bad(BAD) if not saved else None, at=name, **rewind)
+    spikes = {**skip, **SPIKES, "training__num_steps": SPIKE_AT + 5}
+    add("one go", bad(3, SPIKE_AT, factor=1e4), bad(5), **spikes)
+    add("resumed, first", bad(3, SPIKE_AT, factor=1e4), bad(5), at="resumed", training__stop_at_step=17, **spikes)
+    add("resumed", bad(SPIKE_AT, factor=1e4), at="resumed", **spikes)
+    return run_jobs(folder / "endings", jobs)
+
+
+def together(*faults: Any) -> Any:
+    """Return the context manager of several faults; None among them is none."""
+    from tests.support import faults as support
+
+    return partial(support.together, *(fault for fault in faults if fault is not None))
+
+
+def error(folder: Path, name: str) -> str:
+    record = outcome(folder / name)
+    assert (record["code"], record["reason"]) == (4, "not_finite")
+    return record["error"]
+
+
+@pytest.mark.matrix
+def test_stop_names_step_ranks_and_samples(endings: dict[str, Any], folder: Path) -> None:
+    assert [run.code for run in endings["stop"]] == [4, 4]
+    told = error(folder, "stop")
+    for words in (f"step {BAD}: loss=nan", "The loss of rank 1 is not finite, on the samples mock-", "in the data"):
+        assert words in told, told
+
+
+@pytest.mark.matrix
+def test_too_many_bad_steps_end_the_run(endings: dict[str, Any], folder: Path) -> None:
+    assert [run.code for run in endings["too many"]] == [4, 4]
+    assert "more bad steps than training.max_bad_steps allows (2 in 100 steps)" in error(folder, "too many")
+    assert outcome(folder / "too many")["step"] == 7
+    actions_told = [
+        r["details"]["action"] for r in read_records(folder / "too many" / "metrics.jsonl") if "details" in r
+    ]
+    assert actions_told == ["skip", "skip", "stop"]
+
+
+@pytest.mark.matrix
+def test_a_rewind_without_a_checkpoint_says_so(endings: dict[str, Any], folder: Path) -> None:
+    assert [run.code for run in endings["no checkpoint"]] == [4, 4]
+    assert "no valid checkpoint to go back to" in error(folder, "no checkpoint")
+
+
+@pytest.mark.matrix
+def test_a_fault_that_does_not_repeat_is_said_to_be_of_the_machine(endings: dict[str, Any], folder: Path) -> None:
+    assert [run.code for run in endings["machine"]] == [0, 0]
+    report = json.loads((folder / "machine" / "bad_steps" / f"step_{BAD:07d}.json").read_text())
+    assert report["first"] is None
+    assert "look for a fault of the machine" in report["began"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["killed before", "killed after"])
+def test_a_run_that_dies_while_it_goes_back_makes_the_same_choice(
+    endings: dict[str, Any], folder: Path, name: str
+) -> None:
+    assert [run.code for run in endings[name]] == [0, 0], endings[name][0].err
+    found, expected = (read_tensors(checkpoint(folder / run, STEPS)) for run in (name, "undisturbed"))
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.matrix
+def test_the_history_of_the_guard_survives_a_resume(endings: dict[str, Any], folder: Path) -> None:
+    """Skips before and after the break: the same spikes are seen as in one go, by the same limits."""
+    assert [run.code for run in (*endings["one go"], *endings["resumed"])] == [0] * 4, endings["one go"][0].err
+    last = SPIKE_AT + 5
+    assert_same_bits(*(read_tensors(checkpoint(folder / name, last)) for name in ("one go", "resumed")))
+    facts = [(checkpoint(folder / name, last) / "facts.json").read_text() for name in ("one go", "resumed")]
+    assert facts[0] == facts[1]
+    assert len(json.loads(facts[0])["guard"]["loss"]) == 16
+    assert json.loads(facts[0])["guard"]["bad_steps"] == [5, SPIKE_AT]

@@ -1,0 +1,40 @@
+"""Saves and resumes that are killed: the campaign of docs/killed-runs.md."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.kill_campaign import ASYNC, ENTERED, KILLS, KINDS, RESUME, SYNC, campaign, table
+from tests.integration import actions
+from tests.integration.runs import mock
+from tests.support.ranks import Job, run_jobs
+
+BLOCKING = 0.25  # of a synchronous save
+LARGE = {"model__hidden_size": 512, "model__num_layers": 3, "model__num_attention_heads": 8}
+
+
+@pytest.mark.matrix
+def test_a_run_killed_in_every_phase_is_the_run_that_was_never_killed(tmp_path: Path) -> None:
+    """`campaign` compares losses, samples and the last checkpoint, to the bit; every phase was struck in both modes."""
+    rows = campaign(tmp_path, KILLS)
+    print(table(rows))
+    assert len(rows) == KILLS
+    for mode, phases in (("synchronous", SYNC), ("asynchronous", ASYNC)):
+        struck = {row.phase for row in rows if row.mode == mode}
+        seen_in_time = set(ENTERED) - (
+            {"sealing"} if mode == "asynchronous" else set()
+        )  # the others may be over before
+        assert struck >= {*RESUME, *phases} & seen_in_time, mode
+        assert {row.what for row in rows if row.mode == mode} >= set(KINDS)
+    assert any(row.what == "a writer" for row in rows)
+
+
+@pytest.mark.matrix
+def test_a_save_beside_training_blocks_a_quarter_of_a_synchronous_one_at_most(tmp_path: Path) -> None:
+    """In time and in work of the training process; medians of turns on a state of some 200 MB."""
+    job = Job(actions.save_cost, {"arguments": mock(tmp_path, **LARGE), "rounds": 7, "folder": tmp_path / "disk"})
+    found = run_jobs(tmp_path / "world", {"cost": job})["cost"]
+    print(found)
+    assert 0.15 < found["state_gib_of_rank_0"] < 0.3
+    assert found["blocking_cpu_ratio"] <= BLOCKING
+    assert found["blocking_wall_ratio"] <= BLOCKING

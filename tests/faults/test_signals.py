@@ -1,0 +1,75 @@
+"""SIGTERM at random moments, start and last save included: saved within a step, and gone on from to the bit."""
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.faults.kill_campaign import RANKS, RESUME, SETTINGS, Files, attempt, finish, is_in
+from tests.integration.runs import assert_same_bits, checkpoint, checkpoints, losses, outcome, read_tensors
+from tests.integration.test_kill_nine import arguments, prepare_media
+
+pytestmark = pytest.mark.matrix
+
+STEPS, SIGNALS, SEED = 90, 30, 3
+MOMENTS = (*RESUME, "training", "beginning a save", "copying to the host", "writing", "a part is written", "starting")
+
+
+def stop_at(words: list[str], files: Files, phase: str, number: int, rng: random.Random) -> tuple[list[int], int]:
+    """Start the run, and ask all ranks to stop in a phase; return their codes, and the newest step at that moment."""
+    with attempt(words, files) as ranks:
+        deadline, since, skip = time.monotonic() + 240, time.time(), rng.randrange(1, 3)
+        if phase == "starting":
+            time.sleep(0.3 * rng.random())
+        else:
+            while phase not in RESUME and len(files.steps(0)) < skip:
+                assert all(rank.is_alive() for rank in ranks), files.log()
+                assert time.monotonic() < deadline, files.log()
+                time.sleep(0.002)
+            before = files.entered(phase)
+            while not is_in(phase, files, before, since) and len(files.steps(0)) < skip + 4:
+                assert all(rank.is_alive() for rank in ranks), files.log()
+                assert time.monotonic() < deadline, files.log()
+            time.sleep(0.01 * rng.random())
+        done = max(files.steps(0), default=0)
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
+        for rank in ranks:
+            rank.join(120)
+            assert not rank.is_alive(), files.log()
+        return [rank.exitcode for rank in ranks], done
+
+
+def test_a_run_that_is_asked_to_stop_saves_within_a_step_and_goes_on(tmp_path: Path) -> None:
+    """Saving beside training, every two steps; by both signals, to both ranks."""
+    rng = random.Random(SEED)
+    prepare_media(tmp_path)
+    settings = {**SETTINGS, "training__num_steps": STEPS, "checkpoint__async_save": True}
+    calm, run_dir = tmp_path / "calm", tmp_path / "asked"
+    finish(arguments(tmp_path, calm, **settings), Files(calm, 0))
+    words, reached = arguments(tmp_path, run_dir, **settings), 0
+    moments = [MOMENTS[i % len(MOMENTS)] for i in range(SIGNALS)]
+    rng.shuffle(moments)
+    for number, phase in enumerate(moments):
+        files = Files(run_dir, number)
+        codes, done = stop_at(words, files, phase, rng.choice([signal.SIGTERM, signal.SIGUSR1]), rng)
+        steps = files.steps(0)
+        if not steps:  # there was nothing to save; before Python has the handler, the signal itself ends it
+            assert set(codes) <= {75, -signal.SIGTERM, -signal.SIGUSR1}, (phase, codes, files.log())
+            continue
+        assert codes == [75] * RANKS, (phase, codes, files.log())
+        assert min(steps) == reached + 1, "it goes on where it was asked to stop"
+        reached = max(steps)
+        assert reached <= done + 2  # the step under way, and one that ended while the signal was sent
+        assert checkpoints(run_dir)[-1] == checkpoint(run_dir, reached).name
+        assert (outcome(run_dir)["code"], outcome(run_dir)["step"]) == (75, reached)
+    assert 20 < reached < STEPS
+    finish(words, Files(run_dir, SIGNALS))
+    assert losses(run_dir) == losses(calm)
+    assert all(len(values) == 1 for values in losses(run_dir).values())
+    assert_same_bits(*(read_tensors(checkpoint(path, STEPS)) for path in (run_dir, calm)))

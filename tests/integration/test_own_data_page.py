@@ -1,0 +1,86 @@
+"""docs/own-data.md: its commands, as shown, from pictures and videos to decoded samples, in few steps.
+
+The first two are in the quick suite; all of them are run with the autoencoder that the page trains.
+"""
+
+import shlex
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from energon_data.media_files import video_bytes
+from tests.integration.actions import Ended
+from tests.support.encoders import save_vae
+from tests.support.ranks import Job, run_jobs
+from tests.unit.launch.pages import run_line, shown_commands
+
+LINES = [line for line in shown_commands(Path("docs/own-data.md")) if line.startswith("python")]
+TRAINING = "training.num_steps=2 logging.tensorboard=False schedule.warmup_steps=0"
+OWN = f"{TRAINING} training.sample_interval=2 sampling.num_steps=2 model.hidden_size=24 model.num_layers=1"
+AUTOENCODER = f"{TRAINING} model.block_out_channels=[8,8,8,8] model.norm_num_groups=2"
+SHORT = {"launch.sample": "--steps 2", "energon_data.prepare": "--processes 1 --size 64"}
+"""What a command gets besides: later words win."""
+
+
+def own_files(folder: Path) -> None:
+    """Write what the page's reader has: pictures and clips with captions, and a WebDataset of jpg and txt."""
+    (folder / "pictures").mkdir()
+    (folder / "tars").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        size = ((80, 96), (72, 64), (64, 64))[i % 3]
+        picture = Image.fromarray(np.kron(rng.integers(0, 256, (8, 8, 3)), np.ones((12, 12, 1))).astype(np.uint8))
+        picture.resize(size).save(folder / "pictures" / f"{i}.jpg")
+        (folder / "pictures" / f"{i}.txt").write_text(("a red circle", "a blue square")[i % 2])
+    with tarfile.open(folder / "tars" / "0.tar", "w") as tar:
+        for path in sorted((folder / "pictures").iterdir()):
+            tar.add(path, path.name)
+    for i in range(3):
+        frames = [Image.new("RGB", (64, 64), (10 * t, 80 * i, 0)) for t in range(8)]
+        (folder / "pictures" / f"clip{i}.mp4").write_bytes(video_bytes(frames, 8.0))
+        (folder / "pictures" / f"clip{i}.txt").write_text("a red square")
+
+
+def follow(folder: Path, lines: list[str]) -> dict[str, Ended]:
+    def shortened(line: str) -> str:
+        words = shlex.split(line)
+        more = (AUTOENCODER if "pictogram_autoencoder" in words else OWN) if "launch.train" in words else ""
+        return f"{line} {more or SHORT.get(words[2], '')}"
+
+    jobs = {line: Job(run_line, {"line": shortened(line), "folder": folder}) for line in lines}
+    ended = run_jobs(folder / "world", jobs)
+    assert {line: end.err for line, end in ended.items() if end.code} == {}
+    return ended
+
+
+def grid(folder: Path, name: str) -> Image.Image:
+    return Image.open(folder / name)
+
+
+def test_two_commands_lead_to_decoded_samples(tmp_path):
+    """An autoencoder of 4 x 4 pixels: the largest sample is 64 x 64 pixels, of which two captions are drawn."""
+    own_files(tmp_path)
+    save_vae(tmp_path / "models" / "vae")
+    prepare, train = LINES[:2]
+    ended = follow(tmp_path, [prepare, train])
+    assert "left out: 3 videos in pictures; `prepare folder` takes both" in ended[prepare].out
+    drawn = grid(tmp_path, "runs/mine/samples/step_0000002/ema.png")
+    assert drawn.size == (4 + 2 * (64 + 4), 4 + 64 + 16 + 4)
+    assert np.asarray(drawn)[24:80].std() > 0
+
+
+@pytest.mark.matrix
+def test_every_command_of_the_page_works(tmp_path):
+    """The autoencoder of the last section comes first: the others use it."""
+    own_files(tmp_path)
+    begin = next(i for i, line in enumerate(LINES) if "data/squares" in line)
+    follow(tmp_path, LINES[begin:] + LINES[:begin])
+    assert len(LINES) == 13
+    for name in ("runs/mine/samples/step_0000002/ema.png", "red.png", "mine.png", "still.png"):
+        assert grid(tmp_path, name).format == "PNG"
+    assert grid(tmp_path, "runs/theirs/samples/step_0000002/ema.png").format == "PNG"
+    for name in ("runs/both/samples/step_0000002/ema.gif", "moving.gif"):
+        assert grid(tmp_path, name).n_frames == 8

@@ -1,0 +1,168 @@
+"""Saves beside training: the same checkpoints as synchronous ones, and a run that goes on when one of them fails."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dit.checkpoint.manifest import read_manifest, verify_folder
+from dit.monitoring.sinks import read_records
+from tests.integration import actions
+from tests.integration.runs import checkpoint, checkpoints, losses, mock, outcome
+from tests.support import faults, save_faults
+from tests.support.ranks import Job, run_jobs
+
+STEPS, INTERVAL = 8, 2
+ALL = tuple(range(INTERVAL, STEPS + 1, INTERVAL))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saves")
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, Any]:
+    jobs: dict[str, Job] = {}
+
+    def add(name: str, at: str = "", fault: Any = None, *, is_async: bool = True, **settings: Any) -> None:
+        usual = {"training__num_steps": STEPS, "training__log_interval": 1, "schedule__warmup_steps": 0}
+        usual |= {"checkpoint__interval": INTERVAL, "checkpoint__keep_last": 9, "training__validation_interval": 4}
+        usual |= {"checkpoint__async_save": is_async, "data__dataset_size": 64}
+        arguments = mock(folder / (at or name), **{**usual, **settings})
+        jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, 2)
+
+    full, killed = partial(partial, save_faults.disk_full), partial(partial, save_faults.writer_killed)
+    stopped = partial(partial, save_faults.writer_stopped)
+    add("sync", is_async=False)
+    add("async")
+    add("sync, disk", is_async=False, fault=full((2, 4), 1))
+    add("async, disk", fault=full((2, 4), 1))
+    add("disk of rank 0", fault=full((2, 6), 0))
+    add("full for good", fault=full(ALL, 0), checkpoint__failed_saves_allowed=1)
+    add("none allowed", fault=full(ALL, 1), checkpoint__failed_saves_allowed=0)
+    add("last save", fault=full((8,), 1))
+    add("killed", fault=killed((4,), 1))
+    add("killed first", fault=killed((4,), 0))
+    add("slow", fault=stopped((2,), 1, 1.5))
+    add("hangs", fault=stopped((2,), 0), checkpoint__save_timeout_s=1.0)
+    add("stopped", fault=partial(faults.together, partial(faults.terminated, 5), stopped((4,), 1, 0.7)))
+    add("stopped, again", at="stopped")
+    add("nan", fault=partial(faults.not_a_number, 5, 0, folder / "nan.pt"))
+    add("late", fault=partial(save_faults.out_of_time, 7200.0), training__time_limit="01:59:00")
+    add("late, again", at="late")
+    return run_jobs(folder / "world", jobs)
+
+
+def log_of(folder: Path, name: str, rank: int = 0) -> str:
+    """Return what a rank has logged during one job."""
+    parts = re.split(r"^--- (.*)$", (folder / "world" / f"rank_{rank}.log").read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2]))[name]
+
+
+def saved(folder: Path, name: str) -> list[int]:
+    """Return the steps of the checkpoints of a run, which verify; nothing else is left beside them."""
+    names = checkpoints(folder / name)
+    for one in names:
+        verify_folder(folder / name / "checkpoints" / one)
+    return [int(one.removeprefix("iter_")) for one in names]
+
+
+def codes(ended: dict[str, Any], name: str) -> list[int]:
+    return [run.code for run in ended[name]]
+
+
+@pytest.mark.parametrize("step", ALL)
+def test_a_save_beside_training_is_the_synchronous_one(ended: dict[str, Any], folder: Path, step: int) -> None:
+    """File by file, to the byte; the settings differ by what was asked for. Held-out losses are attached to both."""
+    assert codes(ended, "sync") == codes(ended, "async") == [0, 0], ended["async"][0].err
+    one, other = (actions.contents(checkpoint(folder / name, step)) for name in ("sync", "async"))
+    assert one.keys() == other.keys()
+    for name in one.keys() - {"manifest.json", "config.yaml"}:
+        assert one[name] == other[name], name
+    settings = [yaml.safe_load(files["config.yaml"]) for files in (one, other)]
+    for record in settings:
+        del record["training"]["run_dir"], record["checkpoint"]["async_save"]
+    assert settings[0] == settings[1]
+    manifests = [read_manifest(checkpoint(folder / name, step)) for name in ("sync", "async")]
+    assert manifests[0].meta == manifests[1].meta
+    assert (manifests[0].held_out_loss is not None) == (step % 4 == 0)
+    assert losses(folder / "async") == losses(folder / "sync")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("sync, disk", [6, 8]), ("async, disk", [6, 8]), ("disk of rank 0", [4, 8]), ("hangs", [4, 6, 8])],
+)
+def test_a_save_that_fails_leaves_training_running(
+    ended: dict[str, Any], folder: Path, name: str, expected: list[int]
+) -> None:
+    """It is said as an error, with the count; the weights are those of the run without it."""
+    assert codes(ended, name) == [0, 0], ended[name]
+    assert saved(folder, name) == expected
+    assert losses(folder / name) == losses(folder / "sync")
+    assert log_of(folder, name).count("SAVE FAILED (1 in a row, the run ends after 3)") == len(
+        {"sync, disk": "1", "async, disk": "1", "disk of rank 0": "12", "hangs": "1"}[name]
+    )
+    incidents = [r for r in read_records(folder / name / "metrics.jsonl") if r["kind"] == "incident"]
+    assert {r["step"] for r in incidents} == set(ALL) - set(expected)
+    assert ("SAVE FAILED (2 in a row" in log_of(folder, name)) == (", disk" in name)
+    if "disk" in name:
+        assert "File too large" in log_of(folder, name, 0 if name == "disk of rank 0" else 1)
+    else:
+        assert "save_timeout_s=1" in log_of(folder, name)
+
+
+@pytest.mark.parametrize(("name", "step"), [("full for good", 4), ("none allowed", 2)])
+def test_too_many_failures_in_a_row_end_the_run_on_all_ranks(
+    ended: dict[str, Any], folder: Path, name: str, step: int
+) -> None:
+    assert codes(ended, name) == [6, 6]
+    assert (outcome(folder / name)["code"], outcome(folder / name)["reason"]) == (6, "save")
+    assert outcome(folder / name)["step"] >= step
+    assert saved(folder, name) == []
+
+
+def test_the_last_save_must_succeed(ended: dict[str, Any], folder: Path) -> None:
+    assert codes(ended, "last save") == [6, 6]
+    assert saved(folder, "last save") == [2, 4, 6]
+
+
+@pytest.mark.parametrize("name", ["killed", "killed first"])
+def test_a_killed_writer_costs_one_checkpoint_at_most(ended: dict[str, Any], folder: Path, name: str) -> None:
+    assert codes(ended, name) == [0, 0], ended[name]
+    assert [step for step in saved(folder, name) if step != 4] == [2, 6, 8]
+    assert losses(folder / name) == losses(folder / "sync")
+    rank = 1 if name == "killed" else 0
+    assert ("was killed by SIGKILL" in log_of(folder, name, rank)) == (4 not in saved(folder, name))
+
+
+def test_a_save_waits_for_the_one_before(ended: dict[str, Any], folder: Path) -> None:
+    assert codes(ended, "slow") == [0, 0]
+    assert "step 4: waiting for the checkpoint of step 2, which is still being written" in log_of(folder, "slow")
+    assert saved(folder, "slow") == list(ALL)
+
+
+def test_a_request_to_stop_waits_for_the_save_under_way_and_its_own(ended: dict[str, Any], folder: Path) -> None:
+    assert codes(ended, "stopped") == [75, 75]
+    assert codes(ended, "stopped, again") == [0, 0]
+    assert "resumed at step 5" in ended["stopped, again"][0].out
+    assert saved(folder, "stopped") == [2, 4, 5, 6, 8]
+    assert losses(folder / "stopped") == losses(folder / "sync")
+
+
+def test_a_run_that_fails_lets_its_save_finish(ended: dict[str, Any], folder: Path) -> None:
+    assert codes(ended, "nan") == [4, 4]
+    assert saved(folder, "nan") == [2, 4]
+
+
+def test_a_run_stops_before_its_time_is_up_and_goes_on_later(ended: dict[str, Any], folder: Path) -> None:
+    """On all ranks, with the code that is requeued."""
+    assert codes(ended, "late") == [75, 75]
+    assert outcome(folder / "late")["code"] == 0
+    assert "resumed at step 1" in ended["late, again"][0].out
+    assert saved(folder, "late") == [1, *ALL]
+    assert losses(folder / "late") == losses(folder / "sync")

@@ -1,0 +1,72 @@
+"""`benchmarks.speedrun`: a run of a few steps is a record, replays to the bit, and a false claim is found."""
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks import speedrun
+from benchmarks.speedrun import FILE, Record
+from dit.errors import EXIT_CONFIG, EXIT_OK
+from launch import letter_reader
+from tests.integration.runs import TINY
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def words(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A tiny run; beside a copy of its data is a reader that has learnt little."""
+    data = shutil.copytree(letters_data, tmp_path_factory.mktemp("race") / "letters")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(letter_reader, "train_reader", partial(letter_reader.train_reader, num_steps=5))
+        letter_reader.load_reader(data)
+    tiny = {**TINY, "training.num_steps": STEPS, "sampling.num_steps": 2, "data.path": data}
+    return [f"{key}={value}" for key, value in tiny.items()]
+
+
+def test_a_record_replays_to_the_bit_and_a_false_one_does_not(tmp_path, words, capsys):
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert speedrun.main(["--ranks", "1", "--out", str(first), *words]) == EXIT_OK
+    record = Record.load(first / FILE)
+    assert (record.steps, record.total, record.ranks) == (STEPS, 26 * 8, 1)
+    assert record.process_s > 0
+    assert record.row() in capsys.readouterr().out
+    assert record.weights_sha256[:16] in record.row()
+
+    # Of another seed, which gives other losses and weights, and of a reader who saw more.
+    false = replace(record, losses_sha256="0" * 64, read=record.read + 1)
+    claim = tmp_path / "claim.json"
+    claim.write_text(json.dumps(asdict(false)))
+    assert speedrun.main(["--check", str(claim), "--out", str(again)]) == speedrun.EXIT_DIFFERS
+    printed = capsys.readouterr().out
+    assert "not confirmed" in printed
+    assert [line.partition(":")[0] for line in printed.splitlines()[2:]] == ["losses_sha256", "read"]
+    # Its weights and letters are those of the true one: nothing else differs from it.
+    assert speedrun.differences(record, Record.load(again / FILE)) == []
+
+
+def test_what_is_no_race_is_refused(tmp_path, words, capsys):
+    out = ["--out", str(tmp_path / "out")]
+    for given, says in (
+        (["checkpoint.start_from=runs/other", *words], "checkpoint.start_from=runs/other is not free in this race"),
+        (["data=mock"], "has no shards; render the letters"),
+    ):
+        assert speedrun.main([*out, *given]) != EXIT_OK
+        assert says in capsys.readouterr().err
+    assert speedrun.main(["--out", str(tmp_path), *words]) == EXIT_CONFIG
+    assert "exists; give --out a folder that does not" in capsys.readouterr().err
+
+
+def test_a_record_of_another_revision_is_not_checked(tmp_path, capsys):
+    claim = tmp_path / "claim.json"
+    assert speedrun.main(["--check", str(claim), "--out", str(tmp_path / "out")]) != EXIT_OK
+    assert "is no record of this race" in capsys.readouterr().err
+    numbers = {"ranks": 1, "process_s": 1.0, "wall_s": 1.0, "steps": 1, "read": 1, "total": 1, "reader_accuracy": 1.0}
+    text = dict.fromkeys(Record.__dataclass_fields__, "x")
+    claim.write_text(json.dumps(text | {"overrides": [], "revision": "000000000000"} | numbers))
+    assert speedrun.main(["--check", str(claim), "--out", str(tmp_path / "out")]) == EXIT_CONFIG
+    assert "is of revision 000000000000, this is" in capsys.readouterr().err

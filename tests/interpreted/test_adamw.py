@@ -1,0 +1,132 @@
+"""The fused AdamW with average and copy, element by element against its formula in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dit.kernels import adamw as eager
+from dit.kernels.adamw import Elements, Rates
+from dit.kernels.fused import adamw as fused
+from dit.kernels.fused.gpu.adamw import BLOCK, CHUNK
+from tests.interpreted.formulas import ULP
+
+ULPS = 2.5  # of the largest number that an element's update adds: four roundings, and those of the root's factor
+RATES = Rates(lr=3e-2, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, step=3, clip=0.37, average=0.3)
+SIZES = (1, 5, BLOCK, BLOCK + 3, CHUNK + BLOCK - 1)
+FIELDS = ("main", "exp_avg", "exp_avg_sq", "average")
+
+
+def parameters(sizes=SIZES, *, average=True, model=True, shift=0):
+    """Parameters of some sizes side by side in one buffer, `shift` elements from a multiple of 16 bytes."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for size in sizes:
+        drawn = [torch.randn(shift + size, generator=generator)[shift:] for _ in range(5)]
+        drawn[3] = drawn[3].square()
+        copy = torch.zeros(shift + size, dtype=torch.bfloat16)[shift:] if model else None
+        found.append(Elements(*drawn[:4], drawn[4] if average else None, copy))
+    return found
+
+
+def copied(found, dtype=None):
+    return [
+        Elements(*(None if t is None else t.to(dtype or t.dtype, copy=True) for t in vars(one).values()))
+        for one in found
+    ]
+
+
+def formula(p: Elements, r: Rates) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return each new value in float64, and the size of the numbers it is made of."""
+    g, w, m, v, a = (t.double() for t in (p.gradient * r.clip, p.main, p.exp_avg, p.exp_avg_sq, p.average))
+    m_new, v_new = r.beta1 * m + (1 - r.beta1) * g, r.beta2 * v + (1 - r.beta2) * g**2
+    corrected = (m_new / (1 - r.beta1**r.step)) / ((v_new / (1 - r.beta2**r.step)).sqrt() + r.eps)
+    w_new = w - r.lr * r.weight_decay * w - r.lr * corrected
+    a_new, size = (1 - r.average) * a + r.average * w_new, w.abs() + (r.lr * corrected).abs()
+    return {
+        "main": (w_new, size),
+        "exp_avg": (m_new, m.abs() + g.abs()),
+        "exp_avg_sq": (v_new, v + g**2),
+        "average": (a_new, a.abs() + size),
+    }
+
+
+def assert_is_the_formula(found, before, rates, ulps=ULPS):
+    for ours, old in zip(found, before, strict=True):
+        for name, (want, size) in formula(old, rates).items():
+            error = float(((getattr(ours, name).double() - want).abs() / size).max()) / ULP[torch.float32]
+            assert error <= ulps, f"{name} of {want.numel()} elements is off by {error:.1f} ulps"
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not_aligned"])
+def test_every_element_is_the_formula(step, shift):
+    """Sizes around a block and a chunk; the copy is the master weight, within the rounding of the interpreter."""
+    rates, found = replace(RATES, step=step), parameters(shift=shift)
+    before = copied(found)
+    fused.adamw(found, rates)
+    assert_is_the_formula(found, before, rates)
+    for ours, old in zip(found, before):
+        assert torch.equal(ours.gradient, old.gradient)
+        assert ((ours.model.float() - ours.main).abs() <= ULP[torch.bfloat16] * ours.main.abs()).all()
+
+
+def test_the_eager_form_is_the_formula():
+    found = parameters()
+    before = copied(found)
+    eager.adamw(found, RATES)
+    assert_is_the_formula(found, before, RATES)
+    assert all(torch.equal(p.model, p.main.bfloat16()) for p in found)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("model", [True, False])
+def test_what_a_parameter_has_not_is_neither_read_nor_written(average, model):
+    found = parameters(average=average, model=model)
+    both = parameters()
+    fused.adamw(found, RATES)
+    fused.adamw(both, RATES)
+    for ours, theirs in zip(found, both):
+        names = FIELDS[:3] + ("average",) * average + ("model",) * model
+        assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in names)
+
+
+def test_the_copy_may_be_fp16():
+    found = [replace(p, model=torch.zeros_like(p.main, dtype=torch.float16)) for p in parameters()]
+    fused.adamw(found, RATES)
+    for p in found:
+        assert ((p.model.float() - p.main).abs() <= 2.0**-10 * p.main.abs() + 2.0**-24).all()
+
+
+def test_neighbours_in_one_buffer_stay_as_they_are():
+    """Nothing is written past the last element of a parameter, and each element is written once."""
+    buffers = torch.randn(5, 300).abs()
+    inner = Elements(*(row[7:190] for row in buffers), torch.zeros(300, dtype=torch.bfloat16)[7:190])
+    before = buffers.clone()
+    fused.adamw([inner], RATES)
+    changed = (buffers != before).any(0)
+    assert changed.nonzero().flatten().tolist() == list(range(7, 190))
+
+
+def test_a_weight_of_one_copies_the_weights_into_the_average():
+    found = parameters()
+    fused.adamw(found, replace(RATES, average=1.0))
+    assert all(torch.equal(p.average, p.main) for p in found)
+
+
+def test_twenty_updates_stay_beside_torchs_adamw():
+    """Errors do not add up: after 20 updates with changing rates the weights are within some ulps of torch's."""
+    found = parameters((100,))
+    weight = torch.nn.Parameter(found[0].main.clone())
+    found[0].exp_avg.zero_()
+    found[0].exp_avg_sq.zero_()
+    theirs = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
+    generator = torch.Generator().manual_seed(8)
+    for step in range(1, 21):
+        theirs.param_groups[0]["lr"] = lr = 1e-2 / step
+        weight.grad = torch.randn(100, generator=generator)
+        found[0].gradient.copy_(weight.grad)
+        fused.adamw(found, Rates(lr, 0.9, 0.95, 1e-6, 0.1, step))
+        theirs.step()
+    size = weight.detach().abs().clamp(min=0.1)
+    assert float(((found[0].main - weight.detach()).abs() / size).max()) <= 16 * ULP[torch.float32]

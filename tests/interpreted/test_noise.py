@@ -1,0 +1,145 @@
+"""Noise drawn inside a kernel: the words of `dit.philox` to the bit, and what is mixed of its numbers, in float64."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dit.batch import PackedBatch
+from dit.kernels.fused.gpu.noise import COUNTERS, random_words
+from dit.kernels.fused.noise import mix
+from dit.layout import SequenceLayout
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.philox import MASK32, philox
+from tests.interpreted.formulas import ULP
+
+SEED, STEP = 2**40 + 12345, 977
+IDS = torch.tensor([3, 2**62 + 5, -(2**33) - 41], dtype=torch.int64)
+DRAWS = torch.tensor([9, 2**40, 0], dtype=torch.int64)
+PADDED = SequenceLayout.from_lengths([9, 2, 13], multiple_of=4, total_tokens=37)
+LAYOUTS = {
+    "dense": SequenceLayout.from_lengths([6, 6, 6]),
+    "ragged_padded": PADDED,
+    "any_order": PADDED.select(torch.randperm(37, generator=torch.Generator().manual_seed(1))[:21]),
+    "many": SequenceLayout.from_lengths([200, 3, 111]),
+}
+SEEDS = {"pack": SEED, "negative": -7, "samples": torch.tensor([1, 2**45 + 3, -9])}
+# Of the radius of a Box-Muller pair: logarithm, root, sine or cosine by series, and two products.
+NORMAL_ULPS = 6
+
+
+@triton.jit
+def words_kernel(k0, k1, element, step, address, out, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    key0, key1, time = tl.load(k0 + at), tl.load(k1 + at), tl.load(step + at)
+    w0, w1, w2, w3 = random_words(key0, key1, tl.load(element + at), time, tl.load(address + at))
+    tl.store(out + at, w0.to(tl.int64))
+    tl.store(out + COUNT + at, w1.to(tl.int64))
+    tl.store(out + 2 * COUNT + at, w2.to(tl.int64))
+    tl.store(out + 3 * COUNT + at, w3.to(tl.int64))
+
+
+def test_the_words_are_those_of_philox_to_the_bit():
+    """Over all of 32 bits, with addresses of 64."""
+    generator = torch.Generator().manual_seed(4)
+    draws = [torch.randint(0, 2**32, (64,), generator=generator) for _ in range(6)]
+    for given in draws:
+        given[0], given[1] = 0, 2**32 - 1
+    k0, k1, element, step, low, high = draws
+    out = torch.empty(4, 64, dtype=torch.int64)
+    words_kernel[(1,)](k0, k1, element, step, low | (high << 32), out, COUNT=64)
+    assert torch.equal(out, torch.stack(philox((element, step, low, high), (k0, k1))))
+
+
+def noise_of(layout, seed=SEED, kernel=mix):
+    return AddressedNoise(seed, STEP, IDS, layout, DRAWS, kernel)
+
+
+def words_of(noise, step, ids, seed, element):
+    """Return the words of elements of samples."""
+    counter = element, torch.tensor(step), ids & MASK32, (ids >> 32) & MASK32
+    e, s, low, high = torch.broadcast_tensors(*counter)
+    return philox((e, s, low, high), noise._key("eps", seed))
+
+
+def normals(layout, seed, channels):
+    """Return the Box-Muller transform of the same words in float64, and the radius of each number."""
+    eager = noise_of(layout, seed, None)
+    blocks = -(-channels // 4)
+    element = layout.token_index_T[:, None] * blocks + torch.arange(blocks)
+    of_token = layout.segment_ids_T[:, None]
+    seeds = seed if isinstance(seed, int) else seed[of_token]
+    words = words_of(eager, STEP, eager.ids_S[of_token], seeds, element)
+    u0, u1, u2, u3 = (((w >> 9).double() + 0.5) * 2.0**-23 for w in words)
+    pairs = [((-2 * u.log()).sqrt(), 2 * math.pi * v) for u, v in ((u0, u1), (u2, u3))]
+    numbers = [f(angle) * radius for radius, angle in pairs for f in (torch.cos, torch.sin)]
+    radii = [radius for radius, _ in pairs for _ in range(2)]
+    return (torch.stack(x, -1).flatten(1)[:, :channels] for x in (numbers, radii))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)
+@pytest.mark.parametrize("channels", [1, 10, 16, *(pytest.param(n, marks=pytest.mark.matrix) for n in (3, 64, 770))])
+def test_pure_noise_is_the_transform_of_the_words(layout, seed, channels):
+    """With x0 times 0 and noise times 1; numbers of channels that four divides and does not."""
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    x0 = torch.randn(layout.num_local_tokens, channels)
+    (got,) = noise_of(layout, seed).mix_TC("eps", x0, lambda: [(zeros, ones)])
+    want, radius = normals(layout, seed, channels)
+    assert got.shape == x0.shape
+    assert float(((got.double() - want).abs() / radius).max()) <= NORMAL_ULPS * ULP[torch.float32]
+
+
+def test_the_ends_of_the_logarithm_have_their_digits():
+    """Near u = 1 the radius is small, and a logarithm without care has none; near 0 it is largest."""
+    layout = SequenceLayout.from_lengths([COUNTERS * 40])
+    noise = AddressedNoise(SEED, 1, IDS[:1], layout, None, mix)
+    (got,) = noise.mix_TC("eps", torch.zeros(COUNTERS * 40, 4), lambda: [(torch.zeros(1), torch.ones(1))])
+    element = layout.token_index_T[:, None]
+    words = words_of(noise, 1, IDS[:1], SEED, element)
+    radius = (-2 * (((words[0] >> 9).double() + 0.5) * 2.0**-23).log()).sqrt()[:, 0]
+    assert radius.min() < 0.03
+    assert radius.max() > 4
+    ours = got[:, :2].double().norm(dim=1)
+    assert float(((ours - radius).abs() / radius).max()) <= NORMAL_ULPS * ULP[torch.float32]
+
+
+def test_two_mixtures_of_one_noise_in_bf16_latents():
+    generator = torch.Generator().manual_seed(2)
+    x0 = torch.randn(37, 6, generator=generator).bfloat16()
+    pairs = [tuple(torch.randn(2, 3, generator=generator)) for _ in range(2)]
+    got = noise_of(PADDED).mix_TC("eps", x0, lambda: pairs)
+    eps, radius = normals(PADDED, SEED, 6)
+    for ours, (a, b) in zip(got, pairs, strict=True):
+        a, b = (x.double()[PADDED.segment_ids_T][:, None] for x in (a, b))
+        size = (a * x0.double()).abs() + b.abs() * radius
+        error = (ours.double() - (a * x0.double() + b * eps)).abs() / size
+        assert float(error.max()) <= (NORMAL_ULPS + 2) * ULP[torch.float32]
+
+
+OBJECTIVES = {
+    "flow": FlowMatching(),
+    "flow_x0": FlowMatching(prediction="x0"),
+    "edm": EDM(),
+    **{f"ddpm_{p}": DDPM(prediction=p) for p in ("noise", "x0", "v")},
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_an_objective_prepares_the_eager_numbers(objective):
+    """Inputs, targets, times and weights; the samples keep noise levels of their own."""
+    x0 = torch.randn(37, 6, generator=torch.Generator().manual_seed(3))
+    batch = PackedBatch(x0, torch.zeros(37, 3).long(), PADDED, IDS, ((1, 1, 1),) * 3, ("a", "b", "c"))
+    ours, theirs = (objective.prepare(batch, noise_of(PADDED, kernel=kernel)) for kernel in (mix, None))
+    assert torch.equal(ours.time_S, theirs.time_S)
+    assert torch.equal(ours.weight_S, theirs.weight_S)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(ours.inputs_TC, theirs.inputs_TC)
+    # EDM's eager form subtracts nearly equal numbers where sigma is small.
+    torch.testing.assert_close(ours.target_TC, theirs.target_TC, rtol=1e-4, atol=1e-3 if objective.augments else 1e-5)

@@ -1,0 +1,83 @@
+"""Runs with the fused update: the state of runs with the eager one, for every kind of data parallelism."""
+
+import pytest
+import torch
+
+from benchmarks.parallel_world import run_world
+from tests.interpreted.formulas import ULP
+from tests.parallel.test_fsdp import assert_close
+from tests.parallel.test_optimizer import DDP, DISTRIBUTED, EXPERTS, FSDP, SETTINGS
+
+RTOL = 1e-5  # of each whole tensor: float32 roundings of 5 updates, and what gradients make of them
+EP2 = {**DISTRIBUTED, "expert_model_parallel_size": 2}
+OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+ONE = {"ddp1": DDP, "distributed1": DISTRIBUTED}
+TWO = {"ddp2": DDP, "distributed2": DISTRIBUTED, "overlapped2": OVERLAPPED, "fsdp2": FSDP}
+OFFLOADED = {"training": {**SETTINGS["training"], "ema_offload": True, "ema_interval": 2}}
+STEPS, SAVED_AT = 5, 3
+CPU = {"timeout_s": 1800.0}
+
+
+def case(parallel, precision, kernels, steps=STEPS, settings=SETTINGS, **options):
+    fixed = {"task": "tests.interpreted.update_worker:train", "parallel": parallel, "precision": precision}
+    return {**fixed, "kernels": kernels, "steps": steps, "run_dir": "none", **settings, **options}
+
+
+def pairs(name, parallel, **options):
+    """Every precision with both updates; in bf16 one step, as the interpreter rounds its copies towards zero."""
+    return {
+        (name, precision, kernels): case(parallel, precision, kernels, steps, **options)
+        for precision, steps in (("fp32", STEPS), ("bf16", 1))
+        for kernels in ("eager", "triton")
+    }
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """Both updates on one rank, and a run that goes on with the other update."""
+    folder = tmp_path_factory.mktemp("one")
+    cases = {key: c for name, parallel in ONE.items() for key, c in pairs(name, parallel).items()}
+    cases |= pairs("offloaded", DISTRIBUTED, **OFFLOADED)
+    for first, then in (("eager", "triton"), ("triton", "eager")):
+        common = {"run_dir": folder / first}
+        cases[first, "saved"] = case(DISTRIBUTED, "fp32", first, SAVED_AT, save=True, **common)
+        cases[first, "resumed"] = case(DISTRIBUTED, "fp32", then, STEPS - SAVED_AT, **common)
+    return dict(zip(cases, run_world(1, list(cases.values()), folder / "world", **CPU)))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Both updates on two ranks, also with experts, which have an optimizer of their own."""
+    cases = {key: c for name, parallel in TWO.items() for key, c in pairs(name, parallel).items()}
+    cases |= pairs("experts", EP2, settings=EXPERTS)
+    return dict(zip(cases, run_world(2, list(cases.values()), tmp_path_factory.mktemp("two"), **CPU)))
+
+
+def assert_equal_runs(results, name, precision):
+    eager, fused = (results[name, precision, kernels] for kernels in ("eager", "triton"))
+    assert fused["grad_norms"] == pytest.approx(eager["grad_norms"], rel=RTOL)
+    assert_close(fused["after"], eager["after"], RTOL)
+    ulp = ULP[torch.bfloat16] if precision == "bf16" else RTOL
+    for weight, expected in eager.get("model", {}).items():
+        assert ((fused["model"][weight] - expected).abs() <= ulp * expected.abs().clamp(min=1e-3)).all(), weight
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [*ONE, "offloaded"])
+def test_a_run_has_the_eager_state(one_rank, name, precision):
+    assert_equal_runs(one_rank, name, precision)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [*TWO, "experts"])
+def test_runs_of_two_ranks_have_the_eager_state(two_ranks, name, precision):
+    assert_equal_runs(two_ranks, name, precision)
+
+
+@pytest.mark.parametrize("first", ["eager", "triton"])
+def test_a_run_may_go_on_with_the_other_update(one_rank, first):
+    """The checkpoint is the same: moments, average and Adam's step count are found."""
+    resumed = one_rank[first, "resumed"]
+    assert resumed["resumed_at"] == SAVED_AT
+    assert_close(resumed["after"], one_rank["distributed1", "fp32", "eager"]["after"], RTOL)

@@ -1,0 +1,28 @@
+"""What one rank of a test of the fused update runs; cases name these functions."""
+
+import torch
+
+from dit.backends import process_groups
+from dit.optimizer.update import build_update
+from dit.parallel.implementations import target_of
+from tests.parallel.fsdp_worker import start, state_of
+
+
+def train(case: dict) -> dict:
+    """Train with eager layers, and the update that the case names; report the state, and the model's own weights."""
+    run = start(case)
+    state, config = run.state, run.config
+    target, clip = target_of(config.model, config.training.precision), config.optimizer.clip_grad
+    state.update = build_update(state.optimizer, state.shards, state.ema, clip, target, case["kernels"])
+    loss_sums = torch.zeros(2)
+    resumed_at = state.step
+    norms = [run.step(loss_sums) for _ in range(case["steps"])]
+    result = {"resumed_at": resumed_at, "grad_norms": norms, "after": state_of(run)}
+    if config.parallel.data_parallel != "fsdp":
+        # All of each weight: where it is sharded, it was gathered after the update.
+        result["model"] = {s.name: s.parameter.detach().float().clone() for s in state.shards}
+    if case.get("save"):
+        run.save()
+    run.close()
+    process_groups.release()
+    return result

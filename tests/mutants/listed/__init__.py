@@ -1,0 +1,15 @@
+"""The mistakes that the suite must see: one changed line each, with the tests that should fail because of it."""
+
+from tests.mutants.listed import commands, data, kernels, layers, objectives, parallel, sampling, updates
+
+MUTANTS = (
+    *objectives.MUTANTS,
+    *sampling.MUTANTS,
+    *kernels.MUTANTS,
+    *layers.MUTANTS,
+    *parallel.MUTANTS,
+    *updates.MUTANTS,
+    *data.MUTANTS,
+    *commands.MUTANTS,
+)
+"""By room of the changed file, a file of this folder for each."""

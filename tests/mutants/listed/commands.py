@@ -1,0 +1,42 @@
+"""Commands and what is left: one wrong line each."""
+
+from tests.mutants.listed.paths import EVALUATION, NEMO, OWN_DATA, RANKS, STATUS
+from tests.mutants.runner import Mutant
+
+MUTANTS = (
+    Mutant(
+        "a resolution of NeMo is a level too deep",
+        "launch/nemo_keys.py",
+        "sorted(sides.index(side) for",
+        "sorted(sides.index(side) + 1 for",
+        (NEMO,),
+    ),
+    Mutant(
+        "pictograms: a drawing that is as near pushes the one asked for back",
+        "launch/pictograms.py",
+        "distance_NM < own_N1",
+        "distance_NM <= own_N1",
+        (RANKS,),
+    ),
+    Mutant(
+        "evaluation: batches of the ranks are put together in another order",
+        "launch/measurement.py",
+        "of_rank[i % ranks][i // ranks]",
+        "of_rank[-1 - i % ranks][i // ranks]",
+        (EVALUATION,),
+    ),
+    Mutant(
+        "own_data: a pack as long as the shortest sample wants it",
+        "recipes/own_data.py",
+        "longest = max(t * h * w",
+        "longest = min(t * h * w",
+        (OWN_DATA,),
+    ),
+    Mutant(
+        "status: steps before a rewind count",
+        "launch/run_status.py",
+        "for later in [known for known in values if known > step]:",
+        "for later in [known for known in values if known < 0]:",
+        (STATUS,),
+    ),
+)

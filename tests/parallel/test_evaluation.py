@@ -1,0 +1,36 @@
+"""`launch.evaluate --cascade` on several ranks: each draws its share, and the pictures are those of one rank."""
+
+import pytest
+
+from benchmarks.parallel_world import run_world
+from tests.parallel.evaluation_worker import EACH, LETTERS
+
+WORLDS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluation")
+    found = {}
+    for world in WORLDS:
+        case = {"task": "tests.parallel.evaluation_worker:run", "folder": folder / f"pictures of {world}"}
+        (found[world],) = run_world(world, [case], folder / str(world))
+    return found
+
+
+def test_two_ranks_measure_what_one_does_and_one_of_them_says_it(results):
+    """After each stage; the pictures are the same to the bit."""
+    one, two = results[1], results[2]
+    assert [score["stage"] for score in one["scores"]] == ["base", "sr"]
+    assert one["scores"] == two["scores"]
+    assert two["silent"] == [""]
+    assert set(one["code"] + two["code"]) == {0}
+    assert one["grids"].keys() == two["grids"].keys() == {"grid_base.png", "grid_sr.png"}
+    assert one["grids"] == two["grids"]
+
+
+def test_the_ranks_share_the_work(results):
+    """Batches of 64 small samples, then of the 16 that are enlarged at a time, go to the ranks in turn."""
+    total = EACH * len(LETTERS)
+    assert results[1]["drawn"] == [2 * total]
+    assert results[2]["drawn"] == [64 + 48, total - 64 + total - 48]

@@ -1,0 +1,144 @@
+"""fp16 training: an overflow on one rank skips the step on all; the scale halves, grows, and resumes to the bit."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.parallel_world import run_world
+
+DDP, DISTRIBUTED, FSDP = ({"data_parallel": kind} for kind in ("ddp", "distributed_optimizer", "fsdp"))
+KINDS = {
+    **{"ddp": DDP, "distributed": DISTRIBUTED, "fsdp": FSDP},
+    "pp2": {**DDP, "pipeline_model_parallel_size": 2},
+    "tp2_sp": {**DISTRIBUTED, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+INITIAL, WINDOW = 64.0, 2
+TRAINING = {
+    **{"global_batch_size": 4, "ema_decay": 0.5, "initial_loss_scale": INITIAL, "min_loss_scale": INITIAL / 4},
+    "loss_scale_window": WINDOW,
+}
+SUBNORMAL = 2.0**-24
+BAD_STEP, STEPS, SAVED_AT = 2, 6, 3
+ON_RANK_1 = {"steps": [BAD_STEP], "rank": 1}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loss_scale")
+
+    def case(parallel, steps=STEPS, run_dir="none", **options):
+        training = {**TRAINING, **options.pop("training", {})}
+        task = "tests.parallel.loss_scale_worker:train"
+        shared = {"task": task, "parallel": parallel, "precision": "fp16", "run_dir": folder / run_dir}
+        return {**shared, "training": training, "steps": steps, **options}
+
+    two = {
+        **{(name, "good"): case(kind, BAD_STEP - 1) for name, kind in KINDS.items()},
+        **{(name, "bad"): case(kind, BAD_STEP, fault=ON_RANK_1) for name, kind in KINDS.items()},
+        "experts": case({**DISTRIBUTED, "expert_model_parallel_size": 2}, STEPS, model=EXPERTS, fault=ON_RANK_1),
+        "long": case(DISTRIBUTED, fault=ON_RANK_1),
+        "saved": case(DISTRIBUTED, SAVED_AT, run_dir="stopped", fault=ON_RANK_1, save=True),
+        "resumed": case(DISTRIBUTED, STEPS - SAVED_AT, run_dir="stopped"),
+        "always": case(DISTRIBUTED, fault={"steps": list(range(1, STEPS + 1)), "rank": 1}),
+        "loss": case(DISTRIBUTED, fault={**ON_RANK_1, "forward": True, "factor": math.nan}),
+        "constant": case(DISTRIBUTED, fault=ON_RANK_1, training={"loss_scale": 32.0}),
+    }
+    one = {
+        # Scales that differ by a power of two: fp16 rounds the same digits.
+        **{scale: case(DDP, 1, training={"loss_scale": scale}) for scale in (1.0, 4.0, 64.0)},
+        "huge": case(DDP, STEPS, training={"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0}),
+    }
+    found = {}
+    for world, named in ((1, one), (2, two)):
+        found |= dict(zip(named, run_world(world, list(named.values()), folder / f"world{world}")))
+    return found
+
+
+def assert_same_state(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(results, kind):
+    """Weights, average, moments and Adam's step count are those of the step before; the scale is half."""
+    good, bad = results[kind, "good"], results[kind, "bad"]
+    assert bad["norms"] == [*good["norms"], math.inf]
+    assert bad["skips"] == [0, 1]
+    assert bad["scales"] == [INITIAL, INITIAL]
+    assert bad["last_scale"] == INITIAL / 2
+    assert bad["step"] == BAD_STEP  # the batch is gone
+    assert_same_state(bad["after"], good["after"])
+    assert int(bad["after"]["step"]) == BAD_STEP - 1
+
+
+def test_the_scale_doubles_after_the_window(results):
+    """By the formula: two good steps double it, an overflow halves it and restarts the count."""
+    run = results["long"]
+    assert run["scales"] == [64.0, 64.0, 32.0, 32.0, 64.0, 64.0]
+    assert run["last_scale"] == 128.0
+    assert run["skips"] == [0, 1, 1, 1, 1, 1]
+
+
+def test_experts_and_dense_layers_share_one_scale(results):
+    """Megatron-Core has an optimizer for each, and would have a scale for each."""
+    assert results["experts"]["scales"] == results["long"]["scales"]
+    assert results["experts"]["skips"] == results["long"]["skips"]
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(results):
+    """The count towards the next doubling too: it stands at one of two where the run was saved."""
+    saved, resumed, full = results["saved"], results["resumed"], results["long"]
+    assert resumed["resumed_at"] == SAVED_AT
+    for name in ("scales", "skips", "norms"):
+        assert saved[name] + resumed[name] == full[name]
+    assert resumed["last_scale"] == full["last_scale"]
+    assert_same_state(resumed["after"], full["after"])
+
+
+def test_an_overflow_with_the_smallest_scale_stops_the_run(results):
+    run = results["always"]
+    assert run["scales"] == [64.0, 32.0, 16.0]
+    assert run["last_scale"] == 16.0
+    assert run["step"] == 2
+    assert "Each rank's own loss is finite" in run["error"]
+    assert "loss scale of 16" in run["error"]
+    assert "training.min_loss_scale" in run["error"]
+    assert "precision=bf16" in run["error"]
+    assert_same_state(run["after"], run["before"])
+
+
+def test_an_overflow_with_a_constant_scale_stops_the_run(results):
+    run = results["constant"]
+    assert run["scales"] == [32.0, 32.0]
+    assert "loss scale of 32" in run["error"]
+    assert run["step"] == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(results):
+    """No scale helps: the loss is scaled after it is computed."""
+    run = results["loss"]
+    assert run["step"] == BAD_STEP - 1
+    assert "The loss of rank 1 is not finite" in run["error"]
+    assert "min_loss_scale" not in run["error"]
+
+
+def test_gradients_do_not_depend_on_the_scale(results):
+    """Adam's first moment is a tenth of them; fp16 loses multiples of 6e-8 of each token, more with a smaller scale."""
+    reference = results[64.0]
+    for scale in (1.0, 4.0):
+        assert results[scale]["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+        for name, tensor in reference["after"].items():
+            if name.startswith("exp_avg."):
+                torch.testing.assert_close(results[scale]["after"][name], tensor, rtol=1e-3, atol=SUBNORMAL, msg=name)
+
+
+def test_a_scale_that_is_too_large_finds_its_level(results):
+    """From 2^32 every step halves it; the weights wait."""
+    run = results["huge"]
+    assert run["scales"] == [2.0 ** (32 - i) for i in range(STEPS)]
+    assert run["skips"] == list(range(1, STEPS + 1))
+    assert_same_state(run["after"], run["before"])

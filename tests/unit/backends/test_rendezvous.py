@@ -1,0 +1,56 @@
+"""Every attempt of a job has a store of its own, also where the launcher's store has the keys of attempts before it."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from dit.backends import rendezvous
+from dit.backends.rendezvous import ATTEMPT, store_of_attempt
+
+RANKS = 3
+
+
+def meet(store, delays):
+    """Let all ranks meet, each after its delay; return what rank 0's value is for each of them."""
+    found = {}
+
+    def rank_of(rank):
+        time.sleep(delays[rank])
+        own = store_of_attempt(store, rank, RANKS, 20.0)
+        if rank == 0:
+            own.set("address", f"{delays}")
+        found[rank] = own.get("address").decode()
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("first", range(RANKS))
+def test_an_attempt_does_not_see_the_keys_of_those_before(first):
+    """Whoever comes last: the values of the attempt before are in the store all the while."""
+    store = dist.HashStore()
+    for last in (first, 0, 1, 2):
+        delays = [0.2 * (rank == last) for rank in range(RANKS)]
+        assert meet(store, delays) == [f"{delays}"] * RANKS
+
+
+def test_an_attempt_that_never_began_does_not_matter():
+    """Rank 0 and one other of it died before they met; their keys are still there."""
+    store = dist.HashStore()
+    store.set(ATTEMPT, "dead")
+    store.set("dit/dead/nonce_1", "of a process that is gone")
+    assert meet(store, [0.3, 0.0, 0.0]) == ["[0.3, 0.0, 0.0]"] * RANKS
+
+
+def test_a_rank_that_stays_alone_gives_up(monkeypatch):
+    monkeypatch.setattr(rendezvous, "LOOK_S", 0.05)
+    with pytest.raises(dist.DistStoreError, match="did not begin"):
+        store_of_attempt(dist.HashStore(), 1, 2, 0.3)
+    with pytest.raises(dist.DistStoreError):
+        store_of_attempt(dist.HashStore(), 0, 2, 0.3)

@@ -1,0 +1,53 @@
+"""What aspect buckets and packs lose of pictures: small lists by hand, and the numbers of the page."""
+
+import math
+
+import pytest
+
+from benchmarks.buckets import SDXL, cover, losses, many_pictures, table
+from benchmarks.packing import main
+from energon_data.prepare.pictures import Fit
+from tests.unit.launch.pages import ROOT
+
+
+def test_the_list_is_the_published_one():
+    """40 sizes of multiples of 64, their area within a tenth of 1,024 squared, ratios from 1:4 to 4:1."""
+    assert len(set(SDXL)) == 40
+    assert all(w % 64 == h % 64 == 0 for w, h in SDXL)
+    assert all(abs(w * h / 1024**2 - 1) < 0.1 for w, h in SDXL)
+    assert {min(w / h for w, h in SDXL), max(w / h for w, h in SDXL)} == {0.25, 4.0}
+    assert [(h, w) for w, h in SDXL if (h, w) not in SDXL] == [(1344, 704)]  # the one without its mirror image
+
+
+def test_a_picture_covers_the_nearest_bucket():
+    """3:2 lies nearest to 1216 x 832, which 1500 x 1000 fills by its height."""
+    assert cover(1500, 1000) == (1248, 832, 1216, 832)
+    assert cover(1024, 1024) == (1024, 1024, 1024, 1024)
+    assert cover(512, 512) == (1024, 1024, 1024, 1024)
+
+
+def test_the_shares_of_a_list_by_hand():
+    """Two squares, one enlarged, fill a batch of two; the third picture is cut by 32 columns and has no batch."""
+    found = losses([(2048, 2048), (512, 512), (1500, 1000)], cover, batch=2)
+    cut, scaled = 2 * 1024**2 + 1216 * 832, 2 * 1024**2 + 1248 * 832
+    assert found["cut"] == pytest.approx(1 - cut / scaled)
+    kept, stored = 1024**2 + 512**2 + 1248 * 832, 2048**2 + 512**2 + 1500 * 1000
+    assert found["shrunk"] == pytest.approx(1 - kept / stored)
+    assert (found["enlarged"], found["dropped"]) == (1 / 3, 1 / 3)
+    native = losses([(100, 70)], Fit(multiple_of=16).target)
+    assert native == {"cut": pytest.approx(1 - 96 * 64 / 7000), "shrunk": 0, "enlarged": 0, "dropped": 0}
+
+
+def test_the_pictures_have_the_sizes_that_the_page_says():
+    sizes = many_pictures(2000)
+    assert sizes == many_pictures(2000)
+    assert all(511 <= math.sqrt(w * h) <= 2049 for w, h in sizes)
+    assert all(0.33 <= w / h <= 3.01 for w, h in sizes)
+    assert 0.45 < sum(w > h for w, h in sizes) / 2000 < 0.55
+
+
+def test_the_page_has_the_numbers_of_the_command(capsys):
+    assert main(["--pictures", "10000"]) == 0
+    printed = capsys.readouterr().out.strip()
+    assert printed in (ROOT / "docs/data.md").read_text()
+    assert len(printed.splitlines()) == len(table([]).splitlines()) + 3

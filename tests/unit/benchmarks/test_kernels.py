@@ -1,0 +1,79 @@
+"""The modelled bandwidth of kernels: by hand from registers, shared memory and bytes, and of all fused operations."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from benchmarks.kernels import CHIPS, LATENCY_S, Traffic, occupancy
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from the extra `dev`")
+H100 = CHIPS["h100"]
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_bytes", "warps", "programs"),
+    [
+        (32, 0, 4, 16),  # 64 warps fill a multiprocessor
+        (40, 0, 4, 12),  # 65536 / (40 x 32 x 4) = 12.8
+        (41, 0, 4, 10),  # a warp gets 1,536 registers, not 1,312
+        (16, 0, 1, 32),  # no more than 32 programs
+        (32, 100 * 1024, 4, 2),  # 228 kilobytes for 101 each
+        (255, 0, 16, 0),  # does not fit
+    ],
+)
+def test_programs_of_a_multiprocessor_are_those_of_the_tightest_limit(registers, shared_bytes, warps, programs):
+    assert occupancy(registers, shared_bytes, warps, H100) == programs
+
+
+def run(*arguments: str) -> dict:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels", "--json", *arguments]
+    environment = {**os.environ, "DIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(found: dict, device: str) -> None:
+    chip = CHIPS[device]
+    assert {row["case"] for row in found["kernels"]} == {call["case"] for call in found["calls"]}
+    for call in found["calls"]:
+        rows = [row for row in found["kernels"] if row["case"] == call["case"]]
+        assert call["measured"] is None
+        assert call["modelled"] == min(row["modelled"] for row in rows)
+        for row in rows:
+            assert row["spills"] == 0
+            assert 0 < row["modelled"] <= chip.bandwidth
+            both = (call["read"] + call["written"]) / call["read"]
+            assert row["modelled"] <= row["in_flight"] / LATENCY_S * both
+
+
+@needs_triton
+def test_the_update_and_the_noise_move_what_their_tensors_have():
+    """Two parameters of 2**24 elements: 5 tensors read, 4 and a half written. Latents 2 bytes, two results 4 each."""
+    found = run("--only", "AdamW", "noise")
+    check(found, "h200")
+    update, noise = found["calls"]
+    assert (update["read"], update["written"]) == (2 * 5 * 4 << 24, 2 * (4 * 4 + 2) << 24)
+    tokens = 8 * 8192
+    assert noise["written"] == tokens * 16 * 2 * 4
+    assert noise["read"] == pytest.approx(tokens * (16 * 2 + 2 * 8), rel=1e-3)  # segment and place of each token
+
+
+@needs_triton
+@pytest.mark.matrix
+@pytest.mark.parametrize("device", CHIPS)
+def test_every_fused_operation_has_a_modelled_bandwidth_without_spills(device):
+    found = run("--device", device)
+    check(found, device)
+    assert len(found["calls"]) >= 16
+
+
+def test_an_operator_of_torch_is_not_counted():
+    with Traffic() as traffic:
+        torch.ones(3) + 1
+    assert (traffic.read, traffic.written) == (0, 0)

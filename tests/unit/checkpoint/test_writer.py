@@ -1,0 +1,389 @@
+"""The processes that write checkpoints: the parts of all ranks become one, or none, whatever dies or fails."""
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+from dit.checkpoint import writer as writer_module
+from dit.checkpoint.store import CheckpointStore
+from dit.checkpoint.writer import ORDER, Settings, Writer
+from dit.checkpoint.writer_process import SharedMemory, WriterProcess
+from dit.errors import CheckpointError
+from dit.settings import CheckpointConfig
+from tests.unit.checkpoint.checkpoints import leftovers, make_store, newest_step
+from tests.unit.checkpoint.test_checkpoint_crashes import CHANGING_CALLS, Trip
+
+RANKS = 3
+META = {"consumed_samples": 8, "held_out_loss": None}
+NUM_KILLS = 12
+
+
+def content(step, rank):
+    """Return the files of a rank, a function of both numbers: bytes of odd length, and a tensor after eight bytes."""
+    seeded = random.Random(f"{step} {rank}")
+    values = torch.arange(seeded.randrange(20_000, 40_000), dtype=torch.float32) + step
+    files = {
+        f"rank_{rank}.safetensors": [bytes(8), values, values[:5]],
+        f"loader/dp_{rank}.pt": [seeded.randbytes(777)],
+    }
+    return files | ({"state.json": [b"{}"], "empty": [b""]} if rank == 0 else {})
+
+
+def as_bytes(pieces):
+    return b"".join(piece if isinstance(piece, bytes) else piece.numpy().tobytes() for piece in pieces)
+
+
+def expected(step, ranks=RANKS):
+    return {name: as_bytes(pieces) for rank in range(ranks) for name, pieces in content(step, rank).items()}
+
+
+class World:
+    """A writer for each of a few ranks, as their training processes use them."""
+
+    def __init__(self, root, ranks=RANKS, **config):
+        self.root, self.count, self.come = root, itertools.count(1), {}
+        self.config = CheckpointConfig(**{"keep_last": 9, **config})
+        self.writers = [WriterProcess(root, rank, ranks, self.config) for rank in range(ranks)]
+        self.store = CheckpointStore(root, self.config)
+
+    def order(self, step, ranks=None):
+        token = f"{id(self)}.{next(self.count)}"
+        for rank, process in enumerate(self.writers):
+            if ranks is None or rank in ranks:
+                process.save(step, token, content(step, rank), {**META, "step": step} if rank == 0 else None)
+
+    def reply(self, rank=0, timeout_s=60.0):
+        deadline, come = time.monotonic() + timeout_s, self.come.setdefault(rank, [])
+        while not come:
+            assert time.monotonic() < deadline, f"no reply of rank {rank}"
+            come += self.writers[rank].replies()
+            time.sleep(0.005)
+        return come.pop(0)
+
+    def save(self, step):
+        self.order(step)
+        return [self.reply(rank)["error"] for rank in range(len(self.writers))]
+
+    def close(self):
+        for process in self.writers:
+            with suppress(OSError):
+                process.process.send_signal(signal.SIGCONT)
+            process.close(30.0)
+
+
+@pytest.fixture
+def world(tmp_path):
+    opened = []
+
+    def open_world(**settings):
+        opened.append(World(tmp_path / "checkpoints", **settings))
+        return opened[-1]
+
+    yield open_world
+    for one in opened:
+        one.close()
+
+
+def found(store, step):
+    folder = store.path(step)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_saved(store, step, ranks=RANKS):
+    """The checkpoint verifies, and has the files of all ranks and no note."""
+    manifest = store.verify(store.path(step))
+    files = found(store, step)
+    del files["manifest.json"]
+    assert files == expected(step, ranks)
+    assert {name: record.sha256 for name, record in manifest.files.items()} == {
+        name: hashlib.sha256(text).hexdigest() for name, text in expected(step, ranks).items()
+    }
+    assert manifest.meta["step"] == step
+
+
+def test_the_parts_of_all_ranks_become_one_checkpoint(world):
+    """Twice, with other sizes; a held-out loss that is attached while the save is under way comes after it."""
+    saving = world()
+    assert saving.save(3) == [None] * RANKS
+    saving.order(6)
+    saving.writers[0].order({"do": "attach", "step": 6, "meta": {"held_out_loss": 0.5, "held_out_step": 6}})
+    saving.writers[0].order({"do": "attach", "step": 5, "meta": {"held_out_loss": 0.1}})
+    assert [saving.reply()["error"] for _ in range(3)] == [None] * 3
+    for step in (3, 6):
+        assert_saved(saving.store, step)
+    assert saving.store.verify(saving.store.path(6)).held_out_loss == 0.5
+    assert leftovers(saving.store) == []
+
+
+def test_what_changes_after_the_order_is_not_written(world):
+    """Training goes on with the tensors."""
+    saving = world(ranks=1)
+    values = torch.ones(1_000_000)
+    saving.writers[0].save(1, "token", {"a": [values]}, META)
+    values.zero_()
+    assert saving.reply()["error"] is None
+    assert found(saving.store, 1)["a"] == torch.ones(1_000_000).numpy().tobytes()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_full_disk_of_one_rank_fails_the_save_and_the_next_succeeds(world, rank):
+    saving = world()
+    assert saving.save(1) == [None] * RANKS
+    limits = resource.prlimit(saving.writers[rank].process.pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    saving.order(2)
+    error = saving.reply()["error"]
+    assert "checkpoint of step 2 was not written" in error
+    assert "File too large" in error
+    assert (f"rank {rank}:" in error) == (rank > 0)
+    assert "intact" in error
+    assert newest_step(saving.store) == 1
+    assert leftovers(saving.store) == []
+    resource.prlimit(saving.writers[rank].process.pid, resource.RLIMIT_FSIZE, limits)
+    for process in saving.writers[1:]:
+        process.restart()  # as `Saves.poll` does on every rank
+    assert saving.save(3) == [None] * RANKS
+    assert_saved(saving.store, 3)
+
+
+def test_a_folder_that_vanishes_while_it_is_written_fails_the_save(world):
+    saving = world(ranks=2)
+    saving.order(1, ranks=[0])
+    deadline = time.monotonic() + 30
+    while not (saving.store.partial_path(1) / ORDER).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    saving.root.rename(saving.root.with_name("elsewhere"))
+    assert "No such file" in saving.reply()["error"]
+    assert saving.save(2) == [None, None]
+    assert_saved(saving.store, 2, ranks=2)
+
+
+def test_a_root_that_is_no_folder_fails_the_save(world):
+    saving = world(ranks=1)
+    saving.root.write_text("")
+    saving.order(1)
+    assert "checkpoint of step 1 was not written" in saving.reply()["error"]
+
+
+def test_a_part_that_never_comes_fails_the_save(world):
+    saving = world(save_timeout_s=0.3)
+    saving.order(1, ranks=[0, 2])
+    assert "nothing came from 1 of 3 ranks (1)" in saving.reply()["error"]
+    assert leftovers(saving.store) == []
+
+
+def test_notes_of_a_killed_attempt_are_not_taken_for_those_of_this_one(world):
+    """Rank 1 finds the folder of an attempt that died; rank 0 begins later."""
+    saving = world(ranks=2)
+    stale = saving.store.begin(4)
+    (stale / ORDER).write_text("another attempt")
+    (stale / "rank_1.safetensors").write_text("torn")
+    saving.order(4, ranks=[1])
+    time.sleep(0.3)
+    assert (stale / "rank_1.safetensors").read_text() == "torn"
+    saving.count = itertools.count(1)
+    saving.order(4, ranks=[0])
+    assert [saving.reply(rank)["error"] for rank in range(2)] == [None, None]
+    assert_saved(saving.store, 4, ranks=2)
+
+
+def test_a_part_of_another_save_is_not_taken_for_one_of_this(world):
+    """A writer of a killed attempt leaves its note in the folder of the next one."""
+    saving = world(ranks=2)
+    saving.order(4, ranks=[0])
+    folder, deadline = saving.store.partial_path(4), time.monotonic() + 30
+    while not (folder / ORDER).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    (folder / "part_00001.json").write_text(json.dumps({"token": "another", "error": None, "files": {}}))
+    time.sleep(0.2)
+    saving.count = itertools.count(1)
+    saving.order(4, ranks=[1])
+    assert [saving.reply(rank)["error"] for rank in range(2)] == [None, None]
+    assert_saved(saving.store, 4, ranks=2)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_for_the_run_do_not_end_a_save(world, signal_number):
+    saving = world(ranks=1)
+    saving.writers[0].process.send_signal(signal_number)
+    assert saving.save(1) == [None]
+
+
+def test_orders_are_executed_after_the_training_process_is_gone(world):
+    """The connection ends at once; the last line is not waited for."""
+    saving = world()
+    saving.order(1)
+    for process in saving.writers:
+        process.close(30.0)
+    assert_saved(saving.store, 1)
+    assert [process.process.returncode for process in saving.writers] == [0] * RANKS
+    saving.writers.clear()
+
+
+def test_an_orphan_does_not_wait_for_parts_that_will_not_come(tmp_path, monkeypatch):
+    """Else the next attempt would wait for the lock that it has."""
+    monkeypatch.setattr(writer_module, "ORPHAN_S", 0.2)
+    ours, theirs = socket.socketpair()
+    memory = SharedMemory()
+    alone = Writer(Settings(str(tmp_path), 0, 2, 600.0, {}), theirs, memory.descriptor)
+    memory.reserve(100)
+    memory.write(0, [b"{}"])
+    ours.close()
+    began = time.monotonic()
+    reply = alone.execute({"do": "save", "step": 1, "token": "t", "files": [["a", 0, 2]], "meta": [0, 2]})
+    assert "nothing came from 1 of 2 ranks" in reply["error"]
+    assert time.monotonic() - began < 10
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_lock_of_the_run_is_kept_by_the_writer(tmp_path):
+    """Until the writer has ended, no other attempt can take it."""
+    from dit.monitoring.run_lock import RunLock
+
+    with RunLock(tmp_path) as lock:
+        process = WriterProcess(tmp_path / "checkpoints", 0, 1, CheckpointConfig(), lock.descriptor)
+    probe = os.open(tmp_path / "run.lock", os.O_RDWR)
+    import fcntl
+
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    process.close(30.0)
+    fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(probe)
+
+
+def test_a_killed_writer_is_named_and_replaced(world):
+    saving = world(ranks=1)
+    assert saving.save(1) == [None]
+    saving.writers[0].process.kill()
+    saving.writers[0].process.wait()
+    with pytest.raises(CheckpointError, match=r"rank 0 was killed by SIGKILL.*intact"):
+        saving.writers[0].replies()
+    with pytest.raises(CheckpointError, match="step 2 was not written"):
+        saving.order(2)
+    saving.writers[0].restart()
+    assert saving.save(2) == [None]
+
+
+def test_kill_of_writers_at_random_moments_leaves_a_valid_checkpoint(world):
+    """One writer, or all: what is found verifies, and the next save succeeds, of the same step or of another."""
+    rng, saving, step = random.Random(5), world(keep_last=2), 1
+    assert saving.save(1) == [None] * RANKS
+    for _ in range(NUM_KILLS):
+        again = rng.random() < 0.3
+        saving.order(step if again else step + 1)
+        time.sleep(rng.uniform(0, 0.06))
+        for process in rng.sample(saving.writers, rng.choice([1, RANKS])):
+            process.process.kill()
+        manifest = saving.store.newest_valid()[1]
+        assert manifest.step in (step, step + 1)
+        assert_saved(saving.store, manifest.step)
+        for process in saving.writers:
+            process.restart()
+        step = manifest.step + 1
+        assert saving.save(step) == [None] * RANKS
+        assert_saved(saving.store, step)
+    assert leftovers(saving.store) == []
+
+
+def both_ranks(root, step, timeout_s=20.0):
+    """Execute an order on two ranks, in threads of this process; return the error of each."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    replies = {}
+
+    def rank_of(rank):
+        memory, files, start = SharedMemory(), [], 0
+        texts = {name: as_bytes(pieces) for name, pieces in content(step, rank).items()}
+        texts["meta"] = json.dumps({**META, "step": step}).encode()
+        memory.reserve(sum(map(len, texts.values())))
+        for name, text in texts.items():
+            memory.write(start, [text])
+            files.append([name, start, len(text)])
+            start += len(text)
+        settings = Settings(str(root), rank, 2, timeout_s, {"keep_last": 2})
+        one = Writer(settings, pairs[rank][1], memory.descriptor)
+        order = {"do": "save", "step": step, "token": f"token {step}", "files": files[:-1], "meta": files[-1][1:]}
+        replies[rank] = one.execute(order)["error"]
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [replies[rank] for rank in range(2)]
+
+
+def test_crash_of_a_machine_at_every_system_call_leaves_a_valid_checkpoint(tmp_path, monkeypatch):
+    """All writers die at once before each changing system call of a save in turn."""
+    outcomes = set()
+    for n in itertools.count(1):
+        root = tmp_path / str(n)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                both_ranks(root, 10)
+                Trip(n, lambda: os._exit(9)).install(monkeypatch, CHANGING_CALLS)
+                both_ranks(root, 20)
+                code = 0
+            finally:
+                os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, 9)
+        store = make_store(root, keep_last=2)
+        manifest = store.newest_valid()[1]
+        outcomes.add(manifest.step)
+        assert_saved(store, manifest.step, ranks=2)
+        store.begin(40)
+        assert leftovers(store) == ["iter_0000040.tmp"], f"crash at call {n}"
+        assert newest_step(store) == manifest.step
+        shutil.rmtree(root)
+        if status == 0:
+            break
+    assert n > 25
+    assert outcomes == {10, 20}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_failing_disk_at_every_system_call_is_reported_and_harms_nothing(tmp_path, monkeypatch, code):
+    """Each write, flush, rename and mkdir of either rank fails once in turn: rank 0 says so, or all is well."""
+
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(writer_module, "POLL_S", 0.001)
+    failures = 0
+    for n in itertools.count(1):
+        root = tmp_path / str(n)
+        assert both_ranks(root, 10) == [None, None]
+        with monkeypatch.context() as patched:
+            trip = Trip(n, fail)
+            trip.install(patched, ("mkdir", "write", "fsync", "rename"))
+            errors = both_ranks(root, 20, timeout_s=0.3)
+        store = make_store(root, keep_last=2)
+        if errors[0] is not None:
+            failures += 1
+            assert newest_step(store) in (10, 20)  # the last flush comes after the rename
+            assert not store.partial_path(20).exists(), f"failure at call {n}"
+        else:
+            assert_saved(store, 20, ranks=2)
+        assert both_ranks(root, 30) == [None, None]
+        assert_saved(store, 30, ranks=2)
+        shutil.rmtree(root)
+        if not trip.fired:
+            break
+    assert failures >= 20

@@ -1,0 +1,151 @@
+"""What `launch.status` says of a run folder, from records written by hand."""
+
+import base64
+import io
+import json
+import os
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from dit.monitoring.exit_record import Outcome, write_outcome
+from dit.monitoring.run_lock import RunLock
+from launch.run_status import lines, read_status
+from launch.status import main
+
+NOW = 1_800_000_000.0
+
+
+def record(kind: str, step: int, **values: Any) -> dict[str, Any]:
+    return {"kind": kind, "step": step, "time": NOW + 2.0 * step, "attempt": 1, **values}
+
+
+def scalars(step: int, loss: Any = 1.0, **values: Any) -> dict[str, Any]:
+    rates = {"samples_per_s": 32.0, "data_wait_share": 0.25, "loader_samples_per_s": 90.0, "skipped_samples": 3}
+    ranks = {"rank_s_median": 0.5, "rank_s_slowest": 1.0, "slowest_rank": 5}
+    more = {"grad_norm": 0.1 * step, "consumed_samples": 64 * step, **rates, **ranks, **values}
+    return record("scalars", step, loss=loss, **more)
+
+
+def run_folder(folder: Path, *records: dict[str, Any], num_steps: int = 40) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"training: {{num_steps: {num_steps}}}\n")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in records))
+    return folder
+
+
+def told(folder: Path) -> dict[str, str]:
+    """Return the lines by their first word."""
+    found = lines(read_status(folder))
+    assert len(found) == 10
+    return {"run": found[0], **{line.split()[0]: line[12:] for line in found[1:]}}
+
+
+@pytest.fixture
+def half_done(tmp_path: Path) -> Path:
+    falling = [scalars(step, loss=2.0 if step <= 10 else 1.0) for step in range(1, 21)]
+    held_out = [record("scalars", step, **{"held_out/loss": loss}) for step, loss in ((10, 0.5), (20, 0.75))]
+    bad = record("incident", 7, incident="spike", details={"reason": "grad_norm=9", "action": "skip", "ranks": [1]})
+    return run_folder(tmp_path / "half", *falling, *held_out, bad)
+
+
+def test_ten_lines_of_a_run_that_was_killed(half_done: Path) -> None:
+    saved = half_done / "checkpoints" / "iter_0000016"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    os.utime(saved / "manifest.json", (time.time() - 180, time.time() - 180))
+    (half_done / "checkpoints" / "iter_0000020.tmp").mkdir()
+    said = told(half_done)
+    assert "ended without a record" in said["run"]
+    assert said["step"] == "20 of 40 (50%), 1,280 samples, attempt 1"
+    assert said["rate"] == "2 s per step, 32.0 samples/s"
+    assert said["loss"] == "1.0000, mean of the last 10 lines 1.0000, before them 2.0000: falling 50%"
+    assert said["held-out"] == "0.7500 at step 20, best 0.5000 at step 10"
+    assert said["grad"].endswith("2, of the last 20 lines the median 1.05, the largest 2")
+    assert said["data"] == "waits 25.0% of the time, the loaders make 90 samples/s, 3 samples lost"
+    assert said["ranks"] == "compute 0.5 s of a step, the slowest 2.00 times the median (most often rank 5)"
+    assert said["checkpoint"] == "step 16, 3m00s old; 4 steps since, 1 kept"
+    assert said["incidents"] == "1 spike; the newest: step 7 spike (reason: grad_norm=9; action: skip)"
+
+
+def test_a_run_that_is_running_has_the_lock_and_an_end_in_sight(half_done: Path) -> None:
+    with RunLock(half_done):
+        said = told(half_done)
+    assert f"running (process {os.getpid()} on " in said["run"]
+    assert said["rate"].endswith(", ETA 40s")
+    assert "ended" in told(half_done)["run"]
+
+
+def test_a_run_that_failed_says_how(half_done: Path) -> None:
+    write_outcome(half_done, Outcome(4, "not_finite", 20, 1, "NotFiniteError: step 21: loss=nan", NOW))
+    assert "not_finite (code 4): NotFiniteError: step 21: loss=nan" in told(half_done)["run"]
+
+
+def test_a_run_that_failed_before_its_first_step_has_all_lines(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_outcome(tmp_path / "run", Outcome(2, "config", None, 0, "ConfigError: no"))
+    said = told(tmp_path / "run")
+    assert (said["step"], said["loss"], said["incidents"]) == ("0, attempt 1", "none yet", "none")
+
+
+def test_steps_that_a_run_went_back_behind_do_not_count(tmp_path: Path) -> None:
+    """The largest step of the log is not that of the run after a rewind; nor are losses of later steps its own."""
+    back = record("incident", 21, incident="rewind", details={"to_step": 8})
+    again = [scalars(9, loss=0.5), scalars(10, loss=0.25)]
+    status = read_status(run_folder(tmp_path / "run", *map(scalars, range(1, 21)), back, *again))
+    assert status.step == 10
+    assert max(status.series["loss"]) == 10
+    assert status.series["loss"][10] == 0.25
+
+
+def test_damaged_lines_words_for_numbers_and_repeated_steps_are_read(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", scalars(1), scalars(2, loss="NaN"), {**scalars(2, loss=3.0), "attempt": 2})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "scalars", "st\n[1]\nnull\n\xff\n{"torn')
+    status = read_status(folder)
+    assert status.attempt == 2
+    assert status.series["loss"] == {1: 1.0, 2: 3.0}
+    assert list(status.times) == [2]
+
+
+class Sources(HTMLParser):
+    """Collects what a page refers to, and its scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, Any]]) -> None:
+        self.tags.add(tag)
+        self.found += [value for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_page_is_one_file_and_escapes_what_records_say(
+    half_done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs side by side; a message of a run is text, never markup."""
+    evil = record("incident", 3, incident="<script>alert(1)</script>", details={"text": "<img src=x>"})
+    other = run_folder(tmp_path / "other", scalars(1), scalars(2), evil)
+    page, png = tmp_path / "page.html", tmp_path / "plot.png"
+    assert main([str(half_done), str(other), "--png", str(png), "--html", str(page)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 21
+    text = page.read_text()
+    parsed = Sources()
+    parsed.feed(text)
+    (source,) = parsed.found
+    assert "script" not in parsed.tags
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    inline = base64.b64decode(re.fullmatch(r"data:image/png;base64,(.*)", source)[1])
+    with Image.open(io.BytesIO(inline)) as first, Image.open(png) as second:
+        assert first.size == second.size == (1200, 700)
+
+
+def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "is no run folder" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Whom the heartbeats blame."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from dit.monitoring.exit_record import Outcome, read_outcome
+from dit.monitoring.heartbeat import Beat, Heartbeat, read_beats, verdict
+
+
+def beats(*phases: tuple[int, str], silent: int = -1) -> dict[int, Beat]:
+    """Return what ranks of other machines wrote, given their steps and phases; one of them long ago."""
+    now = time.time()
+    return {
+        rank: Beat(rank, f"node{rank}", 1, step, phase, now, now - 100 * (rank == silent), "")
+        for rank, (step, phase) in enumerate(phases)
+    }
+
+
+def test_a_silent_rank_is_blamed_before_one_that_is_behind():
+    found = beats((7, "reduces the gradient"), (6, "reads data"), (7, "reduces the gradient"), silent=2)
+    text, blamed, silent = verdict(found, 0, 3, silent_s=50)
+    assert (blamed, silent) == ([2], True)
+    assert "rank 2 (node2, process 1) reduces the gradient after step 7" in text
+    assert "has been silent for 1m40s" in text
+    assert verdict(found, 0, 3, silent_s=500)[1:] == ([1], False)
+    assert verdict(found, 0, 4, silent_s=500)[0] == "rank 3 never wrote a heartbeat"
+
+
+@pytest.mark.parametrize("late", [(6, "saves"), (7, "reads data")])
+def test_the_earliest_phase_of_the_earliest_step_is_late(late):
+    assert verdict(beats((7, "reduces the gradient"), late, (7, "updates")), 0, 3, 50)[1:] == ([1], False)
+
+
+def test_nobody_is_blamed_if_all_are_alike():
+    text, blamed, silent = verdict(beats((7, "saves"), (7, "saves")), 0, 2, 50)
+    assert (blamed, silent) == ([], False)
+    assert "all 2 ranks are in the same phase" in text
+
+
+def test_a_process_of_this_machine_that_is_stopped_or_dead_is_known_at_once():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    found = beats((7, "updates"), (7, "updates"))
+    found[1] = replace(found[1], host=socket.gethostname(), pid=child.pid)
+    try:
+        assert verdict(found, 0, 2, 50)[1] == []
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert "stopped (SIGSTOP" in verdict(found, 0, 2, 50)[0]
+    finally:
+        child.kill()
+        child.wait()
+    assert verdict(found, 0, 2, 50)[0].endswith("is dead")
+
+
+def test_a_rank_without_progress_ends_with_a_verdict_and_one_with_progress_does_not(tmp_path):
+    """Progress is any phase; the verdict is in the exit record, and the incident in the record of the run."""
+    codes, ended = [], threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    with Heartbeat(tmp_path, 0, 2, 0.6, end=end) as heart:
+        for step in range(8):
+            heart.phase.enter("computes", step)
+            time.sleep(0.15)
+        assert not codes
+        assert read_beats(tmp_path)[0].phase == "computes"
+        heart.phase.enter("reduces the gradient", 8)
+        assert ended.wait(20)
+    assert codes[0] == 70
+    found = read_outcome(tmp_path)
+    assert (found.reason, found.step, found.rank) == ("hang", 8, 0)
+    assert "rank 1 never wrote a heartbeat" in found.error
+    assert "test_heartbeat.py" in read_beats(tmp_path)[0].where
+    told = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert (told["kind"], told["incident"], told["details"]["blamed"]) == ("incident", "hang", [1])
+
+
+def test_without_a_limit_the_file_is_written_and_nothing_ends(tmp_path):
+    with Heartbeat(tmp_path, 0, 1, None, end=pytest.fail):
+        assert read_beats(tmp_path)[0].pid == os.getpid()
+    assert Outcome(70, "hang", 1, 0).precedence < Outcome(70, "peer_lost", 1, 1).precedence

@@ -1,0 +1,74 @@
+"""The limit of a job: durations as Slurm writes them, when the clock starts, and when it is time to stop."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dit.errors import ConfigError
+from dit.monitoring import time_limit
+from dit.monitoring.time_limit import MARGIN_S, SAVES, TimeLimit, job_start, started_at
+from dit.ranges import duration_s
+from dit.settings import TrainingConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("03:55:00", 14100),
+        ("1-0", 86400),
+        ("1-02:30", 86400 + 9000),
+        ("2-00:00:01", 172801),
+    ],
+)
+def test_durations_are_those_of_slurm(text, seconds):
+    assert duration_s("x", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:0", "-5", "1-", "a", "1:2:3:4", "1.5", "inf", "1-2-3", "٣", "9" * 30])
+def test_other_texts_are_refused_by_name(text):
+    with pytest.raises(ConfigError, match=r"training\.time_limit=.*such as 03:55:00"):
+        TrainingConfig(time_limit=text).validate()
+
+
+def test_the_start_of_a_process_is_its_start():
+    before = time.time()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert before - 0.1 <= started_at(process.pid) <= time.time() + 0.1
+        process.communicate(b"\n")
+
+
+def test_the_clock_starts_with_the_job(monkeypatch):
+    """That of Slurm, else torchrun, the parent of a rank, also after a restart of the rank; else this process."""
+    monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert job_start() == pytest.approx(started_at(os.getpid()), abs=0.1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert job_start() == pytest.approx(started_at(os.getppid()), abs=0.1)
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1700000000")
+    assert job_start() == 1700000000.0
+
+
+def test_a_run_without_limit_never_stops():
+    assert not TimeLimit(None).is_near(1e9)
+
+
+def test_it_stops_while_a_step_and_two_saves_still_fit(monkeypatch):
+    """The longest step so far counts, not the last one."""
+    now = [1000.0]
+    monkeypatch.setattr(time_limit.time, "time", lambda: now[0])
+    limit = TimeLimit("10", start=1000.0)
+    left = {}
+    for step_s in (3.0, 30.0, 5.0, *[1.0] * 600):
+        now[0] += step_s
+        left[now[0]] = limit.is_near(40.0)
+        if left[now[0]]:
+            break
+    assert limit.longest_step_s == 30.0
+    needed = 30.0 + SAVES * 40.0 + MARGIN_S
+    assert 1600.0 - needed <= now[0] < 1600.0 - needed + 1.0
+    assert SAVES >= 1

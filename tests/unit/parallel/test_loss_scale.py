@@ -1,0 +1,96 @@
+"""The loss scale on one rank: its settings, and how scaled gradients compare with unscaled ones."""
+
+import pytest
+import torch
+
+from dit.errors import ConfigError
+from dit.parallel.build import build_model, build_optimizer, wrap
+from dit.parallel.dims import ParallelConfig
+from dit.parallel.loss_scale import loss_scale_of
+from dit.settings import OptimizerConfig, TrainingConfig
+from tests.laws.backbones import config_of
+
+
+def optimizer_of(one_rank_world, **training):
+    config, parallel, settings = config_of("dit"), ParallelConfig(data_parallel="ddp"), TrainingConfig(**training)
+    chunks = build_model(config, parallel, settings, one_rank_world)
+    return build_optimizer(
+        wrap(chunks, parallel, one_rank_world), OptimizerConfig(), parallel, settings, one_rank_world
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "min_loss_scale=2 is above training.initial_loss_scale=1"),
+        ({"loss_scale": 8.0, "precision": "bf16"}, "loss_scale=8 scales the loss of fp16 training"),
+        ({"initial_loss_scale": 2.0**40}, "initial_loss_scale"),
+        ({"min_loss_scale": 0.0}, "min_loss_scale"),
+        ({"loss_scale_window": 0}, "loss_scale_window"),
+    ],
+)
+def test_wrong_settings_are_named(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        TrainingConfig(**{"precision": "fp16", **settings}).validate()
+
+
+def test_every_setting_reaches_the_scale(one_rank_world):
+    """By the formula: halves on an overflow, down to the minimum; doubles after the window."""
+    optimizer = optimizer_of(
+        one_rank_world, precision="fp16", initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=3
+    )
+    scale, found = loss_scale_of(optimizer), []
+    for overflow in (True, True, True, False, False, False, False, False, True, False):
+        scale.update(overflow)
+        assert scale.settle() is overflow
+        found.append((scale.value, scale.shrank))
+    values = [4.0, 2.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 2.0, 2.0]
+    shrank = [True, True, False, False, False, False, False, False, True, False]
+    assert found == list(zip(values, shrank))
+    assert scale.overflowed_steps == 4
+
+
+def test_a_constant_scale_stays(one_rank_world):
+    scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16", loss_scale=24.0))
+    scale.update(True)
+    assert scale.settle()
+    assert not scale.shrank
+    assert scale.value == 24.0
+    scale.load({"loss_scale": 2.0, "overflowed_steps": 5, "growth_tracker": 1, "hysteresis_tracker": 1})
+    assert scale.value == 24.0
+    assert scale.overflowed_steps == 5
+
+
+def test_the_state_comes_back(one_rank_world):
+    """A scale that is no power of two too, and the steps towards the next doubling."""
+    settings = {"precision": "fp16", "initial_loss_scale": 1000.3, "loss_scale_window": 2}
+    one, other = (loss_scale_of(optimizer_of(one_rank_world, **settings)) for _ in range(2))
+    for overflow in (True, False):
+        one.update(overflow)
+        one.settle()
+    other.load(one.scalars())
+    for scale in (one, other):
+        scale.settle()
+    assert one.scalars() == other.scalars()
+    assert one.value == float(torch.tensor(1000.3))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_precisions_have_none(one_rank_world, precision):
+    assert loss_scale_of(optimizer_of(one_rank_world, precision=precision)) is None
+
+
+def test_unscaling_is_exact(one_rank_world):
+    """For a power of two: gradients of S times the loss, divided by S, are those of the loss, to the bit."""
+    optimizer = optimizer_of(one_rank_world, precision="fp16", loss_scale=2.0**12)
+    scale = loss_scale_of(optimizer)
+    assert scale(torch.tensor(3.0)).item() == 3.0 * 2**12
+    generator, expected = torch.Generator().manual_seed(0), []
+    for group in optimizer.chained_optimizers[0].float16_groups:
+        for parameter in group:
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.main_grad = gradient * 2**12
+            expected.append(gradient)
+    assert optimizer.prepare_grads() is False
+    mains = [p for group in optimizer.chained_optimizers[0].fp32_from_float16_groups for p in group]
+    assert all(torch.equal(main.grad, gradient) for main, gradient in zip(mains, expected, strict=True))

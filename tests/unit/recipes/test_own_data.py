@@ -1,0 +1,166 @@
+"""The recipe `own_data` takes from a folder what the model must know, and trains on it as it is."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import fiddle
+import nemo_run as run
+import numpy as np
+import pytest
+from PIL import Image
+
+from dit.batch import PackedBatch
+from dit.errors import ConfigError, DataError
+from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from energon_data.contents import Contents
+from energon_data.media_files import video_bytes
+from energon_data.prepare.__main__ import main as prepare
+from launch.config_file import built
+from launch.train import call_recipe
+from tests.support.encoders import T5_WIDTH, save_t5, save_vae
+
+SIDES = ((64, 64), (64, 96), (48, 32))
+
+
+def fill(folder: Path, count: int = 12, clips: int = 0) -> Path:
+    """Write pictures of three sizes with captions, and clips of four frames."""
+    folder.mkdir()
+    for i in range(count):
+        Image.new("RGB", SIDES[i % 3], (20 * i, 40, 30)).save(folder / f"p{i}.png")
+        (folder / f"p{i}.txt").write_text(("a red circle", "a blue square")[i % 2])
+    for i in range(clips):
+        frames = [Image.new("RGB", (32, 32), (40 * t, 0, 0)) for t in range(4)]
+        (folder / f"c{i}.mp4").write_bytes(video_bytes(frames, 8.0))
+        (folder / f"c{i}.txt").write_text("a red left")
+    return folder
+
+
+def made(tmp_path: Path, *words: str, command: str = "images") -> Path:
+    common = ["--in", str(tmp_path / "in"), "--multiple-of", "8", "--validation", "0", "--processes", "1"]
+    assert prepare([command, *common, "--out", str(tmp_path / "data"), *words]) == 0
+    return tmp_path / "data"
+
+
+def recipe(folder: Path, **arguments: Any) -> run.Partial:
+    given = ", ".join(f"{name}={str(value)!r}" for name, value in {"data": folder, **arguments}.items())
+    return call_recipe(f"own_data({given})")
+
+
+def first_packs(task: run.Partial, count: int = 6) -> list[PackedBatch]:
+    """Make every check of a run that needs the data, and read some packs of all streams."""
+    config = built(task)
+    config.check(1)
+    spec = fiddle.build(task.model).batch_spec(micro_batch_size=1)
+    config.data.validate(spec, 1, 2)
+    config.data.background = False
+    stream = config.data.build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None, micro_batches_per_step=2)
+    try:
+        return list(islice(stream, count))
+    finally:
+        stream.close()
+
+
+def lengths(packs: list[PackedBatch]) -> set[int]:
+    return {length for pack in packs for length in pack.layout.lengths}
+
+
+def test_latents_with_texts_are_trained_as_they_are_stored(tmp_path):
+    """An autoencoder of 4 x 4 pixels and 4 channels: 16 x 24 positions are 96 patches, in packs of 32 times that."""
+    fill(tmp_path / "in")
+    vae, t5 = save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
+    task = recipe(made(tmp_path, "--vae", str(vae), "--text-encoder", str(t5)))
+    model = fiddle.build(task.model)
+    assert isinstance(model, DiTCrossConfig)
+    assert (model.in_channels, model.patch_spatial, model.context_size) == (4, 2, T5_WIDTH)
+    assert (model.position_embedding, model.fps_conditioning) == ("sincos_2d", False)
+    assert task.data.max_tokens_per_pack == 32 * 96
+    assert sorted(task.sampling.prompts) == ["a blue square", "a red circle"]
+    packs = first_packs(task)
+    assert lengths(packs) == {64, 96, 24}
+    assert max(sum(pack.layout.lengths) for pack in packs) <= 32 * 96
+
+
+def test_pixels_with_classes(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("cats", "dogs"):
+        fill(tmp_path / "in" / name, 3)
+    task = recipe(made(tmp_path, "--labels"))
+    model = fiddle.build(task.model)
+    assert isinstance(model, DiTConfig)
+    assert (model.in_channels, model.patch_spatial, model.num_classes, model.context_size) == (3, 4, 2, None)
+    assert task.sampling.prompts is None
+    assert lengths(first_packs(task)) == {256, 384, 96}
+
+
+def test_classes_without_names_are_counted(tmp_path):
+    fill(tmp_path / "in", 3)
+    rows = [{"file_name": f"p{i}.png", "label": i + 2} for i in range(3)]
+    (tmp_path / "in" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = recipe(made(tmp_path))
+    assert task.model.num_classes == 5
+    first_packs(task)
+
+
+def test_pictures_and_clips_of_one_folder_share_packs(tmp_path, capsys):
+    fill(tmp_path / "in", 6, clips=6)
+    t5 = save_t5(tmp_path / "t5")
+    task = recipe(made(tmp_path, "--text-encoder", str(t5), command="folder"))
+    assert "left out" not in capsys.readouterr().out
+    assert (task.model.position_embedding, task.model.fps_conditioning) == ("sincos_3d", True)
+    assert {grid[0] for pack in first_packs(task) for grid in pack.grids} == {1, 4}
+
+
+def test_what_is_encoded_while_training_has_the_encoders_sizes(tmp_path):
+    fill(tmp_path / "in")
+    folder, vae, t5 = made(tmp_path), save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
+    task = recipe(folder, vae=vae, text_encoder=t5)
+    assert (task.model.in_channels, task.model.context_size) == (4, T5_WIDTH)
+    assert task.data.max_tokens_per_pack == 32 * 96
+    assert task.data.online_vae == str(vae)
+    assert lengths(first_packs(task)) == {64, 96, 24}
+
+
+def test_captions_that_nothing_embeds_are_not_passed_over(tmp_path):
+    fill(tmp_path / "in")
+    folder = made(tmp_path)
+    with pytest.raises(ConfigError, match=r"prepare it with --text-encoder .* or embed them while training: .*none"):
+        recipe(folder)
+    task = recipe(folder, text_encoder="none")
+    assert (task.data.online_text_encoder, task.model.context_size) == (None, None)
+    first_packs(task)
+
+
+def test_a_large_picture_of_pixels_gets_a_larger_patch(tmp_path):
+    """256 x 256 pixels are 1,024 tokens of 8 x 8, and 4 of them the longest pack."""
+    (tmp_path / "in").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(3):
+        Image.fromarray(rng.integers(0, 256, (256, 256, 3), np.uint8)).save(tmp_path / "in" / f"{i}.png")
+    task = recipe(made(tmp_path))
+    assert (task.model.patch_spatial, task.data.max_tokens_per_pack) == (8, 4096)
+    assert task.sampling.guidance_scale == 1.0  # nothing to be guided by
+
+
+def test_held_out_samples_are_validated_on(tmp_path):
+    fill(tmp_path / "in", 40)
+    folder = tmp_path / "data"
+    words = ["--in", str(tmp_path / "in"), "--out", str(folder), "--validation", "0.3", "--processes", "1"]
+    assert prepare(["images", *words, "--labels"]) != 0  # they lie in no class folder
+    assert prepare(["images", *words]) == 0
+    assert recipe(folder, text_encoder="none").training.validation_interval == 500
+
+
+def test_a_folder_that_is_not_there_can_be_planned(tmp_path):
+    assert Contents.read(tmp_path / "absent") is None
+    built(recipe(tmp_path / "absent")).check(2)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"latent_shape": [1, 2]}', '{"shapes": {"1x2": 3}}'])
+def test_a_folder_without_a_description_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "dataset.json").write_text(content)
+    with pytest.raises(DataError, match=r"dataset\.json does not say what the data hold .* energon_data\.prepare"):
+        recipe(tmp_path)
