@@ -32,8 +32,8 @@ from dit.errors import one_line_errors
 from launch import environment
 
 if TYPE_CHECKING:
-    from dit.backends.process_groups import ProcessGroups
     from dit.checkpoint.saves import Saves
+    from dit.checkpoint.train_state import TrainState
     from dit.run_config import RunConfig
 
 
@@ -83,7 +83,7 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
         torch.distributed.barrier()
         return time.perf_counter() - wall, time.process_time() - cpu
 
-    saves = {name: _saves(config, groups, folder / name, is_async=name == "beside") for name in ("full", "beside")}
+    saves = {name: _saves(config, state, folder / name, is_async=name == "beside") for name in ("full", "beside")}
 
     def save(name: str) -> None:
         state.step += 1
@@ -145,13 +145,14 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
     return record
 
 
-def _saves(config: "RunConfig", groups: "ProcessGroups", root: Path, *, is_async: bool) -> "Saves":
+def _saves(config: "RunConfig", state: "TrainState", root: Path, *, is_async: bool) -> "Saves":
     from dit.checkpoint.checkpointer import Checkpointer
     from dit.checkpoint.saves import Saves
     from dit.checkpoint.store import CheckpointStore
+    from dit.monitoring.run_log import RunLog
 
     settings = replace(config.checkpoint, async_save=is_async, keep_last=1, failed_saves_allowed=0)
-    return Saves(Checkpointer(CheckpointStore(root, settings), config), groups, lambda *_: None, lambda *_: None)
+    return Saves(Checkpointer(CheckpointStore(root, settings), config), state, RunLog())
 
 
 @one_line_errors

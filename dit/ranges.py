@@ -12,6 +12,8 @@ from typing import get_args
 
 from dit.errors import ConfigError
 
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^:@]+")
+
 
 @dataclass(frozen=True)
 class Range:
@@ -104,6 +106,20 @@ def check_path(key: str, path: str) -> None:
     """
     if not path.strip() or "\0" in path:
         raise ConfigError(f"{key}={path!r} names no folder; give a path such as runs/mine")
+
+
+def check_address(key: str, address: str) -> None:
+    """Check that a text is an address that `fsspec` may know, such as `s3://bucket/folder`.
+
+    Raises:
+        ConfigError: it has no protocol, chains several, or holds a password, which would be logged.
+    """
+    if not ADDRESS.fullmatch(address):
+        shown = re.sub(r"//[^/]*@", "//...@", address)
+        raise ConfigError(
+            f"{key}={shown!r} is no address such as s3://bucket/folder, without user, password, `::` and `@`: "
+            "credentials come from the environment of the store's client (for s3 AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL)"
+        )
 
 
 def duration_s(name: str, text: str) -> float:

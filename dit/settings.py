@@ -14,6 +14,7 @@ from dit.ranges import (
     SEED,
     SHARE_BELOW_1,
     Range,
+    check_address,
     check_choice,
     check_path,
     check_ranges,
@@ -219,7 +220,9 @@ class CheckpointConfig:
             writes it (`dit.checkpoint.saves`). It needs host memory for the part of a rank.
         failed_saves_allowed: this many saves in a row may fail, and training goes on; one more, or the last save of the
             run, ends it with code 6.
-        save_timeout_s: seconds after which an asynchronous save counts as failed.
+        save_timeout_s: seconds after which an asynchronous save, or a copy to another place, counts as failed.
+        copy_to: every checkpoint is also copied to this address of this run alone, such as `s3://bucket/folder`; a run
+            that finds a newer one there than in its folder resumes from it (`dit.checkpoint.remote`). None for no copy.
         resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
             fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
             damaged, and fails if one is valid.
@@ -240,6 +243,7 @@ class CheckpointConfig:
     async_save: bool = False
     failed_saves_allowed: int = 2
     save_timeout_s: float = 1800.0
+    copy_to: Optional[str] = None
     resume: Literal["auto", "never", "must"] = "auto"
     resume_from: Optional[str] = None
     start_from: Optional[str] = None
@@ -247,6 +251,8 @@ class CheckpointConfig:
 
     def validate(self) -> None:
         """Check every field by itself."""
+        if self.copy_to is not None:
+            check_address("checkpoint.copy_to", self.copy_to)
         for name in ("start_from", "resume_from"):
             if getattr(self, name) is not None:
                 check_path(f"checkpoint.{name}", getattr(self, name))

@@ -15,6 +15,7 @@ import yaml
 from dit.checkpoint.base_model import find_folder_together
 from dit.checkpoint.manifest import BASE, CURE, FileRecord, HeldOut, check_same_base, hash_file, read_manifest
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record
+from dit.checkpoint.remote import RemoteStore, fetch_newer
 from dit.checkpoint.resume_check import check_same_experiment
 from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
@@ -134,6 +135,8 @@ class Checkpointer:
 
     def _resume(self, state: TrainState, mode: str, reading: ExitStack) -> bool:
         path = self.config.checkpoint.resume_from
+        if self.config.checkpoint.copy_to is not None:
+            self._fetch(self.config.checkpoint.copy_to, state)
         steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
         found = newest_valid_together(candidates, state.groups, reading)
         if found is None:
@@ -165,6 +168,21 @@ class Checkpointer:
             )
         self._restore(state, folder, manifest)
         return True
+
+    def _fetch(self, address: str, state: TrainState) -> None:
+        """Copy a newer checkpoint from `checkpoint.copy_to` into this folder.
+
+        Raises:
+            CheckpointError: the address cannot be read, and there is no checkpoint in this folder.
+        """
+        with fails_together():
+            if state.groups.rank == 0:
+                try:
+                    fetch_newer(self.store, RemoteStore(address))
+                except CheckpointError as error:
+                    if not self.store.complete():
+                        raise
+                    logger.warning("the checkpoints of %s are used: %s", self.store.root, error)
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
         check_same_model(manifest, model_fingerprint(global_shapes(parameters_of(state.shards), state.groups)))

@@ -6,6 +6,8 @@
   stop.
 * A save that fails is logged as an error, and training goes on. More than `checkpoint.failed_saves_allowed` failures in
   a row, or a failure of the last save, end the run with a code of its own.
+* With `checkpoint.copy_to`, rank 0 has finished checkpoints copied to another place, beside training. The run ends when
+  its newest checkpoint is there.
 * All ranks decide alike: whether a save has failed or is complete is agreed once per step while one is under way.
 """
 
@@ -17,12 +19,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch.distributed as dist
 
-from dit.backends.process_groups import ProcessGroups, any_rank_each
+from dit.backends.process_groups import any_rank, any_rank_each
 from dit.checkpoint.checkpointer import Checkpointer, held_out_meta
+from dit.checkpoint.copies import Copies
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
 from dit.checkpoint.sharded_state import contents_of, fails_together, gather_parts, own_state, scalars_of
 from dit.checkpoint.state_files import INDEX, file_of_rank, head_of, index_text, tensors_text
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 2 * ORPHAN_S
 """How long a rank that ends waits for the end of its writer."""
+ASSUMED_BYTES_PER_S = 100e6
+"""Of one rank, until a save was timed: a slow shared disk."""
 
 
 @dataclass
@@ -55,44 +60,67 @@ class Pending:
     published: bool = False
 
 
+class SaveReports(Protocol):
+    """What hears of saves, on every rank; of copies, on rank 0."""
+
+    def checkpoint(self, step: int, path: Path, held_out: Mapping[str, Any]) -> None:
+        """Report a finished checkpoint, with what its manifest says of the held-out loss."""
+
+    def save_failed(self, step: int, error: str, in_a_row: int) -> None:
+        """Report a checkpoint that was not written, and the number of failures in a row."""
+
+    def copy_failed(self, step: int, error: str) -> None:
+        """Report a checkpoint that was not copied to `checkpoint.copy_to`."""
+
+
 class Saves:
     """The saves of one run; every rank calls every method, at the same steps.
 
     Args:
         checkpointer: writes synchronously, and describes the state.
-        groups: the process groups.
-        report: called on every rank with step, folder and held-out entries of every finished checkpoint.
-        report_failure: called on every rank with step, error and number of failures in a row.
+        state: of the run.
+        reports: hears how saves went.
+        on_wait: called again and again while this waits for a save or copy.
         lock: descriptor of the run's lock, for the writer; -1 for none.
 
     Attributes:
         failures: saves that failed since the last one that did not.
-        longest_s: duration of the longest save so far, until it was durable; 0 before the first.
         blocked_s: how long the newest save has blocked training.
     """
 
     def __init__(
         self,
         checkpointer: Checkpointer,
-        groups: ProcessGroups,
-        report: Callable[[int, Path, Mapping[str, Any]], None],
-        report_failure: Callable[[int, str, int], None],
+        state: TrainState,
+        reports: SaveReports,
+        on_wait: Callable[[], None] = lambda: None,
         lock: int = -1,
     ) -> None:
-        self.checkpointer, self.groups = checkpointer, groups
-        self.report, self.report_failure = report, report_failure
+        self.checkpointer, self.groups = checkpointer, state.groups
+        self.reports, self.on_wait = reports, on_wait
         self.config, self.store = checkpointer.store.config, checkpointer.store
-        self.failures, self.longest_s, self.blocked_s = 0, 0.0, 0.0
+        self.failures, self.blocked_s = 0, 0.0
         self.pending: Optional[Pending] = None
         self.writer: Optional[WriterProcess] = None
+        self.copies: Optional[Copies] = None
+        self._longest_s = _assumed_s(state)
         self._error = ""
         self._count = 0
         self._tensors: Optional[str] = None
         if self.config.async_save:
-            name = [uuid.uuid4().hex if groups.rank == 0 else ""]
+            name = [uuid.uuid4().hex if self.groups.rank == 0 else ""]
             dist.broadcast_object_list(name)
             self._attempt = name[0]
-            self.writer = WriterProcess(self.store.root, groups.rank, groups.world_size, self.config, lock)
+            self.writer = WriterProcess(self.store.root, self.groups.rank, self.groups.world_size, self.config, lock)
+        if self.config.copy_to is not None and self.groups.rank == 0:
+            self.copies = Copies(self.store.root, self.config, reports.copy_failed)
+            if (newest := self._newest()) is not None:
+                self.copies.copy(newest)  # the attempt before may have ended too early
+
+    @property
+    def longest_s(self) -> float:
+        """Duration of the longest save until it was durable and copied; at least what is assumed of a first one."""
+        return self._longest_s + (0.0 if self.copies is None else self.copies.longest_s)
 
     def save(self, state: TrainState, metadata: dict[str, Any]) -> None:
         """Save a checkpoint of `state.step`, or begin to.
@@ -136,6 +164,8 @@ class Saves:
         Raises:
             SaveError: it failed, and too many before it.
         """
+        if self.copies is not None:
+            self.copies.poll()
         pending, writer = self.pending, self.writer
         if pending is None or writer is None:
             return
@@ -163,17 +193,36 @@ class Saves:
         """
         while self.pending is not None:
             self.poll()
+            self.on_wait()
             wait_briefly()
 
     def finish(self) -> None:
-        """Wait for the save under way; call this before the run ends.
+        """Wait for the save under way, and for the copy of the newest checkpoint; call this before the run ends.
 
         Raises:
-            SaveError: the newest save failed.
+            SaveError: the newest save or its copy failed.
         """
         self.wait()
+        if self.config.copy_to is not None:
+            self._finish_copies()
         if self.failures:
             raise SaveError(self._error)
+
+    def _finish_copies(self) -> None:
+        copies, newest = self.copies, self._newest()
+        if copies is not None and newest is not None:
+            copies.copy(newest)
+        while any_rank(copies is not None and copies.is_busy):
+            if copies is not None:
+                copies.poll()
+            self.on_wait()
+            wait_briefly()
+        error = None if copies is None else copies.error
+        if any_rank(error is not None):
+            what = (
+                f"the newest checkpoint is in {self.store.root}, but not in checkpoint.copy_to={self.config.copy_to}: "
+            )
+            raise SaveError(what + (error or "see the error of rank 0"))
 
     def attach_held_out(self, state: TrainState) -> None:
         """Add the newest held-out loss to the checkpoint of `state.step`, which was saved before it was measured.
@@ -193,6 +242,12 @@ class Saves:
         if self.writer is not None:
             self.writer.close(CLOSE_S)
             self.writer, self.pending = None, None
+        if self.copies is not None:
+            self.copies.close()
+            self.copies = None
+
+    def _newest(self) -> Optional[int]:
+        return max(self.store.steps(), default=None)
 
     def _order(self, state: TrainState, metadata: dict[str, Any]) -> None:
         """Copy this rank's part, and order that it is written.
@@ -204,8 +259,10 @@ class Saves:
         own, is_first = own_state(state.shards, state.ema, self.groups), self.groups.rank == 0
         if self._tensors is None:  # the layout of a run does not change
             found = gather_parts(own, self.groups)
+            text = ""
             with fails_together():
-                self._tensors = "" if found is None else tensors_text(*contents_of(found))
+                text = "" if found is None else tensors_text(*contents_of(found))
+            self._tensors = text  # on all ranks or none: the next save gathers again
         meta = self.checkpointer.meta(state)
         head, _ = head_of(own.boxes)
         files: dict[str, Pieces] = {file_of_rank(self.groups.rank): [head, *own.values]}
@@ -237,15 +294,23 @@ class Saves:
 
     def _succeeded(self, step: int, began: float, path: Path, held_out: Mapping[str, Any]) -> None:
         self.failures = 0
-        self.longest_s = max(self.longest_s, time.monotonic() - began)
-        self.report(step, path, held_out)
+        self._longest_s = max(self._longest_s, time.monotonic() - began)
+        self.reports.checkpoint(step, path, held_out)
+        if self.copies is not None:
+            self.copies.copy(step)
 
     def _failed(self, step: int, error: str) -> None:
         self.failures += 1
         allowed, self._error = self.config.failed_saves_allowed, error
         with suppress(CheckpointError):  # of a record on the same disk; the line below is what counts
-            self.report_failure(step, error, self.failures)
+            self.reports.save_failed(step, error, self.failures)
         if self.failures > allowed:
             counted = f" This is failure {self.failures} in a row, checkpoint.failed_saves_allowed={allowed}."
             raise SaveError(error + (counted if allowed else ""))
         logger.error("SAVE FAILED (%d in a row, the run ends after %d): %s", self.failures, allowed + 1, error)
+
+
+def _assumed_s(state: TrainState) -> float:
+    """Return what a save is assumed to take before one was timed, so that a time limit leaves room for it."""
+    values = own_state(state.shards, state.ema, state.groups).values
+    return sum(value.numel() * value.element_size() for value in values) / ASSUMED_BYTES_PER_S

@@ -21,7 +21,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -138,7 +138,7 @@ class CheckpointStore:
             CheckpointError: a rank aborted the save, the folder has a link, or the disk failed; earlier checkpoints are
                 intact.
         """
-        partial, final = self.partial_path(step), self.path(step)
+        partial = self.partial_path(step)
         if not partial.is_dir():
             raise CheckpointError(
                 f"{partial} is not there: `begin` was not called or a rank failed to write; "
@@ -148,17 +148,44 @@ class CheckpointStore:
             manifest = Manifest(step=step, files=hash_tree(partial, hashed), meta=dict(meta))
             if not manifest.files:
                 raise CheckpointError(f"{partial} is empty, no rank wrote anything; earlier checkpoints are intact")
-            write_atomic(partial / MANIFEST, manifest.to_text())
-            for folder, _, _ in os.walk(partial, topdown=False):
-                fsync_dir(Path(folder))
-            if final.exists():
-                self._discard(self._replaced_path(step))
-                os.rename(final, self._replaced_path(step))
-            os.rename(partial, final)
-            fsync_dir(self.root)
+            self._put_in_place(manifest)
         self._discard(self._replaced_path(step))
         self.prune(up_to=step, verified=step)
         return manifest
+
+    def adopt(self, manifest: Manifest, fetch: Callable[[Path], None]) -> None:
+        """Make a checkpoint from elsewhere one of this folder, if it is to the bit what its manifest says.
+
+        Args:
+            fetch: writes the files, without the manifest, into the empty folder it gets.
+
+        Raises:
+            CheckpointError: `fetch` says so, a file is damaged, or the disk failed; nothing of it is left.
+        """
+        step = manifest.step
+        with self.writing(step):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.recover()
+            self.partial_path(step).mkdir()
+            fetch(self.partial_path(step))
+            found = hash_tree(self.partial_path(step), {})
+            for name in sorted(found.keys() | manifest.files.keys()):
+                if found.get(name) != manifest.files.get(name):
+                    raise CheckpointError(f"its file {name} is not the one that its {MANIFEST} lists")
+            self._put_in_place(manifest)
+        self._discard(self._replaced_path(step))
+
+    def _put_in_place(self, manifest: Manifest) -> None:
+        """Write the manifest into the unfinished folder, and publish it by one rename."""
+        partial, final, replaced = (f(manifest.step) for f in (self.partial_path, self.path, self._replaced_path))
+        write_atomic(partial / MANIFEST, manifest.to_text())
+        for folder, _, _ in os.walk(partial, topdown=False):
+            fsync_dir(Path(folder))
+        if final.exists():
+            self._discard(replaced)
+            os.rename(final, replaced)
+        os.rename(partial, final)
+        fsync_dir(self.root)
 
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
         """Add to the manifest of the published checkpoint of `step`, and apply the retention rules again.
@@ -229,7 +256,7 @@ class CheckpointStore:
         for step in self.steps():
             if self.path(step).exists() and (up_to is None or step <= up_to):
                 manifests[step] = self._manifest_if_complete(step)
-        keep = self._retained({step: m for step, m in manifests.items() if m is not None})
+        keep = self.retained({step: m for step, m in manifests.items() if m is not None})
         unselected = sorted(manifests.keys() - keep - {verified})
         if verified is None and unselected and not any(self._is_valid(step) for step in sorted(keep, reverse=True)):
             logger.warning("deleting no checkpoint: none of those to keep (%s) is valid", sorted(keep))
@@ -247,7 +274,13 @@ class CheckpointStore:
             return unread
         return False
 
-    def _retained(self, manifests: Mapping[int, Manifest]) -> set[int]:
+    def complete(self) -> dict[int, Manifest]:
+        """Return the manifests of the checkpoints whose files have their names and sizes, by step; hashes nothing."""
+        found = {step: self._manifest_if_complete(step) for step in self.steps()}
+        return {step: manifest for step, manifest in found.items() if manifest is not None}
+
+    def retained(self, manifests: Mapping[int, Manifest]) -> set[int]:
+        """Return the steps that a retention rule selects."""
         newest = sorted(manifests, reverse=True)
         keep = set(newest[: self.config.keep_last])
         if self.config.keep_every:

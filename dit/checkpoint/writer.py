@@ -16,8 +16,8 @@ The parts of all ranks become a checkpoint without any collective, through the f
 The token differs for every save, so that the notes of an attempt that was killed are not taken for those of this one.
 
 Signals that a scheduler or a terminal sends to all processes of a run are blocked here. If the training process is
-gone, also by `kill -9`, its orders are executed within a few seconds or given up, because the next attempt waits for
-the lock of the run folder, which the writer of rank 0 has inherited.
+gone, also by `kill -9`, its orders are given up after ten seconds unless only flushing and publishing is left. The next
+attempt waits for the lock of the run folder, which the writer of rank 0 has inherited (`dit.monitoring.run_lock`).
 """
 
 import hashlib
@@ -44,6 +44,7 @@ from dit.settings import CheckpointConfig
 
 ORDER = "order"
 CHUNK_BYTES = 4 << 20
+FLUSH_BYTES = 64 * CHUNK_BYTES
 POLL_S = 0.02
 ORPHAN_S = 10.0
 """How long a writer goes on without its training process; `dit.monitoring.run_lock` waits longer."""
@@ -198,6 +199,10 @@ class Writer:
                         piece = content[at : at + CHUNK_BYTES]
                         hashed = hashing.submit(digest.update, piece)
                         write_all(descriptor, piece)
+                        if (
+                            at + CHUNK_BYTES
+                        ) % FLUSH_BYTES == 0:  # so that what is left to flush at the end takes seconds
+                            os.fdatasync(descriptor)
                         hashed.result()
                     os.fsync(descriptor)
                 except OSError as error:

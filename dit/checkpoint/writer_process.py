@@ -3,13 +3,8 @@
 import json
 import mmap
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -17,11 +12,11 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from dit.checkpoint.helper_process import HelperProcess
 from dit.checkpoint.writer import Settings
 from dit.errors import CheckpointError
 from dit.settings import CheckpointConfig
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ALIGNMENT = 64  # bytes, of each file in shared memory
 
 Pieces = Sequence[bytes | Tensor]
@@ -68,8 +63,8 @@ def size_of(piece: bytes | Tensor) -> int:
     return piece.numel() * piece.element_size() if isinstance(piece, Tensor) else len(piece)
 
 
-class WriterProcess:
-    """A process that writes what this rank stages; it is a program of its own, no fork, and may be killed at any time.
+class WriterProcess(HelperProcess):
+    """A process that writes what this rank stages.
 
     Args:
         root: folder of the checkpoints.
@@ -80,32 +75,10 @@ class WriterProcess:
 
     def __init__(self, root: Path, rank: int, world_size: int, config: CheckpointConfig, lock: int = -1) -> None:
         self.memory = SharedMemory()
-        self._settings = Settings(str(root), rank, world_size, config.save_timeout_s, asdict(config))
-        self._lock = lock
-        self._replies = b""
-        self._start()
-
-    def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
-        words = [sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions), "-m", "dit.checkpoint.writer"]
-        inherited = [theirs.fileno(), self.memory.descriptor, *([self._lock] if self._lock >= 0 else [])]
-        arguments = [str(theirs.fileno()), str(self.memory.descriptor), json.dumps(asdict(self._settings))]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # programs have the mask of their parent
-        try:
-            self.process = subprocess.Popen(
-                [*words, *arguments],
-                pass_fds=inherited,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                stdin=subprocess.DEVNULL,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process has not ended."""
-        return self.process.poll() is None
+        settings = Settings(str(root), rank, world_size, config.save_timeout_s, asdict(config))
+        inherited = [self.memory.descriptor, *([lock] if lock >= 0 else [])]
+        arguments = [str(self.memory.descriptor), json.dumps(asdict(settings))]
+        super().__init__("dit.checkpoint.writer", arguments, inherited, f"writer process on rank {rank}")
 
     def save(self, step: int, token: str, files: Mapping[str, Pieces], meta: Optional[Mapping[str, Any]]) -> None:
         """Copy the files of a checkpoint into shared memory, and order that they are written.
@@ -134,65 +107,12 @@ class WriterProcess:
         named = [(name, *place) for name, place in zip(files, places)]
         self.order({"do": "save", "step": step, "token": token, "files": named, "meta": places[-1]})
 
-    def order(self, order: Mapping[str, Any]) -> None:
-        """Send an order; does not wait.
-
-        Raises:
-            CheckpointError: the process is gone.
-        """
-        try:
-            self._control.sendall(json.dumps(order).encode() + b"\n")
-        except OSError as error:
-            raise CheckpointError(self.ended(order["step"])) from error
-
-    def replies(self) -> list[dict[str, Any]]:
-        """Return the replies that have come; does not wait.
-
-        Raises:
-            CheckpointError: the process is gone, and there is no reply left.
-        """
-        gone = False
-        while not gone:
-            try:
-                received = self._control.recv(1 << 16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            except OSError:
-                received = b""
-            self._replies += received
-            gone = not received
-        *lines, self._replies = self._replies.split(b"\n")
-        if gone and not lines:
-            raise CheckpointError(self.ended(None))
-        return [json.loads(line) for line in lines]
-
-    def ended(self, step: Optional[int]) -> str:
-        """Wait until the process has ended, and say how."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
-        code = self.process.returncode
-        how = (
-            "is gone" if code is None else f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left {code}"
-        )
-        of = "the checkpoint" if step is None else f"the checkpoint of step {step}"
-        return f"{of} was not written: its writer process on rank {self._settings.rank} {how}; earlier ones are intact"
-
-    def restart(self) -> None:
-        """Kill the process and start another one."""
-        self.process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)  # longer only inside the kernel, on a disk that hangs
-        self._control.close()
-        self._replies = b""
-        self._start()
+    def ended(self) -> str:
+        step = self.newest.get("step")
+        return f"the checkpoint of step {step} was not written: {super().ended()}; earlier ones are intact"
 
     def close(self, timeout_s: float) -> None:
-        """Let the process finish its orders and end; wait for it no longer than `timeout_s`."""
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_WR)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-        self._control.close()
+        super().close(timeout_s)
         self.memory.close()
 
 

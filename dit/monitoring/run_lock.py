@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 WAIT_S = 30.0  # the grace period of Slurm and torchrun between SIGTERM and SIGKILL
 POLL_S = 0.2
+WRITER_WAIT_S = 900.0  # for the writer of a checkpoint whose training process is gone
 READ_S = 30.0  # until all ranks have read that they are refused
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -151,8 +152,11 @@ class RunLock:
             except BlockingIOError:
                 now = time.monotonic()
                 if deadline is None:
-                    deadline = now + WAIT_S
-                    logger.warning("%s; waiting up to %.0f s for it to end", self._in_use(), WAIT_S)
+                    orphan = self._is_gone()
+                    patience_s = WRITER_WAIT_S if orphan else WAIT_S
+                    deadline = now + patience_s
+                    what = ", which is gone; what it was saving is still being written" if orphan else ""
+                    logger.warning("%s%s; waiting up to %.0f s for its end", self._in_use(), what, patience_s)
                 if now >= deadline:
                     raise ConfigError(
                         f"{self._in_use()}; stop that run, wait for its end, or choose another folder"
@@ -167,6 +171,11 @@ class RunLock:
                     error.strerror,
                 )
                 return
+
+    def _is_gone(self) -> bool:
+        """Return whether the process that took the lock is known to have ended: then its writer alone has the lock."""
+        holder = self._read() or {}
+        return holder.get("host") == socket.gethostname() and not Path(f"/proc/{holder['pid']}").exists()
 
     def _in_use(self) -> str:
         holder = self._read() or {}

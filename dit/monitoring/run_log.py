@@ -83,6 +83,10 @@ class RunLog:
         """Report a checkpoint that was not written."""
         self.incident("save_failed", step, error=error, in_a_row=in_a_row)
 
+    def copy_failed(self, step: int, error: str) -> None:
+        """Report a checkpoint that was not copied to another place."""
+        self.incident("copy_failed", step, error=error)
+
     def message(self, text: str) -> None:
         """Print a line."""
         if self._progress is not None:

@@ -301,7 +301,7 @@ class Run:
         if reports and config.training.sample_interval and self.pictures.note:
             logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
-        self.saves = Saves(self.checkpointer, groups, self.log.checkpoint, self.log.save_failed, lock)
+        self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
 
     def watch_first_steps(self) -> None:
         """Check the next inputs, and the gradients of the next steps: `FirstSteps` says what it raises."""

@@ -54,6 +54,12 @@ def ended(folder: Path) -> dict[str, Any]:
     add("nan", fault=partial(faults.not_a_number, 5, 0, folder / "nan.pt"))
     add("late", fault=partial(save_faults.out_of_time, 7200.0), training__time_limit="01:59:00")
     add("late, again", at="late")
+    there = f"file://{folder}/elsewhere"
+    add("copied", checkpoint__copy_to=f"{there}/a", training__stop_at_step=5, checkpoint__keep_last=1)
+    # Another folder: the disk of the first one is lost.
+    add("copied, again", checkpoint__copy_to=f"{there}/a", checkpoint__keep_last=1)
+    add("copied, alone", is_async=False, checkpoint__copy_to=f"{there}/b")
+    add("no copies", checkpoint__copy_to="file:///proc/nowhere", checkpoint__resume="auto")
     return run_jobs(folder / "world", jobs)
 
 
@@ -166,3 +172,32 @@ def test_a_run_stops_before_its_time_is_up_and_goes_on_later(ended: dict[str, An
     assert "resumed at step 1" in ended["late, again"][0].out
     assert saved(folder, "late") == [1, *ALL]
     assert losses(folder / "late") == losses(folder / "sync")
+
+
+def test_a_run_whose_disk_is_lost_goes_on_from_its_copies(ended: dict[str, Any], folder: Path) -> None:
+    """As if nothing had happened; the copies are those that the rules select, to the byte."""
+    assert codes(ended, "copied") == [75, 75]
+    assert codes(ended, "copied, again") == [0, 0], ended["copied, again"][0].err
+    assert "fetching checkpoint of step 5" in log_of(folder, "copied, again")
+    assert "resumed at step 5" in ended["copied, again"][0].out
+    assert saved(folder, "copied, again") == [8]
+    assert losses(folder / "copied") | losses(folder / "copied, again") == losses(folder / "sync")
+    assert actions.contents(folder / "elsewhere" / "a") == actions.contents(folder / "copied, again" / "checkpoints")
+
+
+def test_synchronous_saves_are_copied_with_their_held_out_losses(ended: dict[str, Any], folder: Path) -> None:
+    assert codes(ended, "copied, alone") == [0, 0]
+    copies = folder / "elsewhere" / "b"
+    assert [int(path.name.removeprefix("iter_")) for path in sorted(copies.iterdir())] == list(ALL)
+    assert actions.contents(copies) == actions.contents(folder / "copied, alone" / "checkpoints")
+    assert read_manifest(copies / "iter_0000008").held_out_loss is not None
+
+
+def test_copies_that_cannot_be_made_end_the_run_when_it_is_done(ended: dict[str, Any], folder: Path) -> None:
+    assert codes(ended, "no copies") == [6, 6]
+    assert saved(folder, "no copies") == list(ALL)
+    assert losses(folder / "no copies") == losses(folder / "sync")
+    assert "COPY FAILED of checkpoint of step" in log_of(folder, "no copies")
+    incidents = [r["incident"] for r in read_records(folder / "no copies" / "metrics.jsonl") if r["kind"] == "incident"]
+    assert set(incidents) == {"copy_failed"}
+    assert "copy_to=file:///proc/nowhere" in ended["no copies"][0].err

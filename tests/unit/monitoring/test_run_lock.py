@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import threading
 
 import pytest
@@ -84,6 +85,23 @@ def test_a_predecessor_that_is_still_ending_is_waited_for(tmp_path, caplog):
     assert caplog.text.count(f"in use by process {os.getpid()} on") == 1
     assert "waiting up to 30 s" in caplog.text
     second.__exit__(None, None, None)
+
+
+def _hold_with_a_writer(run_dir, seconds):
+    lock = RunLock(run_dir)
+    lock.__enter__()
+    subprocess.Popen(["sleep", str(seconds)], pass_fds=[lock.descriptor])
+    os._exit(0)
+
+
+def test_what_a_dead_process_was_saving_is_waited_for(tmp_path, no_wait, caplog):
+    """Its writer has the lock; nobody else would end it."""
+    holder = multiprocessing.get_context("fork").Process(target=_hold_with_a_writer, args=(tmp_path, 2))
+    holder.start()
+    holder.join()
+    with caplog.at_level(logging.WARNING):
+        take(tmp_path).__exit__(None, None, None)
+    assert "which is gone; what it was saving is still being written; waiting up to 900 s" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["/proc/nope", "file/run", "bad\0name"])

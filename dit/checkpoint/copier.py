@@ -1,0 +1,78 @@
+"""The process that copies finished checkpoints to `checkpoint.copy_to`, beside rank 0; it needs no torch.
+
+It ends with its training process, at once: a copy that was not finished has no manifest, and the next attempt of the
+run makes it again.
+"""
+
+import json
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from dit.checkpoint.remote import RemoteStore, copy_all
+from dit.checkpoint.store import CheckpointStore
+from dit.errors import CheckpointError
+from dit.settings import CheckpointConfig
+
+ATTEMPTS, FIRST_WAIT_S = 3, 2.0
+"""A copy that fails is tried again, after a wait that doubles."""
+
+
+def copy(root: str, config: CheckpointConfig) -> int:
+    """Copy what is complete, with a few attempts; return the bytes that were copied.
+
+    Raises:
+        CheckpointError: the last attempt failed.
+    """
+    assert config.copy_to is not None
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return copy_all(CheckpointStore(root, config), RemoteStore(config.copy_to))
+        except CheckpointError:
+            if attempt == ATTEMPTS:
+                raise
+            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+    raise AssertionError
+
+
+def execute(order: dict[str, Any], root: str, config: CheckpointConfig) -> dict[str, Any]:
+    """Execute an order, and return the reply: the step, bytes and seconds, and the error, None if there was none."""
+    began = time.monotonic()
+    reply: dict[str, Any] = {"step": order["step"], "bytes": 0, "error": None}
+    try:
+        reply["bytes"] = copy(root, config)
+    except Exception as error:  # the training process says it, and goes on
+        reply["error"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return reply | {"seconds": time.monotonic() - began}
+
+
+def end_with(control: socket.socket) -> None:
+    """End this process once the training process has closed its end."""
+    closed = select.poll()
+    closed.register(control, select.POLLRDHUP)
+    closed.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    """Execute orders until the training process closes its end, or is gone."""
+    control, root, config = (
+        socket.socket(fileno=int(sys.argv[1])),
+        sys.argv[2],
+        CheckpointConfig(**json.loads(sys.argv[3])),
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    threading.Thread(target=end_with, args=(control,), daemon=True).start()
+    with suppress(OSError), control.makefile("rb") as orders:
+        for line in orders:
+            control.sendall((json.dumps(execute(json.loads(line), root, config)) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

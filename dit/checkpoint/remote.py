@@ -1,0 +1,211 @@
+"""Copies of checkpoints in an object store, or under any other address that fsspec has a protocol for.
+
+    s3://bucket/run/iter_0000400/rank_00000.safetensors ...      the files of a checkpoint
+    s3://bucket/run/iter_0000400/manifest.json                   put last, deleted first: with it, the copy is complete
+
+An object appears in full or not at all, so a manifest says that all files that it lists were put before. What comes
+back is verified against it, by size and SHA-256, before it is a checkpoint (`CheckpointStore.adopt`). Credentials,
+region and endpoint are those of the protocol's own client: for `s3`, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and their
+like. This module needs no torch.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dit.checkpoint.manifest import MANIFEST, Manifest, step_of_folder, tree_files
+from dit.checkpoint.reader_lock import being_read
+from dit.checkpoint.store import CheckpointStore
+from dit.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CONNECT_S, READ_S, ATTEMPTS = 10, 60, 4
+"""Of one request to an S3 store: seconds to connect and between two packets, and how often it is tried."""
+
+
+class RemoteStore:
+    """The copies of one run; one process at a time changes them, any may read.
+
+    Args:
+        address: of the folder that holds them.
+
+    Raises:
+        CheckpointError: there is no client for the protocol.
+    """
+
+    def __init__(self, address: str) -> None:
+        import fsspec  # as late as this, because few runs need it
+
+        options: dict[str, Any] = {"skip_instance_cache": True}
+        if address.startswith("file://"):
+            options["auto_mkdir"] = True  # other stores have no folders
+        if address.startswith(("s3://", "s3a://")):
+            retries = {"max_attempts": ATTEMPTS, "mode": "standard"}
+            options["config_kwargs"] = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": retries}
+            options["use_listings_cache"] = False
+        self.address = address.rstrip("/")
+        try:
+            self._files, root = fsspec.core.url_to_fs(self.address, **options)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(f"{address} cannot be used: {error}") from error
+        self._root = root.rstrip("/")
+
+    def steps(self) -> list[int]:
+        """Return the steps of all copies, also of those that were cut off, ascending.
+
+        Raises:
+            CheckpointError: the store cannot be read.
+        """
+        try:
+            names = self._try(lambda: self._files.ls(self._root, detail=False, refresh=True))
+        except FileNotFoundError:
+            return []
+        steps = (step_of_folder(name.rstrip("/").rsplit("/", 1)[-1]) for name in names)
+        return sorted(step for step in steps if step is not None)
+
+    def manifests(self) -> dict[int, Manifest]:
+        """Return the manifests of all complete copies by step, ascending.
+
+        A manifest that is damaged counts as none.
+
+        Raises:
+            CheckpointError: the store cannot be read.
+        """
+        found = {}
+        for step in self.steps():
+            with suppress(FileNotFoundError):
+                text = self._try(partial(self._files.cat_file, self._path(step, MANIFEST)))
+                try:
+                    manifest = Manifest.from_text(text.decode())
+                except ValueError as error:
+                    logger.warning("%s/%s is damaged: %s", self.address, _folder(step), error)
+                    continue
+                if manifest.step == step:
+                    found[step] = manifest
+        return found
+
+    def put(self, folder: Path, there: Manifest | None = None) -> int:
+        """Copy a local checkpoint, and keep it from being deleted meanwhile; return the bytes that were copied.
+
+        Args:
+            there: the manifest of the copy that exists; files that are in it alike are not copied again.
+
+        Raises:
+            CheckpointError: the folder was deleted, changed, or the store cannot be written.
+        """
+        with being_read(folder):
+            text = (folder / MANIFEST).read_bytes()
+            manifest = Manifest.from_text(text.decode())
+            names = set(tree_files(folder)) - {MANIFEST}
+            if names != manifest.files.keys():
+                raise CheckpointError(f"{folder} has other files than its {MANIFEST} lists; it is not copied")
+            known = {} if there is None else there.files
+            changed = sorted(name for name, record in manifest.files.items() if known.get(name) != record)
+            if there is not None and changed:
+                self._try(partial(self._files.rm_file, self._path(manifest.step, MANIFEST)))
+            for name in changed:
+                self._try(partial(self._files.put_file, str(folder / name), self._path(manifest.step, name)))
+            self._try(lambda: self._files.pipe_file(self._path(manifest.step, MANIFEST), text))
+        return sum(manifest.files[name].size_bytes for name in changed) + len(text)
+
+    def get(self, step: int, folder: Path) -> None:
+        """Copy the files of `step` into an empty folder, without its manifest; they are not verified.
+
+        Raises:
+            CheckpointError: the store cannot be read, or the manifest names a path outside the folder.
+        """
+        manifest = self.manifests().get(step)
+        if manifest is None:
+            raise CheckpointError(f"{self.address}/{_folder(step)} is not complete")
+        for name in manifest.files:
+            target = folder / name
+            if folder.resolve() not in target.resolve().parents:
+                raise CheckpointError(f"{self.address}/{_folder(step)} lists {name!r}, a path outside the checkpoint")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._try(partial(self._files.get_file, self._path(step, name), str(target)))
+
+    def delete(self, step: int) -> None:
+        """Delete the copy of `step`, its manifest first, so that it is never taken for a complete one.
+
+        Raises:
+            CheckpointError: the store cannot be written.
+        """
+        with suppress(FileNotFoundError):
+            self._try(lambda: self._files.rm_file(self._path(step, MANIFEST)))
+        with suppress(FileNotFoundError):
+            self._try(lambda: self._files.rm(self._path(step), recursive=True))
+
+    def _path(self, step: int, name: str = "") -> str:
+        return f"{self._root}/{_folder(step)}/{name}".rstrip("/")
+
+    def _try(self, action: Callable[[], T]) -> T:
+        """Call the store; clients raise errors of many kinds.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            CheckpointError: anything else.
+        """
+        try:
+            return action()
+        except (FileNotFoundError, CheckpointError):
+            raise
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(
+                f"{self.address}: {type(error).__name__}: {reason}; check address, credentials and network"
+            ) from error
+
+
+def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
+    """Copy the complete local checkpoints that are not there or differ, newest first, and delete what nobody wants.
+
+    A copy is retained as long as its checkpoint, or as the retention rules select it among the copies. So an empty run
+    folder deletes nothing but what the rules would.
+
+    Returns:
+        The bytes that were copied.
+
+    Raises:
+        CheckpointError: the store cannot be read or written, or the newest checkpoint cannot be copied.
+    """
+    there, here = remote.manifests(), store.complete()
+    sent = 0
+    for step, manifest in sorted(here.items(), reverse=True):
+        if step not in there or there[step].to_text() != manifest.to_text():
+            sent += remote.put(store.path(step), there.get(step))
+    keep = store.retained({**there, **here}) | here.keys()
+    cut_off = {step for step in remote.steps() if step not in there and step < max(here, default=0)}
+    for step in (there.keys() | cut_off) - keep:
+        remote.delete(step)
+    return sent
+
+
+def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
+    """Copy the newest valid checkpoint of the remote store that is newer than all local ones, and verify it.
+
+    Returns:
+        Its step; None if there is none.
+
+    Raises:
+        CheckpointError: the remote store cannot be read, or the local disk cannot be written.
+    """
+    newest = max(store.complete(), default=-1)
+    for step, manifest in sorted(remote.manifests().items(), reverse=True):
+        if step <= newest:
+            return None
+        logger.info("fetching checkpoint of step %d (%d bytes) from %s", step, manifest.size_bytes, remote.address)
+        try:
+            store.adopt(manifest, partial(remote.get, step))
+            return step
+        except CheckpointError as error:
+            logger.warning("skipping %s/%s: %s", remote.address, _folder(step), error)
+    return None
+
+
+def _folder(step: int) -> str:
+    return f"iter_{step:07d}"

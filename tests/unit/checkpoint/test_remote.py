@@ -1,0 +1,320 @@
+"""Copies of checkpoints in an object store: complete or not there, to the bit, and no run ends because of them."""
+
+import json
+import os
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+
+from dit.checkpoint import copier, remote
+from dit.checkpoint.copies import Copies
+from dit.checkpoint.manifest import MANIFEST, verify_folder
+from dit.checkpoint.remote import RemoteStore, copy_all, fetch_newer
+from dit.errors import CheckpointError, ConfigError
+from dit.settings import CheckpointConfig
+from tests.support.object_store import BUCKET, hanging, object_store
+from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, save
+
+ADDRESS = f"s3://{BUCKET}/mine"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with object_store() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(server):
+    yield server
+    server.door = lambda method, path: None
+    server.requests.clear()
+    for key in server.objects():
+        server.client().delete_object(Bucket=BUCKET, Key=key)
+
+
+def content(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def steps_of(bucket):
+    return sorted({int(key.split("/")[1][5:]) for key in bucket.objects()})
+
+
+def test_a_copy_has_the_files_to_the_bit_and_comes_back(bucket, tmp_path):
+    store = make_store(tmp_path / "a", keep_last=2)
+    save(store, 3, consumed_samples=12)
+    sent = copy_all(store, RemoteStore(ADDRESS))
+    assert {key.split("/", 2)[2]: value for key, value in bucket.objects().items()} == content(store.path(3))
+    assert sent == sum(map(len, content(store.path(3)).values()))
+    other = make_store(tmp_path / "b")
+    assert fetch_newer(other, RemoteStore(ADDRESS)) == 3
+    assert content(other.path(3)) == content(store.path(3))
+    assert (verify_folder(other.path(3)).meta["consumed_samples"], leftovers(other)) == (12, [])
+
+
+def test_the_manifest_is_put_last(bucket, tmp_path):
+    store = make_store(tmp_path)
+    save(store, 3)
+    copy_all(store, RemoteStore(ADDRESS))
+    puts = [path for method, path in bucket.requests if method == "PUT"]
+    assert len(puts) == len(FILES) + 1
+    assert puts[-1].endswith(MANIFEST)
+
+
+def test_a_copy_that_was_cut_off_is_none_and_is_made_again(bucket, tmp_path):
+    store, puts = make_store(tmp_path / "a"), []
+
+    def door(method, path):
+        puts.extend([path] if method == "PUT" else [])
+        return 403 if len(puts) > 3 else None
+
+    save(store, 3)
+    bucket.door = door
+    with pytest.raises(CheckpointError, match=r"s3://runs/mine: PermissionError.*check address, credentials"):
+        copy_all(store, RemoteStore(ADDRESS))
+    bucket.door = lambda method, path: None
+    assert len(bucket.objects()) == 3
+    assert RemoteStore(ADDRESS).manifests() == {}
+    assert fetch_newer(make_store(tmp_path / "b"), RemoteStore(ADDRESS)) is None
+    copy_all(store, RemoteStore(ADDRESS))
+    assert RemoteStore(ADDRESS).manifests().keys() == {3}
+
+
+def test_what_was_cut_off_is_removed_later(bucket, tmp_path):
+    """Its checkpoint was deleted meanwhile. Newer ones than all of this folder are left alone."""
+    for step in (2, 9):
+        bucket.client().put_object(Bucket=BUCKET, Key=f"mine/iter_000000{step}/state.json", Body=b"{}")
+    store = make_store(tmp_path)
+    save(store, 3)
+    copy_all(store, RemoteStore(ADDRESS))
+    assert steps_of(bucket) == [3, 9]
+
+
+def test_what_is_there_is_not_sent_again(bucket, tmp_path):
+    store = make_store(tmp_path, keep_last=5)
+    for step in (3, 6):
+        save(store, step)
+    copy_all(store, RemoteStore(ADDRESS))
+    bucket.requests.clear()
+    assert copy_all(store, RemoteStore(ADDRESS)) == 0
+    assert "PUT" not in {method for method, _ in bucket.requests}
+    store.attach(3, {"held_out_loss": 0.5})
+    assert copy_all(store, RemoteStore(ADDRESS)) == len((store.path(3) / MANIFEST).read_bytes())
+    assert RemoteStore(ADDRESS).manifests()[3].held_out_loss == 0.5
+
+
+def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):
+    """While its files are replaced, it is none."""
+    store, other = make_store(tmp_path / "a"), make_store(tmp_path / "b")
+    save(store, 3)
+    copy_all(store, RemoteStore(ADDRESS))
+    folder = store.begin(3)
+    (folder / "state.json").write_bytes(b"other")
+    store.publish(3, {})
+    bucket.door = lambda method, path: 403 if method == "PUT" else None
+    with pytest.raises(CheckpointError):
+        copy_all(store, RemoteStore(ADDRESS))
+    assert RemoteStore(ADDRESS).manifests() == {}
+    bucket.door = lambda method, path: None
+    copy_all(store, RemoteStore(ADDRESS))
+    assert fetch_newer(other, RemoteStore(ADDRESS)) == 3
+    assert content(other.path(3)) == content(store.path(3))
+
+
+def test_copies_are_retained_as_checkpoints_are(bucket, tmp_path):
+    store = make_store(tmp_path, keep_last=2, keep_every=4)
+    for step in range(1, 8):
+        save(store, step)
+        copy_all(store, RemoteStore(ADDRESS))
+    assert steps_of(bucket) == store.steps() == [4, 6, 7]
+
+
+def test_an_empty_folder_deletes_no_copies(bucket, tmp_path):
+    store = make_store(tmp_path / "a", keep_last=2)
+    for step in (1, 2):
+        save(store, step)
+    copy_all(store, RemoteStore(ADDRESS))
+    copy_all(make_store(tmp_path / "b", keep_last=2), RemoteStore(ADDRESS))
+    assert steps_of(bucket) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "removed", "manifest"])
+def test_a_damaged_copy_is_skipped_and_the_one_before_fetched(how, bucket, tmp_path, caplog):
+    store = make_store(tmp_path / "a", keep_last=2)
+    for step in (1, 2):
+        save(store, step)
+    copy_all(store, RemoteStore(ADDRESS))
+    name = MANIFEST if how == "manifest" else "rank_1.safetensors"
+    key = f"mine/iter_0000002/{name}"
+    now = bucket.objects()[key]
+    if how == "removed":
+        bucket.client().delete_object(Bucket=BUCKET, Key=key)
+    else:
+        body = now[:-7] if how == "cut" else now[:50] + bytes([now[50] ^ 1]) + now[51:]
+        bucket.client().put_object(Bucket=BUCKET, Key=key, Body=body)
+    other = make_store(tmp_path / "b")
+    assert fetch_newer(other, RemoteStore(ADDRESS)) == 1
+    assert (newest_step(other), leftovers(other)) == (1, [])
+    assert name in caplog.text or "damaged" in caplog.text
+
+
+def test_a_manifest_cannot_write_outside_the_folder(bucket, tmp_path):
+    store = make_store(tmp_path / "a")
+    manifest = save(store, 3)
+    outside = replace(manifest, files={"../../evil": next(iter(manifest.files.values()))})
+    bucket.client().put_object(Bucket=BUCKET, Key="mine/iter_0000003/manifest.json", Body=outside.to_text().encode())
+    bucket.client().put_object(Bucket=BUCKET, Key="mine/evil", Body=b"x")
+    other = make_store(tmp_path / "b" / "checkpoints")
+    assert fetch_newer(other, RemoteStore(ADDRESS)) is None
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_only_newer_ones_are_fetched(bucket, tmp_path):
+    store, other = make_store(tmp_path / "a"), make_store(tmp_path / "b")
+    save(store, 3)
+    copy_all(store, RemoteStore(ADDRESS))
+    save(other, 4)
+    assert fetch_newer(other, RemoteStore(ADDRESS)) is None
+    assert other.steps() == [4]
+    # One of the same step that lost a file is no obstacle.
+    save(make_store(tmp_path / "c"), 3)
+    (tmp_path / "c" / "iter_0000003" / FILES[1]).unlink()
+    assert fetch_newer(make_store(tmp_path / "c"), RemoteStore(ADDRESS)) == 3
+    assert newest_step(make_store(tmp_path / "c")) == 3
+
+
+def test_a_store_that_errs_now_and_then_costs_nothing(bucket, tmp_path):
+    seen = []
+
+    def door(method, path):
+        seen.append(path)
+        return 503 if len(seen) % 3 == 0 else None
+
+    store = make_store(tmp_path / "a")
+    save(store, 3)
+    bucket.door = door
+    copy_all(store, RemoteStore(ADDRESS))
+    assert fetch_newer(make_store(tmp_path / "b"), RemoteStore(ADDRESS)) == 3
+    assert len(seen) > len(FILES)
+
+
+def test_no_store_at_all_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    for name, value in {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    with pytest.raises(CheckpointError, match=r"127\.0\.0\.1:9"):
+        RemoteStore(ADDRESS).manifests()
+    with pytest.raises(CheckpointError, match="gopher"):
+        RemoteStore("gopher://somewhere/x")
+
+
+@pytest.mark.parametrize("address", ["runs/mine", "s3:runs", "s3://key:word@bucket/x", "simplecache::s3://runs/x", ""])
+def test_addresses(address):
+    with pytest.raises(ConfigError, match=r"checkpoint\.copy_to") as error:
+        CheckpointConfig(copy_to=address).validate()
+    assert "key:word" not in str(error.value)
+    CheckpointConfig(copy_to=ADDRESS).validate()
+
+
+class Failures(list):
+    def __call__(self, step, error):
+        self.append((step, error))
+
+
+@pytest.fixture
+def copying(bucket, tmp_path, monkeypatch):
+    """Return a store, its copies and their failures; the process tries once."""
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    made = []
+
+    def make(**config):
+        config = CheckpointConfig(copy_to=ADDRESS, **config)
+        failures = Failures()
+        made.append(Copies(tmp_path / "a", config, failures))
+        return make_store(tmp_path / "a", keep_last=9), made[-1], failures
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def until_idle(copies, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while copies.is_busy:
+        assert time.monotonic() < deadline
+        copies.poll()
+        time.sleep(0.01)
+
+
+def test_a_process_copies_and_reports(bucket, copying):
+    store, copies, failures = copying()
+    for step in (1, 2, 3):
+        save(store, step)
+        copies.copy(step)
+    assert copies.is_busy
+    until_idle(copies)
+    assert (steps_of(bucket), failures, copies.error) == ([1, 2, 3], [], None)
+    assert copies.longest_s > 0
+
+
+def test_a_copy_that_hangs_is_given_up_and_the_next_one_brings_all(bucket, copying):
+    store, copies, failures = copying(save_timeout_s=4.0)
+    save(store, 1)
+    bucket.door = hanging(30.0)
+    began = time.monotonic()
+    copies.copy(1)
+    until_idle(copies)
+    assert 4.0 <= time.monotonic() - began < 15.0
+    assert [(step, "save_timeout_s=4" in error) for step, error in failures] == [(1, True)]
+    bucket.door = lambda method, path: None
+    save(store, 2)
+    copies.copy(2)
+    until_idle(copies)
+    assert (steps_of(bucket), copies.error) == ([1, 2], None)
+
+
+def test_a_killed_process_is_named_and_replaced(bucket, copying):
+    store, copies, failures = copying()
+    save(store, 1)
+    bucket.door = hanging(1.0)
+    copies.copy(1)
+    copies._process.process.kill()
+    until_idle(copies)
+    assert [step for step, _ in failures] == [1]
+    assert "process that copies checkpoints was killed by SIGKILL" in failures[0][1]
+    bucket.door = lambda method, path: None
+    copies.copy(1)
+    until_idle(copies)
+    assert (steps_of(bucket), copies.error) == ([1], None)
+
+
+def test_the_process_ends_with_its_training_process(bucket, copying):
+    store, copies, _ = copying()
+    save(store, 1)
+    bucket.door = hanging(30.0)
+    copies.copy(1)
+    time.sleep(2.0)
+    copies._process._control.close()
+    assert copies._process.process.wait(5.0) == 0
+
+
+def test_an_order_is_tried_again_and_its_error_is_the_reply(bucket, tmp_path, monkeypatch):
+    waits = []
+    monkeypatch.setattr(copier.time, "sleep", waits.append)
+    monkeypatch.setattr(copier, "copy_all", lambda store, there: shutil.copy("nothing", "there"))
+    reply = copier.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS))
+    assert reply["step"] == 4
+    assert "FileNotFoundError" in reply["error"]
+    assert waits == []  # not an error of the store
+
+    def refuse(store, there):
+        raise CheckpointError("no")
+
+    monkeypatch.setattr(copier, "copy_all", refuse)
+    assert copier.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS))["error"] == "no"
+    assert waits == [2.0, 4.0]
+    assert json.dumps(reply)
