@@ -48,6 +48,7 @@ def ended(folder: Path) -> dict[str, Any]:
     add("killed", fault=killed((4,), 1))
     add("killed first", fault=killed((4,), 0))
     add("slow", fault=stopped((2,), 1, 1.5))
+    add("watched", fault=stopped((2,), 1, 6.5), training__hang_timeout_s=4.0)
     add("hangs", fault=stopped((2,), 0), checkpoint__save_timeout_s=1.0)
     add("stopped", fault=partial(faults.together, partial(faults.terminated, 5), stopped((4,), 1, 0.7)))
     add("stopped, again", at="stopped")
@@ -150,6 +151,12 @@ def test_a_save_waits_for_the_one_before(ended: dict[str, Any], folder: Path) ->
     assert codes(ended, "slow") == [0, 0]
     assert "step 4: waiting for the checkpoint of step 2, which is still being written" in log_of(folder, "slow")
     assert saved(folder, "slow") == list(ALL)
+
+
+def test_waiting_for_a_save_is_no_hang(ended: dict[str, Any], folder: Path) -> None:
+    """It has a limit of its own, `checkpoint.save_timeout_s`."""
+    assert codes(ended, "watched") == [0, 0], ended["watched"]
+    assert saved(folder, "watched") == list(ALL)
 
 
 def test_a_request_to_stop_waits_for_the_save_under_way_and_its_own(ended: dict[str, Any], folder: Path) -> None:

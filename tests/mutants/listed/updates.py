@@ -250,6 +250,13 @@ MUTANTS = (
         (REMOTE,),
     ),
     Mutant(
+        "waiting for a save counts as a hang",
+        "dit/training/pretrain.py",
+        "Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)",
+        "Saves(self.checkpointer, self.state, self.log, lock=lock)",
+        (SAVES,),
+    ),
+    Mutant(
         "the end of a run does not wait for its last copy",
         "dit/checkpoint/saves.py",
         "while any_rank(copies is not None and copies.is_busy):",
