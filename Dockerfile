@@ -1,6 +1,7 @@
 # Two images: `docker build --target cuda -t megatron-dit .` (the default) and `--target cpu`, a small one without CUDA
 # for data, plans, sampling and tests. The variables of CUDA and torch that depend on the layout are set by each run
 # (launch/environment.py), not here.
+# Each lists what is installed in it, with versions, in /sbom.cdx.json (CycloneDX).
 ARG BASE=pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel
 
 FROM python:3.12-slim AS cpu
@@ -17,7 +18,10 @@ COPY launch launch
 COPY benchmarks benchmarks
 COPY tests tests
 RUN pip install --no-cache-dir -c constraints.txt --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple torch \
- && pip install --no-cache-dir -c constraints.txt ".[dev]"
+ && pip install --no-cache-dir -c constraints.txt ".[dev]" \
+ && python -m venv /tmp/sbom && /tmp/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+ && /tmp/sbom/bin/cyclonedx-py environment --output-format JSON --output-file /sbom.cdx.json "$(command -v python)" \
+ && rm -r /tmp/sbom
 ENV OMP_NUM_THREADS=1 \
     TQDM_DISABLE=1
 CMD ["megatron-dit", "train", "--list"]
@@ -36,7 +40,10 @@ COPY tests tests
 # The image's own torch stays; constraints.txt is for CPU installs. flash-attn and Transformer Engine build from source.
 RUN pip install --no-cache-dir "setuptools>=77" wheel ninja packaging pybind11 "pytest>=8" "pytest-timeout>=2.3" \
  && pip install --no-cache-dir . \
- && MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation ".[gpu,encoders]"
+ && MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation ".[gpu,encoders]" \
+ && python -m venv /tmp/sbom && /tmp/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+ && /tmp/sbom/bin/cyclonedx-py environment --output-format JSON --output-file /sbom.cdx.json "$(command -v python)" \
+ && rm -r /tmp/sbom
 ENV OMP_NUM_THREADS=1 \
     TQDM_DISABLE=1
 CMD ["megatron-dit", "train", "--list"]
