@@ -58,7 +58,8 @@ def _follow(store: dist.Store, rank: int, timeout_s: float) -> str:
             store.wait([f"dit/{named}/go"], timedelta(seconds=LOOK_S))
         except dist.DistStoreError:
             continue
-        if json.loads(store.get(f"dit/{named}/go"))[rank - 1] == nonce:
+        nonces = json.loads(store.get(f"dit/{named}/go"))
+        if rank <= len(nonces) and nonces[rank - 1] == nonce:  # an attempt that is over may have had fewer ranks
             return named
         time.sleep(LOOK_S / 10)  # an attempt that is over; rank 0 has not begun the next one
     raise dist.DistStoreError(f"rank 0 did not begin within {timeout_s:.0f} s: timed out waiting")

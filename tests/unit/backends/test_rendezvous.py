@@ -13,22 +13,22 @@ RANKS = 3
 
 
 def meet(store, delays):
-    """Let all ranks meet, each after its delay; return what rank 0's value is for each of them."""
+    """Let a rank for each delay meet after it; return what rank 0's value is for each of them."""
     found = {}
 
     def rank_of(rank):
         time.sleep(delays[rank])
-        own = store_of_attempt(store, rank, RANKS, 20.0)
+        own = store_of_attempt(store, rank, len(delays), 20.0)
         if rank == 0:
             own.set("address", f"{delays}")
         found[rank] = own.get("address").decode()
 
-    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(RANKS)]
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(len(delays))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[rank] for rank in range(RANKS)]
+    return [found.get(rank) for rank in range(len(delays))]
 
 
 @pytest.mark.parametrize("first", range(RANKS))
@@ -38,6 +38,15 @@ def test_an_attempt_does_not_see_the_keys_of_those_before(first):
     for last in (first, 0, 1, 2):
         delays = [0.2 * (rank == last) for rank in range(RANKS)]
         assert meet(store, delays) == [f"{delays}"] * RANKS
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_job_comes_back_on_more_ranks_and_on_fewer(late):
+    """`torchrun --nnodes 1:2`: a new rank reads the start of an attempt that was on fewer ranks."""
+    store = dist.HashStore()
+    for ranks in (2, 4, 1, 2):
+        delays = [1.0 * (rank == late) for rank in range(ranks)]
+        assert meet(store, delays) == [f"{delays}"] * ranks
 
 
 def test_an_attempt_that_never_began_does_not_matter():
