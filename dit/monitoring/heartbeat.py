@@ -69,6 +69,7 @@ class Beat:
         time: when it was written, seconds since the epoch.
         since: when its phase began.
         where: the innermost functions of its main thread, and the collective that it is in.
+        machine: in which `pid` is the number of the process, see `machine`.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class Beat:
     since: float
     time: float
     where: str
+    machine: str = ""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -132,7 +134,8 @@ class Heartbeat:
         with suppress(OSError):
             (self._run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
             for path in self._run_dir.glob(f"{FOLDER}/rank_*.json") if self._rank == 0 else ():
-                if int(path.stem.rpartition("_")[2]) >= self._world_size:
+                rank = path.stem.rpartition("_")[2]
+                if rank.isdecimal() and int(rank) >= self._world_size:
                     path.unlink()  # of an attempt on more ranks
         self._write()
         self._thread.start()
@@ -153,7 +156,7 @@ class Heartbeat:
         return max(3 * self._interval_s, min(SILENT_S, self._timeout_s or SILENT_S) / 2)
 
     def _run(self) -> None:
-        while not self._done.wait(self._interval_s):
+        while not self._sleep():
             self._write()
             waited = time.time() - self.phase.since
             if self._timeout_s is None or waited < min(SILENT_S, self._timeout_s):
@@ -162,6 +165,18 @@ class Heartbeat:
             text, blamed, silent = verdict(read_beats(self._run_dir), self._rank, self._world_size, self._silent_s())
             if silent or (waited >= self._timeout_s and not starts):
                 self._give_up(waited, text, blamed)
+
+    def _sleep(self) -> bool:
+        """Wait until the next beat; return whether the run is over.
+
+        A wait that takes far longer than asked says that this process was stopped, or its machine slept. The main
+        thread could do nothing in that time, so it does not count. Other ranks, if they ran, have judged this one.
+        """
+        began = time.time()  # the monotonic clock of Linux stands still while the machine sleeps
+        over = self._done.wait(self._interval_s)
+        if time.time() - began > 4 * self._interval_s:
+            self.phase.go_on()
+        return over
 
     def _give_up(self, waited: float, text: str, blamed: list[int]) -> None:
         phase = self.phase
@@ -189,8 +204,8 @@ class Heartbeat:
     def _write(self) -> None:
         phase = self.phase
         where = _where(sys._current_frames().get(self._main))
-        now = time.time()
-        beat = Beat(self._rank, socket.gethostname(), os.getpid(), phase.step, phase.name, phase.since, now, where)
+        host, pid, now = socket.gethostname(), os.getpid(), time.time()
+        beat = Beat(self._rank, host, pid, phase.step, phase.name, phase.since, now, where, machine())
         path = self._run_dir / FOLDER / f"rank_{self._rank}.json"
         part = path.with_suffix(".part")
         with suppress(OSError):  # a disk that fails ends the run elsewhere, with a better message
@@ -228,9 +243,21 @@ def verdict(beats: dict[int, Beat], rank: int, world_size: int, silent_s: float)
     return "the others wait for " + "; ".join(map(str, late)), sorted(beat.rank for beat in late), False
 
 
+def machine() -> str:
+    """Return the boot of this machine and this process's namespace of numbers; "" where there is no /proc.
+
+    Host names do not tell: containers may share that of their node, and machines made from an image may have one name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def _process_state(beat: Beat) -> Optional[str]:
     """Return that a process of this machine is stopped or dead; None if it is neither, or of another machine."""
-    if beat.host != socket.gethostname():
+    if (beat.host, beat.machine) != (socket.gethostname(), machine()):
         return None
     try:
         state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -3,14 +3,24 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from dit.checkpoint.checkpointer import Checkpointer
 from dit.monitoring.heartbeat import read_beats
 from dit.monitoring.sinks import read_records
-from tests.faults.test_numbers import arguments
+from tests.faults import injections
+from tests.faults.test_numbers import BAD, arguments
+from tests.integration import actions
 from tests.integration.runs import outcome, started, steps_logged, wait_for
+from tests.support.faults import together
+from tests.support.ranks import Job, run_jobs
 
 LIMIT_S = 12.0
 
@@ -36,3 +46,49 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     waiting = next(beat for beat in incident["details"]["beats"] if beat["rank"] == 0)
     assert waiting["step"] >= 3
     assert waiting["where"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_run_that_was_suspended_goes_on_when_it_wakes(tmp_path: Path, ranks: int) -> None:
+    """All its processes are stopped for longer than the limit, as a batch system or a closed laptop does it."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    words = arguments(run_dir, "dp2", training__num_steps=100_000, training__hang_timeout_s=LIMIT_S / 2)
+    with started(words, log, ranks=ranks) as process:
+        wait_for(process, lambda: steps_logged(run_dir) >= 3 and len(read_beats(run_dir)) == max(1, ranks), log)
+        pids = [beat.pid for beat in read_beats(run_dir).values()]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(LIMIT_S)
+        before = steps_logged(run_dir)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(LIMIT_S)
+        assert process.poll() is None, log.read_text()[-2000:]
+        assert steps_logged(run_dir) > before
+    assert not [r for r in read_records(run_dir / "metrics.jsonl") if r["kind"] == "incident"]
+
+
+@contextmanager
+def slow_to_go_back(seconds: float) -> Iterator[None]:
+    """Let the checkpoint of a rewind be large."""
+    rewind = Checkpointer.rewind
+
+    def slow(self: Checkpointer, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return rewind(self, *args, **kwargs)
+
+    with mock.patch.object(Checkpointer, "rewind", slow):
+        yield
+
+
+@pytest.mark.matrix
+def test_a_checkpoint_that_is_read_for_long_is_no_hang(tmp_path: Path) -> None:
+    """At a rewind, as at the start."""
+    settings = {"training__on_bad_numbers": "rewind", "training__hang_timeout_s": LIMIT_S / 2}
+    bad = partial(injections.injected, {"step": BAD, "rank": None, "place": "data"})
+    fault = partial(together, bad, partial(slow_to_go_back, LIMIT_S))
+    job = Job(actions.train, {"arguments": arguments(tmp_path / "run", "dp2", **settings), "fault": fault})
+    assert run_jobs(tmp_path / "world", {"run": job})["run"].code == 0
+    incidents = [r["incident"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "incident"]
+    assert incidents == ["not_finite", "rewind"]

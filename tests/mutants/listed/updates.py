@@ -292,6 +292,20 @@ MUTANTS = (
         (NUMBERS,),
     ),
     Mutant(
+        "heartbeats: the time in which the process was stopped counts",
+        "dit/monitoring/heartbeat.py",
+        "if time.time() - began > 4 * self._interval_s:",
+        "if time.time() - began > 4e9 * self._interval_s:",
+        (HEARTBEAT,),
+    ),
+    Mutant(
+        "heartbeats: a process is looked up by the name of its host alone",
+        "dit/monitoring/heartbeat.py",
+        "if (beat.host, beat.machine) != (socket.gethostname(), machine()):",
+        "if beat.host != socket.gethostname():",
+        (HEARTBEAT,),
+    ),
+    Mutant(
         "heartbeats: a silent rank is not blamed",
         "dit/monitoring/heartbeat.py",
         "elif now - beat.time > silent_s:",

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from dit.monitoring.exit_record import Outcome, read_outcome
-from dit.monitoring.heartbeat import Beat, Heartbeat, read_beats, verdict
+from dit.monitoring.heartbeat import Beat, Heartbeat, machine, read_beats, verdict
 
 
 def beats(*phases: tuple[int, str], silent: int = -1) -> dict[int, Beat]:
@@ -49,7 +49,7 @@ def test_nobody_is_blamed_if_all_are_alike():
 def test_a_process_of_this_machine_that_is_stopped_or_dead_is_known_at_once():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     found = beats((7, "updates"), (7, "updates"))
-    found[1] = replace(found[1], host=socket.gethostname(), pid=child.pid)
+    found[1] = replace(found[1], host=socket.gethostname(), machine=machine(), pid=child.pid)
     try:
         assert verdict(found, 0, 2, 50)[1] == []
         os.kill(child.pid, signal.SIGSTOP)
@@ -84,6 +84,57 @@ def test_a_rank_without_progress_ends_with_a_verdict_and_one_with_progress_does_
     assert "test_heartbeat.py" in read_beats(tmp_path)[0].where
     told = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert (told["kind"], told["incident"], told["details"]["blamed"]) == ("incident", "hang", [1])
+
+
+def test_a_process_of_another_container_of_this_host_is_not_looked_up():
+    """Containers may share the name of their host, and images a name; the same number is another process there."""
+    found = beats((7, "updates"), (7, "updates"))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    found[1] = replace(found[1], host=socket.gethostname(), machine=machine(), pid=gone.pid)
+    assert verdict(found, 0, 2, 50)[1] == [1]
+    boot, _, namespace = machine().partition(" ")
+    assert boot
+    assert namespace
+    for other in (f"{boot} pid:[1]", f"another {namespace}", ""):
+        found[1] = replace(found[1], machine=other)
+        assert verdict(found, 0, 2, 50)[1] == []
+
+
+def test_the_machine_is_in_the_beat_and_files_of_others_do_not_matter(tmp_path):
+    (tmp_path / "heartbeats").mkdir()
+    for name in ("rank_x.json", "rank_1.json"):
+        (tmp_path / "heartbeats" / name).write_text("{}")
+    with Heartbeat(tmp_path, 0, 1, None, end=pytest.fail):
+        assert read_beats(tmp_path)[0].machine == machine()
+    assert not (tmp_path / "heartbeats" / "rank_1.json").exists(), "of an attempt on more ranks"
+
+
+HELD_UP = """
+import sys
+from dit.monitoring.heartbeat import Heartbeat
+with Heartbeat(sys.argv[1], 0, 1, 1.8) as heart:
+    heart.phase.enter("computes", 3)
+    print("waits", flush=True)
+    input()
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_time_in_which_a_process_was_stopped_is_no_hang(tmp_path, hangs):
+    """As a laptop that sleeps, a paused machine or Ctrl-Z: it goes on when it wakes; a hang afterwards is one."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HELD_UP, str(tmp_path)], **pipes) as child:
+        assert child.stdout.readline() == b"waits\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(child.pid, signal.SIGCONT)
+        time.sleep(0.9)
+        assert child.poll() is None
+        if not hangs:
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+        assert child.wait(20) == (70 if hangs else 0)
 
 
 def test_without_a_limit_the_file_is_written_and_nothing_ends(tmp_path):
