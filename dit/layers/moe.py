@@ -139,6 +139,7 @@ class ExpertLoad:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
         self._counts: Optional[Tensor] = None
+        self._before: Optional[Tensor] = None
 
     @torch.no_grad()
     def count(self, selected_TE: Tensor, valid_T: Tensor, aux_loss: Optional[Tensor]) -> None:
@@ -156,6 +157,14 @@ class ExpertLoad:
         if aux_loss is not None:
             counts[-1] = aux_loss
         self._counts = counts if self._counts is None else self._counts + counts
+
+    def begin_step(self) -> None:
+        """Remember what was counted before a step; copies nothing."""
+        self._before = self._counts
+
+    def drop_step(self) -> None:
+        """Forget what was counted since `begin_step`: the step is not applied."""
+        self._counts = self._before
 
     def take(self, device: torch.device) -> Tensor:
         """Return the counts and reset them: `[E + 3]`, tokens by expert, real tokens, unrouted tokens, loss sum."""

@@ -69,13 +69,20 @@ class LossScale:
         """Note whether the gradients of one optimizer have overflowed; its `prepare_grads` calls this."""
         self._found |= found_inf
 
-    def settle(self) -> bool:
+    def settle(self, *, adapt: bool = True) -> bool:
         """Adapt the scale to this step's gradients; every rank calls this once a step, after `gradient_norm`.
+
+        Args:
+            adapt: False only forgets what was found: the gradients of a loss that is not finite say nothing of the
+                scale. The same on every rank.
 
         Returns:
             Whether the update must be skipped, on every rank the same: a gradient overflowed on one of them.
         """
         found = any_rank(self._found)
+        if not adapt:
+            self._found = self.shrank = False
+            return found
         before = self.value if found else 0.0
         self._scaler.update(found)
         self._found, self.shrank = False, found and self.value < before

@@ -24,6 +24,7 @@ from dit.checkpoint.checkpointer import Checkpointer
 from dit.checkpoint.train_state import TrainState
 from dit.durable_files import strict_json, write_record
 from dit.errors import NotFiniteError
+from dit.monitoring.expert_load import expert_layers
 from dit.monitoring.guards import suspicion
 from dit.monitoring.numbers import Bad, NumberGuard
 from dit.monitoring.run_log import RunLog
@@ -78,6 +79,17 @@ class BadSteps:
             training.spike_threshold, training.spike_window, training.max_bad_steps, training.bad_steps_within
         )
         self.skipped = 0
+        self._loads = [layer.load for chunk in state.chunks for _, layer in expert_layers(chunk)]
+
+    def begin_step(self) -> None:
+        """Remember what the log counts, before a step."""
+        for load in self._loads:
+            load.begin_step()
+
+    def drop_counts(self) -> None:
+        """Forget what was counted in a step that is not applied."""
+        for load in self._loads:
+            load.drop_step()
 
     def act(
         self,
@@ -102,10 +114,12 @@ class BadSteps:
         model, state = self.config.model, self.state
         channels = model.token_channels, model.in_channels
         probe = Probe(state.chunks, state.wrapped, self.config.objective, channels, self.groups)
-        # Compiled blocks would be compiled again, around the looks.
-        with torch.compiler.set_stance("force_eager") if self.config.training.compile else nullcontext():
+        compiled = self.config.training.compile or self.config.training.kernels == "compile"
+        # Compiled blocks would be compiled again around the looks, or run without them.
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             first, report = find_culprit(probe, forward_step, batches, sums, self.groups)
-        if self.config.training.compile:
+        self.drop_counts()  # of both times
+        if compiled:
             report["repeats"] = None  # the second time nothing was compiled: numbers differ by rounding
         suspects = find_suspects(sums[:-1].sum().item(), keys)
         self.guard.note_bad(bad.step)
@@ -146,6 +160,8 @@ class BadSteps:
         Raises:
             NotFiniteError: there is no valid checkpoint to go back to.
         """
+        for load in self._loads:
+            load.take(torch.device("cpu"))  # a line was logged before each checkpoint
         metadata = checkpointer.rewind(self.state)
         if metadata is None:
             raise NotFiniteError(
@@ -174,7 +190,8 @@ class BadSteps:
                 ((rank, worst[0]) for rank, worst in report["worst_samples"].items()), key=lambda item: item[1][1]
             )
             return f"computed again it is the same; the largest loss is {loss:.6g} of sample {key} on rank {rank}"
-        return f"computed again, all numbers of the step are finite{again}: look for a fault of the machine"
+        either = "" if again else "the sum of the gradients over ranks, or its norm, overflows, or "
+        return f"computed again, all numbers of the step are finite{again}: {either}look for a fault of the machine"
 
     def _write(self, step: int, report: dict[str, Any]) -> None:
         if self.groups.rank == 0:

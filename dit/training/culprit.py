@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
+from dit.kernels.recompute import first_run
 from dit.layout import SequenceLayout
 from dit.objectives.base import Objective
 from dit.parallel.schedule import forward_backward
@@ -56,6 +57,14 @@ class Place:
         return f"{where} on rank {self.rank}" + (f", sample {', '.join(self.samples)}" if self.samples else "")
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of the step that is computed again, and its number, from 0."""
+
+    number: int
+    batch: PackedBatch
+
+
 @dataclass
 class Found:
     """What one rank found in the second computation of a step.
@@ -95,9 +104,11 @@ class Probe:
         self._chunks, self._wrapped, self._objective = chunks, wrapped, objective
         self._channels, self._groups = channels, groups
         self.found = Found()
-        self._micro_batch = [-1] * len(chunks)
         self._looks = 0
-        self._batch: Optional[PackedBatch] = None
+        # Of each chunk, the newest micro-batch that went forward, and the newest that came back: under pipeline
+        # parallelism the backward pass of one follows the forward pass of others.
+        self._forward: list[Optional[MicroBatch]] = [None] * len(chunks)
+        self._backward: list[Optional[MicroBatch]] = [None] * len(chunks)
         self._losses: dict[str, float] = {}
 
     def run(self, forward_step: ForwardStep, batches: Sequence[PackedBatch]) -> list[dict[str, Any]]:
@@ -110,20 +121,11 @@ class Probe:
             chunk.zero_grad_buffer()
         device = next(self._chunks[0].parameters()).device
         handles = [handle for i, chunk in enumerate(self._chunks) for handle in self._hooks(i, chunk)]
-        config = self._wrapped[0].config
-        finalize = config.finalize_model_grads_func
-
-        def finalize_after_look(*args: Any, **kwargs: Any) -> None:
-            self._look_at_weights()
-            finalize(*args, **kwargs)
-
-        config.finalize_model_grads_func = finalize_after_look
         try:
             moved = (batch.to(device) for batch in batches)
             watched = self._watched(forward_step)
             logs = forward_backward(watched, moved, self._wrapped, len(batches), self._groups)
         finally:
-            config.finalize_model_grads_func = finalize
             for handle in handles:
                 handle.remove()
         ranked = sorted(self._losses.items(), key=lambda item: -math.inf if item[1] != item[1] else -item[1])
@@ -135,77 +137,89 @@ class Probe:
 
         def watched(batches: Iterator[PackedBatch], network: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             chunk = places[id(network)]
-            self._batch = batch = next(batches)
-            self._micro_batch[chunk] += 1
-            self._look_at_data(chunk, batch)
+            batch, before = next(batches), self._forward[chunk]
+            now = self._forward[chunk] = MicroBatch(0 if before is None else before.number + 1, batch)
+            self._look_at_data(chunk, now)
             prediction_TC, loss = forward_step(iter([batch]), network)
             prepared, given = loss.args  # type: ignore[attr-defined]
             if self._chunks[chunk].stage.first:  # type: ignore[union-attr]
-                self._look("noised input", "inputs", prepared.inputs_TC, chunk, batch.layout)
+                self._look("noised input", "inputs", prepared.inputs_TC, chunk, batch.layout, now)
 
             def loss_seen(prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
-                self._look("target", "target", prepared.target_TC, chunk, batch.layout)
-                self._look_at_losses(prediction_TC.detach(), prepared, given, chunk)
+                self._look("target", "target", prepared.target_TC, chunk, batch.layout, now)
+                self._look_at_losses(prediction_TC.detach(), prepared, given, chunk, now)
                 return loss(prediction_TC)
 
             return prediction_TC, loss_seen
 
         return watched
 
-    def _look_at_data(self, chunk: int, batch: PackedBatch) -> None:
-        self._look("data", "latents", batch.latents_TC, chunk, batch.layout)
+    def _look_at_data(self, chunk: int, now: MicroBatch) -> None:
+        batch = now.batch
+        self._look("data", "latents", batch.latents_TC, chunk, batch.layout, now)
         for name, values in batch.conditions.items():
             if values.values.is_floating_point():
                 layout = values.layout if values.layout is not None else batch.layout
-                self._look("data", name, values.values, chunk, layout)
+                self._look("data", name, values.values, chunk, layout, now)
 
-    def _look_at_losses(self, prediction_TC: Tensor, prepared: Any, batch: PackedBatch, chunk: int) -> None:
+    def _look_at_losses(
+        self, prediction_TC: Tensor, prepared: Any, batch: PackedBatch, chunk: int, now: MicroBatch
+    ) -> None:
         outputs_TC = split_outputs(prediction_TC, *self._channels)
         terms = self._objective.loss_terms(outputs_TC, prepared, batch.layout)
         loss_S = torch.stack([terms[name].sum_per_sample(batch.layout) for name in self._objective.terms]).sum(0)
-        self._look("loss", "loss", loss_S, chunk, batch.layout)
+        self._look("loss", "loss", loss_S, chunk, batch.layout, now)
         tokens_S = batch.layout.sum_per_sample(batch.layout.valid_T.float()).clamp(min=1.0)
         for key, loss in zip(batch.keys, (loss_S / tokens_S).tolist()):
             self._losses[key] = loss
-
-    def _look_at_weights(self) -> None:
-        """Look at the gradients that this rank accumulated, before they are reduced over ranks."""
-        for i, chunk in enumerate(self._chunks):
-            for name, parameter in chunk.named_parameters():
-                gradient = getattr(parameter, "main_grad", None)
-                if isinstance(gradient, Tensor):
-                    self._look("weight gradient", name, gradient, i, None)
 
     def _hooks(self, chunk: int, model: nn.Module) -> Iterator[Any]:
         for name, module in model.named_modules():
             if name:
                 yield module.register_forward_hook(self._forward_hook(chunk, name), with_kwargs=True)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                # Megatron-FSDP's parameters are shards between steps; these have the gradient.
+                parameter = getattr(parameter, "orig_param", parameter)
+                yield parameter.register_hook(self._weight_hook(chunk, name))
+
+    def _weight_hook(self, chunk: int, name: str) -> Callable[[Tensor], None]:
+        """Return what looks at this rank's gradient of a micro-batch, before it is added and perhaps reduced."""
+
+        def hook(gradient: Tensor) -> None:
+            now = self._backward[chunk] or self._forward[chunk]
+            assert now is not None
+            self._look("weight gradient", name, gradient, chunk, None, now)
+
+        return hook
 
     def _forward_hook(self, chunk: int, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given = [*args, *kwargs.values()]
-            assert self._batch is not None
-            layout = next((x for x in given if isinstance(x, SequenceLayout)), self._batch.layout)
+            # A backward pass recomputes activations of its own micro-batch.
+            now = self._forward[chunk] if first_run() else self._backward[chunk] or self._forward[chunk]
+            assert now is not None
+            layout = next((x for x in given if isinstance(x, SequenceLayout)), now.batch.layout)
             for tensor in _tensors(given):
                 if tensor.requires_grad:
                     _readers(tensor).append(name)
-            micro_batch = self._micro_batch[chunk]
             for tensor in _tensors(output):
-                self._look("forward", name, tensor.detach(), chunk, layout)
+                self._look("forward", name, tensor.detach(), chunk, layout, now)
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._gradient_hook(chunk, name, _readers(tensor), layout, micro_batch))
+                    tensor.register_hook(self._gradient_hook(chunk, name, _readers(tensor), layout, now))
 
         return hook
 
     def _gradient_hook(
-        self, chunk: int, name: str, readers: list[str], layout: SequenceLayout, micro_batch: int
+        self, chunk: int, name: str, readers: list[str], layout: SequenceLayout, of: MicroBatch
     ) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
+            self._backward[chunk] = of
             # The gradient of an output comes out of the backward passes of the modules that read it.
             inner = [r for r in readers if not any(other.startswith(f"{r}.") for other in readers)]
             inner = [r for r in inner if not f"{name}.".startswith(f"{r}.")]
             named = " or ".join(dict.fromkeys(inner)) or f"what reads {name}"
-            self._look("backward", named, gradient.detach(), chunk, layout, micro_batch)
+            self._look("backward", named, gradient.detach(), chunk, layout, of)
 
         return hook
 
@@ -216,7 +230,7 @@ class Probe:
         values: Tensor,
         chunk: int,
         layout: Optional[SequenceLayout],
-        micro_batch: Optional[int] = None,
+        of: MicroBatch,
     ) -> None:
         self._looks += 1
         values = values.detach()
@@ -232,10 +246,9 @@ class Probe:
         pp, place = self._groups.pp, PHASES.index(phase)
         stage = chunk * pp.size() + pp.rank()
         stage = -stage if phase == "backward" else stage
-        number = self._micro_batch[chunk] if micro_batch is None else micro_batch
-        order = (number, place, stage, self._looks)
+        order = (of.number, place, stage, self._looks)
         if self.found.first is None or order < self.found.first.order:
-            samples = () if layout is None or self._batch is None else _samples(bad, layout, self._batch)
+            samples = () if layout is None else _samples(bad, layout, of.batch)
             self.found.first = Place(order, self._groups.rank, phase, layer, samples)
 
 

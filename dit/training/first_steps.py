@@ -4,7 +4,7 @@ A parameter may have a zero gradient in its first steps by design: it is behind 
 of adaLN-Zero are behind their gates, and these behind the head. Each update moves what was reached, so no list of such
 parameters is needed: after `n` updates a gradient passes `n` zeros one behind another. Two are the most in any
 backbone; conditions that are dropped at random may need more steps to appear. So gradients are looked at in the 3rd,
-10th and 20th step of every start, until all parameters were seen with one.
+10th and 20th update of every start, until all parameters were seen with one, and at the end of a shorter run.
 """
 
 import hashlib
@@ -29,16 +29,14 @@ class FirstSteps:
 
     Args:
         shards: this rank's master shards.
-        steps: that this start will make; a short one is looked at in its last step.
     """
 
-    def __init__(self, shards: Sequence[MasterShard], groups: ProcessGroups, steps: int) -> None:
+    def __init__(self, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
         self._shards, self._groups = shards, groups
-        self._left = steps
         self._seen: Optional[torch.Tensor] = None
         self._updates = 0
         self._inputs = ""
-        self.done = steps <= 0
+        self.done = False
 
     def check_inputs(self, batch: PackedBatch, step: int, log: RunLog) -> None:
         """Compare what ranks read, before anything is computed from it; every rank calls this.
@@ -87,11 +85,21 @@ class FirstSteps:
             seen = torch.stack([(shard.grad != 0).any() for shard in self._shards])
             self._seen = seen if self._seen is None else self._seen | seen
         self._updates += learning_rate > 0
-        self._left -= 1
-        if self._updates not in LOOKS and self._left:
-            return
+        if self._updates in LOOKS:
+            self._judge(step, log, is_last=self._updates == LOOKS[-1])
+
+    def end(self, step: int, log: RunLog) -> None:
+        """Judge a run that made fewer updates than the last look waits for; every rank calls this when it is over.
+
+        Args:
+            step: the last one; how many of them were applied does not matter.
+        """
+        if not self.done and self._updates:
+            self._judge(step, log, is_last=True)
+
+    def _judge(self, step: int, log: RunLog, *, is_last: bool) -> None:
         total, missing = self._missing()
-        if missing and self._updates < LOOKS[-1] and self._left:
+        if missing and not is_last:
             return
         self.done = True
         if not missing:
@@ -116,7 +124,7 @@ class FirstSteps:
         told: list[Any] = [None] * self._groups.world_size
         dist.all_gather_object(told, [name for name in suspected if mine.get(name)])
         everywhere: list[Any] = [None] * self._groups.world_size
-        dist.all_gather_object(everywhere, names if self._groups.dp_cp.rank() == 0 else [])
+        dist.all_gather_object(everywhere, names)  # of each stage, and of the experts of each expert-parallel rank
         total = len({name for names_of_rank in everywhere for name in names_of_rank})
         return total, sorted(suspected - {name for names_of_rank in told for name in names_of_rank})
 

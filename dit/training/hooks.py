@@ -16,12 +16,11 @@ class Hook:
     """
 
     def on_step(self, state: TrainState, grad_norm: float) -> None:
-        """Act after an optimizer step.
+        """Act after an optimizer step that was applied.
 
         Args:
             state: `state.step` is the number of the step, counted from 1.
-            grad_norm: the global gradient norm before clipping; infinite where fp16 gradients overflowed and the step
-                made no update.
+            grad_norm: the global gradient norm before clipping.
         """
 
     def on_validation(self, state: TrainState, losses: Mapping[str, float]) -> None:

@@ -206,6 +206,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             if not stop and _is_multiple(state.step, training.sample_interval) and not any_rank(preemption.requested):
                 run.sample()
             started += time.perf_counter() - training_ended  # rates exclude saving and validation
+    if run.first_steps is not None:
+        run.first_steps.end(state.step, run.log)
     run.saves.finish()
     return False
 
@@ -305,8 +307,8 @@ class Run:
 
     def watch_first_steps(self) -> None:
         """Check the next inputs, and the gradients of the next steps: `FirstSteps` says what it raises."""
-        if (steps := self.config.training.num_steps - self.state.step) > 0:
-            self.first_steps = FirstSteps(self.state.shards, self.groups, steps)
+        if self.state.step < self.config.training.num_steps:
+            self.first_steps = FirstSteps(self.state.shards, self.groups)
             self.first_steps.check_inputs(self.batches.peek(), self.state.step + 1, self.log)
 
     def shard(self, batch: PackedBatch) -> PackedBatch:
@@ -323,8 +325,7 @@ class Run:
                 if the step is applied.
 
         Returns:
-            The global gradient norm before clipping; infinite where fp16 gradients overflowed: such a step makes no
-            update, and lowers the loss scale.
+            The global gradient norm before clipping; infinite where fp16 gradients overflowed.
 
         Raises:
             NotFiniteError: the loss or the gradient norm is not finite or spikes, no lower loss scale would help, and
@@ -332,6 +333,7 @@ class Run:
         """
         config, state, seen = self.config, self.state, len(self.batches.consumed.keys)
         self.batches.begin_step()
+        self.bad_steps.begin_step()
         self.timer.start()
         for chunk in state.wrapped:
             chunk.zero_grad_buffer()
@@ -340,16 +342,17 @@ class Run:
         outputs = forward_backward(forward_step, self.batches, state.wrapped, self.dims.micro_batches, self.groups)
         length, schedule, beta1 = config.training.num_steps, config.schedule, config.optimizer.beta1
         set_rates(state.optimizer, self.learning_rate(state.step), momentum(state.step, length, beta1, schedule))
-        step_sums = torch.zeros_like(loss_sums)
-        for output in outputs:  # empty but on the last pipeline stage
-            step_sums += output["sums"]
+        # There are outputs on the last pipeline stage.
+        step_sums = sum((output["sums"] for output in outputs), torch.zeros_like(loss_sums))
         self.phase.enter("reduces the gradient")
         mean_loss = MeanLoss(step_sums, config.objective, self.groups)
         grad_norm = gradient_norm(state.optimizer)
-        scale = state.loss_scale if state.loss_scale is not None and state.loss_scale.settle() else None
-        loss, grad_norm = mean_loss.value(), grad_norm if scale is None else math.inf
+        loss, scaler = mean_loss.value(), state.loss_scale
+        scale = scaler if scaler is not None and scaler.settle(adapt=math.isfinite(loss)) else None
+        grad_norm = grad_norm if scale is None else math.inf
         if scale is not None and scale.shrank and math.isfinite(loss):
             self.last_action = "overflow"
+            self.bad_steps.drop_counts()
             state.step += 1
             return grad_norm
         bad = self.bad_steps.guard.judge(state.step + 1, loss, grad_norm)
@@ -382,6 +385,7 @@ class Run:
             NotFiniteError: there is none that is valid.
         """
         self.saves.wait()  # it may become the last checkpoint
+        self.phase.enter("starts")  # reading and hashing it may take long, as at the start
         self.bad_steps.go_back(bad_step, self.checkpointer, self.log, self.batches.reset().keys)
         self.save()
         self.saves.wait()

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Optional
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.layers.moe import MoE
 from dit.training import pretrain
 from dit.training.pretrain import Run
 
@@ -48,10 +50,11 @@ class Injection:
     def _here(self) -> bool:
         return self.rank is None or torch.distributed.get_rank() == self.rank
 
-    def spoil(self, values: Tensor) -> Tensor:
-        """Return the values of all local tokens, those of the sample multiplied."""
-        assert self.batch is not None
-        layout, row = self.batch.layout, self.batch.keys.index(self.key)
+    def spoil(self, values: Tensor, batch: Optional[PackedBatch] = None) -> Tensor:
+        """Return the values of all local tokens of a micro-batch (None: the newest), those of the sample multiplied."""
+        batch = batch or self.batch
+        assert batch is not None
+        layout, row = batch.layout, batch.keys.index(self.key)
         of_sample_T = layout.segment_ids_T == row
         assert len(values) == len(of_sample_T), "choose a layer that returns tokens"
         return torch.where(of_sample_T.view(-1, *[1] * (values.dim() - 1)), values * self.factor, values)
@@ -64,7 +67,8 @@ class Injection:
         for chunk in run.state.chunks:
             for name, module in chunk.named_modules():
                 if name == self.layer and self.place == "weight":
-                    module.weight.register_hook(self._of_weight)  # type: ignore[union-attr]
+                    weight: Any = module.weight
+                    getattr(weight, "orig_param", weight).register_hook(self._of_weight)  # FSDP's has the gradient
                 elif name == self.layer:
                     module.register_forward_hook(self._of_output)
 
@@ -76,7 +80,7 @@ class Injection:
         if self.place == "forward" and self.happens():
             first = self.spoil(first)
         elif self.place == "backward" and self.happens():
-            first.register_hook(self.spoil)
+            first.register_hook(partial(self.spoil, batch=self.batch))  # others may go forward before it goes back
         return (first, *rest) if isinstance(output, tuple) else first
 
     def note(self, step: int, batch: PackedBatch) -> None:
@@ -146,11 +150,14 @@ def left_out(*steps: int) -> Iterator[None]:
     def step(self: Run, loss_sums: Tensor) -> float:
         out = self.state.step + 1 in steps
         nothing = mock.patch.object(self.state, "update")
-        before = loss_sums.clone()
+        loads = [m.load for chunk in self.state.chunks for m in chunk.modules() if isinstance(m, MoE)]
+        before, counts = loss_sums.clone(), [load._counts for load in loads]
         with nothing if out else contextlib.nullcontext():
             norm = done(self, loss_sums)
         if out:
             loss_sums.copy_(before)
+            for load, count in zip(loads, counts):
+                load._counts = count
         return norm
 
     with mock.patch.object(Run, "step", step):

@@ -7,19 +7,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fiddle as fdl
 import pytest
 import torch.distributed as dist
 
 from dit.monitoring.sinks import read_records
+from dit.parallel.build import parameter_shapes
 from dit.training.pretrain import Run
 from energon_data.mock import MockData
+from recipes.tiny import tiny_dit_pack
 from tests.faults import injections
-from tests.faults.test_numbers import arguments
+from tests.faults.test_numbers import EXPERTS, arguments
 from tests.integration import actions
+from tests.support.faults import together
 from tests.support.ranks import Job, run_jobs
 
 DEAD = "layers.1.mlp.linear_fc1.weight"
 SHORT = {"training__num_steps": 5, "checkpoint__interval": 0}
+BAD_STEP, LAST = (partial(injections.injected, {"step": step, "rank": None, "place": "data"}) for step in (2, 5))
 
 
 def unplugged(run: Run) -> None:
@@ -68,11 +73,15 @@ def ended(folder: Path) -> dict[str, Any]:
         "fsdp": ("fsdp", None),
         "dead": ("dp2", partial(injections.after_build, unplugged)),
         "dead on a stage": ("pp2", partial(injections.after_build, unplugged)),
+        "dead and a step left out": ("dp2", partial(together, partial(injections.after_build, unplugged), BAD_STEP)),
+        "dead and the last step left out": ("dp2", partial(together, partial(injections.after_build, unplugged), LAST)),
+        "ep2": ("ep2", None),
         "apart": ("tp2", rank_1_reads_ahead),
         "same": ("dp2", all_read_as_replica_0),
     }
+    skip = {"training__on_bad_numbers": "skip"}
     jobs = {
-        name: Job(actions.train, {"arguments": arguments(folder / name, layout, **SHORT), "fault": fault}, ranks=2)
+        name: Job(actions.train, {"arguments": arguments(folder / name, layout, **SHORT, **skip), "fault": fault}, 2)
         for name, (layout, fault) in cases.items()
     }
     return run_jobs(folder / "world", jobs)
@@ -96,12 +105,23 @@ def test_a_sound_run_says_so_in_one_line(ended: dict[str, Any]) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["dead", "dead on a stage"])
-def test_a_parameter_without_a_gradient_is_named(ended: dict[str, Any], folder: Path, name: str) -> None:
-    """In the last step of a short run; the run goes on."""
+def test_all_experts_count(ended: dict[str, Any]) -> None:
+    """Each expert-parallel rank has experts of its own."""
+    recipe = tiny_dit_pack()
+    for name, value in EXPERTS.items():
+        setattr(recipe.model, name.removeprefix("model__"), value)
+    assert line(ended, "ep2").split()[3] == str(len(parameter_shapes(fdl.build(recipe.model))))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("left_out", ["", " and a step left out", " and the last step left out", " on a stage"])
+def test_a_parameter_without_a_gradient_is_named(ended: dict[str, Any], folder: Path, left_out: str) -> None:
+    """At the end of a short run, however many of its steps were applied."""
+    name = f"dead{left_out}"
     assert [run.code for run in ended[name]] == [0, 0]
-    assert f"had no gradient in 5 updates: {DEAD}; " in line(ended, name)
-    (incident,) = [r for r in read_records(folder / name / "metrics.jsonl") if r["kind"] == "incident"]
+    assert f"had no gradient in {4 if 'left out' in name else 5} updates: {DEAD}; " in line(ended, name)
+    found = [r for r in read_records(folder / name / "metrics.jsonl") if r["kind"] == "incident"]
+    (incident,) = [r for r in found if r["incident"] != "not_finite"]
     assert (incident["incident"], incident["details"]["parameters"]) == ("no_gradient", [DEAD])
 
 

@@ -124,6 +124,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(results):
     assert run["step"] == BAD_STEP - 1
     assert "The loss of rank 1 is not finite" in run["error"]
     assert "min_loss_scale" not in run["error"]
+    assert run["last_scale"] == INITIAL, "its gradients say nothing of the scale"
 
 
 def test_gradients_do_not_depend_on_the_scale(results):

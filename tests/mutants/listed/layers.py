@@ -22,6 +22,13 @@ from tests.mutants.runner import Mutant
 
 MUTANTS = (
     Mutant(
+        "experts: the load of a step that is not applied counts",
+        "dit/layers/moe.py",
+        "self._counts = self._before",
+        "self._before = self._counts",
+        (MOE,),
+    ),
+    Mutant(
         "uncertainty: half of the features' angles",
         "dit/layers/uncertainty.py",
         "torch.cos(2 * math.pi *",

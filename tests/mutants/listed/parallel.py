@@ -138,6 +138,20 @@ MUTANTS = (
         (LOSS_SCALE,),
     ),
     Mutant(
+        "loss scale: a step whose loss is not finite changes it",
+        "dit/parallel/loss_scale.py",
+        "if not adapt:",
+        "if not adapt and not found:",
+        ("tests/unit/parallel/test_loss_scale.py",),
+    ),
+    Mutant(
+        "rendezvous: the list of an attempt on fewer ranks is read past its end",
+        "dit/backends/rendezvous.py",
+        "if rank <= len(nonces) and nonces[rank - 1] == nonce:",
+        "if nonces[rank - 1] == nonce:",
+        ("tests/unit/backends/test_rendezvous.py",),
+    ),
+    Mutant(
         "gradients: a full batch of them is added, and waits on",
         "dit/backends/gradients.py",
         "pending, self._pending, self._pending_bytes = self._pending, [], 0",

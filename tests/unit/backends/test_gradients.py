@@ -13,8 +13,8 @@ from dit.models.dit.config import DiTConfig
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.tracing.calls import CallCounter
 from dit.tracing.packs import PackShape, batch_of
+from tests.support.calls import CallCounter
 
 CONFIG = DiTConfig(hidden_size=32, num_layers=2, num_attention_heads=2, in_channels=4, patch_spatial=2)
 PACK = PackShape(((1, 4, 4), (1, 2, 3)))

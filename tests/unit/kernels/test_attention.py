@@ -7,7 +7,7 @@ import torch
 
 from dit.kernels.attention import _packed, attend_densely, reference_attention, segment_sdpa
 from dit.layout import SequenceLayout
-from dit.tracing.calls import CallCounter
+from tests.support.calls import CallCounter
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
 # float32 sums of up to 33 terms in another order.

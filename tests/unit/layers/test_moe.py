@@ -161,6 +161,22 @@ def test_a_token_nobody_chose_adds_nothing(provider: LayerProvider):
     assert not layer.load.take(x.device).any()
 
 
+def test_a_step_that_is_not_applied_does_not_count(provider: LayerProvider):
+    """However often it is computed, also with numbers that are not finite; the steps around it do."""
+    layer = moe(provider, "top_k")
+    good, bad = randn(40, SIZE), torch.full((40, SIZE), torch.nan)
+    layer(good, LAYOUT)
+    once = layer.load.take(good.device)
+    for _ in range(2):
+        layer.load.begin_step()
+        layer(bad, LAYOUT)
+        layer(bad, LAYOUT)
+        layer.load.drop_step()
+        layer.load.begin_step()
+        layer(good, LAYOUT)
+    torch.testing.assert_close(layer.load.take(good.device), 2 * once)
+
+
 def test_load_is_counted_in_training_only(provider: LayerProvider):
     layer = moe(provider, "top_k")
     with torch.no_grad():

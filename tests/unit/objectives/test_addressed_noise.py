@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.philox import _rounds, philox
-from dit.tracing.calls import CallCounter
+from tests.support.calls import CallCounter
 
 IDS = torch.tensor([3, 2**62 + 5, 41], dtype=torch.int64)
 DRAWS = torch.tensor([9, 2**40, 9], dtype=torch.int64)

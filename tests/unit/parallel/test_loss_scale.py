@@ -50,6 +50,19 @@ def test_every_setting_reaches_the_scale(one_rank_world):
     assert scale.overflowed_steps == 4
 
 
+def test_a_step_whose_loss_is_bad_leaves_no_trace(one_rank_world):
+    """Its overflow is reported; the scale, the count, and the steps towards the next doubling are those before."""
+    optimizer = optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=8.0, loss_scale_window=3)
+    scale = loss_scale_of(optimizer)
+    scale.settle()
+    before = scale.scalars()
+    scale.update(True)
+    assert scale.settle(adapt=False)
+    assert not scale.shrank
+    assert not scale.settle(adapt=False), "the overflow is forgotten"
+    assert scale.scalars() == before
+
+
 def test_a_constant_scale_stays(one_rank_world):
     scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16", loss_scale=24.0))
     scale.update(True)

@@ -20,10 +20,10 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.planner.trace import Job, trace
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.tracing.calls import CallCounter, copies_to_host
 from dit.tracing.packs import PackShape
 from dit.training.pretrain import Run
 from energon_data.mock import MockData
+from tests.support.calls import CallCounter, copies_to_host
 
 pytestmark = pytest.mark.usefixtures("one_rank_world")
 WAITS_PER_STEP = 2
