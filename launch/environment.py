@@ -24,6 +24,9 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Loader workers are forked; the thread pool of the tokenizers does not support forks.
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # torch remembers this many collectives; a rank that waited too long writes them down (dit/monitoring/heartbeat.py).
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
 def quiet_libraries() -> None:

@@ -32,6 +32,7 @@ FOLDER = "heartbeats"
 HANG = "hang"
 INTERVAL_S = 5.0
 STDLIB = Path(os.__file__).parent
+COLLECTIVES_S = 10.0  # for the record of the collectives: the process must end also if torch does not give it
 SILENT_S = 240.0  # until a rank that waits for a silent one gives up, if its own limit is not shorter
 # In the order of a step: of ranks that wait for each other, the one in the earliest phase of the earliest step is late.
 PHASES = ("starts", "reads data", "computes", "reduces the gradient", "updates", "ends the step", "saves", "validates",
@@ -186,7 +187,21 @@ class Heartbeat:
             write_outcome(self._run_dir, Outcome(EXIT_UNEXPECTED, HANG, phase.step, self._rank, error))
             if self._rank == min((r for r in range(self._world_size) if r not in blamed), default=self._rank):
                 self._tell(error, blamed)
+            writing = threading.Thread(target=self._write_collectives, daemon=True)
+            writing.start()
+            writing.join(COLLECTIVES_S)
         self._end(EXIT_UNEXPECTED)
+
+    def _write_collectives(self) -> None:
+        """Write torch's record of this rank's newest collectives ("flight recorder") to a file of its own."""
+        import torch.distributed as dist
+        from torch._C import _distributed_c10d as records
+
+        if dist.is_initialized():
+            name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+            with suppress(AttributeError, OSError, RuntimeError):  # of a torch without it
+                path = self._run_dir / FOLDER / f"collectives_{self._rank}.json"
+                path.write_bytes(getattr(records, name)())
 
     def _tell(self, error: str, blamed: list[int]) -> None:
         """Append the incident to the record of the run: the rank that writes it may be the one to blame."""

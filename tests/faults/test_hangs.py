@@ -1,5 +1,6 @@
 """One rank of two is stopped, or waits for something of its own: the run ends, and that rank is named."""
 
+import json
 import os
 import signal
 import time
@@ -43,6 +44,9 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
         assert words in record["error"], record["error"]
     (incident,) = [r for r in read_records(run_dir / "metrics.jsonl") if r["kind"] == "incident"]
     assert (incident["incident"], incident["details"]["blamed"]) == ("hang", [1])
+    recorded = json.loads((run_dir / "heartbeats" / "collectives_0.json").read_text())
+    assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
+    assert len(recorded["entries"]) > 3
     waiting = next(beat for beat in incident["details"]["beats"] if beat["rank"] == 0)
     assert waiting["step"] >= 3
     assert waiting["where"]
