@@ -1,6 +1,6 @@
 """Commands and what is left: one wrong line each."""
 
-from tests.mutants.listed.paths import EVALUATION, INCEPTION, NEMO, OWN_DATA, RANKS, STATUS
+from tests.mutants.listed.paths import EVALUATION, INCEPTION, NEMO, OWN_DATA, RANKS, STATUS, VERIFY
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
@@ -45,6 +45,13 @@ MUTANTS = (
         "at = torch.arange(side, dtype=torch.float64) * (size / side)",
         "at = ((torch.arange(side, dtype=torch.float64) + 0.5) * (size / side) - 0.5).clamp(min=0)",
         (INCEPTION,),
+    ),
+    Mutant(
+        "verify: adapters of numbered layers are beside none of the tiny form",
+        "dit/verify/tiny.py",
+        "targets=[_of_any_layer(target) for target in",
+        "targets=[target for target in",
+        (VERIFY,),
     ),
     Mutant(
         "own_data: a pack as long as the shortest sample wants it",
