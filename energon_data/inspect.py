@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from energon_data.false_colours import coloured, middle_frame
 from energon_data.folder import check_dataset
 from energon_data.survey import Survey, expected_packing, survey
 
@@ -25,6 +26,7 @@ BAR = 30
 EXAMPLES = """\
 examples
   python -m energon_data.inspect data/mine --sheet mine.png
+  python -m energon_data.inspect data/latents --sheet latents.png --vae models/vae
   python -m energon_data.inspect data/mine --patch 1x2x2 --pack 2048 --samples 0
 """
 
@@ -51,6 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
     parser.add_argument(
         "--tiles", type=int, default=36, metavar="N", help="pictures of the sheet or table (%(default)s)"
+    )
+    parser.add_argument(
+        "--vae",
+        metavar="NAME",
+        help="decode latents that are shown by this autoencoder, not draw them in false colours",
     )
     parser.add_argument("--wandb", metavar="PROJECT", help="write a table of samples with pictures to this project")
     parser.add_argument(
@@ -180,8 +187,12 @@ def token_lines(
         )
 
 
-def write_sheet(found: Survey, path: Path) -> str:
-    """Write the contact sheet and return the line that says so."""
+def write_sheet(found: Survey, path: Path, colours: str) -> str:
+    """Write the contact sheet and return the line that says so.
+
+    Args:
+        colours: what to know of its colours.
+    """
     from dit.sampling.grid import save_png
     from energon_data.contact_sheet import contact_sheet
 
@@ -190,16 +201,24 @@ def write_sheet(found: Survey, path: Path) -> str:
         for one, frame in found.shown
     ]
     save_png(contact_sheet(tiles), path)
-    preview = "" if found.seen[0].size[0] in (1, 3) else "; latents, by three of their channels, in false colours"
-    return f"sheet       {path}: {len(tiles)} samples{preview}"
+    return f"sheet       {path}: {len(tiles)} samples{f'; {colours}' if colours else ''}"
 
 
-def inspected(found: Survey, args: argparse.Namespace, patch: tuple[int, int, int], sheet: Optional[Path]) -> str:
+def colour(found: Survey, vae: Optional[str]) -> str:
+    """Make pictures of the latents that are shown; return what to know of their colours, empty for pixels."""
+    pictures, colours = coloured([frame for _, frame in found.shown])
+    found.shown = [(one, picture) for (one, _), picture in zip(found.shown, pictures, strict=True)]
+    return colours if vae is None else f"latents decoded by {vae}"
+
+
+def inspected(
+    found: Survey, args: argparse.Namespace, patch: tuple[int, int, int], sheet: Optional[Path], colours: str
+) -> str:
     """Return the page of one folder."""
     lines = [*shard_lines(found), *content_lines(found)]
     lines += token_lines(found, patch, pack=args.pack, buffer=args.buffer, multiple_of=args.multiple_of)
     if sheet is not None:
-        lines.append(write_sheet(found, sheet))
+        lines.append(write_sheet(found, sheet, colours))
     return "\n".join(lines)
 
 
@@ -212,6 +231,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         value = getattr(args, name)
         if value is not None and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {low}")
+    if args.vae is not None and args.sheet is None and args.wandb is None:
+        raise ConfigError(f"--vae {args.vae} decodes what is shown; ask for --sheet FILE.png or --wandb PROJECT, too")
+    show = middle_frame
+    if args.vae is not None:
+        from energon_data.decoded_frames import decoder
+
+        show = decoder(args.vae)
     infos = check_dataset(args.data, args.split)
     surveys: list[Survey] = []
     for number, info in enumerate(infos):
@@ -222,10 +248,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             info,
             limit=args.samples or None,
             pictures=args.tiles if sheet is not None or args.wandb else 0,
+            show=show,
             require_checksums=not args.no_checksums,
         )
         surveys.append(found)
-        print(inspected(found, args, patch, sheet), flush=True)
+        print(inspected(found, args, patch, sheet, colour(found, args.vae)), flush=True)
     if args.wandb:
         from energon_data.wandb_table import log_table
 

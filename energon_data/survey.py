@@ -3,7 +3,7 @@
 import io
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -15,6 +15,7 @@ from dit.errors import DataError
 from dit.patchify import frames_to_patch
 from dit.sampling.grid import spread
 from energon_data.decoder import decode_sample
+from energon_data.false_colours import middle_frame
 from energon_data.folder import SplitInfo
 from energon_data.packing import greedy_knapsack, padded_length
 from energon_data.samples import META_PART, Clip, SampleError
@@ -73,7 +74,7 @@ class Survey:
         shards: samples and bytes of each shard, by name.
         seen: those that training can read.
         lost: how many it cannot, by reason, and the first of each.
-        shown: the middle frames `[C, H, W]` of some, for a contact sheet.
+        shown: a frame `[C, H, W]` of some, for a contact sheet.
     """
 
     info: SplitInfo
@@ -89,13 +90,21 @@ class Survey:
         return len(self.seen) + self.lost.total()
 
 
-def survey(info: SplitInfo, *, limit: Optional[int], pictures: int = 0, require_checksums: bool = True) -> Survey:
+def survey(
+    info: SplitInfo,
+    *,
+    limit: Optional[int],
+    pictures: int = 0,
+    show: Callable[[Tensor], Tensor] = middle_frame,
+    require_checksums: bool = True,
+) -> Survey:
     """Read samples of a split as training reads them.
 
     Args:
         info: from `energon_data.folder.check_dataset`.
         limit: most samples to read, evenly distributed over the split; None for all.
         pictures: how many of these are returned to be shown, evenly distributed.
+        show: returns what is shown of a latent or of pixels `[C, T, H, W]`, a frame `[C, H, W]`.
         require_checksums: samples without checksums count as damaged, as for `EnergonData`.
 
     Raises:
@@ -119,8 +128,7 @@ def survey(info: SplitInfo, *, limit: Optional[int], pictures: int = 0, require_
             continue
         found.seen.append(_seen(clip, sample))
         if index in shown:
-            middle = clip.latent.shape[1] // 2
-            found.shown.append((found.seen[-1], clip.latent[:, middle].clone()))  # the clip itself is freed
+            found.shown.append((found.seen[-1], show(clip.latent)))  # the clip itself is freed
     if not found.seen:
         reasons = "; ".join(f"{reason}: {detail}" for reason, detail in found.examples.items())
         raise DataError(f"none of {found.num_read} samples of {info.path} can be read: {reasons}")

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--features",
         default=LETTERS,
         metavar="FILE",
-        help="of fid and kid: a TorchScript file such as Inception's, a folder with a CLIP model, or `letters`: those "
-        "of the reader of letters (%(default)s)",
+        help="of fid and kid: weights of Inception v3 (that of FID, or torchvision's), a TorchScript file, a folder "
+        "with a CLIP model, or `letters`: those of the reader of letters (%(default)s)",
     )
     group.add_argument("--clip-model", metavar="DIR", help="of clip: a local folder with transformers' CLIPModel")
     group.add_argument("--vae", metavar="PATH", help="autoencoder that decodes (default: the one the data set names)")
@@ -43,7 +43,8 @@ def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from dit.evaluation.frechet import Moments, frechet_distance
 
     moments: list[Moments] = []
-    for pair in _feature_pairs(args, generator):
+    features_of = _features(args, generator)
+    for pair in _feature_pairs(args, generator, features_of):
         moments = moments or [Moments(pair[0].shape[1]) for _ in pair]
         for known, features in zip(moments, pair):
             known.add(features)
@@ -54,22 +55,39 @@ def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     (mean, covariance), (other_mean, other_covariance) = (known.mean_and_covariance() for known in moments)
     distance = frechet_distance(mean, covariance, other_mean, other_covariance)
     count = moments[0].count
-    lines = [f"FID: {distance:.4f} ({count:,} held-out and as many generated pictures, {width} features)"]
+    lines = [
+        f"FID: {distance:.4f} ({count:,} held-out and as many generated pictures, {width} features, "
+        f"{features_of.network})",
+    ]
     if count <= width:
         lines.append(f"too few pictures for {width} features: the distance is biased upwards; measure more, or kid")
-    return Measurement(lines, {"fid": distance, "pictures": count, "features": width})
+    return _measurement("fid", distance, count, width, features_of, lines)
 
 
 def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure the kernel distance between held-out pictures and generated ones; every rank calls this."""
     from dit.evaluation.kernel_distance import kernel_distance
 
-    pairs = list(_feature_pairs(args, generator))
+    features_of = _features(args, generator)
+    pairs = list(_feature_pairs(args, generator, features_of))
     real, drawn = (_of_all_ranks([pair[i].double().cpu() for pair in pairs]) for i in range(2))
     distance = kernel_distance(real, drawn)
     count, width = real.shape
-    lines = [f"KID: {distance:.6f} ({count:,} held-out and as many generated pictures, {width} features, unbiased)"]
-    return Measurement(lines, {"kid": distance, "pictures": count, "features": width})
+    lines = [
+        f"KID: {distance:.6f} ({count:,} held-out and as many generated pictures, {width} features, "
+        f"{features_of.network}, unbiased)",
+    ]
+    return _measurement("kid", distance, count, width, features_of, lines)
+
+
+def _measurement(
+    metric: str, distance: float, count: int, width: int, features: "Features", lines: list[str]
+) -> Measurement:
+    """Return a distance with the network that it is by, and what must be known of that."""
+    record = {metric: distance, "pictures": count, "features": width, "network": features.network}
+    if features.note is None:
+        return Measurement(lines, record)
+    return Measurement([*lines, features.note], record | {"note": features.note})
 
 
 def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -111,7 +129,9 @@ def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
     return Measurement(lines, {"clip_score": score, "pictures": int(count), "prompts": len(set(texts))}, missed)
 
 
-def _feature_pairs(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[Tensor, Tensor]]:
+def _feature_pairs(
+    args: argparse.Namespace, generator: "Generator", features: "Features"
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the features of this rank's held-out pictures and of generated ones, `[N, D]` each.
 
     A generated picture has the size and the conditions of a held-out one, and noise that depends on its name only.
@@ -121,7 +141,6 @@ def _feature_pairs(args: argparse.Namespace, generator: "Generator") -> Iterator
     tiles = tile_settings(args)
     settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
     sampling, decode = generator.sampling(**settings), _decoder(args, generator)
-    features = _features(args, generator)
 
     def features_of(latents: Sequence[Tensor]) -> Tensor:
         alike: dict[torch.Size, list[Tensor]] = {}
@@ -157,20 +176,20 @@ def _features(args: argparse.Namespace, generator: "Generator") -> "Features":
         ConfigError: it cannot be read, or the data are no letters.
     """
     from dit.backends.device import local_device
-    from dit.evaluation.features import load_features
+    from dit.evaluation.features import Features, load_features
 
     if args.features != LETTERS:
         return load_features(args.features, local_device())
     if (channels := generator.config.model.in_channels) != 1:
         raise ConfigError(
             f"--features {LETTERS} are of grey letters, and the model has {channels} channels; "
-            "give a TorchScript file such as Inception's, or a folder with a CLIP model, as --features PATH"
+            "give weights of Inception v3, a TorchScript file or a folder with a CLIP model as --features PATH"
         )
     from launch.letter_reader import load_reader
     from launch.letter_score import data_folder
 
     reader = load_reader(data_folder(args, generator))
-    return lambda images: reader.features(images[:, :1].cpu())
+    return Features(lambda images: reader.features(images[:, :1].cpu()), "reader of letters")
 
 
 def _agreed_width(width: int) -> int:

@@ -34,13 +34,15 @@ EXAMPLES = """\
 examples
   python -m launch.verify --factory pretrain_7b parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=True
   python -m launch.verify --factory tiny_wan parallel.data_parallel=fsdp --world-size 2
+  python -m launch.verify --factory "finetune_lora(base='runs/pixart')" parallel.tensor_model_parallel_size=2
   torchrun --standalone --nproc-per-node 8 -m launch.verify --full --factory dit_xl2_imagenet
   python -m launch.verify --explain --factory flux_12b parallel.pipeline_model_parallel_size=4
 
 The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
-samples differ in length if the backbone takes such. Every gradient, the losses, the weights after the steps and the
-copies of each parameter are compared. The first wrong gradient is named with what is stated of its parameter. Exit
-code 0 says equal, 70 different (1 under torchrun, as for every failure).
+samples differ in length if the backbone takes such. Every gradient (with LoRA those of the adapters, of the same kinds
+of layers), the losses, the weights after the steps and the copies of each parameter are compared. The first wrong
+gradient is named with what is stated of its parameter. Exit code 0 says equal, 70 different (1 under torchrun, as for
+every failure).
 """
 
 
@@ -233,11 +235,12 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional["Verdic
             "torchrun --standalone --nproc-per-node N -m launch.verify --full ..."
         )
     pair = pair_of(config, world_size)
-    memory, disk = reference_bytes(count_parameters(config.model))
+    count, trained = count_parameters(config.model), count_parameters(config.model, trained=True)
+    memory, disk = reference_bytes(trained, count - trained)
     with reference_folder(scratch, disk) as folder:
         if os.environ["RANK"] == "0":
             print(
-                f"{world_size} ranks against one, {changed(config.parallel)}; the one trains all of the model in fp32, "
+                f"{world_size} ranks against one, {changed(config.parallel)}; the one has all of the model in fp32, "
                 f"{memory / 2**30:.2f} GiB besides activations; meanwhile {folder} holds {disk / 2**30:.2f} GiB",
                 flush=True,
             )

@@ -233,6 +233,8 @@ class AxisSizes:
 _NAMES: dict[Axis, str] = {"tp": "TP", "pp": "PP", "dp_cp": "DP x CP", "expert_dp": "expert DP"}
 _PARTS = {"sequence_shard": " (sequence shards)", "own_heads": " (own heads)"}
 HEADS = ("parameter", "global shape", "split over", "replicated over", "gradient reduced over")
+FROZEN = "frozen"
+"""In place of a reduction: the parameter is not trained."""
 
 
 @dataclass(frozen=True)
@@ -250,12 +252,13 @@ class Row:
         return (self.name, self.shape, self.split, self.replicated, self.reduced)
 
 
-def describe(name: str, shape: Sequence[int], sharding: ParameterSharding, sizes: AxisSizes) -> Row:
-    """Return how a parameter is sharded under a layout.
+def describe(name: str, parameter: Tensor, sizes: AxisSizes) -> Row:
+    """Return how a parameter of the full model is sharded under a layout; a frozen one has no gradient to reduce.
 
-    Args:
-        shape: of the complete parameter.
+    Raises:
+        ConfigError: its sharding is not stated.
     """
+    sharding = sharding_of(parameter, name)
     split = "-"
     if sharding.expert and sizes.experts > 1:
         split = f"EP {sizes.experts}, by expert"
@@ -265,10 +268,10 @@ def describe(name: str, shape: Sequence[int], sharding: ParameterSharding, sizes
     notes: dict[Axis, str] = {"tp": _PARTS.get(sharding.gradient_covers, ""), "pp": " (stages)"}
     return Row(
         name,
-        " x ".join(map(str, shape)),
+        " x ".join(map(str, parameter.shape)),
         split,
         sizes.named(sharding.replicated_over),
-        sizes.named(reduced, notes),
+        sizes.named(reduced, notes) if parameter.requires_grad else FROZEN,
     )
 
 
@@ -284,7 +287,7 @@ def explain(model: nn.Module, sizes: AxisSizes) -> str:
     Raises:
         ConfigError: the sharding of a parameter is not stated.
     """
-    rows = [describe(n, p.shape, sharding_of(p, n), sizes).cells for n, p in model.named_parameters()]
+    rows = [describe(name, parameter, sizes).cells for name, parameter in model.named_parameters()]
     return in_columns([HEADS, *_folded(rows)])
 
 

@@ -126,6 +126,15 @@ class DiffusersFormat(ABC, Generic[Model]):
         return {**header, **self.defaults, **self.fixed, **changed}, notes
 
 
+NEAREST: Mapping[str, str] = {
+    "DiTCrossConfig": "modulation and gate around self-attention, cross-attention and MLP, from one projection in each "
+    "block: Kandinsky5Transformer3DModel has such blocks and normalises every text token before them, "
+    "CosmosTransformer3DModel modulates by the sinusoids of time and one shift, scale and gate for all blocks, "
+    "PixArtTransformer2DModel does not modulate cross-attention",
+}
+"""Why the networks of diffusers that come nearest to one of ours cannot hold its weights."""
+
+
 def formats() -> list[DiffusersFormat[ModelConfig]]:
     """Return every format of the registry."""
     found: list[DiffusersFormat[ModelConfig]] = []
@@ -160,4 +169,6 @@ def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
         if type(model) is found.config_class:
             return found
     known = ", ".join(found.config_class.__name__ for found in formats())
-    raise ConfigError(f"diffusers has no model like {type(model).__name__}; those with one are {known}")
+    name = type(model).__name__
+    why = f" ({NEAREST[name]})" if name in NEAREST else ""
+    raise ConfigError(f"diffusers {VERSION} has no model like {name}{why}; those with one are {known}")

@@ -1,25 +1,50 @@
 """Networks that turn pictures into features, from files of the user."""
 
+import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from dit.convert.state_files import read_tensors
 from dit.errors import ConfigError
 from dit.evaluation.clip import ClipModel
+from dit.evaluation.inception import FID, is_inception, load_inception
 
-Features = Callable[[Tensor], Tensor]
-"""Maps pictures `[N, 3, H, W]` in [-1, 1] to features `[N, D]`."""
+TORCHVISION_NOTE = (
+    "torchvision's Inception pools otherwise than that of FID (padding counts as zeros, the last block averages), and "
+    "was trained anew on 1,000 classes, not 1,008: compare these numbers among themselves, not with published ones"
+)
+
+
+@dataclass(frozen=True)
+class Features:
+    """A network of features.
+
+    Attributes:
+        of: maps pictures `[N, 3, H, W]` in [-1, 1] to features `[N, D]`.
+        network: its name, which is reported: distances by different networks do not compare.
+        note: what a reader of the distances must know besides.
+    """
+
+    of: Callable[[Tensor], Tensor]
+    network: str
+    note: Optional[str] = None
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return self.of(images)
 
 
 def load_features(path: str | Path, device: torch.device) -> Features:
     """Load a network of features.
 
     Args:
-        path: a folder with a CLIP model of transformers, or a TorchScript file whose module maps uint8 pictures
-            `[N, 3, H, W]` to `[N, D]`, as the Inception of StyleGAN's metrics does; if its `forward` has an argument
+        path: a folder with a CLIP model of transformers; a state dict of Inception v3 (`.safetensors`, `.pt`, `.pth`,
+            `.bin`), that of FID or torchvision's; or a TorchScript file whose module maps uint8 pictures `[N, 3, H, W]`
+            to `[N, D]`, as the Inception of StyleGAN's metrics does; if its `forward` has an argument
             `return_features`, that is True.
         device: where it runs.
 
@@ -28,24 +53,58 @@ def load_features(path: str | Path, device: torch.device) -> Features:
     """
     path = Path(path)
     if path.is_dir():
-        return ClipModel(path, device).image_features
+        return Features(ClipModel(path, device).image_features, f"CLIP of {path.name}")
+    if _is_program(path):
+        return Features(_program(path, device), f"TorchScript of {path.name}")
+    try:
+        tensors = read_tensors(path)
+    except ConfigError as error:
+        raise ConfigError(f"--features {path} cannot be read: {error}") from error
+    if not is_inception(tensors):
+        raise ConfigError(
+            f"--features {path} holds tensors such as {next(iter(tensors))}, which are not those of Inception v3; give "
+            "its state dict (pytorch-fid's or torch-fidelity's file, or torchvision's inception_v3), a TorchScript "
+            "file (torch.jit.save), or a folder with a CLIP model of transformers"
+        )
+    network, kind = load_inception(tensors, path)
+    network = network.to(device)
+
+    @torch.no_grad()
+    def features(images: Tensor) -> Tensor:
+        return network(_bytes(images, device))
+
+    if kind == FID:
+        return Features(features, "Inception of FID")
+    return Features(features, "Inception of torchvision", TORCHVISION_NOTE)
+
+
+def _is_program(path: Path) -> bool:
+    """Return whether a file is a TorchScript archive, which has constants beside its tensors."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
+def _program(path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
     try:
         module: Any = torch.jit.load(str(path), map_location=device).eval()
     except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"--features {path} cannot be read: {error}; give a TorchScript file (torch.jit.save), or a folder with a "
-            "CLIP model of transformers"
-        ) from error
+        raise ConfigError(f"--features {path} cannot be read: {error}; give a complete TorchScript file") from error
     names = {argument.name for argument in module.forward.schema.arguments}
     options = {"return_features": True} if "return_features" in names else {}
 
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
-        pixels = ((images.to(device).clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-        found = module(pixels, **options)
+        found = module(_bytes(images, device), **options)
         if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != len(images):
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ConfigError(f"--features {path} gives {shape} for {len(images)} pictures, wanted [{len(images)}, D]")
         return found.float()
 
     return features
+
+
+def _bytes(images: Tensor, device: torch.device) -> Tensor:
+    """Return pictures in [-1, 1] as uint8, as a file of them would hold."""
+    return ((images.to(device).clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -36,12 +36,16 @@ WAIT_S = 24 * 3600.0
 FILES = {"gradients": "gradients.pt", "parameters": "parameters.pt"}
 
 
-def reference_bytes(num_parameters: int) -> tuple[int, int]:
+def reference_bytes(trained: int, frozen: int = 0) -> tuple[int, int]:
     """Return the bytes that the reference needs on one rank, activations apart, and on disk.
 
-    In fp32: weights, gradients, Adam's two averages, and the two copies that are written.
+    In fp32: weights, gradients, Adam's two averages, and the two copies that are written; of frozen ones the weights.
+
+    Args:
+        trained: parameters that are trained.
+        frozen: those that are not.
     """
-    return 24 * num_parameters, 8 * num_parameters
+    return 24 * trained + 4 * frozen, 8 * trained
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class Verdict:
         wrong: gradients that differ, in the order in which the backward pass computes them.
         compared: gradients compared.
         idle: parameters without a gradient on either side, of which nothing is known.
+        frozen: parameters that are not trained; what they compute is in the losses and in the gradients of the others.
         sizes: of the layout.
     """
 
@@ -77,6 +78,7 @@ class Verdict:
     wrong: tuple[WrongGradient, ...]
     compared: int
     idle: tuple[str, ...]
+    frozen: int
     sizes: AxisSizes
 
     @property
@@ -89,6 +91,8 @@ class Verdict:
         lines = [f"largest relative errors: {', '.join(kinds)}"]
         if self.idle:
             lines.append(f"no gradient on either side, so not verified: {', '.join(self.idle)}")
+        if self.frozen:
+            lines.append(f"frozen: {self.frozen} parameters, which have no gradient")
         if self.is_equal:
             return "\n".join([*lines, f"equal: {self.compared} gradients, losses, weights and their copies"])
         lines += self._first() if self.wrong else []
@@ -203,7 +207,7 @@ def _verdict(
     stated = [
         WrongGradient(
             sharding_of(parameters[name], name),
-            describe(name, parameters[name].shape, sharding_of(parameters[name], name), sizes),
+            describe(name, parameters[name], sizes),
             one.norm,
             one.ratio,
             one.error,
@@ -211,7 +215,9 @@ def _verdict(
         )
         for name, one in wrong.items()
     ]
-    return Verdict(comparison, tuple(reversed(stated)), len(comparison.errors["gradients"]), tuple(idle), sizes)
+    frozen = sum(not parameter.requires_grad for parameter in parameters.values())
+    compared = len(comparison.errors["gradients"])
+    return Verdict(comparison, tuple(reversed(stated)), compared, tuple(idle), frozen, sizes)
 
 
 def _listed(errors: Mapping[str, Optional[float]]) -> str:

@@ -1,6 +1,7 @@
 """The tiny form of a run: the same backbone, objective and options in sizes of which a step takes milliseconds."""
 
 import math
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -62,6 +63,8 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         **_depth(given, parallel),
         **_experts(given, parallel),
     }
+    if given.get("lora") is not None:
+        sizes["lora"] = replace(given["lora"], targets=[_of_any_layer(target) for target in given["lora"].targets])
     if given.get("out_channels") is not None:
         sizes["out_channels"] = 4 * given["out_channels"] // given["in_channels"]
     if given.get("position_embedding") == "learned_3d":
@@ -86,6 +89,11 @@ def pack_tokens(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, int]
     """
     multiple = max(4, 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size)
     return multiple, multiple_of(multiple, 5 * max(map(math.prod, tiny_grids(model))) // 2)
+
+
+def _of_any_layer(target: str) -> str:
+    """Return a pattern with any layer in place of a numbered one: `layers.20.*` names none of the tiny form."""
+    return ".".join("*" if re.fullmatch(r"[\d?!*\[\]-]+", part) else part for part in target.split("."))
 
 
 def _depth(given: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]:

@@ -9,17 +9,18 @@ from unittest import mock
 import pytest
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+from dit.models.lora_config import LoRAConfig
 from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
 from dit.training.step import training_forward_step
-from dit.verify.full import differences, reference_folder
+from dit.verify.full import differences, reference_bytes, reference_folder
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict, judge_differences
 from dit.verify.trial import train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import compare, main, tiny_pair, verify_full
+from launch.verify import Pair, compare, main, tiny_pair, verify_full
 from recipes import registry
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -35,6 +36,22 @@ def config_of(recipe: str) -> RunConfig:
 def pair_of(recipe: str, **parallel):
     """Return the tiny form of a recipe under a layout of two ranks, in place of the recipe's own."""
     return tiny_pair(replace(config_of(recipe), parallel=ParallelConfig(**parallel)), 2)
+
+
+def with_adapters(recipe: str, targets: list[str]) -> RunConfig:
+    """Return a recipe that trains adapters beside a model, under tensor and sequence parallelism."""
+    config = config_of(recipe)
+    return replace(
+        config,
+        parallel=ParallelConfig(**TP2SP),
+        model=replace(config.model, lora=LoRAConfig(rank=4, alpha=2.0, targets=targets)),
+        checkpoint=replace(config.checkpoint, start_from="runs/base"),
+    )
+
+
+def adapters_pair() -> Pair:
+    """Return the tiny form of a fine-tuning of layers that it does not have, and of all modulations."""
+    return tiny_pair(with_adapters("finetune_lora", ["layers.1[01].*.linear_*", "*modulation.*"]), 2)
 
 
 def sum_no_sequence_shards(chunks: list) -> None:
@@ -81,6 +98,14 @@ def full_differences(case: dict) -> Optional[dict[str, Any]]:
         return differences(case["one"], case["many"], folder)
 
 
+def forget_the_parts_of_adapters(chunks: list) -> None:
+    """As if the copies of A and B, which meet the tokens of one sequence shard each, met all of them."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if "lora_" in name:
+                parameter.sequence_parallel = False
+
+
 FAULTS = {
     "no sum": {"alter": sum_no_sequence_shards},
     "text twice": {"alter": sum_the_text_twice},
@@ -109,11 +134,21 @@ def verdicts(tmp_path_factory):
             "many": replace(pair.many, alter=sum_no_sequence_shards),
         },
     ]
-    *many, full, ungathered = run_world(2, cases, folder / "2")
+    adapted = adapters_pair()
+    (one_adapted,) = run_world(1, [{"task": "dit.verify.trial:run_case", "trial": adapted.one}], folder / "adapted")
+    cases += [
+        {"task": "dit.verify.trial:run_case", "trial": replace(adapted.many, alter=alter)}
+        for alter in (None, forget_the_parts_of_adapters)
+    ]
+    cases.append({"task": "tests.parallel.test_verify:full_size", "config": with_adapters("tiny_dit_pack", ["*"])})
+    *many, full, ungathered, sound, broken, full_adapted = run_world(2, cases, folder / "2")
     parts = judge_differences(ungathered, build_on_meta(pair.many.model), pair.sizes)
     return {name: compare(pair, one, found) for name, found in zip(FAULTS, many, strict=True)} | {
         "full size": full,
         "not gathered": parts,
+        "adapters": compare(adapted, one_adapted, sound),
+        "adapters, no sum": compare(adapted, one_adapted, broken),
+        "adapters, full size": full_adapted,
     }
 
 
@@ -140,6 +175,50 @@ def test_the_full_size_equals_one_rank(verdicts):
     names = [name for name, _ in build_on_meta(config_of("tiny_dit_pack").model).named_parameters()]
     assert verdict.compared + len(verdict.idle) == len(names)
     assert "equal: " in verdict.text()
+
+
+def test_a_fine_tuning_of_adapters_equals_one_rank(verdicts):
+    """Every A and B of the kinds of layers that the recipe names, and nothing of the base."""
+    verdict, model = verdicts["adapters"], build_on_meta(adapters_pair().many.model)
+    assert verdict.comparison.differences == ()
+    gradients = set(verdict.comparison.errors["gradients"])
+    layer = ("attention.linear_qkv", "attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2", "modulation.linear")
+    cross = ("cross_attention.linear_q", "cross_attention.linear_kv", "cross_attention.linear_proj")
+    beside = {f"layers.{i}.{part}" for i in range(2) for part in (*layer, *cross)}
+    assert gradients == {f"{part}.lora_{x}.weight" for part in beside for x in "AB"}
+    assert verdict.idle == ()
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert verdict.frozen == len(frozen) > 0
+    assert f"frozen: {len(frozen)} parameters, which have no gradient\nequal: 32 gradients" in verdict.text()
+
+
+def test_a_wrong_gradient_of_an_adapter_is_named(verdicts):
+    """B beside a row-parallel weight and A beside a column-parallel one have copies; their split halves are right."""
+    verdict = verdicts["adapters, no sum"]
+    split = ("linear_proj.lora_A", "linear_fc2.lora_A", "qkv.lora_B", "_q.lora_B", "fc1.lora_B")
+    assert verdict.wrong[0].row.name == "layers.1.mlp.linear_fc2.lora_B.weight"
+    assert verdict.wrong[0].row.reduced == "TP 2 (sequence shards)"
+    assert "a part is missing" in verdict.reading()
+    assert all("lora_" in wrong.row.name for wrong in verdict.wrong)
+    assert not any(part in wrong.row.name for wrong in verdict.wrong for part in split)
+
+
+def test_adapters_at_full_size_equal_one_rank(verdicts):
+    verdict = verdicts["adapters, full size"]
+    assert verdict.comparison.differences == ()
+    assert verdict.compared + len(verdict.idle) == len(
+        [
+            name
+            for name, _ in build_on_meta(with_adapters("tiny_dit_pack", ["*"]).model).named_parameters()
+            if "lora_" in name
+        ]
+    )
+
+
+def test_the_reference_of_adapters_needs_little():
+    """Of frozen weights, the weights: no gradient, no averages, no file."""
+    assert reference_bytes(100) == (2400, 800)
+    assert reference_bytes(10, 90) == (600, 80)
 
 
 def test_without_gathering_the_same_gradients_are_found_wrong(verdicts):
@@ -212,6 +291,13 @@ def test_the_command_explains_the_real_model(capsys):
     assert main(["--explain", "--factory", "pretrain_7b", *words, "--world-size", "8"]) == EXIT_OK
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("layers.0-31.mlp.linear_fc2.weight"))
     assert re.split(r"\s{2,}", line)[1:] == ["3072 x 12288", "TP 2, dim 1", "DP x CP 2", "DP x CP 2"]
+
+
+def test_frozen_parameters_are_reduced_over_nothing(capsys):
+    assert main(["--explain", "--factory", "finetune_lora", "parallel.tensor_model_parallel_size=2"]) == EXIT_OK
+    rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[1:]]
+    frozen = {name for name, *_, reduced in rows if reduced == "frozen"}
+    assert frozen == {name for name, *_ in rows if "lora_" not in name}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Commands and what is left: one wrong line each."""
 
-from tests.mutants.listed.paths import EVALUATION, NEMO, OWN_DATA, RANKS, STATUS
+from tests.mutants.listed.paths import EVALUATION, INCEPTION, NEMO, OWN_DATA, RANKS, STATUS, VERIFY
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
@@ -24,6 +24,34 @@ MUTANTS = (
         "of_rank[i % ranks][i // ranks]",
         "of_rank[-1 - i % ranks][i // ranks]",
         (EVALUATION,),
+    ),
+    Mutant(
+        "Inception of FID: the last block averages",
+        "dit/evaluation/inception.py",
+        '_block_e("max" if kind == FID else "average")',
+        '_block_e("average")',
+        (INCEPTION,),
+    ),
+    Mutant(
+        "Inception of torchvision: padding does not count",
+        "dit/evaluation/inception.py",
+        "count_padding = kind == TORCHVISION",
+        "count_padding = False",
+        (INCEPTION,),
+    ),
+    Mutant(
+        "Inception: pictures are resized by the rule of today",
+        "dit/evaluation/inception.py",
+        "at = torch.arange(side, dtype=torch.float64) * (size / side)",
+        "at = ((torch.arange(side, dtype=torch.float64) + 0.5) * (size / side) - 0.5).clamp(min=0)",
+        (INCEPTION,),
+    ),
+    Mutant(
+        "verify: adapters of numbered layers are beside none of the tiny form",
+        "dit/verify/tiny.py",
+        "targets=[_of_any_layer(target) for target in",
+        "targets=[target for target in",
+        (VERIFY,),
     ),
     Mutant(
         "own_data: a pack as long as the shortest sample wants it",

@@ -257,4 +257,11 @@ MUTANTS = (
         "different = {*captions}",
         (FOLDER,),
     ),
+    Mutant(
+        "false colours: the weakest components",
+        "energon_data/false_colours.py",
+        "variances.flip(0).clamp(min=0), vectors.flip(1)",
+        "variances.clamp(min=0), vectors",
+        (INSPECT,),
+    ),
 )

@@ -55,4 +55,6 @@ BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
 
 WRITER, SAVES = "tests/unit/checkpoint/test_writer.py", "tests/integration/test_saves.py"
 REMOTE, LOCK = "tests/unit/checkpoint/test_remote.py", "tests/unit/monitoring/test_run_lock.py"
+VERIFY = "tests/parallel/test_verify.py"
+INCEPTION = "tests/unit/evaluation/test_inception.py"
 LIMIT = "tests/unit/monitoring/test_time_limit.py"

@@ -8,16 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from small_data import npy, spec, write_dataset
 
+from dit.encoders.vae import load_vae
 from dit.errors import DataError
-from energon_data.contact_sheet import TILE, tile_of
+from dit.sampling.grid import GAP
+from energon_data.contact_sheet import LINE, TILE, tile_of
 from energon_data.dataset import EnergonData
+from energon_data.false_colours import DEVIATIONS, coloured
 from energon_data.folder import check_dataset
 from energon_data.inspect import histogram, main
 from energon_data.survey import expected_packing, survey
 from energon_data.wandb_table import COLUMNS
+from tests.support.encoders import prepare_twice
 
 
 def page(capsys: pytest.CaptureFixture, *words: str) -> dict[str, list[str]]:
@@ -152,8 +157,65 @@ def test_captions_and_pictures(pictures: Path, tmp_path: Path, capsys: pytest.Ca
 def test_latents_are_shown_in_false_colours(mixed_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     sheet = tmp_path / "sheet.png"
     found = page(capsys, str(mixed_folder), "--sheet", str(sheet), "--tiles", "4")
-    assert found["sheet"] == [f"{sheet}: 4 samples; latents, by three of their channels, in false colours"]
+    (line,) = found["sheet"]
+    assert re.fullmatch(
+        rf"{re.escape(str(sheet))}: 4 samples; latents in false colours: red and green are their first 2 principal "
+        r"components, \d+% of their variance; --vae decodes them",
+        line,
+    )
     assert Image.open(sheet).size[0] < 3 * TILE
+
+
+def test_false_colours_are_the_first_three_components_of_all_tiles_together() -> None:
+    """Latents made of three orthogonal directions of falling deviation, and a fourth that is weaker: R, G, B."""
+    generator = np.random.default_rng(0)
+    basis = np.linalg.qr(generator.standard_normal((5, 5)))[0]
+    parts = [generator.standard_normal((4, 6 * size)) * np.array([[8], [4], [2], [0.5]]) for size in (4, 7)]
+    mean = np.arange(5)[:, None] * 10.0
+    frames = [torch.from_numpy(mean + basis[:, :4] @ part).reshape(5, 6, -1).float() for part in parts]
+    pictures, said = coloured(frames)
+    everything = np.concatenate([frame.flatten(1).numpy() for frame in frames], 1)
+    left, sizes, _ = np.linalg.svd(everything - everything.mean(1, keepdims=True), full_matrices=False)
+    share = (sizes[:3] ** 2).sum() / (sizes**2).sum()
+    assert f"red, green and blue are their first 3 principal components, {share:.0%} of their variance" in said
+    for frame, picture in zip(frames, pictures, strict=True):
+        centred = frame.flatten(1).numpy() - everything.mean(1, keepdims=True)
+        for number in range(3):
+            direction = left[:, number] * np.sign(left[np.abs(left[:, number]).argmax(), number])
+            expected = direction @ centred / (DEVIATIONS * sizes[number] / np.sqrt(everything.shape[1]))
+            np.testing.assert_allclose(picture[number].flatten(), expected.clip(-1, 1), atol=1e-4)
+
+
+def test_pictures_keep_their_colours_and_equal_latents_are_grey() -> None:
+    pixels = torch.rand(3, 4, 4)
+    (same,), said = coloured([pixels])
+    assert same is pixels
+    assert said == ""
+    (flat,), _ = coloured([torch.full((4, 2, 2), 3.0)])
+    assert not flat.any()
+
+
+def test_latents_are_decoded_where_an_autoencoder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Each tile is what the autoencoder makes of the latent of its sample; of others the channels are named."""
+    root = prepare_twice(tmp_path)
+    sheet, vae = tmp_path / "sheet.png", root / "vae"
+    capsys.readouterr()
+    found = page(capsys, str(root / "latents"), "--sheet", str(sheet), "--vae", str(vae))
+    assert found["sheet"] == [f"{sheet}: 12 samples; latents decoded by {vae}"]
+    (info,) = check_dataset(root / "latents", "train")
+    shown = survey(info, limit=None, pictures=12, show=lambda latent: latent[:, 0]).shown
+    pixels = np.asarray(Image.open(sheet))
+    for index, (_, latent) in enumerate(shown):
+        decoded = load_vae(str(vae)).decode(latent[None, :, None])[0, :, 0]
+        wanted = np.asarray(tile_of(decoded))
+        row, column = divmod(index, 4)
+        top = GAP + row * (TILE + 2 * LINE + GAP) + (TILE - wanted.shape[0]) // 2
+        left = GAP + column * (TILE + GAP) + (TILE - wanted.shape[1]) // 2
+        assert np.array_equal(pixels[top : top + wanted.shape[0], left : left + wanted.shape[1]], wanted)
+    assert main([str(root / "pixels"), "--sheet", str(sheet), "--vae", str(vae)]) == 2
+    assert "decodes latents of 4 channels, and the samples have 3" in capsys.readouterr().err
+    assert main([str(root / "latents"), "--vae", str(vae)]) == 2
+    assert "ask for --sheet FILE.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

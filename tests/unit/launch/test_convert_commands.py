@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dit.convert.diffusers_dit import DiffusersDiT
-from dit.convert.diffusers_format import TrainedModel, formats
+from dit.convert.diffusers_format import TrainedModel, format_of_model, formats
 from dit.convert.run_record import CONFIG_KEY, METADATA_KEY, build, from_record, name_of, objective_of, to_record
 from dit.convert.state_files import INDEX, read_diffusers, read_tensors, write_diffusers, write_tensors
 from dit.data_api import NoData
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.moviegen.config import MovieGenConfig
 from dit.objectives import OBJECTIVES
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
@@ -368,3 +370,27 @@ def test_exporting_what_is_no_run_is_a_checkpoint_error(tmp_path, capsys, make, 
     arguments = ["--checkpoint", str(tmp_path / "run"), "--format", "dit", "--out", str(tmp_path / "x.pt")]
     assert export.main(arguments) == code
     assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_class_in_diffusers_says_what_the_nearest_do_otherwise():
+    """What is said of them holds of the installed ones; a release that changes it is to be looked at again."""
+    pytest.importorskip("diffusers")
+    from diffusers.models.transformers import pixart_transformer_2d, transformer_cosmos, transformer_kandinsky
+
+    with pytest.raises(
+        ConfigError, match=r"has no model like DiTCrossConfig .*Kandinsky5.*Cosmos.*PixArt.*those with one"
+    ):
+        format_of_model(DiTCrossConfig())
+    with pytest.raises(ConfigError, match="has no model like MovieGenConfig; those with one"):
+        format_of_model(MovieGenConfig())
+    block = transformer_kandinsky.Kandinsky5TransformerDecoderBlock(8, 4, 16, 8)
+    assert block.visual_modulation.out_layer.out_features == 9 * 8
+    text = transformer_kandinsky.Kandinsky5TextEmbeddings(4, 8)(torch.randn(3, 4))
+    assert text.std(1, correction=0).tolist() == pytest.approx([1, 1, 1], abs=1e-3)
+    times = transformer_cosmos.CosmosEmbedding(8, 8)
+    shared, fed = times(torch.zeros(1), torch.tensor([0.3]))
+    assert shared.shape == (1, 3 * 8)
+    torch.testing.assert_close(fed, times.norm(times.time_proj(torch.tensor([0.3]))))
+    table = {"num_attention_heads": 1, "attention_head_dim": 8, "cross_attention_dim": 8, "num_layers": 1}
+    pixart = pixart_transformer_2d.PixArtTransformer2DModel(**table, sample_size=8, caption_channels=4)
+    assert pixart.transformer_blocks[0].scale_shift_table.shape == (6, 8)

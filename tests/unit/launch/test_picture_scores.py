@@ -27,6 +27,7 @@ from launch.held_out import data_of
 from launch.letter_reader import LetterNetwork, LetterReader
 from tests.conftest import BuildModel
 from tests.unit.evaluation.test_clip import folder as clip_folder  # noqa: F401
+from tests.unit.evaluation.test_inception import state as inception_weights
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_attention_heads": 2}
 SAMPLING = SamplingConfig(num_steps=2, guidance_scale=1.5)
@@ -76,12 +77,35 @@ def test_distances_are_between_held_out_samples_and_generated_ones_of_the_same_c
     assert len(real) == len(drawn) == 8
     moments = [part for side in (real, drawn) for part in (side.mean(0), torch.cov(side.T))]
     fid = picture_scores.fid(arguments("--metric", "fid"), generator)
-    assert fid.record == {"fid": pytest.approx(frechet_distance(*moments), rel=1e-4), "pictures": 8, "features": 128}
+    assert fid.record == {
+        "fid": pytest.approx(frechet_distance(*moments), rel=1e-4),
+        "pictures": 8,
+        "features": 128,
+        "network": "reader of letters",
+    }
     assert "biased upwards" in fid.lines[1]
     kid = picture_scores.kid(arguments("--metric", "kid"), generator)
     assert kid.record["kid"] == pytest.approx(kernel_distance(real, drawn), rel=1e-4)
     fewer = picture_scores.kid(arguments("--metric", "kid", "--micro-batches", "1"), generator)
     assert fewer.record["pictures"] == 4
+
+
+def test_the_network_of_a_distance_is_reported_with_it(build_model: BuildModel, tmp_path: Path) -> None:
+    """torchvision's Inception gives other numbers than that of FID, and the record says so."""
+    generator = generator_of(CLASSES, build_model)
+    for kind in ("fid", "torchvision"):
+        torch.save(inception_weights(kind), tmp_path / f"{kind}.pth")
+    words = ("--metric", "kid", "--micro-batches", "1", "--features")
+    of_fid, other = (
+        picture_scores.kid(arguments(*words, str(tmp_path / f"{kind}.pth")), generator)
+        for kind in ("fid", "torchvision")
+    )
+    assert of_fid.record.keys() == {"kid", "pictures", "features", "network"}
+    assert (of_fid.record["network"], of_fid.record["features"]) == ("Inception of FID", 2048)
+    assert "2048 features, Inception of FID, unbiased" in of_fid.lines[0]
+    assert other.record["network"] == "Inception of torchvision"
+    assert other.record["note"] == other.lines[-1]
+    assert "not with published ones" in other.lines[-1]
 
 
 def test_a_named_data_set_takes_the_place_of_the_runs(tmp_path: Path) -> None:

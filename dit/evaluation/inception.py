@@ -1,0 +1,298 @@
+"""Inception v3, whose features FID and KID are named after, from a state dict in torchvision's names.
+
+Two published networks share these names, and their features differ by more than the weights:
+
+    fid          of 2015, 1,008 classes, ported from TensorFlow's graph: pytorch-fid, torch-fidelity. Average pools
+                 leave padding out of the mean, and the last block takes the maximum. FIDs of papers are of this one.
+    torchvision  `inception_v3`, 1,000 classes and an auxiliary head: average pools count the padding as zeros, and all
+                 blocks average.
+
+Which one a file holds is read from its head. Both see pictures as the graph of 2015 does: bytes, resized to 299 x 299
+by TensorFlow 1's bilinear rule, (x - 128) / 128.
+
+Source: Szegedy et al. 2015, arXiv:1512.00567, Table 1; Heusel et al. 2017, arXiv:1706.08500.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dit.errors import ConfigError
+
+Kind = Literal["fid", "torchvision"]
+FID: Kind = "fid"
+TORCHVISION: Kind = "torchvision"
+FID_CLASSES = 1008
+SIDE = 299
+"""Pixels of a side that the network was trained on."""
+
+PROBE = "Mixed_7c.branch_pool.conv.weight"
+"""A tensor that every file of Inception v3 in these names has."""
+HEADS = ("fc.", "AuxLogits.")
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution without bias, a batch norm and ReLU; padded to keep the size, unless it has a stride."""
+
+    name: str
+    channels: int
+    kernel: tuple[int, int] = (1, 1)
+    stride: int = 1
+    padded: bool = True
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A 3 x 3 pool: of stride 1 and padded, or of stride 2, without weights."""
+
+    kind: Literal["average", "max"]
+    stride: int = 1
+
+
+Step = Conv | Pool | tuple[Conv, ...]
+"""One step of a branch; a tuple is applied side by side and joined along the channels."""
+Branches = tuple[tuple[Step, ...], ...]
+
+
+def _double(*, channels: int, last_stride: int) -> tuple[Step, ...]:
+    """Return the branch of two 3 x 3 convolutions, which stand for one of 5 x 5."""
+    last = Conv("branch3x3dbl_3", 96, (3, 3), last_stride, last_stride == 1)
+    return (Conv("branch3x3dbl_1", channels), Conv("branch3x3dbl_2", 96, (3, 3)), last)
+
+
+def _block_a(pooled: int) -> Branches:
+    return (
+        (Conv("branch1x1", 64),),
+        (Conv("branch5x5_1", 48), Conv("branch5x5_2", 64, (5, 5))),
+        _double(channels=64, last_stride=1),
+        (Pool("average"), Conv("branch_pool", pooled)),
+    )
+
+
+def _block_b() -> Branches:
+    return (
+        (Conv("branch3x3", 384, (3, 3), 2, False),),
+        _double(channels=64, last_stride=2),
+        (Pool("max", 2),),
+    )
+
+
+def _block_c(narrow: int) -> Branches:
+    row, column = (1, 7), (7, 1)
+    return (
+        (Conv("branch1x1", 192),),
+        (Conv("branch7x7_1", narrow), Conv("branch7x7_2", narrow, row), Conv("branch7x7_3", 192, column)),
+        (
+            Conv("branch7x7dbl_1", narrow),
+            Conv("branch7x7dbl_2", narrow, column),
+            Conv("branch7x7dbl_3", narrow, row),
+            Conv("branch7x7dbl_4", narrow, column),
+            Conv("branch7x7dbl_5", 192, row),
+        ),
+        (Pool("average"), Conv("branch_pool", 192)),
+    )
+
+
+def _block_d() -> Branches:
+    return (
+        (Conv("branch3x3_1", 192), Conv("branch3x3_2", 320, (3, 3), 2, False)),
+        (
+            Conv("branch7x7x3_1", 192),
+            Conv("branch7x7x3_2", 192, (1, 7)),
+            Conv("branch7x7x3_3", 192, (7, 1)),
+            Conv("branch7x7x3_4", 192, (3, 3), 2, False),
+        ),
+        (Pool("max", 2),),
+    )
+
+
+def _block_e(pool: Literal["average", "max"]) -> Branches:
+    def fork(name: str) -> tuple[Conv, ...]:
+        return (Conv(f"{name}a", 384, (1, 3)), Conv(f"{name}b", 384, (3, 1)))
+
+    return (
+        (Conv("branch1x1", 320),),
+        (Conv("branch3x3_1", 384), fork("branch3x3_2")),
+        (Conv("branch3x3dbl_1", 448), Conv("branch3x3dbl_2", 384, (3, 3)), fork("branch3x3dbl_3")),
+        (Pool(pool), Conv("branch_pool", 192)),
+    )
+
+
+def _stem() -> tuple[Step, ...]:
+    return (
+        Conv("Conv2d_1a_3x3", 32, (3, 3), 2, False),
+        Conv("Conv2d_2a_3x3", 32, (3, 3), padded=False),
+        Conv("Conv2d_2b_3x3", 64, (3, 3)),
+        Pool("max", 2),
+        Conv("Conv2d_3b_1x1", 80),
+        Conv("Conv2d_4a_3x3", 192, (3, 3), padded=False),
+        Pool("max", 2),
+    )
+
+
+def _blocks(kind: Kind) -> dict[str, Branches]:
+    return {
+        "Mixed_5b": _block_a(32),
+        "Mixed_5c": _block_a(64),
+        "Mixed_5d": _block_a(64),
+        "Mixed_6a": _block_b(),
+        "Mixed_6b": _block_c(128),
+        "Mixed_6c": _block_c(160),
+        "Mixed_6d": _block_c(160),
+        "Mixed_6e": _block_c(192),
+        "Mixed_7a": _block_d(),
+        "Mixed_7b": _block_e("average"),
+        "Mixed_7c": _block_e("max" if kind == FID else "average"),
+    }
+
+
+class _Normalised(nn.Module):
+    """A convolution, its batch norm with the statistics of training, and ReLU."""
+
+    def __init__(self, width: int, step: Conv) -> None:
+        super().__init__()
+        height, width_of_kernel = step.kernel
+        padding = (height // 2, width_of_kernel // 2) if step.padded else (0, 0)
+        self.conv = nn.Conv2d(width, step.channels, step.kernel, step.stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(step.channels, eps=1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.bn(self.conv(x)))
+
+
+class _Block(nn.Module):
+    """Branches side by side, joined along the channels."""
+
+    def __init__(self, width: int, branches: Branches, *, count_padding: bool) -> None:
+        super().__init__()
+        self.branches, self.count_padding, self.width = branches, count_padding, 0
+        for steps in branches:
+            here = width
+            for step in steps:
+                if isinstance(step, Pool):
+                    continue
+                sides = step if isinstance(step, tuple) else (step,)
+                for side in sides:
+                    self.add_module(side.name, _Normalised(here, side))
+                here = sum(side.channels for side in sides)
+            self.width += here
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for steps in self.branches:
+            y = x
+            for step in steps:
+                y = self._apply_step(step, y)
+            found.append(y)
+        return torch.cat(found, 1)
+
+    def _apply_step(self, step: Step, x: Tensor) -> Tensor:
+        if isinstance(step, tuple):
+            return torch.cat([self.get_submodule(side.name)(x) for side in step], 1)
+        if isinstance(step, Conv):
+            return self.get_submodule(step.name)(x)
+        padding = 1 if step.stride == 1 else 0
+        if step.kind == "max":
+            return functional.max_pool2d(x, 3, step.stride, padding)
+        return functional.avg_pool2d(x, 3, step.stride, padding, count_include_pad=self.count_padding)
+
+
+class InceptionV3(_Block):
+    """The trunk of Inception v3, frozen: bytes in, the 2,048 means of the last block out.
+
+    Args:
+        kind: whose pools, see above.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        count_padding = kind == TORCHVISION
+        super().__init__(3, (_stem(),), count_padding=count_padding)
+        self.blocks = tuple(_blocks(kind))
+        for name, branches in _blocks(kind).items():
+            block = _Block(self.width, branches, count_padding=count_padding)
+            self.add_module(name, block)
+            self.width = block.width
+        self.eval().requires_grad_(False)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Return the features `[N, 2048]`, float32, of pictures uint8 `[N, 3, H, W]`."""
+        x = (resize(pictures.float(), SIDE) - 128) / 128
+        x = super().forward(x)
+        for name in self.blocks:
+            x = self.get_submodule(name)(x)
+        return x.mean((2, 3))
+
+
+def resize(images: Tensor, side: int) -> Tensor:
+    """Resize pictures `[N, C, H, W]` to `[N, C, side, side]` by TensorFlow 1's bilinear rule.
+
+    Pixel i of the result is read at i * H / side of the source, between its two neighbours and without a filter. The
+    rule of today would read at (i + 0.5) * H / side - 0.5.
+    """
+    down, right = (_weights(size, side, images.device) for size in images.shape[2:])
+    return down @ images @ right.T
+
+
+def _weights(size: int, side: int, device: torch.device) -> Tensor:
+    """Return the matrix `[side, size]` of the rule along one axis."""
+    at = torch.arange(side, dtype=torch.float64) * (size / side)
+    low = at.floor().long().clamp(max=size - 1)
+    share = (at - low)[:, None]
+    matrix = torch.zeros(side, size, dtype=torch.float64)
+    matrix.scatter_add_(1, low[:, None], 1 - share)
+    matrix.scatter_add_(1, (low + 1).clamp(max=size - 1)[:, None], share)
+    return matrix.float().to(device)
+
+
+def is_inception(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether tensors have the names of Inception v3, as torchvision gives them."""
+    return PROBE in tensors
+
+
+def load_inception(tensors: Mapping[str, Tensor], path: Path) -> tuple[InceptionV3, Kind]:
+    """Return the network of a state dict, and which of the two it is.
+
+    Args:
+        path: of the file, for messages.
+
+    Raises:
+        ConfigError: the file has no head to tell the two apart, or its tensors are not those of the network.
+    """
+    kind = _kind_of(tensors, path)
+    network = InceptionV3(kind)
+    wanted = network.state_dict()
+    trunk = {name: x for name, x in tensors.items() if not name.startswith(HEADS)}
+    counters = {name: x for name, x in wanted.items() if name.endswith(".num_batches_tracked")}  # not in old files
+    odd = [f"{name} is missing" for name in wanted if name not in trunk | counters]
+    odd += [f"{name} is not of the network" for name in trunk if name not in wanted]
+    odd += [
+        f"{name} is {list(x.shape)}, wanted {list(wanted[name].shape)}"
+        for name, x in trunk.items()
+        if name in wanted and x.shape != wanted[name].shape
+    ]
+    if odd:
+        raise ConfigError(
+            f"--features {path} is no Inception v3: {len(odd)} tensors differ, such as {', '.join(odd[:3])}; give the "
+            "state dict of pytorch-fid's or torch-fidelity's file, or of torchvision's inception_v3"
+        )
+    network.load_state_dict(counters | trunk)
+    return network, kind
+
+
+def _kind_of(tensors: Mapping[str, Tensor], path: Path) -> Kind:
+    head = tensors.get("fc.weight")
+    if head is not None and len(head) == FID_CLASSES:
+        return FID
+    if head is not None and (len(head) == 1000 or any(name.startswith("AuxLogits.") for name in tensors)):
+        return TORCHVISION
+    classes = "no head" if head is None else f"a head of {len(head)} classes"
+    raise ConfigError(
+        f"--features {path} is an Inception v3 with {classes}: which pools it has is unknown: those of FID go with "
+        f"{FID_CLASSES:,} classes, torchvision's with 1,000; give the file with its head (fc.weight)"
+    )
