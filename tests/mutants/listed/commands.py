@@ -39,4 +39,25 @@ MUTANTS = (
         "for later in [known for known in values if known < 0]:",
         (STATUS,),
     ),
+    Mutant(
+        "status: steps of an attempt that was killed count",
+        "launch/run_status.py",
+        "_forget(status, step - 1)",
+        "status.times.clear()",
+        (STATUS,),
+    ),
+    Mutant(
+        "status: the age of a heartbeat does not matter",
+        "launch/run_status.py",
+        "self.now - self.beat <= FRESH_S",
+        "self.now - self.beat >= 0",
+        (STATUS,),
+    ),
+    Mutant(
+        "status: a checkpoint that the run is behind is its step",
+        "launch/run_status.py",
+        "if published >= began]",
+        "if published]",
+        (STATUS,),
+    ),
 )
