@@ -40,6 +40,20 @@ MUTANTS = (
         (STATUS,),
     ),
     Mutant(
+        "speedrun: a process time that is not reached is confirmed",
+        "benchmarks/speedrun.py",
+        "found.process_s > SLOWER * claimed.process_s",
+        "False",
+        ("tests/unit/benchmarks/test_speedrun.py",),
+    ),
+    Mutant(
+        "train.sh: a preempted job uses up its restarts",
+        "launch/train.sh",
+        "restarts=$(cat",
+        "restarts=${SLURM_RESTART_COUNT:-0}$(true",
+        ("tests/unit/launch/test_train_script.py",),
+    ),
+    Mutant(
         "status: steps of an attempt that was killed count",
         "launch/run_status.py",
         "_forget(status, step - 1)",
