@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.prediction import device_of
 from dit.backends.device import describe, device_seconds, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import B200, H100, H200
@@ -57,6 +58,7 @@ CHIPS = {
     "h200": Chip(90, 132, H200.memory_bandwidth),
     "b200": Chip(100, 148, B200.memory_bandwidth),
 }
+OTHERWISE = "h200"  # modelled for where no GPU is, or one that is none of these
 REGISTERS, WARPS, PROGRAMS = 65536, 64, 32
 """Of a multiprocessor, at most; a warp gets registers in units of 256."""
 LATENCY_S = 0.8e-6
@@ -246,16 +248,23 @@ def table(calls: Sequence[Call], rows: Sequence[Row], chip: Chip) -> str:
     return "\n".join(lines)
 
 
+def kind_of(name: str) -> Optional[str]:
+    """Return which of `CHIPS` a device is, by its name as CUDA states it; None if it is none of them."""
+    device = device_of(name)
+    return device.name.lower() if device is not None and device.name.lower() in CHIPS else None
+
+
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--device", choices=CHIPS, default="h200", help="for which it is modelled (%(default)s)")
+    parser.add_argument("--device", choices=CHIPS, help=f"for which it is modelled (this GPU's kind, else {OTHERWISE})")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="operations whose name contains one of these")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--out", type=Path, help="append one JSON line per operation to this file")
     args = parser.parse_args(argv)
-    chip, calls, rows = CHIPS[args.device], [], []
+    device = args.device or kind_of(describe()) or OTHERWISE
+    chip, calls, rows = CHIPS[device], [], []
     for case, operation in cases(local_device()).items():
         if args.only and not any(text in case for text in args.only):
             continue
@@ -267,14 +276,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.out:
         from benchmarks.step import revision
 
+        place = {"device": describe(), "modelled_for": device, "revision": revision()}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with open(args.out, "a") as file:
             for call in calls:
-                file.write(json.dumps({"device": describe(), "revision": revision(), **asdict(call)}) + "\n")
+                file.write(json.dumps({**place, **asdict(call)}) + "\n")
     if args.json:
         print(json.dumps({"calls": [asdict(call) for call in calls], "kernels": [asdict(row) for row in rows]}))
         return EXIT_OK
-    print(f"modelled for {args.device} ({chip.bandwidth / 1e9:.0f} GB/s attainable), not measured, unless it says so")
+    print(f"modelled for {device} ({chip.bandwidth / 1e9:.0f} GB/s attainable), not measured, unless it says so")
     print(table(calls, rows, chip))
     return EXIT_OK
 

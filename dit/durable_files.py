@@ -70,7 +70,7 @@ def write_record(path: Path, text: str) -> None:
     """Replace a record of the run, as `write_atomic` does.
 
     Raises:
-        CheckpointError: the file cannot be written (exit code 5, as for every full disk).
+        CheckpointError: the file cannot be written (exit code 5).
     """
     try:
         write_atomic(path, text)

@@ -18,7 +18,7 @@ class Contents:
         shapes: (C, T, H, W) of latents or pixels, each different one once.
         is_latent: an autoencoder made them.
         context_size: width of the text embeddings; None without.
-        num_classes: 0 without classes.
+        num_classes: 0 unless every sample has a class.
         captions: a few of them.
         num_train, num_held_out: samples; None where the file does not say.
     """
@@ -50,11 +50,12 @@ class Contents:
             named = [[int(side) for side in shape.split("x")] for shape in found.get("shapes", ())]
             shapes = [(c, t, h, w) for c, t, h, w in named or [found["latent_shape"]]]
             counts = found.get("samples", {})
+            all_labelled = "labelled" not in found or found["labelled"] == sum(counts.values())
             return cls(
                 shapes=tuple(shapes),
                 is_latent=found.get("vae") is not None,
                 context_size=found.get("context_size"),
-                num_classes=len(found.get("class_names") or ()) or found.get("num_classes", 0),
+                num_classes=(len(found.get("class_names") or ()) or found.get("num_classes", 0)) if all_labelled else 0,
                 captions=tuple(found.get("captions", ())),
                 num_train=counts.get("train"),
                 num_held_out=counts.get("val", 0) if counts else None,

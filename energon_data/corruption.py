@@ -1,7 +1,9 @@
 """Corruption of the small pictures of a super-resolution model, so that it learns to enlarge imperfect ones.
 
-The small picture is made from the sample, corrupted at its own size, and enlarged to the sample's. All that is drawn
-belongs to one visit of the sample (`energon_data.augment.Visit`), so a resumed run corrupts alike, to the bit.
+The small picture is made from the sample, corrupted, and enlarged to the sample's size. A first blur and JPEG see it at
+its own size. Where it is resized (`enlarge`, `reduce`), noise and a second blur come at the other size, before it is
+brought back. All that is drawn belongs to one visit of the sample (`energon_data.augment.Visit`), so a resumed run
+corrupts alike, to the bit.
 """
 
 import io

@@ -7,7 +7,7 @@ from typing import Any, Literal, Optional
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from dit.errors import ConfigError
@@ -52,6 +52,8 @@ def open_picture(data: bytes) -> Image.Image:
             picture = _rgb(ImageOps.exif_transpose(opened))
     except SampleError:
         raise
+    except UnidentifiedImageError as error:  # its own text has an address in memory, other in every run
+        raise SampleError("bad_image", f"{len(data)} bytes in no format that is known") from error
     except Exception as error:
         raise SampleError("bad_image", f"unreadable picture: {error}") from error
     picture.info = {"original": original}
@@ -61,7 +63,10 @@ def open_picture(data: bytes) -> Image.Image:
 def _rgb(picture: Image.Image) -> Image.Image:
     if picture.mode in ("I", "I;16", "I;16B", "I;16L", "F"):  # 16 bits of grey; Pillow's own conversion clips them
         values = np.asarray(picture, np.float64)
-        top = 65535 if values.max(initial=0) > 255 else 255
+        if not np.isfinite(values).all():
+            raise SampleError("bad_image", "it has values that are not finite")
+        largest = values.max(initial=0)
+        top = 65535 if largest > 255 else 1 if picture.mode == "F" and largest <= 1 else 255
         picture = Image.fromarray(np.uint8(np.round(values.clip(0, top) * (255 / top))))
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         picture = picture.convert("RGBA")

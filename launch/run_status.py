@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ import yaml
 from dit.durable_files import read_regular
 from dit.errors import ConfigError
 from dit.monitoring.exit_record import read_outcome
+from dit.monitoring.heartbeat import read_beats
 from dit.monitoring.progress import format_duration
 from dit.monitoring.run_lock import LOCK_FILE
 from dit.monitoring.sinks import METRICS_FILE
@@ -24,6 +26,7 @@ from dit.monitoring.sinks import METRICS_FILE
 HELD_OUT = "held_out/loss"
 RECENT = 50  # log lines of which "now" is the mean or median
 SLOW = 1.2  # times the median, from which on the slowest rank is named
+FRESH_S = 60.0  # age of the newest heartbeat up to which a run goes on, where no lock tells
 
 
 @dataclass
@@ -33,12 +36,14 @@ class RunStatus:
     Attributes:
         run_dir: its folder.
         num_steps: that it is to make; None if unknown.
-        series: by name of a scalar, its values by step; of repeated steps the last value counts.
+        series: by name of a scalar, its values by step, also those that are not finite; steps behind the one where the
+            newest attempt or a rewind began again are forgotten.
         times: when each logged step was reported, seconds since the epoch, by step; only of the newest attempt.
-        attempt: starts so far.
+        attempt: starts so far; `logged_attempt` is the newest that has logged a step.
         incidents: records of what went wrong, oldest first.
         running: whether a process has the lock of the folder; None if that is unknown.
         holder: that process.
+        beat: when a rank wrote its heartbeat last; None if none did.
         checkpoints: published steps, and when each was published.
         now: time of reading.
     """
@@ -48,16 +53,27 @@ class RunStatus:
     series: dict[str, dict[int, float]] = field(default_factory=dict)
     times: dict[int, float] = field(default_factory=dict)
     attempt: int = 1
+    logged_attempt: int = 1
     incidents: list[dict[str, Any]] = field(default_factory=list)
     running: Optional[bool] = None
     holder: str = ""
+    beat: Optional[float] = None
     checkpoints: dict[int, float] = field(default_factory=dict)
     now: float = field(default_factory=time.time)
 
     @property
     def step(self) -> int:
-        """The newest logged step; 0 before the first."""
-        return max(self.times, default=0)
+        """The newest step that this attempt has logged or saved; before the first, that of the newest checkpoint."""
+        began = min(self.times.values(), default=0.0)
+        saved = [step for step, published in self.checkpoints.items() if published >= began]
+        return max([*self.times, *saved], default=0)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run is running, as its lock says; on a disk without locks, as its heartbeats say."""
+        if self.running is None:
+            return self.beat is not None and self.now - self.beat <= FRESH_S
+        return self.running
 
     @property
     def seconds_per_step(self) -> Optional[float]:
@@ -68,9 +84,9 @@ class RunStatus:
         return (self.times[steps[-1]] - self.times[steps[0]]) / (steps[-1] - steps[0])
 
     def recent(self, name: str) -> list[float]:
-        """Return the newest values of a scalar, oldest first."""
+        """Return those of the newest values of a scalar that are finite, oldest first."""
         values = self.series.get(name, {})
-        return [values[step] for step in sorted(values)[-RECENT:]]
+        return [values[step] for step in sorted(values)[-RECENT:] if math.isfinite(values[step])]
 
 
 def read_status(run_dir: Path) -> RunStatus:
@@ -90,6 +106,7 @@ def read_status(run_dir: Path) -> RunStatus:
     for record in _records(metrics):
         _add(status, record)
     status.running, status.holder = _lock(run_dir)
+    status.beat = max((beat.time for beat in read_beats(run_dir).values() if _is_number(beat.time)), default=None)
     for folder in (run_dir / "checkpoints").glob("iter_*"):
         if folder.name[5:].isdigit():
             with suppress(OSError):
@@ -101,28 +118,38 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a `metrics.jsonl`; lines that a crash or an editor damaged are left out."""
     with suppress(OSError):
         for line in read_regular(path).split(b"\n"):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and "kind" in record:
                     yield record
 
 
 def _add(status: RunStatus, record: dict[str, Any]) -> None:
-    attempt, step = record.get("attempt", status.attempt), record.get("step")
-    if attempt > status.attempt:
+    """Take in a record; parts of it that a crash or an editor damaged are left out."""
+    attempt, step = record.get("attempt"), record.get("step")
+    if isinstance(attempt, int) and attempt > status.attempt:
         status.attempt = attempt
         status.times.clear()
     if record["kind"] == "incident":
         status.incidents.append(record)
-        if record.get("incident") == "rewind":
-            _forget(status, record["details"]["to_step"])
+        details = record.get("details")
+        to_step = details.get("to_step") if isinstance(details, dict) else None
+        if record.get("incident") == "rewind" and isinstance(to_step, int):
+            _forget(status, to_step)
     elif record["kind"] == "scalars" and isinstance(step, int):
-        if "samples_per_s" in record:
+        if isinstance(attempt, int) and attempt > status.logged_attempt:  # it began behind a checkpoint before `step`
+            status.logged_attempt = attempt
+            _forget(status, step - 1)
+        if "samples_per_s" in record and _is_number(record.get("time")):
             status.times[step] = record["time"]
         for name, value in record.items():
             if name not in ("kind", "step", "time", "attempt", "loss_hex"):
-                with suppress(TypeError, ValueError):  # numbers that are not finite are words
+                with suppress(TypeError, ValueError, OverflowError):  # "NaN" and "Infinity" are numbers, too
                     status.series.setdefault(name, {})[step] = float(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _forget(status: RunStatus, step: int) -> None:
@@ -134,9 +161,11 @@ def _forget(status: RunStatus, step: int) -> None:
 
 
 def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
-    """Return whether a process has the lock of a run folder, and which."""
+    """Return whether a process has the lock of a run folder (None: the disk has no locks), and which."""
     try:
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return False, ""
     except OSError:
         return None, ""
     try:
@@ -155,7 +184,7 @@ def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
 
 def lines(status: RunStatus) -> list[str]:
     """Return ten lines on how a run is doing."""
-    return [
+    found = [
         f"{status.run_dir}: {_state(status)}",
         f"step        {_progress(status)}",
         f"rate        {_rate(status)}",
@@ -167,10 +196,16 @@ def lines(status: RunStatus) -> list[str]:
         f"checkpoint  {_checkpoint(status)}",
         f"incidents   {_incidents(status)}",
     ]
+    # What a record says may hold line ends and orders to the terminal.
+    return ["".join(letter if letter.isprintable() else " " for letter in line) for line in found]
 
 
 def _state(status: RunStatus) -> str:
     outcome = read_outcome(status.run_dir)
+    if status.running is None and (outcome is None or (status.beat or 0.0) > outcome.time):
+        beats = "no heartbeat" if status.beat is None else f"heartbeat {format_duration(status.now - status.beat)} ago"
+        likely = "it is running" if status.goes_on else "it has ended"
+        return f"unknown, for this disk has no locks; by its files {likely} ({beats})"
     if status.running:
         silent = f", last line {format_duration(status.now - max(status.times.values()))} ago" if status.times else ""
         return f"running ({status.holder}){silent}"
@@ -191,8 +226,8 @@ def _rate(status: RunStatus) -> str:
     if seconds is None:
         return "unknown yet"
     rates = status.recent("samples_per_s")
-    text = f"{seconds:.3g} s per step, {median(rates):,.1f} samples/s"
-    if status.running and status.num_steps and status.step < status.num_steps:
+    text = f"{seconds:.3g} s per step" + (f", {median(rates):,.1f} samples/s" if rates else "")
+    if status.goes_on and status.num_steps and status.step < status.num_steps:
         text += f", ETA {format_duration(seconds * (status.num_steps - status.step))}"
     return text
 
@@ -202,19 +237,25 @@ def _loss(status: RunStatus) -> str:
     steps = sorted(values)
     if not steps:
         return "none yet"
-    span = max(1, min(RECENT, len(steps) // 2))
-    now = _mean([values[step] for step in steps[-span:]])
-    text = f"{values[steps[-1]]:.4f}, mean of the last {span} lines {now:.4f}"
-    if len(steps) < 2:
-        return text
-    before = _mean([values[step] for step in steps[-2 * span : -span]])
+    finite = [step for step in steps if math.isfinite(values[step])]
+    lost = sum(not math.isfinite(values[step]) for step in steps[-RECENT:])
+    note = f"; not finite in {lost} of the last {len(steps[-RECENT:])} lines" if lost else ""
+    text = f"{values[steps[-1]]:.4f}"
+    if not finite:
+        return text + note
+    span = max(1, min(RECENT, len(finite) // 2))
+    now = _mean([values[step] for step in finite[-span:]])
+    text += f", mean of the last {span} {'finite ' if lost else ''}lines {now:.4f}"
+    if len(finite) < 2:
+        return text + note
+    before = _mean([values[step] for step in finite[-2 * span : -span]])
     change = (now - before) / abs(before) if before else 0.0
     trend = "level" if abs(change) < 0.01 else "falling" if change < 0 else "rising"
-    return f"{text}, before them {before:.4f}: {trend}" + (f" {abs(change):.0%}" if trend != "level" else "")
+    return f"{text}, before them {before:.4f}: {trend}" + (f" {abs(change):.0%}" if trend != "level" else "") + note
 
 
 def _held_out(status: RunStatus) -> str:
-    values = {step: value for step, value in status.series.get(HELD_OUT, {}).items() if value == value}
+    values = {step: value for step, value in status.series.get(HELD_OUT, {}).items() if math.isfinite(value)}
     if not values:
         return "not measured"
     newest, best = max(values), min(values, key=lambda step: values[step])
@@ -222,30 +263,31 @@ def _held_out(status: RunStatus) -> str:
 
 
 def _grad_norm(status: RunStatus) -> str:
-    values = status.recent("grad_norm")
+    values, finite = status.series.get("grad_norm", {}), status.recent("grad_norm")
     if not values:
         return "none yet"
-    text = f"the median {median(values):.3g}, the largest {max(values):.3g}"
-    return f"{values[-1]:.3g}, of the last {len(values)} lines {text}"
+    newest, count = values[max(values)], min(len(values), RECENT)
+    text = f"the median {median(finite):.3g}, the largest {max(finite):.3g}" if finite else "none is finite"
+    note = f", {count - len(finite)} not finite" if 0 < len(finite) < count else ""
+    return f"{newest:.3g}, of the last {count} lines {text}{note}"
 
 
 def _data(status: RunStatus) -> str:
     waits = status.recent("data_wait_share")
     if not waits:
         return "unknown yet"
-    lost = status.series.get("skipped_samples", {}).get(status.step, 0.0)
+    (lost,) = status.recent("skipped_samples")[-1:] or [0.0]
     made = status.recent("loader_samples_per_s")
-    return (
-        f"waits {_mean(waits):.1%} of the time, the loaders make {median(made):,.0f} samples/s, {lost:.0f} samples lost"
-    )
+    rate = f"{median(made):,.0f} samples/s" if made else "an unknown number"
+    return f"waits {_mean(waits):.1%} of the time, the loaders make {rate}, {lost:.0f} samples lost"
 
 
 def _ranks(status: RunStatus) -> str:
     middle, slowest = status.recent("rank_s_median"), status.recent("rank_s_slowest")
-    if not middle or not _mean(middle):
+    ranks = Counter(status.recent("slowest_rank")).most_common(1)
+    if not slowest or not ranks or not any(middle):
         return "unknown yet"
-    ratio = _mean(slowest) / _mean(middle)
-    which = Counter(status.recent("slowest_rank")).most_common(1)[0][0]
+    ratio, which = _mean(slowest) / _mean(middle), ranks[0][0]
     named = f" (most often rank {which:.0f})" if ratio >= SLOW else ""
     return f"compute {_mean(middle):.3g} s of a step, the slowest {ratio:.2f} times the median{named}"
 
@@ -255,7 +297,7 @@ def _checkpoint(status: RunStatus) -> str:
         return "none yet"
     newest = max(status.checkpoints)
     age = format_duration(status.now - status.checkpoints[newest])
-    return f"step {newest}, {age} old; {status.step - newest} steps since, {len(status.checkpoints)} kept"
+    return f"step {newest}, {age} old; {max(0, status.step - newest)} steps since, {len(status.checkpoints)} kept"
 
 
 def _incidents(status: RunStatus) -> str:
@@ -269,8 +311,9 @@ def _incidents(status: RunStatus) -> str:
 
 def describe(incident: dict[str, Any]) -> str:
     """Return an incident in a line."""
-    details = incident.get("details") or {}
-    parts = [f"{key}: {value}" for key, value in details.items() if isinstance(value, (str, int, float))]
+    details = incident.get("details")
+    named = details.items() if isinstance(details, dict) else ()
+    parts = [f"{key}: {value}" for key, value in named if isinstance(value, (str, int, float))]
     return f"step {incident.get('step')} {incident.get('incident')}" + (f" ({'; '.join(parts)})" if parts else "")
 
 

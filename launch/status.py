@@ -4,6 +4,7 @@ import argparse
 import base64
 import html
 import io
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ def figure_bytes(runs: Sequence[RunStatus]) -> bytes:
     for axes, (title, name, logarithmic) in zip(panels, PANELS):
         for number, run in enumerate(runs):
             values = run.series.get(name, {})
-            steps = sorted(values)
+            steps = [step for step in sorted(values) if math.isfinite(values[step])]
             drawn = [values[step] for step in steps]
             axes.plot(steps, drawn, marker="." if len(steps) < 40 else "", linewidth=0.9, color=f"C{number}")
             for incident in run.incidents:

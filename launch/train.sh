@@ -3,8 +3,8 @@
 #
 # One task per node, which is torchrun; all meet at the first node. The command line is resolved before any of them
 # starts. The exit code is that of the run (docs/runs.md): a preempted run (75) is requeued and resumes, a lost peer or an
-# unexpected error (70) too, MAX_RESTARTS times; everything else ends the job. `scancel` ends this script, so that a
-# cancelled run is not requeued.
+# unexpected error (70) too, MAX_RESTARTS times, which a file in the run's folder counts; everything else ends the job.
+# `scancel` ends this script, so that a cancelled run is not requeued.
 #
 # Flags of sbatch's command line win over those below. Read from the environment:
 #   RANKS_PER_NODE  processes of a node (the GPUs that Slurm allocated there)
@@ -49,9 +49,8 @@ rm -f "$run_dir/exit.json" # of an earlier attempt
 # Slurm sends USR1 180 s before the limit, to the tasks of srun alone; torchrun passes it on and waits for its ranks.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-170}
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-restarts=${SLURM_RESTART_COUNT:-0}
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" \
-  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID.$restarts" \
+  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
   --rdzv-endpoint "$head_node:${PORT:-$((20000 + SLURM_JOB_ID % 20000))}" \
   --signals-to-handle SIGTERM,SIGINT,SIGUSR1 "${numa[@]}" -m launch.train --yes "$@"
 code=$?
@@ -59,8 +58,17 @@ code=$?
 # torchrun ends with 1 for every failure; the record has the code of the rank that failed first.
 recorded=$(sed -n 's/^ *"code": \([0-9]*\),$/\1/p' "$run_dir/exit.json" 2>/dev/null)
 code=${recorded:-$code}
-if ((code == 75 || (code == 70 && restarts < ${MAX_RESTARTS:-3}))); then
-  echo "ended with $code after $restarts restarts; requeued" >&2
+again=false
+if ((code == 75)); then
+  again=true
+elif ((code == 70)); then # Slurm's own count has the preemptions, too
+  counted=$run_dir/restarts.$SLURM_JOB_ID
+  restarts=$(cat "$counted" 2>/dev/null)
+  [[ $restarts =~ ^[0-9]+$ ]] || restarts=0
+  if ((restarts < ${MAX_RESTARTS:-3})) && mkdir -p "$run_dir" && echo $((restarts + 1)) >"$counted"; then again=true; fi
+fi
+if $again; then
+  echo "ended with $code; requeued" >&2
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -75,8 +75,7 @@ class JsonlSink(Sink):
         path: by convention `run_dir/metrics.jsonl`.
 
     Raises:
-        CheckpointError: the file cannot be written (exit code 5, as for every full disk), or it was moved or
-            deleted.
+        CheckpointError: the file cannot be written (exit code 5), or it was moved or deleted.
     """
 
     def __init__(self, path: Path | str) -> None:

@@ -74,7 +74,13 @@ def _media(args: argparse.Namespace) -> None:
         samples_per_shard=args.samples_per_shard,
         validation=args.validation,
     )
-    _make(preparation, args)
+    total = _make(preparation, args)
+    if total is not None and Ranks().is_first:
+        count = total.shapes.total()
+        if total.without_caption:
+            print(f"  without a caption: {total.without_caption:,} of {count:,}")
+        if 0 < total.labelled < count:
+            print(f"  without a class: {count - total.labelled:,} of {count:,}")
     if preparation.left_out and Ranks().is_first:
         other = "pictures" if args.command == "videos" else "videos"
         print(f"  left out: {preparation.left_out:,} {other} in {args.source}; `prepare folder` takes both")
@@ -96,18 +102,19 @@ def _tensors(args: argparse.Namespace) -> None:
     _make(prepare_tensors(args.source, args.out, **{name: getattr(args, name) for name in names}), args)
 
 
-def _make(preparation: "Preparation", args: argparse.Namespace) -> None:
+def _make(preparation: "Preparation", args: argparse.Namespace) -> Optional["UnitRecord"]:
     from energon_data.prepare.ranks import Ranks
 
     first = Ranks().is_first
     if args.dry_run:
         if first:
             print(_forecast(preparation))
-        return
+        return None
     began = time.monotonic()
     total = _run_with_progress(preparation, args, shown=first)
     if first:
         print(_media_summary(args.out, total, time.monotonic() - began))
+    return total
 
 
 def _run_with_progress(preparation: "Preparation", args: argparse.Namespace, *, shown: bool) -> "UnitRecord":

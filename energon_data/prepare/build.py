@@ -17,7 +17,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Optional
@@ -77,6 +77,8 @@ class UnitRecord:
         shapes: samples by the shape of their pixels or latent.
         captions: examples of them, at random: of all different ones, those whose hashes are the smallest.
         num_classes: one more than the largest label; 0 without labels.
+        labelled: samples with a label.
+        without_caption: samples without a caption.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -85,12 +87,17 @@ class UnitRecord:
     shapes: Counter[str] = field(default_factory=Counter)
     captions: list[str] = field(default_factory=list)
     num_classes: int = 0
+    labelled: int = 0
+    without_caption: int = 0
 
     def made(self, sample: Sample) -> None:
         """Count a sample that is written."""
         self.shapes["x".join(map(str, sample.shape))] += 1
         if isinstance(caption := sample.metadata.get("caption"), str):
             self._take([caption])
+        else:
+            self.without_caption += 1
+        self.labelled += "label" in sample.metadata
         self.num_classes = max(self.num_classes, sample.metadata.get("label", -1) + 1)
 
     def _take(self, captions: Iterable[str]) -> None:
@@ -115,6 +122,8 @@ class UnitRecord:
         self.shapes += other.shapes
         self._take(other.captions)
         self.num_classes = max(self.num_classes, other.num_classes)
+        self.labelled += other.labelled
+        self.without_caption += other.without_caption
         for reason, named in other.examples.items():
             self.examples[reason] = [*self.examples.get(reason, []), *named][:EXAMPLES]
 
@@ -178,8 +187,8 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
     """Return the record of a finished unit whose shards are there in full."""
     try:
         body = json.loads(_record_file(job, number).read_text())
-        counts = (Counter(body["skipped"]), body["examples"], Counter(body["shapes"]))
-        record = UnitRecord(body["shards"], *counts, body["captions"], body["num_classes"])
+        counters = {name: Counter(body[name]) for name in ("skipped", "shapes")}
+        record = UnitRecord(**{field.name: body[field.name] for field in fields(UnitRecord)} | counters)
         complete = all((job.data / name).stat().st_size == facts["bytes"] for name, facts in record.shards.items())
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -310,6 +319,7 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "shapes": dict(total.shapes.most_common()),
             "captions": total.captions,
             "num_classes": total.num_classes,
+            "labelled": total.labelled,
             "skipped": dict(total.skipped),
             "skipped_examples": total.examples,
             "shards": shards,

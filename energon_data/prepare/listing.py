@@ -4,7 +4,8 @@
     cats/1.jpg  dogs/7.png                 one folder per class (`labels=True`)
     metadata.jsonl  .csv  .parquet         one row per file: `file_name`, `caption` (or `text`, `prompt`), others
 
-A WebDataset of tar files is a listing, too: its samples are read member by member, in the order of the archive.
+A WebDataset of tar files is a listing, too: its samples are read member by member, in the order of the archive. A
+sample is called by the archive's path within the folder and its own name there.
 """
 
 import csv
@@ -12,11 +13,12 @@ import hashlib
 import json
 import os
 import re
+import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Optional
+from typing import Any, Optional, Protocol, TypeVar
 
 from dit.durable_files import read_regular
 from dit.errors import ConfigError, DataError
@@ -24,7 +26,10 @@ from energon_data.samples import SampleError
 
 CAPTION_NAMES = ("caption", "text", "prompt")
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+COMPANIONS = ("json", "txt")
+"""Extensions of what lies beside a file of the same name, in either case."""
 MAX_FILE_BYTES = 8 << 30
+_TEXTS = frozenset({"file_name", *CAPTION_NAMES})  # also where they spell a number
 _RESERVED = frozenset({"crc32", "file_name", "label", *CAPTION_NAMES})
 
 
@@ -64,14 +69,23 @@ class Entry:
 
     Attributes:
         name: path within the folder, with `/`.
-        size: bytes, so that an interrupted preparation notices another file under an old name.
+        size: bytes; -1 if the file does not exist.
+        mtime_ns: when it was last written, nanoseconds since the epoch.
+        beside: name, size and time of each of its `COMPANIONS`; none are looked for where a list has the rows.
         row: of `metadata.jsonl`, `.csv` or `.parquet`, None if there is no such file.
     """
 
     name: str
     size: int
+    mtime_ns: int = 0
+    beside: tuple[tuple[str, int, int], ...] = ()
     label: Optional[int] = None
     row: Optional[dict[str, Any]] = None
+
+    @property
+    def stamp(self) -> list[Any]:
+        """By which an interrupted preparation notices another file, caption or metadata under an old name."""
+        return [self.name, self.size, self.mtime_ns, *self.beside]
 
     def source(self, folder: Path) -> Source:
         """Read the caption and metadata that lie beside the file.
@@ -80,13 +94,21 @@ class Entry:
             SampleError: they are damaged.
         """
         path = folder / self.name
-        row = dict(self.row) if self.row is not None else _beside(path)
+        row = dict(self.row) if self.row is not None else self._beside(path.parent)
         captions = captions_of(row)
         metadata = scalars_of(row)
         label = row.get("label") if self.label is None else self.label
         return Source(
             name=self.name, read=lambda: _read(path), captions=captions, label=class_of(label), metadata=metadata
         )
+
+    def _beside(self, folder: Path) -> dict[str, Any]:
+        """Return what the files beside this one say."""
+        found: dict[str, Any] = {}
+        for name, _, _ in self.beside:
+            data = _read(folder / name)
+            found |= read_object(data, name) if name.lower().endswith(".json") else {"caption": read_text(data, name)}
+        return found
 
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,17 +138,6 @@ def _read(path: Path) -> bytes:
         return read_regular(path)
     except OSError as error:
         raise SampleError("unreadable", f"cannot read: {error}") from error
-
-
-def _beside(path: Path) -> dict[str, Any]:
-    """Return what `.json` and `.txt` files of the same name say."""
-    found: dict[str, Any] = {}
-    with_json, with_text = path.with_suffix(".json"), path.with_suffix(".txt")
-    if with_json.is_file():
-        found = read_object(_read(with_json), with_json.name)
-    if with_text.is_file():
-        found["caption"] = read_text(_read(with_text), with_text.name)
-    return found
 
 
 def read_text(data: bytes, what: str) -> str:
@@ -190,11 +201,14 @@ def list_folder(folder: Path, extensions: frozenset[str], *, labels: bool = Fals
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; --in names the folder that holds the files")
     rows = _rows(folder)
-    found = [Entry(name=name, size=size) for name, size in _walk(folder, extensions)]
+    found = _walk(folder, extensions)
     if rows is not None:
-        sizes = {entry.name: entry.size for entry in found}
+        known = {entry.name: entry for entry in found}
         # What the list names and the folder lacks stays in: it is counted as a sample that cannot be read.
-        found = [Entry(name=name, size=sizes.get(name, -1), row=row) for name, row in sorted(rows.items())]
+        found = [
+            replace(known.get(name, Entry(name=name, size=-1)), row=row, beside=())
+            for name, row in sorted(rows.items())
+        ]
     if not found:
         raise DataError(
             f"{folder} holds no file that ends in {', '.join(sorted(extensions))}, also not in the folders below it"
@@ -206,8 +220,7 @@ def list_folder(folder: Path, extensions: frozenset[str], *, labels: bool = Fals
     if outside:
         raise DataError(f"{folder / outside[0]} lies in no class folder, and {len(outside) - 1} other files; move them")
     number = {name: i for i, name in enumerate(classes)}
-    labelled = [Entry(name=e.name, size=e.size, row=e.row, label=number[e.name.partition("/")[0]]) for e in found]
-    return labelled, classes
+    return [replace(entry, label=number[entry.name.partition("/")[0]]) for entry in found], classes
 
 
 def num_other_files(folder: Path, extensions: frozenset[str]) -> int:
@@ -217,8 +230,17 @@ def num_other_files(folder: Path, extensions: frozenset[str]) -> int:
     return len(_walk(folder, extensions))
 
 
-def _walk(folder: Path, extensions: frozenset[str]) -> list[tuple[str, int]]:
-    """Return name and size of every file of these kinds; hidden ones and links that leave the folder are left out."""
+def list_stamp(folder: Path) -> Optional[list[str]]:
+    """Return name and SHA-256 of the list of files that a folder has, None without one."""
+    for path in (folder / name for name in LISTS):
+        if path.is_file():
+            with path.open("rb") as file:
+                return [path.name, hashlib.file_digest(file, "sha256").hexdigest()]
+    return None
+
+
+def _walk(folder: Path, extensions: frozenset[str]) -> list[Entry]:
+    """Return every file of these kinds, by name; hidden ones and links that leave the folder are left out."""
     root, found = folder.resolve(), []
 
     def refuse(error: OSError) -> None:
@@ -226,14 +248,32 @@ def _walk(folder: Path, extensions: frozenset[str]) -> list[tuple[str, int]]:
 
     for place, below, names in os.walk(folder, onerror=refuse):
         below[:] = sorted(name for name in below if not name.startswith("."))
+        companions: dict[tuple[str, str], str] = {}
+        for name in sorted(names, reverse=True):  # of cat.txt and cat.TXT the first
+            stem, _, extension = name.rpartition(".")
+            if extension.lower() in COMPANIONS:
+                companions.setdefault((stem, extension.lower()), name)
         for name in names:
             path = Path(place, name)
             if name.rpartition(".")[2].lower() not in extensions or name.startswith("."):
                 continue
             if not path.is_file() or not path.resolve().is_relative_to(root):
                 continue
-            found.append((path.relative_to(folder).as_posix(), path.stat().st_size))
-    return sorted(found)
+            names_beside = [companions.get((name.rpartition(".")[0], extension)) for extension in COMPANIONS]
+            beside = tuple(seen for other in names_beside if other is not None and (seen := _seen(Path(place, other))))
+            about = path.stat()
+            name = path.relative_to(folder).as_posix()
+            found.append(Entry(name=name, size=about.st_size, mtime_ns=about.st_mtime_ns, beside=beside))
+    return sorted(found, key=lambda entry: entry.name)
+
+
+def _seen(path: Path) -> Optional[tuple[str, int, int]]:
+    """Return name, size and time of a file, None if it is none."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return (path.name, about.st_size, about.st_mtime_ns) if stat.S_ISREG(about.st_mode) else None
 
 
 def _rows(folder: Path) -> Optional[dict[str, dict[str, Any]]]:
@@ -264,7 +304,8 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             if path.suffix == ".csv":
                 for row in csv.DictReader(lines):
-                    yield {k: _scalar(v) for k, v in row.items() if k is not None and v not in (None, "")}
+                    given = {k: v for k, v in row.items() if k is not None and v not in (None, "")}
+                    yield {k: v if k in _TEXTS else _scalar(v) for k, v in given.items()}
                 return
             for line in lines:
                 if line.strip():
@@ -316,38 +357,88 @@ def list_tars(folder: Path) -> list[Path]:
     return found
 
 
-def read_tar(path: Path, extensions: frozenset[str]) -> Iterator[Source | tuple[str, SampleError]]:
+def tar_stamp(path: Path) -> list[Any]:
+    """Return path, size and time of an archive, by which an interrupted preparation notices another one."""
+    about = path.stat()
+    return [str(path), about.st_size, about.st_mtime_ns]
+
+
+def name_within(path: Path, root: Path) -> str:
+    """Return a file's path within a folder, with `/`; its full path if it lies elsewhere, its name if it is `root`."""
+    if path == root:
+        return path.name
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+AnyNamed = TypeVar("AnyNamed", bound=_Named)
+
+
+def first_of_each_name(
+    sources: Iterable[AnyNamed | tuple[str, SampleError]],
+) -> Iterator[AnyNamed | tuple[str, SampleError]]:
+    """Yield the samples of an archive, but for a second one of a name its name and the reason `duplicate`."""
+    known: set[str] = set()
+    for source in sources:
+        if not isinstance(source, tuple):
+            if source.name in known:
+                yield source.name, SampleError("duplicate", "the archive has this name twice; the first sample is kept")
+                continue
+            known.add(source.name)
+        yield source
+
+
+def read_tar(
+    path: Path, extensions: frozenset[str], root: Optional[Path] = None
+) -> Iterator[Source | tuple[str, SampleError]]:
     """Read the samples of one tar file in its order; members of a sample share the name before the first dot.
+
+    The part that a member is of its sample follows that dot: `photo.png` is `png`. A picture or video whose part has
+    further dots (`photo.v2.png`) is taken if the sample has no other.
+
+    Args:
+        root: folder within which the archive is named; its own by default.
 
     Yields:
         A sample, or the name and reason of one that cannot be used. A truncated archive ends with such a pair.
     """
+    where = path.name if root is None else name_within(path, root)
+    return first_of_each_name(_members_by_sample(path, where, extensions))
+
+
+def _members_by_sample(
+    path: Path, where: str, extensions: frozenset[str]
+) -> Iterator[Source | tuple[str, SampleError]]:
     name, parts = "", dict[str, bytes]()
     try:
         with tarfile.open(path, "r|") as archive:
             for member in archive:
-                if not member.isfile():
-                    continue
                 place = PurePosixPath(member.name)
+                if not member.isfile() or place.name.startswith("."):
+                    continue
                 stem, _, part = place.name.partition(".")
-                sample = str(place.with_name(stem)) if stem else member.name
-                if sample != name and parts:
-                    yield _from_parts(path, name, parts, extensions)
+                sample, part = str(place.with_name(stem)), part.lower()
+                if parts and (sample != name or part in parts):
+                    yield _from_parts(f"{where}/{name}", parts, extensions)
                     parts = {}
                 name = sample
-                if part.lower() in extensions | {"txt", "json", "cls"}:
+                if part.rpartition(".")[2] in extensions | {"txt", "json", "cls"}:
                     if member.size > MAX_FILE_BYTES:
-                        yield f"{path.name}/{member.name}", SampleError("too_large", f"{member.size} bytes")
+                        yield f"{where}/{member.name}", SampleError("too_large", f"{member.size} bytes")
                         continue
                     content = archive.extractfile(member)
-                    parts[part.lower()] = content.read() if content is not None else b""
+                    parts[part] = content.read() if content is not None else b""
         if not _has_end(path):
             raise tarfile.ReadError("it has no end marker")
     except (tarfile.TarError, OSError, EOFError) as error:
-        yield f"{path.name}/{name}", SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
+        yield f"{where}/{name}", SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
         return
     if parts:
-        yield _from_parts(path, name, parts, extensions)
+        yield _from_parts(f"{where}/{name}", parts, extensions)
 
 
 def _has_end(path: Path) -> bool:
@@ -357,19 +448,27 @@ def _has_end(path: Path) -> bool:
         return file.read() == bytes(1024)
 
 
-def _from_parts(
-    path: Path, name: str, parts: dict[str, bytes], extensions: Iterable[str]
-) -> Source | tuple[str, SampleError]:
-    where = f"{path.name}/{name}"
+def _from_parts(where: str, parts: Mapping[str, bytes], extensions: Iterable[str]) -> Source | tuple[str, SampleError]:
     media = [part for part in parts if part in extensions]
+    media = media or [part for part in parts if part.rpartition(".")[2] in extensions]
     try:
         if len(media) != 1:
-            raise SampleError("missing_part", f"{len(media)} pictures or videos of {sorted(parts)}, wanted one")
-        row = read_object(parts["json"], "json") if "json" in parts else {}
-        if "txt" in parts:
-            row["caption"] = read_text(parts["txt"], "txt")
-        if "cls" in parts:
-            row["label"] = read_text(parts["cls"], "cls")
+            raise SampleError(
+                "missing_part",
+                f"{len(media)} pictures or videos of {sorted(parts)}, wanted one; members that share the name before "
+                "the first dot are one sample",
+            )
+        version = media[0].rpartition(".")[0]
+
+        def companion(kind: str) -> Optional[bytes]:
+            return parts.get(f"{version}.{kind}", parts.get(kind)) if version else parts.get(kind)
+
+        described, text, number = companion("json"), companion("txt"), companion("cls")
+        row = read_object(described, "json") if described is not None else {}
+        if text is not None:
+            row["caption"] = read_text(text, "txt")
+        if number is not None:
+            row["label"] = read_text(number, "cls")
         captions, label = captions_of(row), class_of(row.get("label"))
     except SampleError as error:
         return where, error

@@ -28,9 +28,11 @@ from energon_data.prepare.listing import (
     Entry,
     Source,
     list_folder,
+    list_stamp,
     list_tars,
     num_other_files,
     read_tar,
+    tar_stamp,
 )
 from energon_data.prepare.pictures import Fit
 from energon_data.prepare.ranks import Ranks
@@ -190,8 +192,8 @@ def _sources_of_folder(folder: Path, unit: list[Entry]) -> Iterator[Raw]:
             yield entry.name, error
 
 
-def _sources_of_tar(extensions: frozenset[str], unit: Path) -> Iterator[Raw]:
-    return read_tar(unit, extensions)
+def _sources_of_tar(extensions: frozenset[str], root: Path, unit: Path) -> Iterator[Raw]:
+    return read_tar(unit, extensions, root)
 
 
 @dataclass(frozen=True)
@@ -246,13 +248,13 @@ class Preparation:
         left_out = 0
         if command == "webdataset":
             tars = list_tars(source)
-            units, listed = list(tars), [[str(path), path.stat().st_size] for path in tars]
-            job = Job(out, partial(_sources_of_tar, extensions), MakeSamples(options), validation)
+            units, listed = list(tars), [tar_stamp(path) for path in tars]
+            job = Job(out, partial(_sources_of_tar, extensions, source), MakeSamples(options), validation)
         else:
             entries, classes = list_folder(source, extensions, labels=labels)
             left_out = num_other_files(source, EXTENSIONS["folder"] - extensions)
             units = [entries[i : i + samples_per_shard] for i in range(0, len(entries), samples_per_shard)]
-            listed = [[entry.name, entry.size] for entry in entries]
+            listed = [entry.stamp for entry in entries]
             job = Job(out, partial(_sources_of_folder, source), MakeSamples(options), validation)
         plan = {
             "command": command,
@@ -261,7 +263,7 @@ class Preparation:
             "labels": labels,
             "samples_per_shard": samples_per_shard,
             "validation": validation,
-            "files": listed,
+            "files": {"list": None if command == "webdataset" else list_stamp(source), "each": listed},
         }
         return cls(job, units, len(listed), classes, plan, options, left_out=left_out)
 

@@ -13,8 +13,10 @@ encoder -> {"encodings": array}. A wdinfo file lists tar files.
 """
 
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
@@ -25,7 +27,18 @@ from torch import Tensor
 from dit.errors import ConfigError, DataError
 from energon_data.media_files import PICTURES, open_picture
 from energon_data.prepare.build import Job, Sample, UnitRecord
-from energon_data.prepare.listing import MAX_FILE_BYTES, Source, class_of, list_tars, read_object, read_text, scalars_of
+from energon_data.prepare.listing import (
+    MAX_FILE_BYTES,
+    Source,
+    class_of,
+    first_of_each_name,
+    list_tars,
+    name_within,
+    read_object,
+    read_text,
+    scalars_of,
+    tar_stamp,
+)
 from energon_data.prepare.media import Options, Preparation
 from energon_data.prepare.safe_pickle import as_tensor, read_pickle, read_torch_file
 from energon_data.samples import LATENT, PIXELS, SampleError
@@ -63,11 +76,22 @@ def list_archives(path: Path) -> list[Path]:
     missing = [str(archive) for archive in found if not archive.is_file()]
     if missing:
         raise DataError(f"{path} lists {missing[0]}, which does not exist, and {len(missing) - 1} other files")
+    twice = [str(archive) for archive, count in Counter(found).items() if count > 1]
+    if twice:
+        raise DataError(f"{path} lists {twice[0]} twice, and {len(twice) - 1} other files; list each once")
     return found
 
 
-def read_archive(path: Path) -> Iterator[Archived | tuple[str, SampleError]]:
-    """Read the samples of one tar file in its order; a damaged archive ends with a name and the reason."""
+def read_archive(root: Path, path: Path) -> Iterator[Archived | tuple[str, SampleError]]:
+    """Read the samples of one tar file in its order; a damaged archive ends with a name and the reason.
+
+    Args:
+        root: folder within which the archive is named.
+    """
+    return first_of_each_name(_members_by_sample(path, name_within(path, root)))
+
+
+def _members_by_sample(path: Path, where: str) -> Iterator[Archived | tuple[str, SampleError]]:
     name, parts = "", dict[str, bytes]()
     try:
         with tarfile.open(path, "r|") as archive:
@@ -76,8 +100,8 @@ def read_archive(path: Path) -> Iterator[Archived | tuple[str, SampleError]]:
                 stem, _, part = place.name.partition(".")
                 if not member.isfile() or part.lower() not in _PARTS:
                     continue
-                sample = f"{path.name}/{place.with_name(stem)}"
-                if sample != name and parts:
+                sample = f"{where}/{place.with_name(stem)}"
+                if parts and (sample != name or part.lower() in parts):
                     yield Archived(name, parts)
                     parts = {}
                 name = sample
@@ -87,7 +111,7 @@ def read_archive(path: Path) -> Iterator[Archived | tuple[str, SampleError]]:
                 content = archive.extractfile(member)
                 parts[part.lower()] = b"" if content is None else content.read()
     except (tarfile.TarError, OSError, EOFError) as error:
-        yield name or path.name, SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
+        yield name or where, SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
         return
     if parts:
         yield Archived(name, parts)
@@ -214,11 +238,11 @@ def prepare_tensors(
         "in": str(source.resolve()),
         "text_key": text_key,
         "validation": validation,
-        "files": [[str(path), path.stat().st_size] for path in archives],
+        "files": [tar_stamp(path) for path in archives],
         **about,
     }
     return Preparation(
-        Job(out, read_archive, Rewrite(text_key), validation),
+        Job(out, partial(read_archive, source if source.is_dir() else source.parent), Rewrite(text_key), validation),
         archives,
         len(archives),
         [],

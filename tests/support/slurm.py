@@ -44,7 +44,7 @@ esac
 def commands(folder: Path, **more: str) -> Path:
     """Write `srun`, `scontrol` and further programs (name to text) into `folder/bin`; return that folder."""
     bin_folder = folder / "bin"
-    bin_folder.mkdir()
+    bin_folder.mkdir(exist_ok=True)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, **more}.items():
         (bin_folder / name).write_text(text.format(python=sys.executable, folder=folder))
         (bin_folder / name).chmod(0o755)

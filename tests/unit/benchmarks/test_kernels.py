@@ -9,7 +9,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks.kernels import CHIPS, LATENCY_S, Traffic, occupancy
+from benchmarks import kernels
+from benchmarks.kernels import CHIPS, LATENCY_S, OTHERWISE, Traffic, kind_of, occupancy
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from the extra `dev`")
 H100 = CHIPS["h100"]
@@ -77,3 +78,30 @@ def test_an_operator_of_torch_is_not_counted():
     with Traffic() as traffic:
         torch.ones(3) + 1
     assert (traffic.read, traffic.written) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-SXM4-80GB", None),
+        ("CPU", None),
+    ],
+)
+def test_a_measurement_stands_beside_the_model_of_its_own_kind_of_device(name, kind):
+    assert kind_of(name) == kind
+    assert OTHERWISE in CHIPS
+
+
+def test_the_kind_of_the_present_device_is_modelled_unless_another_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "describe", lambda: "NVIDIA B200")
+    monkeypatch.setattr(kernels, "cases", lambda device: {})
+    assert kernels.main([]) == 0
+    assert kernels.main(["--device", "h100"]) == 0
+    monkeypatch.setattr(kernels, "describe", lambda: "CPU")
+    assert kernels.main([]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("modelled for")]
+    assert [line.split()[2] for line in lines] == ["b200", "h100", OTHERWISE]

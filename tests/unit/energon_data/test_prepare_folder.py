@@ -1,15 +1,22 @@
-"""Pictures and videos of one folder, and what `dataset.json` says of captions and classes."""
+"""Pictures and videos of one folder or archive, their captions, and what `dataset.json` says of them."""
 
 import hashlib
+import io
 import json
+import os
+import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from energon_data.media_files import video_bytes
+from dit.errors import ConfigError
+from energon_data.media_files import open_picture, video_bytes
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.build import CAPTIONS
+from energon_data.prepare.media import Options, Preparation
+from energon_data.samples import SampleError
 
 
 def mixed(folder: Path, pictures: int = 6, videos: int = 4) -> Path:
@@ -66,3 +73,192 @@ def test_classes_are_counted_by_the_largest_label(tmp_path):
     rows = [{"file_name": f"p{i:02d}.png", "label": (4, 0, 2)[i % 3]} for i in range(6)]
     (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert described(source, tmp_path / "some", "images", "--samples-per-shard", "2")["num_classes"] == 5
+
+
+# Captions and lists.
+
+
+def metadata_of(folder: Path) -> dict[str, dict]:
+    """Return what the shards say of each sample, by its source."""
+    found = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if member.name.endswith(".json"):
+                    about = json.loads(archive.extractfile(member).read())
+                    found[about["source"]] = about
+    return found
+
+
+def test_captions_of_a_csv_that_spell_numbers_are_texts(tmp_path):
+    source = mixed(tmp_path / "in", videos=0)
+    captions = ["7", "nan", "1_000", "-inf", "1e3", "plain"]
+    rows = [f"p{i:02d}.png,{caption},{i},0.5" for i, caption in enumerate(captions)]
+    (source / "metadata.csv").write_text("\n".join(["file_name,text,label,score", *rows]))
+    assert described(source, tmp_path / "out", "images")["skipped"] == {}
+    found = metadata_of(tmp_path / "out")
+    assert [found[f"p{i:02d}.png"]["caption"] for i in range(6)] == captions
+    assert [found[f"p{i:02d}.png"]["label"] for i in range(6)] == list(range(6))
+    assert {about["score"] for about in found.values()} == {0.5}
+
+
+def test_a_caption_in_capitals_is_read_and_samples_without_one_are_counted(tmp_path, capsys):
+    source = mixed(tmp_path / "in", pictures=4, videos=0)
+    (source / "p00.txt").rename(source / "p00.TXT")
+    (source / "p01.png").rename(source / "UPPER.PNG")
+    (source / "p01.txt").rename(source / "UPPER.TXT")
+    (source / "p02.txt").unlink()
+    (source / "p03.TXT").write_text("not this one")
+    described(source, tmp_path / "out", "images")
+    found = {name: about.get("caption") for name, about in metadata_of(tmp_path / "out").items()}
+    assert found == {"p00.png": "picture 0", "UPPER.PNG": "picture 1", "p02.png": None, "p03.png": "picture 3"}
+    assert "\n  without a caption: 1 of 4\n" in capsys.readouterr().out
+
+
+def test_a_class_of_some_samples_is_said(tmp_path, capsys):
+    source = mixed(tmp_path / "in", pictures=4, videos=0)
+    (source / "p02.json").write_text('{"label": "3"}')
+    found = described(source, tmp_path / "out", "images")
+    assert (found["num_classes"], found["labelled"]) == (4, 1)
+    said = capsys.readouterr().out
+    assert "without a class: 3 of 4" in said
+    assert "without a caption" not in said
+
+
+def change_list(source: Path) -> None:
+    (source / "metadata.jsonl").write_text((source / "metadata.jsonl").read_text().replace("old", "new"))
+
+
+def change_caption(source: Path) -> None:
+    about = (source / "p05.txt").stat()
+    (source / "p05.txt").write_text("picture V")
+    os.utime(source / "p05.txt", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+
+
+def change_picture(source: Path) -> None:
+    """Another one of as many bytes, some time later."""
+    about = (source / "p05.png").stat()
+    os.utime(source / "p05.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("change", [change_list, change_caption, change_picture])
+def test_an_interrupted_preparation_does_not_go_on_with_other_captions_or_files(tmp_path, change):
+    """Half of the samples would have the old caption and half the new one."""
+    source = mixed(tmp_path / "in", videos=0)
+    if change is change_list:
+        rows = [{"file_name": f"p{i:02d}.png", "text": "old"} for i in range(6)]
+        (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    preparation = Preparation.of("images", source, tmp_path / "out", Options(), samples_per_shard=3)
+
+    def stop(number, record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        preparation.run(processes=1, force=False, on_unit=stop)
+    again = Preparation.of("images", source, tmp_path / "out", Options(), samples_per_shard=3)
+    assert json.loads(json.dumps(again.plan)) == json.loads(json.dumps(preparation.plan))
+    change(source)
+    changed = Preparation.of("images", source, tmp_path / "out", Options(), samples_per_shard=3)
+    with pytest.raises(ConfigError, match=r"holds unfinished work of another command \(it differs in files\)"):
+        changed.run(processes=1, force=False)
+    assert changed.run(processes=1, force=True).shapes.total() == 6
+
+
+# WebDatasets.
+
+
+def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def png(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16), (shade, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_archives_of_one_name_in_two_folders_are_different_samples(tmp_path):
+    for folder, shade in (("a", 10), ("b", 20)):
+        write_tar(tmp_path / "in" / folder / "000.tar", ("0001.png", png(shade)), ("0001.txt", folder.encode()))
+    assert described(tmp_path / "in", tmp_path / "out", "webdataset")["samples"] == {"train": 2}
+    found = metadata_of(tmp_path / "out")
+    assert {name: about["caption"] for name, about in found.items()} == {
+        "a/000.tar/0001.png": "a",
+        "b/000.tar/0001.png": "b",
+    }
+
+
+@pytest.mark.parametrize("between", [("2.png", b""), ("1.txt", b"of the first")])
+def test_a_name_that_an_archive_has_twice_is_counted(tmp_path, between):
+    """Members of the first `1` are complete when another sample, or its own next picture, follows."""
+    archive = write_tar(tmp_path / "in" / "0.tar", ("1.png", png(1)), between, ("1.png", png(2)))
+    found = described(archive, tmp_path / "out", "webdataset")
+    assert found["skipped"]["duplicate"] == 1
+    assert found["skipped_examples"]["duplicate"][0].startswith("0.tar/1.png: ")
+    assert metadata_of(tmp_path / "out").keys() == {"0.tar/1.png"}
+
+
+def test_pictures_with_a_second_dot_are_samples_and_what_is_not_taken_is_counted(tmp_path):
+    members = [
+        ("plain.png", png(0)),
+        ("photo.v2.png", png(1)),
+        ("photo.v2.txt", b"second version"),
+        ("clip.final.PNG", png(2)),
+        ("clip.txt", b"final"),
+        ("mask.png", png(3)),
+        ("mask.seg.png", png(4)),
+        ("two.v1.png", png(5)),
+        ("two.v2.png", png(6)),
+        ("._plain.png", b"of another system"),
+    ]
+    found = described(write_tar(tmp_path / "in" / "0.tar", *members), tmp_path / "out", "webdataset")
+    captions = {name: about.get("caption") for name, about in metadata_of(tmp_path / "out").items()}
+    assert captions == {
+        "0.tar/plain.png": None,
+        "0.tar/photo.v2.png": "second version",
+        "0.tar/clip.final.png": "final",
+        "0.tar/mask.png": None,
+    }
+    assert found["skipped"] == {"missing_part": 1}
+    assert (
+        "two: 2 pictures or videos of ['v1.png', 'v2.png'], wanted one" in found["skipped_examples"]["missing_part"][0]
+    )
+
+
+# Pictures.
+
+
+def test_what_is_no_picture_is_named_alike_in_every_run(tmp_path):
+    """The text of an error goes into `dataset.json`, whose bytes are the same in every run: no address in memory."""
+    with pytest.raises(SampleError) as caught:
+        open_picture(b"no picture")
+    assert caught.value.reason == "bad_image"
+    assert "0x" not in str(caught.value)
+    source = mixed(tmp_path / "in", videos=0)
+    (source / "p00.png").write_bytes(b"no picture")
+    described(source, tmp_path / "one", "images")
+    described(source, tmp_path / "two", "images")
+    assert (tmp_path / "one" / "dataset.json").read_bytes() == (tmp_path / "two" / "dataset.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("values", "shades"),
+    [([0.0, 0.5, 1.0], [0, 128, 255]), ([0.0, 127.5, 255.0], [0, 128, 255]), ([0.0, 32768.0, 65535.0], [0, 128, 255])],
+)
+def test_grey_in_floating_point_keeps_its_shades(values, shades):
+    buffer = io.BytesIO()
+    Image.fromarray(np.array([values], np.float32)).save(buffer, "TIFF")
+    assert np.asarray(open_picture(buffer.getvalue()))[0, :, 0].tolist() == shades
+
+
+def test_values_that_are_not_finite_are_no_picture():
+    buffer = io.BytesIO()
+    Image.fromarray(np.array([[0.5, np.nan]], np.float32)).save(buffer, "TIFF")
+    with pytest.raises(SampleError, match="not finite"):
+        open_picture(buffer.getvalue())

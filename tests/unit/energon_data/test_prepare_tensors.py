@@ -16,12 +16,13 @@ from small_data import spec
 from test_prepare_media import samples
 
 from dit.batch import pixel_values
-from dit.errors import EXIT_CONFIG, EXIT_DATA
+from dit.errors import EXIT_CONFIG, EXIT_DATA, DataError
 from energon_data.dataset import EnergonData
 from energon_data.folder import check_folder
 from energon_data.media_files import open_picture, pixels_of
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.safe_pickle import read_pickle, read_torch_file
+from energon_data.prepare.tensors import list_archives
 from energon_data.samples import SampleError
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
@@ -204,6 +205,31 @@ def test_archives_of_pictures_with_encoded_texts(tmp_path: Path) -> None:
     for _, _, clip, _ in found:
         assert torch.equal(clip.latent, pixel_values(pixels_of([open_picture(buffer.getvalue())])))
         assert np.array_equal(clip.parts["text.safetensors"]["text"].numpy(), text)
+
+
+def test_archives_of_one_name_and_samples_of_one_name(tmp_path: Path) -> None:
+    """Those of two folders are different samples; the second of one archive is counted."""
+    latent = torch_file(torch.zeros(4, 1, 2, 2))
+    for folder in ("a", "b"):
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        write_tar(tmp_path / "in" / folder / "0.tar", {"1.pth": latent, "2.pth": latent})
+    with tarfile.open(tmp_path / "in" / "a" / "0.tar", "a") as tar:
+        member = tarfile.TarInfo("1.pth")
+        member.size = len(latent)
+        tar.addfile(member, io.BytesIO(latent))
+    out = tmp_path / "out"
+    words = ["--in", str(tmp_path / "in"), "--out", str(out), "--validation", "0", "--processes", "1"]
+    assert main(["tensors", *words]) == 0
+    found = json.loads((out / "dataset.json").read_text())
+    assert found["samples"] == {"train": 4}
+    assert found["skipped"] == {"duplicate": 1}
+
+
+def test_a_list_that_names_an_archive_twice_is_refused(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", {"1.pth": torch_file(torch.zeros(4, 1, 2, 2))})
+    (tmp_path / "list.pkl").write_bytes(pickle.dumps({"tar_files": ["0.tar", str(tmp_path / "0.tar")]}))
+    with pytest.raises(DataError, match=r"0\.tar twice"):
+        list_archives(tmp_path / "list.pkl")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What `launch.status` says of a run folder, from records written by hand."""
 
 import base64
+import errno
 import io
 import json
 import os
@@ -101,6 +102,134 @@ def test_steps_that_a_run_went_back_behind_do_not_count(tmp_path: Path) -> None:
     assert status.step == 10
     assert max(status.series["loss"]) == 10
     assert status.series["loss"][10] == 0.25
+
+
+def publish(folder: Path, step: int, published: float) -> None:
+    saved = folder / "checkpoints" / f"iter_{step:07d}"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    os.utime(saved / "manifest.json", (published, published))
+
+
+def attempt(number: int, steps: range, loss: float, began: float) -> list[dict[str, Any]]:
+    times = {"attempt": number, "grad_norm": loss}
+    return [{**scalars(step, loss=loss, **times), "time": began + 2.0 * i} for i, step in enumerate(steps)]
+
+
+def test_steps_of_a_killed_attempt_do_not_count(tmp_path: Path) -> None:
+    """Killed at 90, resumed at 80, now at 82: the curve and the trend are those of the steps that still count."""
+    killed = attempt(1, range(1, 91), 4.0, NOW)
+    killed[80:] = attempt(1, range(81, 91), 900.0, NOW + 160)
+    folder = run_folder(tmp_path / "run", *killed, *attempt(2, range(81, 83), 4.0, NOW + 1000))
+    publish(folder, 80, NOW + 161)
+    status = read_status(folder)
+    assert max(status.series["loss"]) == status.step == 82
+    said = told(folder)
+    assert "level" in said["loss"]
+    assert said["grad"].endswith("the largest 4")
+    assert "2 steps since" in said["checkpoint"]
+
+
+def test_an_attempt_before_its_first_line_stands_at_the_checkpoint(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", *attempt(1, range(1, 21), 1.0, NOW))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**record("incident", 16, incident="signal", details={}), "attempt": 2}) + "\n")
+    publish(folder, 16, NOW + 33)
+    said = told(folder)
+    assert said["step"] == "16 of 40 (40%), 1,024 samples, attempt 2"
+    assert "; 0 steps since" in said["checkpoint"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**scalars(18, loss=0.5), "attempt": 2}) + "\n")
+    status = read_status(folder)
+    assert status.step == 18
+    assert list(status.series["loss"])[-2:] == [17, 18]
+
+
+def test_a_newer_checkpoint_of_an_attempt_that_went_on_from_an_older_one_does_not_count(tmp_path: Path) -> None:
+    """A damaged newest checkpoint is passed over: the run is behind it, and no number is negative."""
+    folder = run_folder(tmp_path / "run", *attempt(1, range(1, 21), 1.0, NOW), *attempt(2, range(9, 11), 1.0, NOW + 99))
+    publish(folder, 16, NOW + 33)
+    said = told(folder)
+    assert said["step"].startswith("10 of 40")
+    assert "; 0 steps since" in said["checkpoint"]
+    publish(folder, 12, NOW + 110)
+    assert told(folder)["step"].startswith("12 of 40")
+
+
+def beat(folder: Path, age: float) -> None:
+    when = time.time() - age
+    words = {"rank": 0, "host": "h", "pid": 1, "step": 20, "phase": "computes", "since": when, "where": "f"}
+    (folder / "heartbeats").mkdir(exist_ok=True)
+    (folder / "heartbeats" / "rank_0.json").write_text(json.dumps({**words, "time": when}))
+
+
+def test_where_a_disk_has_no_locks_the_heartbeats_tell(half_done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A healthy run is not called dead, nor is a dead one called healthy."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (half_done / RunLock(half_done).path.name).write_text("{}")
+    monkeypatch.setattr("launch.run_status.fcntl.flock", refuse)
+    no_locks = "unknown, for this disk has no locks; by its files it "
+    assert f"{no_locks}has ended (no heartbeat)" in told(half_done)["run"]
+    beat(half_done, 4)
+    said = told(half_done)
+    assert f"{no_locks}is running (heartbeat " in said["run"]
+    assert said["rate"].endswith(", ETA 40s")
+    beat(half_done, 600)
+    said = told(half_done)
+    assert f"{no_locks}has ended (heartbeat 10m00s ago)" in said["run"]
+    assert "ETA" not in said["rate"]
+    write_outcome(half_done, Outcome(0, "completed", 20, 0, None, time.time()))
+    assert "ended" in told(half_done)["run"]
+    assert "unknown" not in told(half_done)["run"]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        '{"kind": "scalars", "step": 3, "attempt": "2", "time": 1, "loss": 1}',
+        '{"kind": "scalars", "step": 3, "attempt": 1, "time": "then", "samples_per_s": 1}',
+        '{"kind": "scalars", "step": 3, "attempt": 1, "samples_per_s": 1, "loss": {}}',
+        '{"kind": "scalars", "step": 3, "attempt": 1, "time": 1, "samples_per_s": ' + "9" * 400 + "}",
+        '{"kind": "incident", "step": 3, "incident": "rewind"}',
+        '{"kind": "incident", "step": 3, "incident": "rewind", "details": {"to_step": null}}',
+        '{"kind": "incident", "step": 3, "incident": "spike", "details": [1]}',
+        '{"kind": "scalars", "step": ' + "[" * 100_000 + "}",
+        '{"kind": ["scalars"], "step": 3}',
+    ],
+)
+def test_records_with_values_of_other_kinds_end_nothing(tmp_path: Path, damaged: str) -> None:
+    folder = run_folder(tmp_path / "run", scalars(1), scalars(2))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(damaged + "\n" + json.dumps(scalars(4)) + "\n")
+    said = told(folder)
+    assert said["step"].startswith("4 of 40")
+    assert main([str(folder), "--html", str(tmp_path / "page.html")]) == 0
+
+
+def test_numbers_that_are_not_finite_are_said_and_make_no_trend(tmp_path: Path) -> None:
+    good = [scalars(step, loss=2.0 if step <= 5 else 1.0) for step in range(1, 11)]
+    bad = [scalars(11, loss="NaN", grad_norm="NaN"), scalars(12, loss="Infinity", grad_norm="Infinity")]
+    said = told(run_folder(tmp_path / "run", *good, *bad))
+    last = (
+        "mean of the last 5 finite lines 1.0000, before them 2.0000: falling 50%; not finite in 2 of the last 12 lines"
+    )
+    assert said["loss"] == f"inf, {last}"
+    assert said["grad"].endswith("inf, of the last 12 lines the median 0.55, the largest 1, 2 not finite")
+    nothing = told(run_folder(tmp_path / "nothing", scalars(1, loss="NaN", grad_norm="NaN")))
+    assert nothing["loss"] == "nan; not finite in 1 of the last 1 lines"
+    assert main([str(tmp_path / "run"), str(tmp_path / "nothing"), "--png", str(tmp_path / "plot.png")]) == 0
+
+
+def test_texts_of_records_break_no_line(tmp_path: Path) -> None:
+    details = {"error": "first\nsecond\r\n\x1b[2Jthird"}
+    folder = run_folder(tmp_path / "run", scalars(1), record("incident", 1, incident="signal\u2028", details=details))
+    write_outcome(folder, Outcome(70, "error", 1, 0, "RuntimeError: one\ntwo", NOW))
+    found = lines(read_status(folder))
+    assert all(line.isprintable() for line in found)
+    assert "first second" in found[-1]
 
 
 def test_damaged_lines_words_for_numbers_and_repeated_steps_are_read(tmp_path: Path) -> None:

@@ -39,10 +39,18 @@ class Ended(NamedTuple):
     started: list[list[str]]
 
 
-def job(folder: Path, *arguments: str, flags: tuple[str, ...] = (), restarts: int = 0, **environ: str) -> Ended:
+def job(
+    folder: Path,
+    *arguments: str,
+    flags: tuple[str, ...] = (),
+    restarts: int = 0,
+    make_run: bool = True,
+    **environ: str,
+) -> Ended:
     """Run the script to its end, with stand-ins for torchrun and for `python -m launch.train`."""
     slurm.commands(folder, torchrun=TORCHRUN, python=PYTHON)
-    (folder / "run").mkdir(exist_ok=True)
+    if make_run:
+        (folder / "run").mkdir(exist_ok=True)
     (folder / "code").touch()
     process = slurm.sbatch(folder, flags, arguments, {**os.environ, **environ}, restarts)
     code = process.wait(timeout=60)
@@ -64,18 +72,46 @@ def ends_with(folder: Path, code: int, recorded: Optional[int]) -> None:
         (0, 0, 0, 0, False),
         (1, 75, 0, 75, True),
         (1, 75, 99, 75, True),
-        (1, 70, 2, 70, True),
-        (1, 70, 3, 70, False),
+        (1, 70, 0, 70, True),
+        (1, 70, 5, 70, True),
         (1, 3, 0, 3, False),
         (1, 5, 0, 5, False),
         (9, None, 0, 9, False),
     ],
 )
 def test_a_job_ends_with_the_code_of_its_run(tmp_path, torchrun, recorded, restarts, code, requeued):
-    """What goes on is requeued, an unexpected error three times; torchrun's code counts where there is no record."""
+    """What goes on is requeued, whatever Slurm has counted; torchrun's code counts where there is no record."""
     ends_with(tmp_path, torchrun, recorded)
     ended = job(tmp_path, "--factory", "tiny_dit", restarts=restarts)
     assert (ended.code, ended.requeued) == (code, requeued), ended.log
+
+
+def test_unexpected_errors_are_counted_and_preemptions_are_not(tmp_path):
+    """Three errors are requeued, with any number of preemptions between them; Slurm's own count has both."""
+    requeued = []
+    for restarts, code in enumerate((75, 70, 75, 75, 70, 75, 70, 75, 70)):
+        ends_with(tmp_path, 1, code)
+        requeued.append(job(tmp_path, "--factory", "tiny_dit", restarts=restarts).requeued)
+    assert requeued == [True] * 8 + [False]
+
+
+def test_errors_of_another_job_in_the_folder_do_not_count(tmp_path):
+    ends_with(tmp_path, 1, 70)
+    assert job(tmp_path, "--factory", "tiny_dit", MAX_RESTARTS="1").requeued
+    assert not job(tmp_path, "--factory", "tiny_dit", restarts=1, MAX_RESTARTS="1").requeued
+    (tmp_path / "run" / f"restarts.{slurm.JOB_ID}").rename(tmp_path / "run" / "restarts.4710")
+    assert job(tmp_path, "--factory", "tiny_dit", MAX_RESTARTS="1").requeued
+
+
+def test_an_error_before_there_is_a_folder_is_counted_and_one_that_cannot_be_is_not_requeued(tmp_path):
+    """A job that cannot keep its count would be requeued for ever."""
+    ends_with(tmp_path, 70, None)
+    assert job(tmp_path, "--factory", "tiny_dit", make_run=False).requeued
+    assert (tmp_path / "run" / f"restarts.{slurm.JOB_ID}").read_text() == "1\n"
+    (tmp_path / "run" / f"restarts.{slurm.JOB_ID}").unlink()
+    (tmp_path / "run" / f"restarts.{slurm.JOB_ID}").mkdir()
+    ended = job(tmp_path, "--factory", "tiny_dit")
+    assert (ended.code, ended.requeued) == (70, False)
 
 
 def test_the_record_of_an_earlier_attempt_does_not_count(tmp_path):

@@ -104,6 +104,16 @@ def test_classes_without_names_are_counted(tmp_path):
     first_packs(task)
 
 
+def test_a_class_of_one_sample_alone_makes_no_model_of_classes(tmp_path):
+    """Captions that nothing embeds are named, as without any class."""
+    fill(tmp_path / "in", 3)
+    (tmp_path / "in" / "p1.json").write_text('{"label": "3"}')
+    folder = made(tmp_path)
+    with pytest.raises(ConfigError, match="has captions and no embeddings of them"):
+        recipe(folder)
+    assert recipe(folder, text_encoder="none").model.num_classes is None
+
+
 def test_pictures_and_clips_of_one_folder_share_packs(tmp_path, capsys):
     fill(tmp_path / "in", 6, clips=6)
     t5 = save_t5(tmp_path / "t5")
