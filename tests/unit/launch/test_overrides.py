@@ -159,6 +159,17 @@ def test_a_setting_below_a_plain_value_is_refused():
         overridden("optimizer.lr.peak=3")
 
 
+@pytest.mark.parametrize("text", ["..=1", "training..num_steps=1", "[]=1", "training.[0].num_steps=1"])
+def test_a_path_with_an_empty_step_is_refused(text):
+    with pytest.raises(ConfigError, match="names no setting between its dots"):
+        overridden(text)
+
+
+def test_a_wrong_argument_of_a_part_is_refused_beside_its_key():
+    with pytest.raises(ConfigError, match=r"objective=edm\(\)\(\): .* is not an override"):
+        overridden("objective=edm()()")
+
+
 def test_a_run_folder_named_like_a_function_is_only_a_text():
     """nemo-run takes a word for a factory first and would call `main` of the main module."""
     assert overridden("training.run_dir=main").training.run_dir == "main"
