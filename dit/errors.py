@@ -94,7 +94,7 @@ def on_a_screen(message: str) -> str:
     """Shorten a message that fills a screen: words such as a value of ten thousand digits, then its middle."""
 
     def shortened(word: re.Match[str]) -> str:
-        return f"{word[0][:LONGEST_WORD // 2]}...({len(word[0]):,} characters)"
+        return f"{word[0][: LONGEST_WORD // 2]}...({len(word[0]):,} characters)"
 
     short = re.sub(rf"\S{{{LONGEST_WORD},}}", shortened, message)
     if len(short) <= LONGEST_MESSAGE:

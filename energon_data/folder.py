@@ -129,7 +129,8 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     description = _load(meta / "dataset.yaml")
     if not isinstance(description, dict) or set(description) - _DATASET_KEYS:
         raise DataError(
-            f"{meta / 'dataset.yaml'} must hold only {sorted(_DATASET_KEYS)}, got {reprlib.repr(description)}; {_ADVICE}"
+            f"{meta / 'dataset.yaml'} must hold only {sorted(_DATASET_KEYS)}, got {reprlib.repr(description)}; "
+            f"{_ADVICE}"
         )
     target = f"{description.get('__module__')}.{description.get('__class__')}"
     if target != "megatron.energon.CrudeWebdataset" or _nested_targets(description.get("subflavors")):

@@ -131,7 +131,10 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
     for fact in RECORDED_FACTS:
         raw.pop(fact, None)
     task = Partial(function)
-    _fill(task, raw, "", load_component)
+    try:
+        _fill(task, raw, "", load_component)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     missing = [name for name in parameters(task) if not hasattr(task, name)]
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}; --to-yaml writes complete files")

@@ -101,7 +101,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a `metrics.jsonl`; lines that a crash or an editor damaged are left out."""
     with suppress(OSError):
         for line in read_regular(path).split(b"\n"):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and "kind" in record:
                     yield record

@@ -220,8 +220,11 @@ class StateReader:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}; {CURE}") from error
-        for name, shape in self.shapes.items():
-            _check_complete(name, shape, [box for _, box in self._stored[name]])
+        try:
+            for name, shape in self.shapes.items():
+                _check_complete(name, shape, [box for _, box in self._stored[name]])
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / INDEX}: {error}") from error
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
         """Copy boxes of one tensor into memory, on any device and in any precision; nothing else is read.

@@ -5,6 +5,7 @@ damaged.
 """
 
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,6 +28,13 @@ from tests.integration import runs
 from tests.integration.runs import assert_same_bits, checkpoint, losses, read_tensors
 
 STEPS, BEFORE = 4, 2
+MODEL = {
+    "model__hidden_size": 32,
+    "model__num_layers": 1,
+    "model__context_size": "none",
+    "model__position_embedding": "sincos_2d",
+}
+"""A model that diffusers can hold."""
 IN_RUN = ("config.yaml", "metrics.jsonl", "exit.json", "env.json")
 CODES = (2, 3, 4, 5)
 
@@ -34,7 +42,7 @@ CODES = (2, 3, 4, 5)
 def arguments(run_dir: Path) -> list[str]:
     """Return the command line of the run, which resumes it too."""
     settings = {"training__num_steps": STEPS, "training__log_interval": 1, "checkpoint__interval": BEFORE}
-    return runs.mock(run_dir, **settings, data__dataset_size=16, model__hidden_size=32, model__num_layers=1)
+    return runs.mock(run_dir, **settings, data__dataset_size=16, **MODEL)
 
 
 def alone(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
@@ -97,7 +105,7 @@ def look(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
 
 
 def again(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
-    return train.main, ["--yaml", str(run_dir), "--dryrun"]
+    return train.main, ["--yaml", str(run_dir), "--print-config"]
 
 
 READERS = (resume, resume, resume, draw, give_away, look, again)
@@ -126,7 +134,8 @@ def attempt(seed: int, number: int, folder: Path) -> tuple[Case, Ended]:
             done.append(sealed(newest, rng))
     main, words = reader(run_dir)
     ended = run(main, words, folder)
-    judge(ended, folder, codes=CODES, causes=(str(run_dir), *(one.partition(":")[0] for one in done)))
+    named = [name for one in done for name in (one.partition(":")[0], *re.findall(r"(\w+)=", one))]
+    judge(ended, folder, codes=CODES, causes=(str(run_dir), "the checkpoint of step", *named))
     if reader is resume and ended.code == 0 and not is_sealed and not ended.wrong:
         try:
             assert losses(run_dir).items() >= losses(sound()).items() or any("metrics" in one for one in done)

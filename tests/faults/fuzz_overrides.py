@@ -1,4 +1,4 @@
-"""Random command lines of `launch.train`: values of wrong types, unknown names, near misses, huge numbers, injections."""
+"""Random command lines of `launch.train`: wrong types, unknown names, near misses, huge numbers, injections."""
 
 import contextlib
 import random
@@ -25,7 +25,7 @@ WORDS = (
     *("none", "None", "null", "true", "False", "yes", "fp32", "fp16", "auto", "full", "fsdp", "a2a+p2p", "edm", "ddpm"),
     *("flow_matching", "cosine", "wsd", "constant", "x" * 10_000, "Größe", "模型", "🙂", "a b", "\t", "\n", "\\", "'"),
     *('"', "''", "'a", "[", "]", "[]", "[[]]", "[1,", "[1, 2]", "[1, x]", "['a']", "{}", "{a: 1}", "(", ")", "()", "="),
-    *("#", "%s", "%(x)s", "{x}", "$HOME", "~", "-", "--yes", "..", "/", "../../etc/passwd", "/dev/zero", "a/b", "\udcff"),
+    *("#", "%s", "%(x)s", "{x}", "$HOME", "~", "-", "--yes", "..", "/", "../../etc/passwd", "/dev/zero", "\udcff"),
     *("lambda: 0", "*", "@", "!!python/object", "<b>", "\x1b[31m", "\u202e", "a\u0000b".replace("\0", "\x01")),
 )
 INJECTIONS = (
@@ -40,7 +40,7 @@ INJECTIONS = (
     "os.mkdir('{mark}')",
     "os.mkdir(path='{mark}')",
     "exec(\"open('{mark}', 'w')\")",
-    "eval('open(\"{mark}\", \"w\")')",
+    'eval(\'open("{mark}", "w")\')',
     "pathlib.Path('{mark}').touch()",
     "subprocess.run(args=['mkdir', '{mark}'])",
     "().__class__.__base__.__subclasses__()",
@@ -155,7 +155,7 @@ def case(seed: int, number: int) -> Case:
 def attempt(seed: int, number: int, folder: Path) -> tuple[Case, Ended]:
     """Check the run of a random command line; of one in twenty, the step is also traced as `--dryrun` does."""
     made = case(seed, number)
-    untraced = mock.patch.object(dry_run, "cost_lines", lambda *run: [])
+    untraced = mock.patch.object(dry_run, "cost_lines", return_value=[])
     with contextlib.nullcontext() if number % TRACED_EVERY == 0 else untraced:
         ended = run(train.main, made.words, folder)
     judge(ended, folder, codes=(2,), causes=made.causes)

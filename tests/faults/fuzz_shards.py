@@ -1,4 +1,4 @@
-"""Random damage of a data set: shards, their indices, `.nv-meta`; read by what trains, what validates, what inspects."""
+"""Random damage of a data set: shards, indices, `.nv-meta`; read by what trains, what validates, what inspects."""
 
 import shutil
 import tempfile
