@@ -71,14 +71,14 @@ def rng_of(kind: str, seed: int, number: int) -> random.Random:
 
 @contextlib.contextmanager
 def ending_within(seconds: int) -> Iterator[None]:
-    """Raise `Hang` in a call that uses more processor time, or waits for ten times as long."""
+    """Raise `Hang` in a call that uses more processor time, or waits for three times as long."""
 
     def late(signum: int, frame: Any) -> None:
         raise Hang(f"no end after {seconds} s")
 
     before = [signal.signal(number, late) for number in (signal.SIGPROF, signal.SIGALRM)]
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
+    signal.setitimer(signal.ITIMER_REAL, 3 * seconds)
     try:
         yield
     finally:

@@ -12,12 +12,12 @@ import pytest
 from tests.integration import actions
 from tests.integration.runs import overrides
 from tests.support.ranks import Job, run_jobs
-from tests.support.usage import Usage, read_usage, settled, usage, usage_noted
+from tests.support.usage import Usage, read_usage, settled, usage_noted
 from tests.unit.energon_data.small_data import clips, write_dataset
 
 pytestmark = pytest.mark.matrix
 
-STEPS, WARM, EVERY = 500, 100, 10
+STEPS, WARM, EVERY, SHORT = 500, 100, 10, 20
 MOST_MIB_PER_STEP = 0.1
 MODES = {"synchronous": False, "asynchronous": True}
 SETTINGS: dict[str, Any] = {
@@ -46,24 +46,13 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def soaked(folder: Path, data: Path, *, is_async: bool) -> tuple[Usage, Usage]:
-    """Train after a short run that loads what a run needs; return what this process uses before and after."""
-    mode = "asynchronous" if is_async else "synchronous"
-
-    def train(name: str, steps: int, **settings: Any) -> None:
-        words = overrides(
-            folder / f"{mode}{name}",
-            **{**SETTINGS, "data__path": data, "training__num_steps": steps, "checkpoint__async_save": is_async},
-            **settings,
-        )
-        noted = partial(usage_noted, folder / f"{mode}{name}_{os.environ['RANK']}.jsonl", EVERY)
-        ended = actions.train(["--yes", "--factory", "tiny_dit", *words], noted)
-        assert ended.code == 0, ended.err
-
-    train("_short", 20)
-    before = usage()
-    train("", STEPS)
-    return before, settled(before)
+def soaked(run_dir: Path, data: Path, steps: int, *, is_async: bool) -> Usage:
+    """Train, and return what this process uses afterwards."""
+    settings = {**SETTINGS, "data__path": data, "training__num_steps": steps, "checkpoint__async_save": is_async}
+    noted = partial(usage_noted, run_dir.with_name(f"{run_dir.name}_{os.environ['RANK']}.jsonl"), EVERY)
+    ended = actions.train(["--yes", "--factory", "tiny_dit", *overrides(run_dir, **settings)], noted)
+    assert ended.code == 0, ended.err
+    return settled()
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +65,11 @@ def ended(folder: Path) -> dict[str, Any]:
     sizes = [(1, 4, 4), (2, 4, 4), (1, 6, 8)]
     splits = {"train": clips(75, sizes=sizes), "val": clips(21, sizes=sizes, seed=1)}
     data = write_dataset(folder / "data", splits)
-    jobs = {
-        mode: Job(soaked, {"folder": folder, "data": data, "is_async": is_async}, 2) for mode, is_async in MODES.items()
-    }
+    jobs = {}
+    for mode, is_async in MODES.items():
+        for name, steps in ((f"{mode} before", SHORT), (mode, STEPS)):  # the short run loads what a run needs
+            case = {"run_dir": folder / name, "data": data, "steps": steps, "is_async": is_async}
+            jobs[name] = Job(soaked, case, 2)
     return run_jobs(folder / "world", jobs, timeout_s=900)
 
 
@@ -108,7 +99,7 @@ def test_nothing_is_left_open_from_step_to_step(ended: dict[str, Any], folder: P
 
 @pytest.mark.parametrize(("mode", "rank"), CASES)
 def test_nothing_is_left_open_after_a_run(ended: dict[str, Any], mode: str, rank: int) -> None:
-    before, after = ended[mode][rank]
+    before, after = ended[f"{mode} before"][rank], ended[mode][rank]
     assert Counter(after.threads) - Counter(before.threads) == Counter()
     assert after.num_threads <= before.num_threads
     assert Counter(after.files) - Counter(before.files) == Counter()

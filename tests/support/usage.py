@@ -65,13 +65,15 @@ def _children() -> Iterator[str]:
                 yield b" ".join(words[:4]).decode(errors="replace")
 
 
-def settled(before: Usage, timeout_s: float = 20.0) -> Usage:
-    """Return the usage as soon as it has no more threads, files and children than before, or when the time is over."""
-    deadline = time.monotonic() + timeout_s
+def settled(quiet_s: float = 2.0, timeout_s: float = 30.0) -> Usage:
+    """Return the usage once the numbers of threads, files and children have not changed for a while."""
+    deadline, seen, since = time.monotonic() + timeout_s, (-1, -1, -1), 0.0
     while True:
         found = usage()
-        more = found.num_threads > before.num_threads or len(found.files) > len(before.files)
-        if not (more or len(found.children) > len(before.children)) or time.monotonic() > deadline:
+        numbers = found.num_threads, len(found.files), len(found.children)
+        if numbers != seen:
+            seen, since = numbers, time.monotonic()
+        if time.monotonic() > min(since + quiet_s, deadline):
             return found
         time.sleep(0.2)
 
