@@ -1,6 +1,7 @@
 """The records in a checkpoint that sampling and other runs read: the settings, and what else sampling needs."""
 
 import json
+import math
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ import yaml
 from dit.checkpoint.manifest import CURE
 from dit.durable_files import read_regular
 from dit.errors import CheckpointError, UserError
-from dit.ranges import COUNT, POSITIVE
 
 CONFIG_FILE = "config.yaml"
 METADATA_FILE = "facts.json"
@@ -58,7 +58,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(n in COUNT and n is not True for n in value)
+    return isinstance(value, list) and len(value) == 3 and all(type(n) is int and 0 < n < 2**31 for n in value)
 
 
 def _is_texts(value: object) -> bool:
@@ -71,7 +71,7 @@ _METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attributions": (_is_texts, "list of lines"),
     "text_encoder": (lambda value: isinstance(value, str), "name"),
     "autoencoder": (lambda value: isinstance(value, str), "name"),
-    "fps": (lambda value: value in POSITIVE and value is not True, "number of frames per second"),
+    "fps": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "number of frames per second"),
 }
 """What entries of the metadata have to be, where they are not None."""
 

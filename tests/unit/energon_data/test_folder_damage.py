@@ -35,7 +35,10 @@ def linked(name: str, target: str) -> Callable[[Path], object]:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shard that links to itself": (linked(SHARD, SHARD), rf"{SHARD} is missing"),
-    "metadata without end": (linked(".nv-meta/.info.json", "/dev/zero"), r"cannot read .*\.info\.json.*regular file"),
+    "metadata without end": (
+        linked(".nv-meta/dataset.yaml", "/dev/zero"),
+        r"cannot read .*dataset\.yaml.*regular file",
+    ),
     "an index without end": (linked(f"{SHARD}.idx", "/dev/zero"), rf"{SHARD} has no index"),
     "numbers for names": (
         lambda folder: restate(folder / ".nv-meta" / "split.yaml", split_parts={"train": [SHARD], "val": [3]}),

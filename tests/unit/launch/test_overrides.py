@@ -191,7 +191,14 @@ def test_arguments_are_split_at_outer_commas(text, parts):
 def test_every_field_of_a_settings_class_can_be_reached():
     """A field nemo-run cannot parse would be a setting that cannot be changed."""
     values = {"run_dir": "x", "precision": "fp32", "ema_decay": "0.5", "stop_at_step": "3"}
-    values |= {"attention": "sdpa", "linears": "megatron", "kernels": "eager", "recompute": "full", "compile": "True"}
+    values |= {
+        "attention": "sdpa",
+        "linears": "megatron",
+        "kernels": "eager",
+        "recompute": "full",
+        "compile": "True",
+        "deterministic": "True",
+    }
     values |= dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale"), "7.0")
     values |= {"ema_offload": "True", "validate_raw_weights": "True", "hooks": "['a.B']"}
     values |= {"on_bad_numbers": "skip", "spike_threshold": "20.0", "hang_timeout_s": "60.0"}
