@@ -90,16 +90,16 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, UserError) else EXIT_UNEXPECTED
 
 
-def on_a_screen(message: str) -> str:
+def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
     """Shorten a message that fills a screen: words such as a value of ten thousand digits, then its middle."""
 
     def shortened(word: re.Match[str]) -> str:
         return f"{word[0][: LONGEST_WORD // 2]}...({len(word[0]):,} characters)"
 
     short = re.sub(rf"\S{{{LONGEST_WORD},}}", shortened, message)
-    if len(short) <= LONGEST_MESSAGE:
+    if len(short) <= longest:
         return short
-    half = LONGEST_MESSAGE // 2  # the end has the cure
+    half = longest // 2  # the end has the cure
     return f"{short[:half]} ...({len(short) - 2 * half:,} characters)... {short[-half:]}"
 
 

@@ -88,7 +88,8 @@ def read_status(run_dir: Path) -> RunStatus:
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         status.num_steps = int(yaml.safe_load(read_regular(run_dir / "config.yaml"))["training"]["num_steps"])
     for record in _records(metrics):
-        _add(status, record)
+        with suppress(AttributeError, KeyError, TypeError):  # its entries are of wrong kinds
+            _add(status, record)
     status.running, status.holder = _lock(run_dir)
     for folder in (run_dir / "checkpoints").glob("iter_*"):
         if folder.name[5:].isdigit():

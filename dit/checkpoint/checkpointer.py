@@ -35,6 +35,8 @@ from dit.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 
+LONGEST_CHANGE = 300  # characters of a line of the log
+
 
 class Checkpointer:
     """Writes and reads the checkpoints of one run; every rank calls every method.
@@ -185,7 +187,7 @@ class Checkpointer:
         restarts_data = any(change.restarts_data for change in changes)
         if state.groups.rank == 0:
             for change in changes:
-                logger.info("changed since step %d: %s", manifest.step, on_a_screen(str(change)))
+                logger.info("changed since step %d: %s", manifest.step, on_a_screen(str(change), LONGEST_CHANGE))
             if restarts_data:
                 logger.info("the data start afresh at step %d", manifest.step)
         self._load(state, folder, manifest)

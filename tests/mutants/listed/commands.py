@@ -53,8 +53,8 @@ MUTANTS = (
     Mutant(
         "errors: a message fills a screen",
         "dit/errors.py",
-        "if len(short) <= LONGEST_MESSAGE:",
-        "if len(short) <= LONGEST_MESSAGE * 100:",
+        "if len(short) <= longest:",
+        "if len(short) <= longest * 100:",
         (ERRORS,),
     ),
     Mutant(

@@ -11,6 +11,7 @@ from dit.checkpoint.reading import read_settings
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, usable
 from dit.config_record import from_record
 from dit.errors import CheckpointError, ConfigError
+from dit.monitoring.exit_record import read_outcome
 from launch.run_status import read_status
 
 SOUND = {"class_names": ["a"], "latent_size": [1, 8, 8], "fps": 24.0, "text_encoder": None, "attributions": []}
@@ -77,6 +78,21 @@ def test_shapes_of_a_wrong_kind_differ() -> None:
         check_same_model(manifest, model_fingerprint({"w": (2,)}))
 
 
-def test_a_line_of_brackets_does_not_end_the_status(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("[" * 100_000 + "\n")
-    assert read_status(tmp_path).step == 0
+def test_lines_of_nonsense_are_left_out_of_the_status(tmp_path: Path) -> None:
+    good = {"kind": "scalars", "step": 7, "attempt": 1, "time": 1.0, "samples_per_s": 1.0, "loss": 0.5}
+    wrong = [good | {"attempt": "x"}, {"kind": "scalars", "step": 9, "samples_per_s": 1.0}]
+    wrong.append({"kind": "incident", "incident": "rewind", "details": 3})
+    lines = ["[" * 100_000, *map(json.dumps, [*wrong, good])]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert read_status(tmp_path).step == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("time", [None]), ("code", "x"), ("rank", None), ("reason", 3), ("error", [0]), ("step", 0.5)]
+)
+def test_an_exit_record_of_wrong_kinds_is_none(tmp_path: Path, name: str, value: Any) -> None:
+    sound = {"code": 5, "reason": "checkpoint", "step": None, "rank": 0, "time": 1.0}
+    (tmp_path / "exit.json").write_text(json.dumps(sound))
+    assert read_outcome(tmp_path) is not None
+    (tmp_path / "exit.json").write_text(json.dumps(sound | {name: value}))
+    assert read_outcome(tmp_path) is None
