@@ -73,7 +73,7 @@ def from_record(record: object) -> Any:
     values = {k: from_record(v) for k, v in record.items() if k != CLASS_KEY}
     if name is None:
         return values
-    module, _, qualname = name.rpartition(".")
+    module, _, qualname = str(name).rpartition(".")
     package = module.partition(".")[0]
     if package not in trusted_packages():
         raise CheckpointError(

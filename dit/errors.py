@@ -6,6 +6,7 @@ Codes 16 and 17 are reserved for Megatron-Core's rerun state machine.
 import functools
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import ParamSpec
 
 Arguments = ParamSpec("Arguments")
 
+LONGEST_MESSAGE = 2000
+LONGEST_WORD = 400  # characters; the paths of most disks have fewer
 EXIT_OK = 0
 EXIT_CONFIG = 2
 EXIT_DATA = 3
@@ -87,6 +90,19 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, UserError) else EXIT_UNEXPECTED
 
 
+def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
+    """Shorten a message that fills a screen: words such as a value of ten thousand digits, then its middle."""
+
+    def shortened(word: re.Match[str]) -> str:
+        return f"{word[0][: LONGEST_WORD // 2]}...({len(word[0]):,} characters)"
+
+    short = re.sub(rf"\S{{{LONGEST_WORD},}}", shortened, message)
+    if len(short) <= longest:
+        return short
+    half = longest // 2  # the end has the cure
+    return f"{short[:half]} ...({len(short) - 2 * half:,} characters)... {short[-half:]}"
+
+
 def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
     """Make a command print a `UserError` as one line and return its exit code, instead of raising it."""
 
@@ -95,8 +111,8 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
         try:
             return command(*args, **kwargs)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            name_root_cause(f"error: {error}")
+            print(line := on_a_screen(f"error: {error}"), file=sys.stderr)
+            name_root_cause(line)
             return exit_code(error)
 
     return run

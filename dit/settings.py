@@ -88,6 +88,8 @@ class TrainingConfig:
             cross-attention, Movie Gen and Wan), the update stays eager.
         compile: compile the residual blocks of Imagen's UNets by torch.compile; numbers change by rounding. Not under
             FSDP. Transformer layers: `kernels=compile`.
+        deterministic: kernels that give the same bits in every run on the same machines and layout; an operation
+            without such a kernel ends the run. It costs time (docs/runs.md).
         recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
             (`selective`: modulated norms, activation functions), or all (`full`: only layer inputs are saved).
         recompute_layers: number of layers of each pipeline stage (or virtual chunk) to recompute, from the first one;
@@ -136,6 +138,7 @@ class TrainingConfig:
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
     kernels: Literal["auto", "triton", "compile", "eager"] = "auto"
     compile: bool = False
+    deterministic: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: Optional[int] = None
     seed: int = 1234
@@ -194,6 +197,7 @@ class TrainingConfig:
             },
         )
         check_choice("training.on_bad_numbers", self.on_bad_numbers, get_type_hints(TrainingConfig)["on_bad_numbers"])
+        self._check_deterministic()
         if self.loss_scale is not None and self.precision != "fp16":
             raise ConfigError(
                 f"training.loss_scale={self.loss_scale:g} scales the loss of fp16 training, and training.precision="
@@ -204,6 +208,21 @@ class TrainingConfig:
                 f"training.min_loss_scale={self.min_loss_scale:g} is above training.initial_loss_scale="
                 f"{self.initial_loss_scale:g}; lower the first or raise the second"
             )
+
+    def _check_deterministic(self) -> None:
+        """Refuse kernels whose bits nobody has checked to be the same in every run."""
+        unchecked = {
+            "attention": (self.attention == "transformer_engine", "attention=auto"),
+            "linears": (self.linears == "transformer_engine", "linears=megatron"),
+            "kernels": (self.kernels == "compile", "kernels=eager or triton"),
+            "compile": (self.compile, "compile=False"),
+        }
+        for name, (is_asked, cure) in unchecked.items():
+            if self.deterministic and is_asked:
+                raise ConfigError(
+                    f"training.deterministic=True cannot be promised with training.{name}={getattr(self, name)}, which "
+                    f"selects kernels by itself; use training.{cure}, or training.deterministic=False"
+                )
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 import struct
 import tarfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch
@@ -13,7 +13,7 @@ from megatron.energon.savable_loader import SavableDataLoaderState
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from dit.data_api import BatchSpec
-from dit.errors import ConfigError
+from dit.errors import ConfigError, DataError, UserError
 from energon_data.skip_log import GiveUp, Ledger
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import Delivery, Position
@@ -62,6 +62,23 @@ def _loader(dataset: SavableDataset, ledger: Ledger) -> SavableDataLoader:
     return loader
 
 
+def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: Any) -> SavableDataset:
+    """Open a data set.
+
+    Raises:
+        DataError: Energon cannot; its own words are quoted.
+    """
+    try:
+        return get_dataset(path, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise DataError(
+            f"Energon cannot open {path}: {why}; compare its .nv-meta with one that `energon prepare` writes"
+        ) from error
+
+
 class EnergonSource:
     """A training stream.
 
@@ -95,7 +112,8 @@ class EnergonSource:
         ledger = Ledger(budget)
         packed = options.max_tokens_per_pack is not None
         self._batch_size = None if packed else spec.micro_batch_size
-        dataset = get_train_dataset(
+        dataset = _opened(
+            get_train_dataset,
             path,
             split_part=split,
             worker_config=worker_config(stream=stream, num_streams=num_streams, seed=seed),
@@ -168,7 +186,8 @@ def validation_pass(
     """Read a split once, in the order of its shards."""
     ledger = Ledger(budget)
     packed = options.max_tokens_per_pack is not None
-    dataset = get_val_dataset(
+    dataset = _opened(
+        get_val_dataset,
         path,
         split_part=split,
         worker_config=worker_config(stream=0, num_streams=1, seed=0),

@@ -1,7 +1,10 @@
 """Check a data set before anything is read from it: complete, untouched, and unable to execute code."""
 
 import json
-import struct
+import math
+import os
+import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from typing import Any, Optional
 
 import yaml
 
+from dit.durable_files import read_regular
 from dit.errors import ConfigError, DataError, page_of
 from energon_data.samples import META_PART, SampleError, unseal
 from energon_data.tar_index import first_samples
@@ -17,6 +21,7 @@ from energon_data.tar_index import first_samples
 _META = ".nv-meta"
 _SHARDS_LOOKED_AT, _LOOKED_AT = 4, 4
 """Number of shards of a folder, and of samples of each, that are read to list the conditions of the data."""
+_MOST_SHARDS = 10_000_000
 _DATASET_KEYS = {"__module__", "__class__", "subflavors"}
 _METADATASETS = {"Metadataset", "MetadatasetV2"}
 _ADVICE = (
@@ -46,10 +51,36 @@ class SplitInfo:
 def _load(file: Path) -> Any:
     """Parse a YAML or JSON file without executing code."""
     try:
-        text = file.read_text()
+        text = read_regular(file).decode()
         return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"cannot read {file}: {error}; {_ADVICE}") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DataError(f"cannot read {file}: {' '.join(str(error).split())}; {_ADVICE}") from error
+
+
+def _count_of(entry: str) -> int:
+    """Return how many names an entry with patterns such as `{0..9}` or `{a,b}` stands for, without making them."""
+    ranges = [abs(int(high) - int(low)) + 1 for low, high in re.findall(r"\{(-?\d+)\.\.(-?\d+)", entry)]
+    lists = [inner.count(",") + 1 for inner in re.findall(r"\{([^{}]*,[^{}]*)\}", entry)]
+    return math.prod(ranges) * math.prod(lists)
+
+
+def _names_of(value: object, what: str) -> list[str]:
+    """Return the file names of an entry of `split.yaml`, with patterns in braces expanded.
+
+    Raises:
+        DataError: the entry is no list of names.
+    """
+    import braceexpand
+
+    entries = [] if value is None else value
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise DataError(f"{what} is {reprlib.repr(value)}, and must be a list of shards; {_ADVICE}")
+    try:
+        if sum(map(_count_of, entries)) > _MOST_SHARDS:
+            raise DataError(f"{what} names more than {_MOST_SHARDS:,} shards; {_ADVICE}")
+        return [name for entry in entries for name in braceexpand.braceexpand(entry)]
+    except ValueError as error:
+        raise DataError(f"{what}: {error}; {_ADVICE}") from error
 
 
 def _check_shard_name(folder: Path, name: str) -> Path:
@@ -57,7 +88,8 @@ def _check_shard_name(folder: Path, name: str) -> Path:
     if not name or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name:
         raise DataError(f"{folder / _META} names the shard {name!r}, which is outside of the data set; {_ADVICE}")
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
+    # `Path.resolve` fails at a link that leads to itself.
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise DataError(f"shard {path} is a link that leads outside the data set; copy the file instead")
     return path
 
@@ -74,7 +106,7 @@ def _check_shard(path: Path, count: int, written_bytes: int | None) -> None:
         raise DataError(f"index {index} lists {entries - 1} samples, the metadata {count}; {_ADVICE}")
     with index.open("rb") as f:
         f.seek(-8, 2)
-        (end,) = struct.unpack("<Q", f.read(8))
+        end = int.from_bytes(f.read(8), "little")
     size = path.stat().st_size
     if size < end:
         raise DataError(f"shard {path} is truncated: {size} bytes, its last sample ends at {end}; restore the file")
@@ -97,7 +129,8 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     description = _load(meta / "dataset.yaml")
     if not isinstance(description, dict) or set(description) - _DATASET_KEYS:
         raise DataError(
-            f"{meta / 'dataset.yaml'} must hold only {sorted(_DATASET_KEYS)}, got {description!r}; {_ADVICE}"
+            f"{meta / 'dataset.yaml'} must hold only {sorted(_DATASET_KEYS)}, got {reprlib.repr(description)}; "
+            f"{_ADVICE}"
         )
     target = f"{description.get('__module__')}.{description.get('__class__')}"
     if target != "megatron.energon.CrudeWebdataset" or _nested_targets(description.get("subflavors")):
@@ -111,17 +144,17 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     if not isinstance(counts, dict) or not isinstance(parts, dict):
         raise DataError(f"{meta} has no valid .info.json and split.yaml; {_ADVICE}")
     if split not in parts:
-        raise DataError(f"{folder} has no split {split!r}, only {sorted(parts)}; {_ADVICE}")
-
-    import braceexpand
-
-    excluded = {name for entry in splits.get("exclude") or () for name in braceexpand.braceexpand(entry)}
-    names = [name for entry in parts[split] or () for name in braceexpand.braceexpand(entry) if name not in excluded]
+        raise DataError(f"{folder} has no split {split!r}, only {sorted(map(str, parts))}; {_ADVICE}")
+    for entry, value in {**parts, "exclude": splits.get("exclude")}.items():  # Energon reads all of them
+        found = _names_of(value, f"{entry!r} in {split_file}")
+        parts[entry] = found
+    names = [name for name in parts[split] if name not in parts["exclude"]]
     if not names:
         raise DataError(f"split {split!r} of {folder} is empty; {_ADVICE}")
     own_file = folder / "dataset.json"
     own = _load(own_file) if own_file.is_file() else {}
-    written = own.get("shards", {}) if isinstance(own, dict) else {}
+    if not isinstance(own, dict) or not isinstance(written := own.get("shards", {}), dict):
+        raise DataError(f"{own_file} is no description of a data set, or its shards are none; {_ADVICE}")
     shards = []
     for name in names:
         path = _check_shard_name(folder, name)
@@ -129,9 +162,12 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
         count = counts.get(name)
         if not isinstance(count, int) or count < 1:
             raise DataError(f"{info_file} does not say how many samples shard {name!r} holds; {_ADVICE}")
-        _check_shard(path, count, written.get(name, {}).get("bytes"))
+        recorded = written.get(name, {})
+        if not isinstance(recorded, dict):
+            raise DataError(f"{own_file} does not say what shard {name!r} is; {_ADVICE}")
+        _check_shard(path, count, recorded.get("bytes"))
     samples = sum(counts[name] for name in names)
-    return SplitInfo(folder, split, samples, tuple(shards), own if isinstance(own, dict) else {})
+    return SplitInfo(folder, split, samples, tuple(shards), own)
 
 
 def _nested_targets(value: object) -> list[str]:
@@ -167,12 +203,12 @@ def _check_blend_file(file: Path, above: tuple[Path, ...] = ()) -> None:
             raise DataError(f"{file} uses {key!r}, which is not supported; blend plain data set folders")
     for member in _nested(content, "path"):
         if isinstance(member, str) and member.endswith((".yaml", ".yml")):
-            _check_blend_file((file.parent / member).resolve(), (*above, file))
+            _check_blend_file(Path(os.path.realpath(file.parent / member)), (*above, file))
 
 
 def _check_blend(file: Path, split: str) -> list[SplitInfo]:
     """Check a metadataset file and every data set it blends."""
-    _check_blend_file(file.resolve())
+    _check_blend_file(Path(os.path.realpath(file)))
     from megatron.energon.metadataset.loader import traverse_metadataset
 
     try:

@@ -99,7 +99,7 @@ class MockData(DataConfig):
                 raise ConfigError(
                     f"a mock latent of {t} x {h} x {w} (T x H x W) cannot be cut into patches of "
                     f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}; "
-                    "change data.shapes or the patch size"
+                    "change data.shapes, or model.patch_temporal and model.patch_spatial"
                 )
         pack = self.max_tokens_per_pack
         if pack is None:
@@ -112,8 +112,8 @@ class MockData(DataConfig):
         longest = max(self._padded_tokens(size, spec) for size in self.sizes())
         if longest > pack or pack % spec.multiple_of:
             raise ConfigError(
-                f"data.max_tokens_per_pack={pack} must be a multiple of {spec.multiple_of} and hold the longest "
-                f"sample, {longest} tokens"
+                f"data.max_tokens_per_pack={pack} must be a multiple of {spec.multiple_of} (context_parallel_size, and "
+                f"tensor_model_parallel_size under sequence parallelism) and hold the longest sample, {longest} tokens"
             )
 
     @staticmethod

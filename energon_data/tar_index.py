@@ -5,7 +5,6 @@ takes a few microseconds. Energon reads shards that are not local, or that use t
 """
 
 import os
-import struct
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from dit.durable_files import read_regular
 from dit.errors import DataError
 
 if TYPE_CHECKING:
@@ -96,13 +96,16 @@ def read_offsets(shard: Path) -> np.ndarray:
     file = shard.with_suffix(".tar.idx")
     if not file.is_file():
         raise DataError(f"shard {shard} has no index {file.name}; run `energon prepare` on its folder again")
-    raw = file.read_bytes()
+    try:
+        raw = read_regular(file)
+    except OSError as error:
+        raise DataError(f"index {file} cannot be read: {error.strerror}; restore the file") from error
     if len(raw) % 8 or len(raw) < 16:
         raise DataError(f"index {file} has {len(raw)} bytes, no list of offsets; run `energon prepare` on its folder")
-    offsets = np.array(struct.unpack(f"<{len(raw) // 8}Q", raw), np.int64)
-    if offsets[0] != 0 or (np.diff(offsets) < BLOCK).any():
+    offsets = np.frombuffer(raw, "<u8")
+    if offsets[0] != 0 or (offsets[1:] < offsets[:-1] + BLOCK).any() or offsets[-1] >= 2**63:
         raise DataError(f"the offsets in index {file} do not rise from 0; run `energon prepare` on its folder again")
-    return offsets
+    return offsets.astype(np.int64)
 
 
 def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:

@@ -20,6 +20,7 @@ from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
 from dit.config_record import CLASS_KEY, TRUST_VARIABLE, current, current_module, trusted_packages
+from dit.durable_files import read_regular
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
@@ -115,7 +116,7 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
     if path.is_dir():
         path /= CONFIG_FILE
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.safe_load(read_regular(path).decode())
     except OSError as error:
         raise ConfigError(f"cannot read --yaml {path}: {error.strerror}; --to-yaml FILE writes one") from error
     except RecursionError as error:
@@ -131,7 +132,10 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
     for fact in RECORDED_FACTS:
         raw.pop(fact, None)
     task = Partial(function)
-    _fill(task, raw, "", load_component)
+    try:
+        _fill(task, raw, "", load_component)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     missing = [name for name in parameters(task) if not hasattr(task, name)]
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}; --to-yaml writes complete files")

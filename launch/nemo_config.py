@@ -13,6 +13,7 @@ from typing import Any, get_args
 import nemo_run as run
 import yaml
 
+from dit.durable_files import read_regular
 from dit.errors import ConfigError
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.unet.config import UNetConfig
@@ -62,7 +63,7 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
         ConfigError: the file cannot be read, or keys of it are refused; one line for each of them.
     """
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        document = yaml.safe_load(read_regular(Path(path)).decode())
     except OSError as error:
         raise ConfigError(
             f"cannot read --nemo-config {path}: {error.strerror}; write the path of a YAML file"

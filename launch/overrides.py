@@ -51,6 +51,8 @@ def _split(text: str) -> tuple[str, Operation, str]:
         ((key, (op, value)),) = PythonicParser().parse(text).items()
     except CLIException as error:
         raise ConfigError(f"{text!r} is not an override; write key.path=value, with a value after the sign") from error
+    if any(not step.partition("[")[0] for step in key.split(".")):
+        raise ConfigError(f"{text!r} names no setting between its dots; write key.path=value")
     return key, op, value
 
 
@@ -207,8 +209,8 @@ def _component(text: str, targets: list[type], key: str, load_component: Callabl
         if catalogue.check_exists(namespace, name):
             part = catalogue._get((namespace, name))()
             for argument in split_arguments(inner or ""):
-                sub_key, op, value = _split(argument)
                 try:
+                    sub_key, op, value = _split(argument)
                     _apply(part, sub_key, op, value, argument, load_component)
                 except ConfigError as error:
                     raise ConfigError(f"{key}={text}: {error}") from error

@@ -104,7 +104,8 @@ def read_status(run_dir: Path) -> RunStatus:
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         status.num_steps = int(yaml.safe_load(read_regular(run_dir / "config.yaml"))["training"]["num_steps"])
     for record in _records(metrics):
-        _add(status, record)
+        with suppress(AttributeError, KeyError, TypeError):  # its entries are of wrong kinds
+            _add(status, record)
     status.running, status.holder = _lock(run_dir)
     status.beat = max((beat.time for beat in read_beats(run_dir).values() if _is_number(beat.time)), default=None)
     for folder in (run_dir / "checkpoints").glob("iter_*"):

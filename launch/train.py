@@ -21,6 +21,7 @@ from dit.errors import (
     UserError,
     exit_code,
     name_root_cause,
+    on_a_screen,
 )
 from dit.ranges import check_path
 from launch import cli, environment
@@ -240,7 +241,7 @@ def _ask(options: cli.Options) -> None:
 
 def _report(error: UserError, verbose: bool) -> None:
     # fiddle appends the path of the configuration; the message already names the setting.
-    message = str(error).partition("\n\nFiddle context:")[0]
+    message = on_a_screen(str(error).partition("\n\nFiddle context:")[0])
     name_root_cause(f"error: {message}")
     several = environment.world_size() > 1
     # Errors that are equal on all ranks are printed once; other errors may be of one rank.

@@ -13,8 +13,17 @@ import torch.distributed as dist
 import yaml
 
 from dit.checkpoint.base_model import find_folder_together
-from dit.checkpoint.manifest import BASE, CURE, FileRecord, HeldOut, check_same_base, hash_file, read_manifest
-from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record
+from dit.checkpoint.manifest import (
+    BASE,
+    CURE,
+    MANIFEST,
+    FileRecord,
+    HeldOut,
+    check_same_base,
+    hash_file,
+    read_manifest,
+)
+from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
 from dit.checkpoint.remote import RemoteStore, fetch_newer
 from dit.checkpoint.resume_check import check_same_experiment
 from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
@@ -22,10 +31,12 @@ from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, mo
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
 from dit.data_api import merge_states
-from dit.errors import CheckpointError, ConfigError, DataError
+from dit.errors import CheckpointError, ConfigError, DataError, on_a_screen
 from dit.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
+
+LONGEST_CHANGE = 300  # characters of a line of the log
 
 
 class Checkpointer:
@@ -189,16 +200,18 @@ class Checkpointer:
         check_same_base(folder, manifest, state.base)
         saved = read_record(folder)
         self._check_ema(state, folder, saved)
-        changes = check_same_experiment(folder, saved, self.config, self.config.checkpoint.accept_changes or [])
+        with usable(folder / CONFIG_FILE):
+            changes = check_same_experiment(folder, saved, self.config, self.config.checkpoint.accept_changes or [])
         restarts_data = any(change.restarts_data for change in changes)
         if state.groups.rank == 0:
             for change in changes:
-                logger.info("changed since step %d: %s", manifest.step, change)
+                logger.info("changed since step %d: %s", manifest.step, on_a_screen(str(change), LONGEST_CHANGE))
             if restarts_data:
                 logger.info("the data start afresh at step %d", manifest.step)
         self._load(state, folder, manifest)
         if not restarts_data:
-            state.stream.load_state_dict(read_loader_state(folder))
+            with usable(folder / "loader"):
+                state.stream.load_state_dict(read_loader_state(folder))
         self.resumed_metadata = read_metadata(folder)
 
     def rewind(self, state: TrainState) -> Optional[dict[str, Any]]:
@@ -219,10 +232,11 @@ class Checkpointer:
     def _load(state: TrainState, folder: Path, manifest: Manifest) -> None:
         """Load all but the position of the data."""
         load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
-        state.step = manifest.step
-        state.consumed_samples = int(manifest.meta["consumed_samples"])
-        state.training_loss = manifest.training_loss
-        state.held_out = manifest.held_out
+        with usable(folder / MANIFEST):
+            state.step = manifest.step
+            state.consumed_samples = int(manifest.meta["consumed_samples"])
+            state.training_loss = manifest.training_loss
+            state.held_out = manifest.held_out
 
     def _check_ema(self, state: TrainState, folder: Path, saved: dict[str, Any]) -> None:
         had_ema = saved["training"]["ema_decay"] is not None

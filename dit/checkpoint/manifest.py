@@ -159,7 +159,8 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
         ConfigError: a parameter is missing, unknown, or of another shape; the first differences are named.
     """
     stored = manifest.meta.get("fingerprint")
-    if not stored:
+    kinds = {"digest": str, "parameters": dict}
+    if not isinstance(stored, dict) or any(not isinstance(stored.get(name), kind) for name, kind in kinds.items()):
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} has no model fingerprint, so its model is unknown; "
             "start in a new training.run_dir"
@@ -173,7 +174,7 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
             differences.append(f"{name} {saved[name]} is only in the checkpoint")
         elif name not in saved:
             differences.append(f"{name} {asked[name]} is only in the model")
-        elif list(saved[name]) != list(asked[name]):
+        elif saved[name] != list(asked[name]):
             differences.append(f"{name} is {saved[name]} in the checkpoint and {asked[name]} in the model")
     shown = "; ".join(differences[:NUM_DIFFERENCES])
     more = f"; and {len(differences) - NUM_DIFFERENCES} more" if len(differences) > NUM_DIFFERENCES else ""

@@ -7,7 +7,7 @@ from typing import Any, Literal, Optional
 
 from dit.checkpoint.manifest import read_manifest, verify_folder
 from dit.checkpoint.reader_lock import being_read
-from dit.checkpoint.records import read_metadata, read_record
+from dit.checkpoint.records import CONFIG_FILE, read_metadata, read_record, usable
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
 from dit.run_config import RunConfig
@@ -71,7 +71,13 @@ def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
     Raises:
         CheckpointError: they cannot be read.
     """
-    return RunConfig.from_record(read_record(folder)), read_metadata(folder)
+    record = read_record(folder)
+    try:
+        with usable(folder / CONFIG_FILE):
+            config = RunConfig.from_record(record)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    return config, read_metadata(folder)
 
 
 def slot_of(folder: Path, config: RunConfig, weights: Literal["ema", "raw"]) -> str:

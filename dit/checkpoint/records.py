@@ -1,7 +1,10 @@
 """The records in a checkpoint that sampling and other runs read: the settings, and what else sampling needs."""
 
 import json
-from collections.abc import Callable, Sequence
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,27 @@ import yaml
 
 from dit.checkpoint.manifest import CURE
 from dit.durable_files import read_regular
-from dit.errors import CheckpointError
+from dit.errors import CheckpointError, UserError
 
 CONFIG_FILE = "config.yaml"
 METADATA_FILE = "facts.json"
+
+
+@contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Turn what nonsense in a record leads to into a `CheckpointError` that names the file; other errors pass.
+
+    A checkpoint may be a stranger's: its hashes agree, and its records can say anything.
+
+    Raises:
+        CheckpointError: an entry is missing or of a wrong kind.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} has an entry that cannot be used: {error!r}; {CURE}") from error
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -30,7 +50,30 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing or is no such record.
     """
-    return _read_table(folder / METADATA_FILE, json.loads, ("class_names", "latent_size"))
+    table = _read_table(folder / METADATA_FILE, json.loads, ("class_names", "latent_size"))
+    for name, (is_sound, kind) in _METADATA.items():
+        if table.get(name) is not None and not is_sound(table[name]):
+            raise CheckpointError(f"{folder / METADATA_FILE}: {name}={reprlib.repr(table[name])} is no {kind}; {CURE}")
+    return table
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(type(n) is int and 0 < n < 2**31 for n in value)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+_METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "latent_size": (_is_size, "list of three sizes"),
+    "class_names": (_is_texts, "list of names"),
+    "attributions": (_is_texts, "list of lines"),
+    "text_encoder": (lambda value: isinstance(value, str), "name"),
+    "autoencoder": (lambda value: isinstance(value, str), "name"),
+    "fps": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "number of frames per second"),
+}
+"""What entries of the metadata have to be, where they are not None."""
 
 
 def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:

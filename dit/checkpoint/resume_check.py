@@ -45,7 +45,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "global_batch_size precision seed ema_decay ema_start_step ema_interval",
         # The stream itself refuses another micro-batch than it saved, by the number that fits the layout.
         "run_dir num_steps micro_batch_size loss_scale initial_loss_scale min_loss_scale loss_scale_window attention "
-        "linears kernels compile recompute recompute_layers ema_offload log_interval validation_interval "
+        "deterministic linears kernels compile recompute recompute_layers ema_offload log_interval validation_interval "
         "validate_raw_weights sanity_micro_batches sample_interval hooks stop_at_step time_limit collective_timeout_s "
         "on_bad_numbers spike_threshold spike_window max_bad_steps bad_steps_within "
         "hang_timeout_s",

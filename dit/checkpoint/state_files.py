@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dit.checkpoint.boxes import Box
 from dit.checkpoint.manifest import CURE, FileRecord
-from dit.durable_files import write_all, write_atomic
+from dit.durable_files import read_regular, write_all, write_atomic
 from dit.errors import CheckpointError
 
 INDEX = "state.json"
@@ -207,7 +207,7 @@ class StateReader:
                 f"checkpoints with: python -m launch.convert_checkpoints {folder.parent.parent}"
             )
         try:
-            body = json.loads((folder / INDEX).read_text())
+            body = json.loads(read_regular(folder / INDEX))
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{folder / INDEX} is of format {body['format']!r}, this version reads {FORMAT}")
             self.scalars: dict[str, float] = {str(name): _finite(value) for name, value in body["scalars"].items()}
@@ -220,8 +220,11 @@ class StateReader:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}; {CURE}") from error
-        for name, shape in self.shapes.items():
-            _check_complete(name, shape, [box for _, box in self._stored[name]])
+        try:
+            for name, shape in self.shapes.items():
+                _check_complete(name, shape, [box for _, box in self._stored[name]])
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / INDEX}: {error}") from error
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
         """Copy boxes of one tensor into memory, on any device and in any precision; nothing else is read.

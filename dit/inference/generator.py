@@ -16,6 +16,7 @@ from dit.batch import PackedBatch
 from dit.checkpoint.base_model import load_run
 from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
+from dit.checkpoint.records import METADATA_FILE, usable
 from dit.checkpoint.verify_together import on_first_rank
 from dit.condition_table import DEFAULT_FPS, FPS, LABEL
 from dit.conditions import Value
@@ -252,7 +253,8 @@ def load_generator(
         chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
         load_run(folder, config, chunks, groups, slot)
     network = chunks[0].eval()
-    return Generator(config, metadata, network, step)
+    with usable(folder / METADATA_FILE):
+        return Generator(config, metadata, network, step)
 
 
 def groups_to_sample() -> ProcessGroups:

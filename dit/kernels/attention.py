@@ -131,7 +131,9 @@ def flash_attention(
     """Run the flash-attn package's varlen kernel on ragged packs; dense packs go to scaled-dot-product attention."""
     from flash_attn import flash_attn_varlen_func
 
-    return _packed(flash_attn_varlen_func, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+    # Its backward pass adds with atomics otherwise. torch's own kernels ask for this themselves.
+    kernel = partial(flash_attn_varlen_func, deterministic=torch.are_deterministic_algorithms_enabled())
+    return _packed(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
 
 
 def _packed(

@@ -210,6 +210,10 @@ def _root_outcome(run_dir: Path) -> Optional[Outcome]:
 
 def _read(path: Path) -> Optional[Outcome]:
     try:
-        return Outcome(**json.loads(read_regular(path)))
-    except (OSError, ValueError, TypeError):
+        outcome = Outcome(**json.loads(read_regular(path)))
+    except (OSError, RecursionError, TypeError, ValueError):
         return None  # deleted, or not one of our records
+    texts = outcome.reason, outcome.error or "", outcome.traceback or ""
+    whole = outcome.code, outcome.rank, outcome.step or 0
+    is_ours = all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in whole)
+    return outcome if is_ours and isinstance(outcome.time, int | float) else None

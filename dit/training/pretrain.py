@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from dit.backends import process_groups
+from dit.backends.deterministic import deterministic
 from dit.backends.device import StepTimer, local_device
 from dit.backends.process_groups import ProcessGroups, any_rank
 from dit.batch import PackedBatch
 from dit.checkpoint.checkpointer import Checkpointer
 from dit.checkpoint.manifest import HeldOut
+from dit.checkpoint.records import METADATA_FILE, usable
 from dit.checkpoint.saves import Saves
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import build_state
@@ -108,6 +110,7 @@ def pretrain(
     check_path("training.run_dir", training.run_dir)  # the lock and the exit record need it
     check_ranges("training", training, {"collective_timeout_s": COLLECTIVE_TIMEOUT_S})  # and the process groups this
     with (
+        deterministic(training.deterministic),
         PreemptionFlag() as preemption,
         RunLock(training.run_dir, rank) as lock,
         ExitRecord(training.run_dir, rank, lock.is_ours) as record,
@@ -285,8 +288,9 @@ class Run:
         )
         watch(self.state.wrapped, self.timer, self.phase)
         if resumed:
-            self.batches.recall_largest(self.checkpointer.resumed_metadata, spec)
-            self.bad_steps.guard.load_state_dict(self.checkpointer.resumed_metadata.get("guard", {}))
+            with usable(store.root / METADATA_FILE):
+                self.batches.recall_largest(self.checkpointer.resumed_metadata, spec)
+                self.bad_steps.guard.load_state_dict(self.checkpointer.resumed_metadata.get("guard", {}))
         self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
         self.attributions = config.data.attributions()

@@ -1,6 +1,19 @@
 """Commands and what is left: one wrong line each."""
 
-from tests.mutants.listed.paths import EVALUATION, INCEPTION, NEMO, OWN_DATA, RANKS, STATUS, VERIFY
+from tests.mutants.listed.paths import (
+    DETERMINISTIC,
+    ERRORS,
+    EVALUATION,
+    FOLDER_DAMAGE,
+    INCEPTION,
+    NEMO,
+    OVERRIDES,
+    OWN_DATA,
+    RANKS,
+    RECORDS,
+    STATUS,
+    VERIFY,
+)
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
@@ -101,5 +114,54 @@ MUTANTS = (
         "if published >= began]",
         "if published]",
         (STATUS,),
+    ),
+    Mutant(
+        "errors: a message fills a screen",
+        "dit/errors.py",
+        "if len(short) <= longest:",
+        "if len(short) <= longest * 100:",
+        (ERRORS,),
+    ),
+    Mutant(
+        "overrides: an empty step of a path is looked up",
+        "launch/overrides.py",
+        """if any(not step.partition("[")[0] for step in key.split(".")):""",
+        """if any(not step for step in key.split(".")):""",
+        (OVERRIDES,),
+    ),
+    Mutant(
+        "data: a split may name any number of shards",
+        "energon_data/folder.py",
+        "return math.prod(ranges) * math.prod(lists)",
+        "return math.prod(lists)",
+        (FOLDER_DAMAGE,),
+    ),
+    Mutant(
+        "data: offsets beyond what a file can have are read",
+        "energon_data/tar_index.py",
+        " or offsets[-1] >= 2**63:",
+        ":",
+        (FOLDER_DAMAGE,),
+    ),
+    Mutant(
+        "records: an overflow passes",
+        "dit/checkpoint/records.py",
+        "except (ArithmeticError, AttributeError,",
+        "except (AttributeError,",
+        (RECORDS,),
+    ),
+    Mutant(
+        "deterministic: only a warning",
+        "dit/backends/deterministic.py",
+        "torch.use_deterministic_algorithms(True)",
+        "torch.use_deterministic_algorithms(True, warn_only=True)",
+        (DETERMINISTIC,),
+    ),
+    Mutant(
+        "deterministic: cuDNN selects by time",
+        "dit/backends/deterministic.py",
+        "cudnn.deterministic, cudnn.benchmark = True, False",
+        "cudnn.deterministic = True",
+        (DETERMINISTIC,),
     ),
 )

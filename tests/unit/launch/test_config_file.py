@@ -1,5 +1,6 @@
 """A configuration survives the way through YAML, and a file cannot name foreign code."""
 
+import os
 from dataclasses import dataclass, replace
 
 import fiddle
@@ -98,6 +99,18 @@ def test_a_file_that_yaml_cannot_hold_is_refused(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match="--to-yaml FILE writes"):
         config_file.load(tmp_path / "config.yaml", pretrain, load_component)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="cannot read --yaml"):
+        config_file.load(tmp_path, pretrain, load_component)
+
+
+def test_a_wrong_setting_is_named_with_its_file(tmp_path):
+    (tmp_path / "config.yaml").write_text("training: {num_steps: x}")
+    with pytest.raises(ConfigError, match=r"config\.yaml: training\.num_steps=x is not a whole number"):
+        config_file.load(tmp_path, pretrain, load_component)
 
 
 @pytest.mark.parametrize("trusted", ["", "other", "test", "tests.unit", ".", "tests.unit.launch"])

@@ -159,6 +159,17 @@ def test_a_setting_below_a_plain_value_is_refused():
         overridden("optimizer.lr.peak=3")
 
 
+@pytest.mark.parametrize("text", ["..=1", "training..num_steps=1", "[]=1", "training.[0].num_steps=1"])
+def test_a_path_with_an_empty_step_is_refused(text):
+    with pytest.raises(ConfigError, match="names no setting between its dots"):
+        overridden(text)
+
+
+def test_a_wrong_argument_of_a_part_is_refused_beside_its_key():
+    with pytest.raises(ConfigError, match=r"objective=edm\(\)\(\): .* is not an override"):
+        overridden("objective=edm()()")
+
+
 def test_a_run_folder_named_like_a_function_is_only_a_text():
     """nemo-run takes a word for a factory first and would call `main` of the main module."""
     assert overridden("training.run_dir=main").training.run_dir == "main"
@@ -180,7 +191,14 @@ def test_arguments_are_split_at_outer_commas(text, parts):
 def test_every_field_of_a_settings_class_can_be_reached():
     """A field nemo-run cannot parse would be a setting that cannot be changed."""
     values = {"run_dir": "x", "precision": "fp32", "ema_decay": "0.5", "stop_at_step": "3"}
-    values |= {"attention": "sdpa", "linears": "megatron", "kernels": "eager", "recompute": "full", "compile": "True"}
+    values |= {
+        "attention": "sdpa",
+        "linears": "megatron",
+        "kernels": "eager",
+        "recompute": "full",
+        "compile": "True",
+        "deterministic": "True",
+    }
     values |= dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale"), "7.0")
     values |= {"ema_offload": "True", "validate_raw_weights": "True", "hooks": "['a.B']"}
     values |= {"on_bad_numbers": "skip", "spike_threshold": "20.0", "hang_timeout_s": "60.0"}

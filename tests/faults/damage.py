@@ -1,0 +1,137 @@
+"""Damage of files, drawn at random: bits flipped, cut, swapped, removed, replaced by hostile or nonsensical content."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.faults.fuzz import SPRUNG, Trap
+
+NONSENSE = (
+    *(None, True, False, 0, -1, 1, 2**63, 10**40, 0.5, float("nan"), float("inf"), -1e308, "", "x", "../../x", "/etc"),
+    *([], [None], [[]], ["x"], [-1, -1], {}, {"x": 1}, {"_target_": "os.mkdir", "path": SPRUNG}, "é" * 300, [1] * 2000),
+)
+TEXTS = (
+    *("", "\n", "null", "[]", "{}", "{", "---\n- a\n---\n- b", "a: &a [*a]", "[" * 100_000, "{'a':" * 5000, "\0"),
+    *("!!python/object/apply:pathlib.Path.touch [sprung]", "!!python/object/apply:os.mkdir [sprung]", "NaN"),
+    "a: &a [x, x, x, x, x, x, x, x, x]\n"
+    + "\n".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]" for a, b in zip("abcdef", "bcdefg")),
+)
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes() or b"\0")
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size + 1) // rng.choice((1, 1, 8)))
+
+
+def zeroed(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    start = rng.randrange(len(content) + 1)
+    end = min(len(content), start + rng.choice((1, 8, 512, 4096)))
+    content[start:end] = bytes(end - start)
+    path.write_bytes(content)
+
+
+def longer(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + rng.randbytes(rng.choice((1, 8, 512, 1024))))
+
+
+def moved(path: Path, rng: random.Random) -> None:
+    """Take a piece out, and put it in elsewhere."""
+    content = path.read_bytes()
+    a, b, c = sorted(rng.randrange(len(content) + 1) for _ in range(3))
+    path.write_bytes(content[:a] + content[b:c] + content[a:b] + content[c:])
+
+
+def removed(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+def a_folder(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_link(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    path.symlink_to(rng.choice(("/dev/zero", "/etc/passwd", "nowhere", path.name)))
+
+
+def a_pipe(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def unreadable_text(path: Path, rng: random.Random) -> None:
+    path.write_bytes(rng.randbytes(rng.choice((1, 100, 10_000))))
+
+
+def a_text(path: Path, rng: random.Random) -> None:
+    path.write_text(rng.choice(TEXTS))
+
+
+def hostile(path: Path, rng: random.Random) -> None:
+    """Put a pickle in the place of a file; loaded, it makes a file."""
+    path.write_bytes(pickle.dumps(Trap(path.parent / SPRUNG), protocol=rng.randrange(2, 6)))
+
+
+def swapped(path: Path, rng: random.Random) -> None:
+    """Exchange two files of the folder."""
+    other = rng.choice(sorted(p for p in path.parent.iterdir() if p.is_file() and not p.is_symlink()))
+    content = path.read_bytes()
+    shutil.copyfile(other, path) if other != path else None
+    other.write_bytes(content)
+
+
+BYTES: tuple[Callable[[Path, random.Random], None], ...] = (
+    *(flip, flip, flip, cut, zeroed, longer, moved, removed, a_folder, a_link, a_pipe, unreadable_text, a_text),
+    *(hostile, swapped),
+)
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Return every entry of nested lists and mappings as its container and key."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, inner in items for place in ((value, key), *_places(inner))]
+
+
+def restated(path: Path, rng: random.Random) -> str:
+    """Change one or two entries of a JSON or YAML file, which stays one; return what was changed."""
+    text = path.read_text()
+    content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    said = []
+    for _ in range(rng.choice((1, 1, 2))):
+        if not (places := _places(content)):
+            break
+        container, key = rng.choice(places)
+        if rng.random() < 0.25:
+            del container[key]
+            said.append(f"without {key}")
+        else:
+            container[key] = rng.choice(NONSENSE)
+            said.append(f"{key}={str(container[key])[:60]}")
+    path.write_text(json.dumps(content) if path.suffix == ".json" else yaml.safe_dump(content))
+    return f"{path.name}: {', '.join(said)}"
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Damage a file somehow; return what was done."""
+    if path.suffix in (".json", ".yaml") and rng.random() < 0.6:
+        with suppress(ValueError, yaml.YAMLError):  # it was damaged before
+            return restated(path, rng)
+    done = rng.choice(BYTES)
+    done(path, rng)
+    return f"{path.name}: {done.__name__}"

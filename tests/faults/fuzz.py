@@ -1,0 +1,203 @@
+"""Random input for commands, and the law that each of them keeps: success, or one screen that names the cause.
+
+A case is made from a seed and a number alone, so a failure names the two and is repeated by them:
+`python -m tests.faults.fuzz overrides SEED NUMBER` (or `shards`, `checkpoints`) prints the case and what came of it.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+SEED = 14
+SCREEN_LINES, SCREEN_CHARACTERS = 24, 24 * 100
+HANGS_AFTER_S = 60
+"""Of processor time, so that a busy machine does not count."""
+MEMORY_BYTES = 4 * 2**30
+"""What a case may allocate."""
+SPRUNG = "sprung"
+
+
+class Hang(BaseException):
+    """A case takes too long; nothing catches it."""
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random input.
+
+    Attributes:
+        words: that describe it, the command line where there is one.
+        causes: words of which an error names at least one; none means any.
+    """
+
+    words: tuple[str, ...]
+    causes: tuple[str, ...] = ()
+
+
+@dataclass
+class Ended:
+    """What came of a case: exit code, output, and why the law is broken."""
+
+    code: int
+    out: str
+    err: str
+    wrong: list[str] = field(default_factory=list)
+
+
+def rng_of(kind: str, seed: int, number: int) -> random.Random:
+    """Return the random numbers of one case."""
+    return random.Random(f"{kind} {seed} {number}")
+
+
+@contextlib.contextmanager
+def ending_within(seconds: int) -> Iterator[None]:
+    """Raise `Hang` in a call that uses more processor time, or waits for three times as long."""
+
+    def late(signum: int, frame: Any) -> None:
+        raise Hang(f"no end after {seconds} s")
+
+    before = [signal.signal(number, late) for number in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 3 * seconds)
+    try:
+        yield
+    finally:
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        for number, handler in zip((signal.SIGPROF, signal.SIGALRM), before):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def memory_limited(more_bytes: int) -> Iterator[None]:
+    """Let allocations fail that would make this process so much larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (present + more_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextlib.contextmanager
+def printed_to(out: io.TextIOWrapper, err: io.TextIOWrapper) -> Iterator[None]:
+    """Let prints and messages of the log go to two consoles."""
+    messages = logging.StreamHandler(err)
+    logging.getLogger().addHandler(messages)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield
+    finally:
+        logging.getLogger().removeHandler(messages)
+
+
+def _console(errors: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(), "utf-8", errors=errors, write_through=True)
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue().decode("utf-8")
+
+
+def run(main: Callable[[Sequence[str]], int], words: Sequence[str], folder: Path) -> Ended:
+    """Run the `main` of a command in an empty folder, on consoles as Python opens them."""
+    out, err = _console("strict"), _console("backslashreplace")
+    here = Path.cwd()
+    os.chdir(folder)
+    ended = Ended(-1, "", "")
+    try:
+        with printed_to(out, err), memory_limited(MEMORY_BYTES), ending_within(HANGS_AFTER_S):
+            ended.code = main(list(words))
+    except Hang as late:
+        ended.wrong.append(str(late))
+    except BaseException as error:
+        ended.wrong.append(f"{type(error).__name__} escapes: {error}")
+    finally:
+        os.chdir(here)
+    ended.out, ended.err = _text(out), _text(err)
+    return ended
+
+
+def judge(ended: Ended, folder: Path, *, codes: Sequence[int], causes: Sequence[str] = ()) -> None:
+    """Add to a case what is wrong about its end.
+
+    Args:
+        folder: where code that is run would leave a mark.
+        codes: documented exit codes of failures that can come of it.
+        causes: see `Case`.
+    """
+    wrong = ended.wrong
+    if list(folder.rglob(f"{SPRUNG}*")):
+        wrong.append("code was run")
+    if "Traceback" in ended.err + ended.out:
+        wrong.append("a traceback")
+    if ended.code == 0 or wrong:
+        return
+    if ended.code not in codes:
+        wrong.append(f"exit code {ended.code}, documented are {[0, *codes]}")
+    if ended.err.count("\n") > SCREEN_LINES or len(ended.err) > SCREEN_CHARACTERS:
+        wrong.append(f"{len(ended.err)} characters in {ended.err.count(chr(10))} lines are more than a screen")
+    if "error: " not in ended.err:
+        wrong.append("no line says error")
+    if causes and not any(cause in ended.err for cause in causes):
+        wrong.append(f"none of {causes} is named")
+
+
+Attempt = Callable[[int, int, Path], tuple[Case, Ended]]
+"""Makes the case of a seed and a number in an empty folder, and runs it."""
+
+
+def failures(attempt: Attempt, seed: int, numbers: Sequence[int]) -> list[str]:
+    """Run cases and describe those that break the law."""
+    found = []
+    for number in numbers:
+        with tempfile.TemporaryDirectory() as folder:
+            case, ended = attempt(seed, number, Path(folder))
+        if ended.wrong:
+            end = ended.err[-1500:] or ended.out[-300:]
+            found.append(f"case {number} of seed {seed}: {case.words}\n  {'; '.join(ended.wrong)}\n{end}")
+    return found
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Repeat cases and print what comes of them."""
+    from tests.faults import fuzz_checkpoints, fuzz_overrides, fuzz_shards
+
+    kinds: dict[str, Attempt] = {
+        "overrides": fuzz_overrides.attempt,
+        "shards": fuzz_shards.attempt,
+        "checkpoints": fuzz_checkpoints.attempt,
+    }
+    kind, seed, *numbers = sys.argv[1:] if argv is None else argv
+    for number in map(int, numbers):
+        with tempfile.TemporaryDirectory() as folder:
+            case, ended = kinds[kind](int(seed), number, Path(folder))
+        print(*case.words, sep="\n  ")
+        print(f"exit code {ended.code}; {'; '.join(ended.wrong) or 'as it should be'}\n{ended.err}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

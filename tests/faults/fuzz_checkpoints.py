@@ -1,0 +1,145 @@
+"""Random damage of a run folder and its newest checkpoint; read by what resumes, samples, exports, and looks.
+
+Half of the damaged checkpoints are sealed anew, as somebody would do who means harm: then no hash says that they are
+damaged.
+"""
+
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from dit.backends import process_groups
+from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree
+from dit.errors import CheckpointError
+from launch import export, sample, status, train
+from tests.faults.damage import NONSENSE, _places, damage
+from tests.faults.fuzz import SPRUNG, Case, Ended, Trap, judge, rng_of, run
+from tests.integration import runs
+from tests.integration.runs import assert_same_bits, checkpoint, losses, read_tensors
+
+STEPS, BEFORE = 4, 2
+MODEL = {
+    "model__hidden_size": 32,
+    "model__num_layers": 1,
+    "model__context_size": "none",
+    "model__position_embedding": "sincos_2d",
+}
+"""A model that diffusers can hold."""
+IN_RUN = ("config.yaml", "metrics.jsonl", "exit.json", "env.json")
+CODES = (2, 3, 4, 5)
+
+
+def arguments(run_dir: Path) -> list[str]:
+    """Return the command line of the run, which resumes it too."""
+    settings = {"training__num_steps": STEPS, "training__log_interval": 1, "checkpoint__interval": BEFORE}
+    return runs.mock(run_dir, **settings, data__dataset_size=16, **MODEL)
+
+
+def alone(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Run a command as the only rank; leave no process group behind."""
+
+    def call(words: Sequence[str]) -> int:
+        try:
+            with mock.patch.dict("os.environ", {"DIT_DEVICE": "cpu", "WANDB_MODE": "offline"}):
+                return main(words)
+        finally:
+            if dist.is_initialized():
+                process_groups.destroy()
+
+    return call
+
+
+@cache
+def sound() -> Path:
+    """Make the run that is damaged."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz"))
+    ended = run(alone(train.main), arguments(folder / "run"), folder)
+    assert ended.code == 0, ended.err
+    return folder / "run"
+
+
+def hostile_state(path: Path) -> None:
+    """Write a file as torch does, with a pickle that makes a file."""
+    torch.save({"position": Trap(path.parent / SPRUNG)}, path)
+
+
+def sealed(folder: Path, rng: random.Random) -> str:
+    """Make the manifest of a damaged checkpoint agree with it, sometimes after changing what it says."""
+    old = Manifest.from_text((checkpoint(sound(), STEPS) / MANIFEST).read_text())
+    meta, said = dict(old.meta), ""
+    if rng.random() < 0.3:
+        container, key = rng.choice(_places(meta))
+        container[key] = rng.choice([value for value in NONSENSE if value == value and str(value) != "inf"])
+        said = f", says {key}={str(container[key])[:60]}"
+    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / MANIFEST).write_text(replace(old, meta=meta, files=hash_tree(folder, {})).to_text())
+    return f"sealed{said}"
+
+
+def resume(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
+    return alone(train.main), arguments(run_dir)
+
+
+def draw(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
+    words = ["--checkpoint", str(run_dir), "--labels", "1", "--steps", "1", "--out", str(run_dir.parent / "o.png")]
+    return alone(sample.main), words
+
+
+def give_away(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
+    out = str(run_dir.parent / "exported")
+    return alone(export.main), ["--checkpoint", str(run_dir), "--format", "diffusers", "--out", out]
+
+
+def look(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
+    return status.main, [str(run_dir)]
+
+
+def again(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
+    return train.main, ["--yaml", str(run_dir), "--print-config"]
+
+
+READERS = (resume, resume, resume, draw, give_away, look, again)
+
+
+def attempt(seed: int, number: int, folder: Path) -> tuple[Case, Ended]:
+    """Use a run folder with one to three damages."""
+    rng = rng_of("checkpoints", seed, number)
+    run_dir = Path(shutil.copytree(sound(), folder / "run"))
+    newest = checkpoint(run_dir, STEPS)
+    reader = rng.choice(READERS)
+    done = []
+    if reader in (look, again) or rng.random() < 0.1:
+        done.append(damage(run_dir / rng.choice(IN_RUN), rng))
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        files = sorted(p for p in newest.rglob("*") if p.is_file() and not p.is_symlink())
+        path = rng.choice(files)
+        if path.suffix == ".pt" and rng.random() < 0.3:
+            hostile_state(path)
+            done.append(f"{path.name}: hostile_state")
+        else:
+            done.append(damage(path, rng))
+    is_sealed = rng.random() < 0.5
+    if is_sealed:
+        with suppress(CheckpointError, OSError):
+            done.append(sealed(newest, rng))
+    main, words = reader(run_dir)
+    ended = run(main, words, folder)
+    named = [name for one in done for name in (one.partition(":")[0], *re.findall(r"(\w+)=", one))]
+    judge(ended, folder, codes=CODES, causes=(str(run_dir), "the checkpoint of step", *named))
+    if reader is resume and ended.code == 0 and not is_sealed and not ended.wrong:
+        try:
+            assert losses(run_dir).items() >= losses(sound()).items() or any("metrics" in one for one in done)
+            assert_same_bits(*(read_tensors(checkpoint(path, STEPS)) for path in (run_dir, sound())))
+        except AssertionError as error:
+            ended.wrong.append(f"the run is another one: {error}")
+    return Case((reader.__name__, *done)), ended

@@ -1,0 +1,98 @@
+"""Records that say nonsense under hashes that agree are refused, and the file is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit.checkpoint.manifest import Manifest, check_same_model, model_fingerprint
+from dit.checkpoint.reading import read_settings
+from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, usable
+from dit.config_record import from_record
+from dit.errors import CheckpointError, ConfigError
+from dit.monitoring.exit_record import read_outcome
+from launch.run_status import read_status
+
+SOUND = {"class_names": ["a"], "latent_size": [1, 8, 8], "fps": 24.0, "text_encoder": None, "attributions": []}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("latent_size", wrong) for wrong in ("8x8", [8, 8], [1, 8, 0.5], [1, 8, 0], [1, 8, 2**40], [1, 8, True])),
+        *(("class_names", wrong) for wrong in ("ab", [1], {"a": 0})),
+        *(("fps", wrong) for wrong in ("24", 0, -1e308, True)),
+        *((name, 3) for name in ("text_encoder", "autoencoder", "attributions")),
+    ],
+)
+def test_metadata_of_a_wrong_kind_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    (tmp_path / METADATA_FILE).write_text(json.dumps(SOUND | {name: value}))
+    with pytest.raises(CheckpointError, match=rf"{METADATA_FILE}: {name}=.* is no "):
+        read_metadata(tmp_path)
+    (tmp_path / METADATA_FILE).write_text(json.dumps(SOUND))
+    assert read_metadata(tmp_path) == SOUND
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TypeError("x"), OverflowError("x"), RecursionError("x")])
+def test_nonsense_is_an_error_of_the_file(error: Exception) -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"a\.json has an entry that cannot be used: .*'x'"),
+        usable(Path("a.json")),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("error", [ConfigError("x"), OSError("x"), AssertionError("x")])
+def test_other_errors_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, usable(Path("a.json")):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("name", [0, 10**40, True, [], {"a": 1}])
+def test_a_class_that_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(CheckpointError, match="the record names"):
+        from_record({"_target_": name})
+
+
+def test_an_error_of_a_record_names_its_file(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {name: {} for name in ("model", "objective", "training", "sampling")}
+    parts["training"] = {"_target_": "dit.settings.TrainingConfig", "sead": 1}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(parts))
+    (tmp_path / METADATA_FILE).write_text(json.dumps(SOUND))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path / CONFIG_FILE}.*sead"):
+        read_settings(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [None, 1, [], {"digest": 1}, {"digest": "x", "parameters": []}])
+def test_a_fingerprint_of_a_wrong_kind_is_none(stored: Any) -> None:
+    manifest = Manifest(step=3, files={}, meta={"fingerprint": stored})
+    with pytest.raises(CheckpointError, match="no model fingerprint"):
+        check_same_model(manifest, model_fingerprint({"w": (2,)}))
+
+
+def test_shapes_of_a_wrong_kind_differ() -> None:
+    manifest = Manifest(step=3, files={}, meta={"fingerprint": {"digest": "x", "parameters": {"w": 5}}})
+    with pytest.raises(ConfigError, match=r"w is 5 in the checkpoint and \[2\] in the model"):
+        check_same_model(manifest, model_fingerprint({"w": (2,)}))
+
+
+def test_lines_of_nonsense_are_left_out_of_the_status(tmp_path: Path) -> None:
+    good = {"kind": "scalars", "step": 7, "attempt": 1, "time": 1.0, "samples_per_s": 1.0, "loss": 0.5}
+    wrong = [good | {"attempt": "x"}, {"kind": "scalars", "step": 9, "samples_per_s": 1.0}]
+    wrong.append({"kind": "incident", "incident": "rewind", "details": 3})
+    lines = ["[" * 100_000, *map(json.dumps, [*wrong, good])]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert read_status(tmp_path).step == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("time", [None]), ("code", "x"), ("rank", None), ("reason", 3), ("error", [0]), ("step", 0.5)]
+)
+def test_an_exit_record_of_wrong_kinds_is_none(tmp_path: Path, name: str, value: Any) -> None:
+    sound = {"code": 5, "reason": "checkpoint", "step": None, "rank": 0, "time": 1.0}
+    (tmp_path / "exit.json").write_text(json.dumps(sound))
+    assert read_outcome(tmp_path) is not None
+    (tmp_path / "exit.json").write_text(json.dumps(sound | {name: value}))
+    assert read_outcome(tmp_path) is None
