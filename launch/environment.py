@@ -16,14 +16,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Optional, Protocol
 
+from dit.heap import keep_freed_memory
+
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of torch, the tokenizers and forked loader workers; call before importing torch."""
+    """Set the variables of torch, the tokenizers and forked loader workers; call before importing torch.
+
+    Freed memory stays with the process, see `dit.heap`.
+    """
     # Expandable segments: packs of varying length fragment the CUDA cache less.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Loader workers are forked; the thread pool of the tokenizers does not support forks.
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    keep_freed_memory(environ)
 
 
 def quiet_libraries() -> None:
