@@ -7,9 +7,8 @@ input. So one stage shape (tensor, sequence, context, expert parallel, FSDP or n
 ```
                     2 layers     3 layers
      1 sample          x            x          per layer: the difference along the rows
-     2 samples         x            x          of a micro-batch: a line between the two traced next to it
-     8 samples         x            x          (behind the last, the last line goes on)
-    32 samples         x            x
+     2 samples         x            x          of other micro-batches: a line between the two traced next to it,
+     4 samples         x            x          and behind the last one the line goes on
 ```
 
 Costs are not affine in the number of samples: one sample needs no sum over its tokens, so that the step from one to two
@@ -58,8 +57,8 @@ TRACED_MICRO_BATCHES = 3
 BYTES = (*STATE, "forward and backward", "update", "reduced", "gathered")
 """Bytes of a traced rank: what it holds, at most beside it in two phases, and what it sends once a step."""
 B_WEIGHTS, B_OPTIMIZER, B_AVERAGE, B_ACTIVATIONS, B_UPDATE, B_REDUCED, B_GATHERED = range(len(BYTES))
-STEP = 4
-"""Each traced micro-batch has at most so many times the samples of the one before."""
+STEP = 2
+"""Each traced micro-batch has at most so many times the samples of the one before: the sizes that candidates have."""
 BUCKET_BYTES = 160e6
 """Gradients are reduced in buckets of 40 M numbers, or larger ones."""
 
