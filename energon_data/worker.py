@@ -1,6 +1,5 @@
 """What a worker process does: open a stream, read it to its end, and send what it makes."""
 
-import ctypes
 import os
 import pickle
 import socket
@@ -12,10 +11,9 @@ from typing import NamedTuple, Optional
 
 import torch
 
+from dit.heap import keep_freed_memory
 from energon_data.messages import Ahead, GoneError, Outbox, receive_pickle
 from energon_data.streams import Delivery, Position, Source
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 class Job(NamedTuple):
@@ -64,17 +62,9 @@ def _messages(channel: socket.socket, outbox: Outbox) -> Iterator[Message]:
         yield Message(Delivery(None, [], traceback.format_exc(), is_bug=True), None)
 
 
-def _keep_memory() -> None:
-    """Let the C library use freed memory again, however large a piece, in place of returning it to the system."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the largest that older versions take
-        mallopt(_M_TRIM_THRESHOLD, 2**30)
-
-
 def work(channel: socket.socket) -> None:
     """Be the worker, until the stream ends or the training process closes it."""
-    _keep_memory()
+    keep_freed_memory()
     torch.set_num_threads(1)  # one core for each stream
     outbox = Outbox(channel)
     with suppress(GoneError):

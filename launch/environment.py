@@ -16,9 +16,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Optional, Protocol
 
+from dit.heap import keep_freed_memory
+
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of torch, the tokenizers and forked loader workers; call before importing torch."""
+    """Set the variables of torch, the tokenizers and forked loader workers; call before importing torch.
+
+    Freed memory stays with the process, see `dit.heap`.
+    """
     # Expandable segments: packs of varying length fragment the CUDA cache less.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -27,6 +32,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     # torch remembers this many collectives; a rank that waited too long writes them down (dit/monitoring/heartbeat.py).
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:
         environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    keep_freed_memory(environ)
 
 
 def quiet_libraries() -> None:

@@ -282,7 +282,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     started, needed, traced = time.perf_counter(), shapes(found.found), {}
     for number, shape in enumerate(needed, 1):
         print(f"\rtracing stage shape {number} of {len(needed)}", end="", file=sys.stderr, flush=True)
-        traced[shape] = costs(problem, shape)
+        traced[shape] = costs(problem, shape, found.found)
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
     between = time.perf_counter()
     prices = Prices(problem, traced)

@@ -19,6 +19,7 @@ FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT 
 MAY_IMPORT = {
     "dit.errors": set(),
     "dit.philox": set(),
+    "dit.heap": set(),
     "dit.durable_files": {"dit.errors"},
     "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},
@@ -126,6 +127,7 @@ MAY_IMPORT = {
     "energon_data": {
         "dit.errors",
         "dit.durable_files",
+        "dit.heap",
         "dit.ranges",
         "dit.layout",
         "dit.batch",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from dit.kernels.grouped_sdpa import grouped_sdpa
 from dit.kernels.segment_groups import grouped
 from dit.layout import SequenceLayout
 
@@ -65,6 +66,11 @@ def segment_sdpa(
     same length share a group.
     """
     masks = q_TNH.device.type == "cpu"  # elsewhere a mask would exclude the fast kernels
+    full_q, full_k = layout_q.gathered, layout_k.gathered
+    dense = full_q.uniform_length and full_k.uniform_length
+    ragged = not dense and not nothing_attends(full_q, full_k)
+    if masks and ragged and q_TNH.shape[1] == k_KNH.shape[1]:
+        return grouped_sdpa(q_TNH, k_KNH, v_KNH, grouped(full_q, full_k, pads=True, dtype=q_TNH.dtype))
     return attend_densely(_grouped_sdpa, q_TNH, k_KNH, v_KNH, layout_q, layout_k, masks=masks)
 
 

@@ -31,9 +31,9 @@ def broadcast_per_sample(x_SD: Tensor, layout: SequenceLayout) -> tuple[Tensor, 
 def layer_norm_modulate(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float) -> Tensor:
     """Compute LayerNorm(x) * (1 + scale) + shift, without affine parameters (DiT, Peebles and Xie 2023, adaLN)."""
     shift, shape = broadcast_per_sample(shift_SD, layout)
-    scale, _ = broadcast_per_sample(scale_SD, layout)
+    factor, _ = broadcast_per_sample(1 + scale_SD, layout)
     normed = F.layer_norm(x_TD, x_TD.shape[-1:], eps=eps).view(shape)
-    return (normed * (1 + scale) + shift).view_as(x_TD)
+    return (normed * factor + shift).view_as(x_TD)
 
 
 @recomputable
@@ -42,9 +42,9 @@ def rms_norm_modulate(
 ) -> Tensor:
     """Compute RMSNorm(x) * weight * (1 + scale) + shift (adaLN on an affine RMSNorm)."""
     shift, shape = broadcast_per_sample(shift_SD, layout)
-    scale, _ = broadcast_per_sample(scale_SD, layout)
+    factor, _ = broadcast_per_sample(1 + scale_SD, layout)
     normed = F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps).view(shape)
-    return (normed * (1 + scale) + shift).view_as(x_TD)
+    return (normed * factor + shift).view_as(x_TD)
 
 
 def gated_residual(x_TD: Tensor, y_TD: Tensor, gate_SD: Tensor, layout: SequenceLayout) -> Tensor:

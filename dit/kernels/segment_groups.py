@@ -2,12 +2,12 @@
 
 Equally long segments form one dense batch. Short ones of nearly the same length do, too, with slots that hold no token
 (`.`) and a mask that hides them from the queries: on CPU a call costs more than a few idle slots. Samples a, b, c of 3,
-12 and 5 tokens in a pack, each in a row of 16 slots:
+12 and 5 tokens in a pack, two in rows of 8 slots and one in a row of 16:
 
     pack    a0 a1 a2 b0 b1 b2 ... b11 c0 ... c4
-    slots   a0 a1 a2 .  .  .  ... .      . idle slots repeat the first token of their segment
-            b0 b1 b2 b3 b4 b5 ... .
-            c0 c1 c2 c3 c4 .  ... .
+    slots   a0 a1 a2 .  .  .  .  .       . idle slots repeat the first token of their segment
+            c0 c1 c2 c3 c4 .  .  .
+            b0 b1 b2 b3 b4 b5 b6 b7 ... b11 .  .  .  .
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dit.layout import SequenceLayout
 
-SHORTEST, LONGEST_PADDED = 16, 64
+SHORTEST, LONGEST_PADDED = 8, 64
 """Segments of at most so many tokens are padded to the next power of two, at least to the first of these."""
 
 
@@ -43,21 +43,19 @@ class Slots:
 
     def fill(self, x_TNH: Tensor) -> Tensor:
         """Copy the tokens into their slots: `[T, N, H]` becomes `[P, N, H]`."""
-        moved: Tensor = _Fill.apply(x_TNH, self)
-        return moved
+        filled: Tensor = _Fill.apply(x_TNH, self)
+        return filled
 
     def empty(self, x_PNH: Tensor) -> Tensor:
         """Copy the tokens back into their order in the pack, zeros where none attends."""
-        moved: Tensor = _Empty.apply(x_PNH, self)
-        return moved
+        emptied: Tensor = _Empty.apply(x_PNH, self)
+        return emptied
 
 
-def _moved(x: Tensor, rows: Tensor, zeros: Optional[Tensor]) -> Tensor:
+def moved(x: Tensor, rows: Tensor, zeros: Optional[Tensor]) -> Tensor:
     """Select rows, and write zeros into some; rows that follow each other in memory are copied ten times as fast."""
-    moved = x.flatten(1).contiguous().index_select(0, rows)
-    if zeros is not None:
-        moved.index_fill_(0, zeros, 0.0)
-    return moved.view(-1, *x.shape[1:])
+    selected = x.contiguous().index_select(0, rows)
+    return selected if zeros is None else selected.index_fill_(0, zeros, 0.0)
 
 
 class _Fill(torch.autograd.Function):
@@ -66,22 +64,22 @@ class _Fill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
         ctx.slots = slots
-        return _moved(x, slots.token_P, None)
+        return moved(x, slots.token_P, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _moved(grads[0], ctx.slots.slot_T, ctx.slots.absent), None
+        return moved(grads[0], ctx.slots.slot_T, ctx.slots.absent), None
 
 
 class _Empty(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
         ctx.slots = slots
-        return _moved(x, slots.slot_T, slots.absent)
+        return moved(x, slots.slot_T, slots.absent)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _moved(grads[0], ctx.slots.token_P, ctx.slots.idle), None
+        return moved(grads[0], ctx.slots.token_P, ctx.slots.idle), None
 
 
 @dataclass(frozen=True, eq=False)

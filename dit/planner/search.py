@@ -1,19 +1,25 @@
 """Which layout trains a model fastest: every candidate priced from traces of a few layers.
 
-What differs between two layouts only by their pipeline, their replicas, how these share the optimizer, or the size of
-the micro-batch, is counted, not traced: a stage costs its layers and the model's ends, each of them affine in the
-micro-batch; a layer that is recomputed costs one more forward pass, and saves its input. So one stage shape (tensor,
-sequence, context, expert parallel, FSDP or not) is traced four times:
+What differs between two layouts only by their pipeline, their replicas, or how these share the optimizer is counted,
+not traced: a stage costs its layers and the model's ends; a recomputed layer costs one more forward pass, and saves its
+input. So one stage shape (tensor, sequence, context, expert parallel, FSDP or not) is traced with two depths:
 
 ```
-                   2 layers     3 layers
-    1 sample          x            x          per layer: the difference along the rows
-    2 samples         x            x          per sample: the difference along the columns
+                    2 layers     3 layers
+     1 sample          x            x          per layer: the difference along the rows
+     2 samples         x            x          of other micro-batches: a line between the two traced next to it,
+     4 samples         x            x          and behind the last one the line goes on
 ```
 
-`tests/parallel/test_search.py` compares what is counted so with traces of the full layouts.
+Costs are not affine in the number of samples: one sample needs no sum over its tokens, so that the step from one to two
+adds operations that no further sample adds; products of few rows take the time of their weights' bytes and those of
+many rows that of their operations; torch changes the form of some operations with their size. Larger micro-batches are
+traced as far as candidates have them that fit into memory.
+
+`tests/unit/planner/test_search.py` compares what is counted so with traces of the full layouts.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,28 +57,42 @@ TRACED_MICRO_BATCHES = 3
 BYTES = (*STATE, "forward and backward", "update", "reduced", "gathered")
 """Bytes of a traced rank: what it holds, at most beside it in two phases, and what it sends once a step."""
 B_WEIGHTS, B_OPTIMIZER, B_AVERAGE, B_ACTIVATIONS, B_UPDATE, B_REDUCED, B_GATHERED = range(len(BYTES))
+STEP = 2
+"""Each traced micro-batch has at most so many times the samples of the one before: the sizes that candidates have."""
 BUCKET_BYTES = 160e6
 """Gradients are reduced in buckets of 40 M numbers, or larger ones."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a stage shape costs: arrays by (ends of the model or a layer, of any micro-batch or for each sample).
+    """What a stage shape costs: arrays by (ends of the model or a layer, traced micro-batch).
 
     Attributes:
-        seconds: [2, 2, 4, kinds], as `dit.planner.time.Cost`.
-        nbytes: [2, 2, `BYTES`].
+        seconds: [2, sizes, 4, kinds], as `dit.planner.time.Cost`.
+        nbytes: [2, sizes, `BYTES`].
         shards: ranks over which the traced optimizer was sharded.
+        sizes: samples of the traced micro-batches, ascending, at least two.
     """
 
     seconds: Numbers
     nbytes: Numbers
     shards: int
+    sizes: tuple[int, ...] = (1, 2)
 
     def of(self, layers: float, samples: int) -> tuple[Numbers, Numbers]:
         """Return seconds and bytes of a stage."""
-        seconds, nbytes = (x[:, 0] + samples * x[:, 1] for x in (self.seconds, self.nbytes))
+        upper = min(max(1, bisect_left(self.sizes, samples)), len(self.sizes) - 1)
+        low, high = self.sizes[upper - 1 : upper + 1]
+        share = (samples - low) / (high - low)
+        seconds, nbytes = ((1 - share) * x[:, upper - 1] + share * x[:, upper] for x in (self.seconds, self.nbytes))
         return seconds[0] + layers * seconds[1], nbytes[0] + layers * nbytes[1]
+
+    def and_then(self, larger: "Costs") -> "Costs":
+        """Return these with those of larger micro-batches."""
+        seconds, nbytes = (
+            np.concatenate(x, axis=1) for x in zip((self.seconds, self.nbytes), (larger.seconds, larger.nbytes))
+        )
+        return replace(self, seconds=seconds, nbytes=nbytes, sizes=self.sizes + larger.sizes)
 
 
 @dataclass(frozen=True)
@@ -94,8 +114,26 @@ class Priced:
         return sum(self.memory.values())
 
 
-def costs(problem: Problem, shape: Shape) -> Costs:
-    """Trace a stage shape."""
+def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, ParallelDims]] = ()) -> Costs:
+    """Trace a stage shape: micro-batches of one and of two samples, and larger ones that fit into memory.
+
+    Args:
+        found: candidates that need its costs, among others.
+    """
+    own = [(candidate, dims) for candidate, dims in found if candidate.shape == shape]
+    traced = _traced(problem, shape, (1, 2))
+    while True:
+        prices = Prices(problem, {shape: traced})
+        larger = [(candidate, dims) for candidate, dims in own if candidate.micro_batch_size > traced.sizes[-1]]
+        fitting = judged(problem, [prices.of(candidate, dims) for candidate, dims in larger]).fitting
+        if not fitting:
+            return traced
+        most = max(one.candidate.micro_batch_size for one in fitting)
+        traced = traced.and_then(_traced(problem, shape, (min(most, STEP * traced.sizes[-1]),)))
+
+
+def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Costs:
+    """Trace a stage shape with micro-batches of so many samples."""
     kind: DataParallel = "fsdp" if shape.fsdp else "distributed_optimizer"
     layout = Candidate(shape, 1, None, kind, 1).parallel(problem.parallel)
     model = problem.model
@@ -115,18 +153,23 @@ def costs(problem: Problem, shape: Shape) -> Costs:
             problem.world_size,
             micro_batches=TRACED_MICRO_BATCHES,
             stages=probe.stages,
-            fills_caches=samples == 1 and probe is few[0],
+            fills_caches=samples == sizes[0] and probe is few[0],
         )
-        for samples in (1, 2)
+        for samples in sizes
         for probe in few
     ]
     traces = trace(jobs)
     weights = _ends_and_layer(model, [probe.stages for probe in few], num_layers)
     cluster = Cluster(problem.device, problem.world_size, layout, problem.node_size)
-    seconds = np.stack([cost_of(step, TRACED_MICRO_BATCHES, cluster) for step in traces])
-    nbytes = np.stack([_bytes_of(step) for step in traces])
-    shards = problem.world_size // shape.tensor
-    return Costs(_affine(seconds, weights), _affine(nbytes, weights), shards)
+    of_traces = [
+        np.stack([cost_of(step, TRACED_MICRO_BATCHES, cluster) for step in traces]),
+        np.stack([_bytes_of(step) for step in traces]),
+    ]
+    seconds, nbytes = (
+        np.stack([np.tensordot(weights, part, axes=1) for part in np.split(values, len(sizes))], axis=1)
+        for values in of_traces
+    )
+    return Costs(seconds, nbytes, problem.world_size // shape.tensor, sizes)
 
 
 def _ends_and_layer(model: ModelConfig, traced: Sequence[Sequence[Stage]], num_layers: int) -> Numbers:
@@ -138,12 +181,6 @@ def _ends_and_layer(model: ModelConfig, traced: Sequence[Sequence[Stage]], num_l
     rows = np.array([[1, *(count[kind] for kind in kinds)] for count in counts], dtype=float).T
     wanted = np.array([[1, *(0.0 for _ in kinds)], [0, *(kinds[kind] / num_layers for kind in kinds)]]).T
     return np.linalg.lstsq(rows, wanted, rcond=None)[0].T
-
-
-def _affine(values: Numbers, weights: Numbers) -> Numbers:
-    """Return values of traces, by number of samples and stage, as (ends or layer, constant or for each sample)."""
-    one, two = (np.tensordot(weights, half, axes=1) for half in np.split(values, 2))
-    return np.stack([2 * one - two, two - one], axis=1)
 
 
 def _bytes_of(step: StepTrace) -> Numbers:
@@ -204,10 +241,10 @@ class Prices:
         seconds[1, :, MICRO_BATCH] += share * seconds[1, :, FORWARD]
         layer = nbytes[1, :, B_ACTIVATIONS].copy()
         nbytes[1, :, B_ACTIVATIONS] *= 1 - share
-        nbytes[1, 1, B_ACTIVATIONS] += share * self._passed_on(candidate)
+        nbytes[1, :, B_ACTIVATIONS] += share * self._passed_on(candidate) * np.array(plain.sizes)
         # While the first layers run again, those behind them are done.
         nbytes[0, :, B_ACTIVATIONS] += layer * max(0.0, 1 - (1 - share) * layers)
-        return Costs(seconds, nbytes, plain.shards)
+        return replace(plain, seconds=seconds, nbytes=nbytes)
 
     def _passed_on(self, candidate: Candidate) -> float:
         """Return the bytes that one layer passes to the next, for a sample."""

@@ -1,17 +1,20 @@
 """Candidates are priced from traces of a few layers: fast, and as a trace of the layout itself says."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks.parallel_training import tiny_model
+from dit.models.ddpm_unet.config import DDPMUNetConfig
+from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.devices import H100, MEMORY_SHARE
 from dit.planner.layouts import Candidate, Problem, Shape, allowed, candidates, shapes
 from dit.planner.plan import plan
-from dit.planner.search import BYTES, Costs, Prices, costs, judged
+from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged
 from dit.planner.step import planned_step
 from dit.planner.time import KINDS, Cluster
 from dit.settings import OptimizerConfig, TrainingConfig
@@ -19,6 +22,8 @@ from dit.tracing.packs import PackShape
 
 GRID, TEXT = (8, 32, 32), 256
 OF_MEMORY, OF_TIME = 0.07, 0.03
+OF_SMALL = 0.01
+"""Of time and of memory, where the micro-batch itself was traced."""
 MANY, SECONDS = 10_000, 5.0
 PLAIN = Shape(2, True, 1, 1, "none")
 EXACT = {
@@ -29,6 +34,7 @@ EXACT = {
     "recomputed": Candidate(PLAIN, 1, None, "distributed_optimizer", 2, 1.0),
 }
 QUICK = ("pipeline", "recomputed")
+ALONE = Shape(1, False, 1, 1, "none")
 
 
 def problem(gpus=64, **sizes):
@@ -41,6 +47,22 @@ def problem(gpus=64, **sizes):
         TrainingConfig(ema_decay=None, global_batch_size=512),
         lambda samples, multiple: PackShape((GRID,) * samples, (TEXT,) * samples, multiple),
         8192,
+        gpus,
+        H100,
+    )
+
+
+def small(gpus=8):
+    """Return what is to be trained on samples of 16 tokens, of which hundreds are in a micro-batch."""
+    sizes = {"hidden_size": 1024, "num_layers": 8, "num_attention_heads": 16, "in_channels": 4, "patch_spatial": 2}
+    return Problem(
+        DiTConfig(**sizes, num_classes=10),
+        FlowMatching(),
+        OptimizerConfig(),
+        ParallelConfig(),
+        TrainingConfig(ema_decay=None, global_batch_size=4096),
+        lambda samples, multiple: PackShape(((1, 4, 4),) * samples, (), multiple),
+        16,
         gpus,
         H100,
     )
@@ -67,6 +89,70 @@ def test_a_price_is_that_of_the_traced_layout(name, priced):
     step = planned_step(exact, dims, Cluster(task.device, task.world_size, layout))
     assert price.peak == pytest.approx(exact.fullest.peak, rel=OF_MEMORY)
     assert price.time.total == pytest.approx(step.time.total, rel=OF_TIME)
+
+
+def compared(task, size):
+    """Return the price of a micro-batch of so many samples, and what a trace of the layout itself says."""
+    ((candidate, dims),) = found = allowed(task, iter([Candidate(ALONE, 1, None, "distributed_optimizer", size)])).found
+    traced = costs(task, ALONE, found)
+    price = Prices(task, {ALONE: traced}).of(candidate, dims)
+    parts = candidate.parallel(task.parallel), candidate.training(task.training, 1)
+    exact = plan(task.model, task.objective, task.optimizer, *parts, task.pack_of(size, dims.token_multiple), dims)
+    step = planned_step(exact, dims, Cluster(task.device, task.world_size, parts[0]))
+    return traced.sizes, (price.time.total, price.peak), (step.time.total, exact.fullest.peak)
+
+
+def test_pictures_of_a_unet_are_priced_as_traced():
+    """A second picture adds operations that a third and a fourth do not: no line through one and two goes to four."""
+    task = replace(
+        small(),
+        model=DDPMUNetConfig(block_out_channels=[8, 16], mid_out_channels=[16], hidden_size=32),
+        pack_of=lambda samples, multiple: PackShape(((1, 16, 16),) * samples, (), multiple),
+    )
+    sizes, price, exact = compared(task, 4)
+    assert sizes == (1, 2, 4)
+    assert price == pytest.approx(exact, rel=OF_SMALL)
+
+
+@pytest.mark.matrix
+def test_hundreds_of_small_samples_are_priced_as_traced():
+    """Products of one row for each sample are as slow as their weights are read, until there are many rows."""
+    sizes, price, exact = compared(small(), 128)
+    assert sizes == (1, 2, 4, 8, 16, 32, 64, 128)
+    assert price == pytest.approx(exact, rel=OF_SMALL)
+
+
+def test_what_does_not_fit_is_not_traced(monkeypatch: pytest.MonkeyPatch):
+    """Micro-batches double up to the largest that fits, and to no other."""
+    task, asked = small(), []
+    limit = MEMORY_SHARE * H100.memory_bytes
+
+    def traced(_, shape, sizes):
+        asked.extend(sizes)
+        held = np.zeros((2, len(sizes), len(BYTES)))
+        held[0, :, B_ACTIVATIONS] = [size * limit / 20 for size in sizes]
+        return Costs(np.full((2, len(sizes), 4, len(KINDS)), 1e-3), held, 8, sizes)
+
+    monkeypatch.setattr("dit.planner.search._traced", traced)
+    many = [Candidate(ALONE, 1, None, "distributed_optimizer", size) for size in (1, 2, 4, 8, 16, 32, 64)]
+    costs(task, ALONE, allowed(task, iter(many)).found)
+    assert asked == [1, 2, 4, 8, 16]
+    asked.clear()
+    other = Shape(2, True, 1, 1, "none")
+    costs(task, other, allowed(task, iter(many)).found)
+    assert asked == [1, 2]
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(1, 10.0), (2, 12.0), (3, 13.0), (4, 14.0), (6, 30.0), (16, 110.0)])
+def test_costs_go_in_lines_from_one_traced_micro_batch_to_the_next(samples: int, expected: float):
+    values = np.array([10.0, 12.0, 14.0, 46.0])
+    seconds = np.zeros((2, 4, 4, len(KINDS)))
+    nbytes = np.zeros((2, 4, len(BYTES)))
+    seconds[0, :, 0, 0], nbytes[1, :, 0] = values, values
+    found = Costs(seconds[:, :3], nbytes[:, :3], 1, (1, 2, 4)).and_then(Costs(seconds[:, 3:], nbytes[:, 3:], 1, (8,)))
+    of_stage, of_bytes = found.of(5.0, samples)
+    assert of_stage[0, 0] == expected
+    assert of_bytes[0] == 5.0 * expected
 
 
 def made_up(shape):
