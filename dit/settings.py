@@ -23,7 +23,6 @@ from dit.ranges import (
 )
 
 MIN_HISTORY = 16  # steps before a number can be a spike
-COLLECTIVE_TIMEOUT_S = Range(1, 86_400)
 
 
 @dataclass(kw_only=True)
@@ -162,8 +161,13 @@ class TrainingConfig:
     collective_timeout_s: float = 600.0
     hang_timeout_s: Optional[float] = 1800.0
 
+    def check_time_out(self) -> None:
+        """Check what the process groups need, before all else."""
+        check_ranges("training", self, {"collective_timeout_s": Range(1, 86_400)})
+
     def validate(self) -> None:
         """Check every field by itself."""
+        self.check_time_out()
         check_path("training.run_dir", self.run_dir)
         if self.time_limit is not None:
             duration_s("training.time_limit", self.time_limit)
@@ -192,7 +196,6 @@ class TrainingConfig:
                 "spike_window": whole(MIN_HISTORY, 100_000),
                 "max_bad_steps": COUNT,
                 "bad_steps_within": COUNT,
-                "collective_timeout_s": COLLECTIVE_TIMEOUT_S,
                 "hang_timeout_s": POSITIVE,
             },
         )

@@ -47,10 +47,9 @@ from dit.optimizer.master_weights import gradient_norm, set_rates
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import FullNetwork, forward_backward
-from dit.ranges import check_path, check_ranges
+from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.settings import (
-    COLLECTIVE_TIMEOUT_S,
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
@@ -61,7 +60,7 @@ from dit.training.bad_steps import BadSteps, MeanLoss
 from dit.training.device_batches import DeviceBatches
 from dit.training.first_steps import FirstSteps
 from dit.training.hooks import load_hooks
-from dit.training.rates import counters, mean_terms, rank_times, rates, report_lost, watch
+from dit.training.rates import counters, is_due, mean_terms, rank_times, rates, report_lost, watch
 from dit.training.step import noise_kernel, training_forward_step
 from dit.training.validate import held_out_loss, named_losses
 
@@ -108,7 +107,7 @@ def pretrain(
     )
     rank = int(os.environ.get("RANK", "0"))
     check_path("training.run_dir", training.run_dir)  # the lock and the exit record need it
-    check_ranges("training", training, {"collective_timeout_s": COLLECTIVE_TIMEOUT_S})  # and the process groups this
+    training.check_time_out()  # and the process groups this
     with (
         deterministic(training.deterministic),
         PreemptionFlag() as preemption,
@@ -160,7 +159,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     if any_rank(preemption.requested):
         return True
     run.log.start(state.step)
-    if state.step > 0 and _is_multiple(state.step, training.validation_interval) and not state.is_validated:
+    if state.step > 0 and is_due(state.step, training.validation_interval) and not state.is_validated:
         run.validate(saved=True)  # the previous attempt ended between saving and validating
     if state.step == 0 and training.sanity_micro_batches:
         run.check_validation(training.sanity_micro_batches)
@@ -191,7 +190,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
                 asked = preemption.signal_name or ("training.time_limit" if late else "another rank's")
                 run.log.incident("signal", state.step, signal=asked)
             run.saves.poll()
-            save = stop or last or _is_multiple(state.step, config.checkpoint.interval)
+            save = stop or last or is_due(state.step, config.checkpoint.interval)
             # The counts since the last line are not in a checkpoint, so report them before.
             if save or state.step % training.log_interval == 0:
                 run.report(loss_sums, time.perf_counter() - started)
@@ -204,19 +203,15 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             if stop and not last:
                 run.saves.finish()
                 return True
-            if not stop and _is_multiple(state.step, training.validation_interval):
+            if not stop and is_due(state.step, training.validation_interval):
                 run.validate(saved=save)
-            if not stop and _is_multiple(state.step, training.sample_interval) and not any_rank(preemption.requested):
+            if not stop and is_due(state.step, training.sample_interval) and not any_rank(preemption.requested):
                 run.sample()
             started += time.perf_counter() - training_ended  # rates exclude saving and validation
     if run.first_steps is not None:
         run.first_steps.end(state.step, run.log)
     run.saves.finish()
     return False
-
-
-def _is_multiple(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
 
 
 class Run:
@@ -346,7 +341,6 @@ class Run:
         outputs = forward_backward(forward_step, self.batches, state.wrapped, self.dims.micro_batches, self.groups)
         length, schedule, beta1 = config.training.num_steps, config.schedule, config.optimizer.beta1
         set_rates(state.optimizer, self.learning_rate(state.step), momentum(state.step, length, beta1, schedule))
-        # There are outputs on the last pipeline stage.
         step_sums = sum((output["sums"] for output in outputs), torch.zeros_like(loss_sums))
         self.phase.enter("reduces the gradient")
         mean_loss = MeanLoss(step_sums, config.objective, self.groups)

@@ -126,3 +126,8 @@ def watch(wrapped: Sequence[Any], timer: StepTimer, phase: Phase) -> None:
     for chunk in wrapped:
         chunk.config.finalize_model_grads_func = timed(chunk.config.finalize_model_grads_func)
         chunk.register_forward_pre_hook(lambda *given: phase.go_on())
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Return whether what happens every `interval` steps happens after `step`; 0 means never."""
+    return interval > 0 and step % interval == 0
