@@ -88,13 +88,6 @@ MUTANTS = (
         ("tests/unit/benchmarks/test_speedrun.py",),
     ),
     Mutant(
-        "train.sh: a preempted job uses up its restarts",
-        "launch/train.sh",
-        "restarts=$(cat",
-        "restarts=${SLURM_RESTART_COUNT:-0}$(true",
-        ("tests/unit/launch/test_train_script.py",),
-    ),
-    Mutant(
         "status: steps of an attempt that was killed count",
         "launch/run_status.py",
         "_forget(status, step - 1)",
