@@ -8,9 +8,11 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Optional
+
+from torch import Tensor
 
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from energon_data.false_colours import coloured, middle_frame
@@ -233,7 +235,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {low}")
     if args.vae is not None and args.sheet is None and args.wandb is None:
         raise ConfigError(f"--vae {args.vae} decodes what is shown; ask for --sheet FILE.png or --wandb PROJECT, too")
-    show = middle_frame
+    show: Callable[[Tensor], Tensor] = middle_frame
     if args.vae is not None:
         from energon_data.decoded_frames import decoder
 
