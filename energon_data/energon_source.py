@@ -112,6 +112,7 @@ class EnergonSource:
         ledger = Ledger(budget)
         packed = options.max_tokens_per_pack is not None
         self._batch_size = None if packed else spec.micro_batch_size
+        self._encoder = DiffusionTaskEncoder(spec, options, ledger)
         dataset = _opened(
             get_train_dataset,
             path,
@@ -121,7 +122,7 @@ class EnergonSource:
             shuffle_buffer_size=shuffle_buffer if shuffle_buffer > 1 else None,
             max_samples_per_sequence=max_samples_per_sequence,
             packing_buffer_size=packing_buffer_size if packed else None,
-            task_encoder=DiffusionTaskEncoder(spec, options, ledger),
+            task_encoder=self._encoder,
         )
         self._settings = {
             "micro_batch_size": self._batch_size,
@@ -176,16 +177,21 @@ class EnergonSource:
             self.next()
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading, and close the shards."""
         self._iterator = None
+        self._encoder.close()
 
 
 def validation_pass(
     path: str, spec: BatchSpec, options: EncoderOptions, *, split: str, budget: int, packing_buffer_size: Optional[int]
 ) -> Iterator[Delivery]:
-    """Read a split once, in the order of its shards."""
+    """Read a split once, in the order of its shards, which are closed at the end.
+
+    It is opened at once, so that the path may be gone when it is read.
+    """
     ledger = Ledger(budget)
     packed = options.max_tokens_per_pack is not None
+    encoder = DiffusionTaskEncoder(spec, options, ledger)
     dataset = _opened(
         get_val_dataset,
         path,
@@ -194,6 +200,13 @@ def validation_pass(
         batch_size=None if packed else spec.micro_batch_size,
         batch_drop_last=False,
         packing_buffer_size=packing_buffer_size if packed else None,
-        task_encoder=DiffusionTaskEncoder(spec, options, ledger),
+        task_encoder=encoder,
     )
-    return iter(_loader(dataset, ledger))
+
+    def read() -> Iterator[Delivery]:
+        try:
+            yield from _loader(dataset, ledger)
+        finally:
+            encoder.close()
+
+    return read()

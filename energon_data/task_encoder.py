@@ -102,6 +102,12 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         super().__init__()
         stored = tuple(c for c in spec.conditions if c.name not in options.embedded)
         self.spec, self.options, self.ledger = replace(spec, conditions=stored), options, ledger
+        self._readers: list[SampleReader] = []
+
+    def close(self) -> None:
+        """Close the shards of all data sets that were built with this encoder; they are opened again if read."""
+        for reader in self._readers:
+            reader.close()
 
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
@@ -109,6 +115,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Use our reader, and one step in place of Energon's three, whose overhead is as large as the work."""
         raw = dataset.dataset
         raw.join_readers = [SampleReader(reader) for reader in raw.join_readers]
+        self._readers += raw.join_readers
         cooker = next(c for c in self.cookers if c.is_match(subflavors))
         return MapDataset(
             raw,

@@ -11,6 +11,7 @@ from tests.mutants.listed.paths import (
     OWN_DATA,
     RANKS,
     RECORDS,
+    SHARDS,
     STATUS,
     VERIFY,
 )
@@ -156,5 +157,12 @@ MUTANTS = (
         "cudnn.deterministic, cudnn.benchmark = True, False",
         "cudnn.deterministic = True",
         (DETERMINISTIC,),
+    ),
+    Mutant(
+        "data: a validation leaves its shards open",
+        "energon_data/energon_source.py",
+        "            yield from _loader(dataset, ledger)\n        finally:\n            encoder.close()",
+        "            yield from _loader(dataset, ledger)\n        finally:\n            pass",
+        (SHARDS,),
     ),
 )
