@@ -88,7 +88,8 @@ class TrainingConfig:
         compile: compile the residual blocks of Imagen's UNets by torch.compile; numbers change by rounding. Not under
             FSDP. Transformer layers: `kernels=compile`.
         recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
-            (`selective`: modulated norms, activation functions), or all (`full`: only layer inputs are saved).
+            (`selective`: modulated norms, activation functions; with `kernels=compile` all but matrix products,
+            attention and what is sent), or all (`full`: only layer inputs are saved).
         recompute_layers: number of layers of each pipeline stage (or virtual chunk) to recompute, from the first one;
             None for all.
         seed: of initial weights, data order and all noise.
