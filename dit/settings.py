@@ -90,7 +90,8 @@ class TrainingConfig:
         deterministic: kernels that give the same bits in every run on the same machines and layout; an operation
             without such a kernel ends the run. It costs time (docs/runs.md).
         recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
-            (`selective`: modulated norms, activation functions), or all (`full`: only layer inputs are saved).
+            (`selective`: modulated norms, activation functions; with `kernels=compile` all but matrix products,
+            attention and what is sent), or all (`full`: only layer inputs are saved).
         recompute_layers: number of layers of each pipeline stage (or virtual chunk) to recompute, from the first one;
             None for all.
         seed: of initial weights, data order and all noise.

@@ -69,7 +69,8 @@ def segment_sdpa(
     full_q, full_k = layout_q.gathered, layout_k.gathered
     dense = full_q.uniform_length and full_k.uniform_length
     ragged = not dense and not nothing_attends(full_q, full_k)
-    if masks and ragged and q_TNH.shape[1] == k_KNH.shape[1]:
+    # Whoever has torch leave its flash kernel out (`sdpa_kernel`) is obeyed.
+    if masks and ragged and q_TNH.shape[1] == k_KNH.shape[1] and torch.backends.cuda.flash_sdp_enabled():
         return grouped_sdpa(q_TNH, k_KNH, v_KNH, grouped(full_q, full_k, pads=True, dtype=q_TNH.dtype))
     return attend_densely(_grouped_sdpa, q_TNH, k_KNH, v_KNH, layout_q, layout_k, masks=masks)
 

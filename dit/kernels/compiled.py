@@ -9,12 +9,21 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dit.kernels.graph_layout import GraphLayout, graph_layout, take_sizes_as_unknown
 from dit.layout import SequenceLayout
 
 BACKEND: Any = "inductor"
 """Of transformer layers, when they first run; tests that count graphs take `aot_eager`, which generates no code."""
+EXPENSIVE = (
+    {"mm", "addmm", "bmm", "baddbmm"}
+    | {f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")}
+    | {"_scaled_dot_product_flash_attention_for_cpu"}
+)
+"""Operations of aten whose outputs a layer saves under selective recompute: matrix products and attention."""
+EXPENSIVE_NAMESPACES = {"dit", "_c10d_functional"}
+"""Of these, all: attention to ragged packs, and what is sent to other ranks."""
 LARGEST_COUNT = 32
 """Graphs of a layer: by kind of pack (one sample, dense, ragged), with and without gradients, by class of layer."""
 
@@ -33,16 +42,19 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
-def compile_transformer_layers(layers: Iterable[nn.Module]) -> None:
+def compile_transformer_layers(layers: Iterable[nn.Module], *, selective: int = 0) -> None:
     """Make each layer run as one compiled graph.
 
     A graph break, or more graphs than there are kinds of packs, is an error.
+
+    Args:
+        selective: the first so many layers save what is expensive alone, see `dit.kernels.recompute`.
     """
     from torch._dynamo import config  # the compiler takes seconds to import
 
     config.recompile_limit = max(config.recompile_limit, LARGEST_COUNT)
-    for layer in layers:
-        layer.forward = CompiledLayer(layer.forward)
+    for number, layer in enumerate(layers):
+        layer.forward = CompiledLayer(layer.forward, selective=number < selective)
 
 
 class CompiledLayer:
@@ -50,10 +62,11 @@ class CompiledLayer:
 
     Args:
         forward: takes tensors, layouts, and dataclasses of tensors.
+        selective: save what is expensive alone.
     """
 
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        self._forward = forward
+    def __init__(self, forward: Callable[..., Tensor], *, selective: bool = False) -> None:
+        self._forward = _Selective(forward) if selective else forward
         self._compiled: Optional[Callable[..., Tensor]] = None
 
     def __call__(self, x_TD: Tensor, *others: Any) -> Tensor:
@@ -67,3 +80,29 @@ class CompiledLayer:
         if self._compiled is None:
             self._compiled = torch.compile(self._forward, fullgraph=True, backend=BACKEND)
         return self._compiled(*inputs)
+
+
+class _Selective:
+    """A forward pass inside a graph that saves the outputs of expensive operations, and computes all others again.
+
+    Left to itself, the compiler saves what is cheap to keep in time, not in memory: as much as an eager layer.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self._forward = forward
+
+    def __call__(self, x_TD: Tensor, *others: Any) -> Tensor:
+        def of_tokens(x_TD: Tensor) -> Tensor:
+            return self._forward(x_TD, *others)
+
+        out: Tensor = checkpoint(of_tokens, x_TD, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+        return out
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    expensive = operation.namespace in EXPENSIVE_NAMESPACES or operation.overloadpacket.__name__ in EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE

@@ -237,12 +237,13 @@ def build_model(
         )
         if training.compile:
             compile_layers(module for module in chunk.modules() if isinstance(module, chunk.compiled_units))
+        layers = list(chunk.units())
+        again = layers[: training.recompute_layers]
         if kernels.in_graph:
-            compile_transformer_layers(chunk.units())
-        # The compiler itself saves no cheap activation that it can compute again.
-        recompute = "none" if kernels.in_graph and training.recompute == "selective" else training.recompute
-        for layer in list(chunk.units())[: training.recompute_layers]:
-            recompute_activations(layer, recompute)
+            compile_transformer_layers(layers, selective=len(again) if training.recompute == "selective" else 0)
+        if not kernels.in_graph or training.recompute != "selective":  # what a graph saves, the compiler must know
+            for layer in again:
+                recompute_activations(layer, training.recompute)
     return chunks
 
 

@@ -193,6 +193,20 @@ MUTANTS = (
         (ATTENTION,),
     ),
     Mutant(
+        "compiled layer: selective recompute saves everything",
+        "dit/kernels/compiled.py",
+        "CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE",
+        "CheckpointPolicy.MUST_SAVE",
+        (GRAPHS,),
+    ),
+    Mutant(
+        "compiled layer: selective recompute repeats products",
+        "dit/kernels/compiled.py",
+        "CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE",
+        "CheckpointPolicy.PREFER_RECOMPUTE",
+        (GRAPHS,),
+    ),
+    Mutant(
         "heap: what the user has set is changed",
         "dit/heap.py",
         "any(name in environ for name in VARIABLES)",

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
@@ -85,16 +87,87 @@ def test_a_stack_is_one_graph_for_packs_of_any_lengths_and_has_eagers_numbers(
 def test_every_kind_of_pack_has_eagers_numbers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, name: str
 ) -> None:
-    """A pack of one sample, a dense batch, a ragged pack and one with padding; under full recompute, too."""
+    """A pack of one sample, a dense batch, a ragged pack and one with padding; under each recompute, too."""
     model = replace(config_of(name), num_layers=1)
     eager = network_of(model, one_rank_world)
-    for recompute in ("none", "full"):
+    for recompute in ("none", "full", "selective"):
         ours = network_of(model, one_rank_world, kernels="compile", recompute=recompute)
         for kind in PACKS:
             batch = batch_of(model, kind)
             expected, found = step(eager, model, batch), step(ours, model, batch)
             assert (found - expected).norm() <= RTOL * expected.norm(), (recompute, kind)
-    assert counter.frame_count == 3  # of one sample, dense, ragged; recomputed from the same
+    assert (
+        counter.frame_count == 6
+    )  # of one sample, dense, ragged, recomputed from the same; and selective ones of each
+
+
+class Saved:
+    """Sums the bytes that autograd saves, parameters left out, each storage once."""
+
+    def __init__(self, network: Backbone) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for p in network.parameters()}
+        self._tensors: list[Tensor] = []
+        self.nbytes = 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters | {x.untyped_storage().data_ptr() for x in self._tensors}:
+            self._tensors.append(tensor)  # so that no other storage gets its address
+            self.nbytes += storage.nbytes()
+        return tensor
+
+
+def saved_by_a_layer(model: ModelConfig, batch: PackedBatch, groups: ProcessGroups, recompute: str) -> float:
+    """Return the saved numbers of a compiled layer, in tokens x hidden size."""
+    found = []
+    for layers in (1, 3):
+        network = network_of(replace(model, num_layers=layers), groups, kernels="compile", recompute=recompute)
+        saved = Saved(network)
+        with saved_tensors_hooks(saved, lambda tensor: tensor):
+            prediction_TC, loss_of = training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
+            loss_of(prediction_TC)
+        found.append(saved.nbytes)
+    return (found[1] - found[0]) / 2 / 4 / batch.layout.total_tokens / model.hidden_size
+
+
+MOST_SAVED = {"dit": 13, "dit_cross": 18, "moviegen": 14, "wan": 16}
+"""Of tokens x hidden size, at the sizes of these models: outputs of products and of attention, and the input."""
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_compiled_layer_saves_less_under_selective_recompute(
+    one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, name: str
+) -> None:
+    model = config_of(name)
+    for kind in ("dense", "padded"):
+        batch = batch_of(model, kind)
+        plain, less = (saved_by_a_layer(model, batch, one_rank_world, choice) for choice in ("none", "selective"))
+        assert less <= MOST_SAVED[name] < plain, kind
+
+
+def test_selective_recompute_of_a_compiled_layer_repeats_no_product(
+    one_rank_world: ProcessGroups, counter: CompileCounterWithBackend
+) -> None:
+    """Nor attention; norms and activations run twice. Two of three layers are recomputed: two graphs."""
+    model = replace(config_of("dit"), num_layers=3)
+    counts = []
+    for training in ({}, {"recompute": "selective"}, {"recompute": "selective", "recompute_layers": 2}):
+        before = counter.frame_count
+        network = network_of(model, one_rank_world, kernels="compile", **training)
+        step(network, model, batch_of(model, "padded"))
+        with profile(activities=[ProfilerActivity.CPU]) as run:
+            step(network, model, batch_of(model, "padded"))
+        calls = {event.key: event.count for event in run.key_averages()}
+        products = sum(calls.get(f"aten::{name}", 0) for name in ("mm", "addmm", "bmm"))
+        attention = calls["dit::packed_attention"], calls["dit::packed_attention_backward"]
+        counts.append((products, attention, calls["aten::gelu"], counter.frame_count - before))
+    products, attention, *_ = counts[0]
+    assert attention == (3, 3)
+    assert counts == [
+        (products, attention, 3, 1),
+        (products, attention, 6, 1),
+        (products, attention, 5, 0),
+    ]
 
 
 def test_dense_batches_of_other_sizes_are_a_second_graph_and_no_third(
