@@ -164,12 +164,14 @@ def test_a_plain_process_exits_with_the_code():
 
 def test_prepare_keeps_what_the_user_has_set():
     environ = {"TOKENIZERS_PARALLELISM": "true", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    environ["TORCH_FR_BUFFER_SIZE"] = "7"
     before = dict(environ)
     environment.prepare(environ)
     assert environ == before
     empty: dict[str, str] = {}
     environment.prepare(empty)
-    assert empty == {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    wanted = {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert empty == wanted | {"TORCH_FR_BUFFER_SIZE": "2000"}
 
 
 def test_optional_packages_of_others_are_hidden_only_while_those_are_imported(monkeypatch):
