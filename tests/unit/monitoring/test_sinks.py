@@ -292,8 +292,8 @@ def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
         timeout=120,
     )
     run_id = (run_dir / "wandb_id").read_text().strip()
-    parts = list((run_dir / "wandb").glob(f"offline-run-*-{run_id}"))
-    assert parts
+    parts = list((run_dir / "wandb").glob(f"offline-run-*-{run_id}*"))  # of one second: the second one ends in -1
+    assert len(parts) == 2
     files = [path for part in parts for path in part.rglob("*")]
     assert any(path.suffix == ".wandb" and path.stat().st_size for path in files)
     assert sum(path.suffix == ".png" for path in files) == 2
