@@ -1,6 +1,7 @@
 """Errors that a user can cause, each with the exit code of its process.
 
-Codes 16 and 17 are reserved for Megatron-Core's rerun state machine.
+Code 17 is also that of Megatron-Core's rerun state machine for results that do not repeat; 16 is kept free for its runs
+that end in order to compute a step again on another machine.
 """
 
 import functools
@@ -24,6 +25,7 @@ EXIT_DATA = 3
 EXIT_NOT_FINITE = 4
 EXIT_CHECKPOINT = 5
 EXIT_SAVE = 6
+EXIT_MACHINE = 17
 EXIT_UNEXPECTED = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -61,6 +63,12 @@ class CheckpointError(UserError):
     """No valid checkpoint where one is required, or one cannot be written."""
 
     exit_code = EXIT_CHECKPOINT
+
+
+class MachineError(UserError):
+    """A step that was computed again from the same data and weights has other numbers."""
+
+    exit_code = EXIT_MACHINE
 
 
 class SaveError(CheckpointError):

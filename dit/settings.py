@@ -116,6 +116,8 @@ class TrainingConfig:
         spike_window: applied steps in the running median.
         max_bad_steps: more bad steps than this within `bad_steps_within` steps end the run.
         bad_steps_within: steps in which bad steps are counted.
+        recheck_interval: every so many steps the step is computed twice, to find faults of the machine that raise no
+            error (`dit.training.recheck`); 0 for never. Needs `deterministic`.
         time_limit: wall-clock time of the job, as for Slurm's `--time` (`03:55:00`, `1-00:00:00`, or minutes). The run
             saves and stops with code 75 before it, as if preempted: early enough for the longest step and two of the
             longest saves so far (`dit.monitoring.time_limit`). None for no limit.
@@ -158,6 +160,7 @@ class TrainingConfig:
     spike_window: int = 128
     max_bad_steps: int = 3
     bad_steps_within: int = 100
+    recheck_interval: int = 0
     time_limit: Optional[str] = None
     collective_timeout_s: float = 600.0
     hang_timeout_s: Optional[float] = 1800.0
@@ -197,6 +200,7 @@ class TrainingConfig:
                 "spike_window": whole(MIN_HISTORY, 100_000),
                 "max_bad_steps": COUNT,
                 "bad_steps_within": COUNT,
+                "recheck_interval": COUNT_OR_NONE,
                 "hang_timeout_s": POSITIVE,
             },
         )
@@ -227,6 +231,12 @@ class TrainingConfig:
                     f"training.deterministic=True cannot be promised with training.{name}={getattr(self, name)}, which "
                     f"selects kernels by itself; use training.{cure}, or training.deterministic=False"
                 )
+        if self.recheck_interval and not self.deterministic:
+            raise ConfigError(
+                f"training.recheck_interval={self.recheck_interval} compares to the bit what is computed twice, which "
+                "may differ with training.deterministic=False; set training.deterministic=True, or "
+                "training.recheck_interval=0"
+            )
 
 
 @dataclass(kw_only=True)

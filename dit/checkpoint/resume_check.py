@@ -48,7 +48,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "deterministic linears kernels compile recompute recompute_layers ema_offload log_interval validation_interval "
         "validate_raw_weights sanity_micro_batches sample_interval hooks stop_at_step time_limit collective_timeout_s "
         "on_bad_numbers spike_threshold spike_window max_bad_steps bad_steps_within "
-        "hang_timeout_s",
+        "recheck_interval hang_timeout_s",
     ),
     "checkpoint": ("", EVERY),
     "logging": ("", EVERY),

@@ -48,6 +48,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         phase: learns when this rank waits for data.
 
     Attributes:
+        device: the target.
         largest_grid: (t, h, w) patches of the sample with most tokens so far.
         fps: frames per second of that sample.
         of_step: this rank's micro-batches since `begin_step`, before they moved to the device.
@@ -66,7 +67,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         self._phase = phase or Phase()
         self._peeked: Optional[PackedBatch] = None
         self._shard, self._encode = shard, encode
-        self._stream, self._device, self._spec, self._flops = stream, device, spec, flops
+        self._stream, self.device, self._spec, self._flops = stream, device, spec, flops
         self.consumed = Consumed()
         self.largest_grid: Optional[Grid] = None
         self.fps = DEFAULT_FPS
@@ -102,7 +103,7 @@ class DeviceBatches(Iterator[PackedBatch]):
                 self.largest_grid, self.fps = grid, fps
         local = self._shard(batch)
         self.of_step.append(local)
-        return local.to(self._device, non_blocking=True)
+        return local.to(self.device, non_blocking=True)
 
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""

@@ -46,7 +46,7 @@ from dit.objectives.base import Objective
 from dit.optimizer.master_weights import gradient_norm, set_rates
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.parallel.schedule import FullNetwork, forward_backward
+from dit.parallel.schedule import FullNetwork
 from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.settings import (
@@ -61,6 +61,7 @@ from dit.training.device_batches import DeviceBatches
 from dit.training.first_steps import FirstSteps
 from dit.training.hooks import load_hooks
 from dit.training.rates import counters, is_due, mean_terms, rank_times, rates, report_lost, watch
+from dit.training.recheck import StepGradients
 from dit.training.step import noise_kernel, training_forward_step
 from dit.training.validate import held_out_loss, named_losses
 
@@ -231,6 +232,7 @@ class Run:
         batches: micro-batches on this rank's device.
         hooks: what the loop calls after steps and validations.
         bad_steps: judges each step before its update.
+        gradients: computes those of each step.
         last_action: what the newest `step` did with its gradients: `update`, `skip`, `rewind`, or
             `overflow`: nothing, but that the loss scale of an fp16 run is lower now.
         grad_norm: of the newest update.
@@ -281,6 +283,8 @@ class Run:
             self.encode,
             self.phase,
         )
+        interval, forget = config.training.recheck_interval, self.bad_steps.drop_counts
+        self.gradients = StepGradients(self.state, groups, self.batches, dims.micro_batches, interval, forget)
         watch(self.state.wrapped, self.timer, self.phase)
         if resumed:
             with usable(store.root / METADATA_FILE):
@@ -329,16 +333,14 @@ class Run:
         Raises:
             NotFiniteError: the loss or the gradient norm is not finite or spikes, no lower loss scale would help, and
                 the run may not go on; the weights are those before the step.
+            MachineError: the step does not repeat, see `StepGradients`.
         """
         config, state, seen = self.config, self.state, len(self.batches.consumed.keys)
         self.batches.begin_step()
         self.bad_steps.begin_step()
         self.timer.start()
-        for chunk in state.wrapped:
-            chunk.zero_grad_buffer()
-        state.optimizer.zero_grad()
         forward_step = training_forward_step(config.objective, config.model, config.training.seed, state.step, self.mix)
-        outputs = forward_backward(forward_step, self.batches, state.wrapped, self.dims.micro_batches, self.groups)
+        outputs = self.gradients.compute(forward_step, self.log)
         length, schedule, beta1 = config.training.num_steps, config.schedule, config.optimizer.beta1
         set_rates(state.optimizer, self.learning_rate(state.step), momentum(state.step, length, beta1, schedule))
         step_sums = sum((output["sums"] for output in outputs), torch.zeros_like(loss_sums))

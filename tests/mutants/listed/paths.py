@@ -61,3 +61,4 @@ REMOTE, LOCK = "tests/unit/checkpoint/test_remote.py", "tests/unit/monitoring/te
 VERIFY = "tests/parallel/test_verify.py"
 INCEPTION = "tests/unit/evaluation/test_inception.py"
 LIMIT = "tests/unit/monitoring/test_time_limit.py"
+RECHECK = "tests/faults/test_recheck.py"

@@ -13,6 +13,7 @@ from tests.mutants.listed.paths import (
     LOSSES,
     NUMBERS,
     OPTIMIZER,
+    RECHECK,
     REMOTE,
     RESUME,
     RESUME_CHECK,
@@ -25,6 +26,27 @@ from tests.mutants.listed.paths import (
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
+    Mutant(
+        "what was computed twice is not compared",
+        "dit/training/recheck.py",
+        "if len(marks) == 2 and marks[0] == marks[1]:",
+        "if len(marks) == 2:",
+        (RECHECK,),
+    ),
+    Mutant(
+        "what was computed three times is believed",
+        "dit/training/recheck.py",
+        "if results[-1] not in results[:-1]]",
+        "if results[-1] not in results]",
+        (RECHECK,),
+    ),
+    Mutant(
+        "a step is computed again on the gradients of the first time",
+        "dit/training/recheck.py",
+        "chunk.zero_grad_buffer()",
+        "chunk.train()",
+        (RECHECK,),
+    ),
     Mutant(
         "gradient clipped at three times the norm",
         "dit/optimizer/master_weights.py",

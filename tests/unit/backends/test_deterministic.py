@@ -62,3 +62,9 @@ def test_kernels_that_select_by_themselves_are_refused(setting: dict[str, object
     with pytest.raises(ConfigError, match=rf"deterministic=True cannot be promised with training\.{name}="):
         TrainingConfig(deterministic=True, **setting).validate()
     TrainingConfig(deterministic=True, attention="flash_attn", kernels="triton").validate()
+
+
+def test_what_is_compared_to_the_bit_must_be_deterministic() -> None:
+    TrainingConfig(recheck_interval=5, deterministic=True).validate()
+    with pytest.raises(ConfigError, match=r"recheck_interval=5 .*set training\.deterministic=True"):
+        TrainingConfig(recheck_interval=5).validate()

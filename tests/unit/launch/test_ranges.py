@@ -59,6 +59,7 @@ MAY_BE_ZERO = {
     *("schedule.pct_start", "schedule.base_momentum", "schedule.max_momentum"),
     *("training.seed", "training.ema_decay", "training.ema_start_step"),
     *("training.validation_interval", "training.sanity_micro_batches", "training.sample_interval"),
+    "training.recheck_interval",
     *("checkpoint.interval", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.keep_best_training"),
     "checkpoint.failed_saves_allowed",
     *("sampling.guidance_scale", "sampling.seed"),

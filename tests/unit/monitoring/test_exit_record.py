@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dit.errors import BatchError, CheckpointError, ConfigError, DataError, NotFiniteError
+from dit.errors import BatchError, CheckpointError, ConfigError, DataError, MachineError, NotFiniteError
 from dit.monitoring.exit_record import ExitRecord, Outcome, is_peer_lost, read_outcome, write_outcome
 
 GLOO_CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31713"
@@ -39,6 +39,7 @@ def end_with(run_dir, error, rank=0, step=7):
         (BatchError("lengths"), 3, "data"),
         (NotFiniteError("nan"), 4, "not_finite"),
         (CheckpointError("full"), 5, "checkpoint"),
+        (MachineError("bits"), 17, "machine"),
         (KeyError("bug"), 70, "unexpected"),
         (RuntimeError(GLOO_CLOSED), 70, "peer_lost"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -54,7 +55,7 @@ def test_every_way_out_is_recorded(tmp_path, error, code, reason):
     assert (record["code"], record["reason"], record["step"], record["rank"]) == (code, reason, 7, 0)
     if code not in (0, 75):
         assert record["error"] == f"{type(error).__name__}: {error}"
-    assert (record["traceback"] is not None) == (code not in (0, 2, 3, 4, 5, 75))
+    assert (record["traceback"] is not None) == (code not in (0, 2, 3, 4, 5, 17, 75))
     if record["traceback"]:
         assert "in end_with" in record["traceback"]
 

@@ -1,0 +1,137 @@
+"""Faults of the machine that raise no error: compute a step twice, and compare what each rank computed, to the bit.
+
+Noise, dropout and dropped conditions are counter-based and nothing random is left, so under `training.deterministic`
+the losses and the gradients of a step repeat to the bit. Where they do not, a third time decides which were right, and
+the step goes on with those: a fault that comes once changes nothing. What repeats itself with the same wrong bits, or
+happens in the sum over ranks, cannot be seen.
+
+The idea is that of Megatron-Core's rerun state machine, which compares losses; here the gradients of all weights are
+compared, too, before they are summed over ranks, so that the rank is known.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.train_state import TrainState
+from dit.errors import MachineError
+from dit.monitoring.run_log import RunLog
+from dit.parallel.schedule import forward_backward
+from dit.training.device_batches import DeviceBatches
+from dit.training.rates import is_due
+from dit.training.step import ForwardStep
+
+TIMES = 3
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Logs = list[dict[str, Any]]
+
+
+class StepGradients:
+    """Computes the gradients of steps, of some of them twice.
+
+    Args:
+        state, groups: of this rank.
+        batches: its micro-batches.
+        micro_batches: of a step.
+        interval: steps between those that are computed twice; 0 for none.
+        forget: takes back what a step has counted for the log.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        groups: ProcessGroups,
+        batches: DeviceBatches,
+        micro_batches: int,
+        interval: int,
+        forget: Callable[[], None],
+    ) -> None:
+        self._state, self._groups, self._batches = state, groups, batches
+        self._micro_batches, self._interval, self._forget = micro_batches, interval, forget
+
+    def compute(self, forward_step: ForwardStep, log: RunLog) -> Logs:
+        """Leave the gradients of the next step in their buffers; every rank calls this.
+
+        Returns:
+            What `forward_backward` returns.
+
+        Raises:
+            MachineError: the step was computed three times, with three results on a rank.
+        """
+        step = self._state.step + 1
+        if not is_due(step, self._interval):
+            return self._once(forward_step, self._batches)
+        marks: list[list[int]] = []
+        for _ in range(TIMES):
+            batches: Iterator[Any] = self._batches
+            if marks:
+                self._forget()
+                device = self._batches.device
+                batches = (batch.to(device) for batch in self._batches.of_step)
+            with self._marked() as mark:
+                logs = self._once(forward_step, batches)
+            for of_micro_batch in logs:
+                mark += _checksum(of_micro_batch["sums"])
+            marks.append(self._of_all_ranks(mark))
+            if len(marks) == 2 and marks[0] == marks[1]:
+                return logs
+        self._report(marks, step, log)
+        return logs
+
+    def _once(self, forward_step: ForwardStep, batches: Iterator[Any]) -> Logs:
+        for chunk in self._state.wrapped:
+            chunk.zero_grad_buffer()
+        self._state.optimizer.zero_grad()
+        return forward_backward(forward_step, batches, self._state.wrapped, self._micro_batches, self._groups)
+
+    @staticmethod
+    def _report(marks: Sequence[Sequence[int]], step: int, log: RunLog) -> None:
+        """Say which ranks computed a step with several results, and whether the last one counts."""
+        by_rank = list(enumerate(zip(*marks, strict=True)))
+        ranks = [rank for rank, results in by_rank if len(set(results)) > 1]
+        open_ranks = [rank for rank, results in by_rank if results[-1] not in results[:-1]]
+        names = f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}"
+        shared = "; ranks that share a model pass on what they compute: one of them is at fault" if ranks[1:] else ""
+        log.incident("machine_fault", step, ranks=ranks, times=TIMES, action="stop" if open_ranks else "repeat")
+        if open_ranks:
+            raise MachineError(
+                f"step {step}: computed {TIMES} times from the same data and weights, with {TIMES} different results, "
+                f"on {names}{shared}. No update was made; resume from the last checkpoint without that machine"
+            )
+        log.message(
+            f"step {step}: computed twice, with different results on {names}{shared}. The third result is one of these "
+            "two, and is used; watch that machine"
+        )
+
+    def _of_all_ranks(self, mark: Tensor) -> list[int]:
+        gathered = [torch.zeros_like(mark) for _ in range(self._groups.world_size)]
+        dist.all_gather(gathered, mark)
+        return torch.stack(gathered).tolist()
+
+    @contextmanager
+    def _marked(self) -> Iterator[Tensor]:
+        """Give a number, `[]`, to which the checksums of this rank's gradients of weights are added meanwhile."""
+        # Megatron-FSDP's parameters are shards between steps; the original ones have the gradient.
+        parameters = [getattr(p, "orig_param", p) for chunk in self._state.chunks for p in chunk.parameters()]
+        mark = torch.zeros((), dtype=torch.int64, device=self._batches.device)
+
+        def add(gradient: Tensor) -> None:
+            mark.add_(_checksum(gradient))
+
+        handles = [parameter.register_hook(add) for parameter in parameters if parameter.requires_grad]
+        try:
+            yield mark
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """Return the sum of the bits of values, as integers modulo 2^64: `[]`; another bit anywhere changes it."""
+    return values.detach().contiguous().view(_WORDS[values.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,113 @@
+"""Steps that are computed twice: a fault of the machine is seen, its rank is named, and nothing wrong is trained on."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit.monitoring.sinks import read_records
+from tests.faults.injections import injected
+from tests.faults.test_numbers import arguments
+from tests.integration import actions
+from tests.integration.runs import assert_same_bits, checkpoint, outcome, read_tensors, scalars
+from tests.support.ranks import Job, rows, run_jobs
+
+STEPS, DUE = 5, 4
+TINY = 1 + 2.0**-20  # changes the last bits of a number: no loss and no norm would tell
+FAULTS: dict[str, dict[str, Any]] = {
+    "forward": {"place": "forward", "layer": "layers.1.mlp"},
+    "backward": {"place": "backward", "layer": "layers.1.mlp"},
+    "weight": {"place": "weight", "layer": "layers.1.mlp.linear_fc1"},
+}
+TIMES: dict[str, tuple[tuple[float, int], ...]] = {
+    "first": ((TINY, 1),),
+    "second": ((2.0, 1), (0.5, 2)),  # the first time both: the right number
+    "all": ((TINY, 1), (1.01, 2)),
+}
+"""The factors of a number, and how often each acts: which of three times are wrong."""
+
+LAYOUTS = ("dp2", "overlap", "dist_opt", "fsdp", "fsdp_grads", "experts", "ep2", "tp2", "pp2")
+ALONE = ("dp2", "overlap", "dist_opt", "fsdp", "fsdp_grads", "experts")
+"""Layouts in which no rank computes with what another one has computed, before gradients are summed."""
+CASES = [
+    *((layout, "forward", "first") for layout in LAYOUTS),
+    *((layout, "weight", "first") for layout in ("overlap", "fsdp", "fsdp_grads", "tp2")),
+    *((layout, "backward", "first") for layout in ("dp2", "fsdp", "pp2")),
+    *(("dp2", "forward", times) for times in ("second", "all")),
+]
+
+
+def is_quick(layout: str, fault: str, times: str) -> bool:
+    return (layout, fault) == ("dp2", "forward")
+
+
+def words(folder: Path, layout: str, interval: int) -> list[str]:
+    settings = {"training__deterministic": True, "training__recheck_interval": interval, "training__num_steps": STEPS}
+    return arguments(folder, layout, **settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recheck")
+
+
+@pytest.fixture(scope="module")
+def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    """Do the selected cases, and for each layout a run that computes nothing twice, and one that computes all twice."""
+    jobs: dict[str, Job] = {}
+    wanted = {
+        tuple(item.callspec.params[n] for n in ("layout", "fault", "times"))
+        for item in request.session.items
+        if item.path == request.path
+    }
+    for layout, fault, times in sorted(wanted):
+        for name, interval in ((f"{layout} once", 0), (f"{layout} twice", 1)):
+            jobs[name] = Job(actions.train, {"arguments": words(folder / name, layout, interval)}, ranks=2)
+        name = f"{layout} {fault} {times}"
+        wrong = [{"step": DUE, "rank": 1, **FAULTS[fault], "factor": f, "times": n} for f, n in TIMES[times]]
+        case = {"arguments": words(folder / name, layout, DUE), "fault": partial(injected, *wrong)}
+        jobs[name] = Job(actions.train, case, ranks=2)
+    return run_jobs(folder / "world", jobs)
+
+
+def faults_told(run_dir: Path) -> list[dict[str, Any]]:
+    return [r for r in read_records(run_dir / "metrics.jsonl") if r["kind"] == "incident"]
+
+
+@pytest.mark.parametrize(("layout", "fault", "times"), rows(CASES, is_quick))
+def test_a_fault_that_comes_once_is_seen_and_changes_nothing(
+    ended: dict[str, Any], folder: Path, layout: str, fault: str, times: str
+) -> None:
+    name, undisturbed = f"{layout} {fault} {times}", folder / f"{layout} once"
+    (told,) = faults_told(folder / name)
+    assert (told["incident"], told["step"]) == ("machine_fault", DUE)
+    ranks = told["details"]["ranks"]
+    assert ranks == [1] if layout in ALONE else 1 in ranks
+    if times == "all":
+        assert [run.code for run in ended[name]] == [17, 17]
+        record = outcome(folder / name)
+        assert (record["reason"], record["step"]) == ("machine", DUE - 1)
+        assert f"step {DUE}: computed 3 times" in record["error"]
+        assert told["details"]["action"] == "stop"
+        return
+    assert [run.code for run in ended[name]] == [0, 0], ended[name][0].err
+    assert told["details"]["action"] == "repeat"
+    assert_same_bits(*(read_tensors(checkpoint(run, STEPS)) for run in (folder / name, undisturbed)))
+    assert scalars(folder / name, "loss") == scalars(undisturbed, "loss")
+
+
+@pytest.mark.parametrize(("layout", "fault", "times"), rows(CASES, is_quick))
+def test_what_is_computed_twice_is_counted_once(
+    ended: dict[str, Any], folder: Path, layout: str, fault: str, times: str
+) -> None:
+    """Without a fault: no incident, the same bits, and the same numbers in the log."""
+    once, twice = (folder / f"{layout} {name}" for name in ("once", "twice"))
+    for name in ("once", "twice"):
+        assert [run.code for run in ended[f"{layout} {name}"]] == [0, 0]
+        assert faults_told(folder / f"{layout} {name}") == []
+    assert_same_bits(*(read_tensors(checkpoint(run, STEPS)) for run in (once, twice)))
+    for value in ("loss", "grad_norm", "consumed_samples", "experts/layer_1/max_load", "experts/layer_1/per_token"):
+        found, expected = scalars(twice, value), scalars(once, value)
+        assert found == expected
+        assert bool(found) == (layout in ("experts", "ep2") or not value.startswith("experts"))
