@@ -10,15 +10,16 @@ WORKDIR /workspace/megatron-dit
 RUN apt-get update \
  && apt-get install -y --no-install-recommends fonts-dejavu-core fonts-liberation git \
  && rm -rf /var/lib/apt/lists/*
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt hashes.txt README.md LICENSE ./
 COPY dit dit
 COPY recipes recipes
 COPY energon_data energon_data
 COPY launch launch
 COPY benchmarks benchmarks
 COPY tests tests
-RUN pip install --no-cache-dir -c constraints.txt --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple torch \
- && pip install --no-cache-dir -c constraints.txt ".[dev]" \
+RUN pip install --no-cache-dir --require-hashes --no-deps -r hashes.txt \
+ && pip install --no-cache-dir -c constraints.txt --index-url "$TORCH_INDEX" torch \
+ && pip install --no-cache-dir --no-deps --no-build-isolation . \
  && python -m venv /tmp/sbom && /tmp/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
  && /tmp/sbom/bin/cyclonedx-py environment --output-format JSON --output-file /sbom.cdx.json "$(command -v python)" \
  && rm -r /tmp/sbom

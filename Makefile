@@ -18,18 +18,28 @@ PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental ex
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms test lint test-parallel test-faults benchmark clean help
+.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms test lint test-parallel test-faults benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
-INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# All but torch with the libraries of its CUDA build: which build it is, and from where, is yours to choose.
+$(VENV)/.installed: pyproject.toml constraints.txt hashes.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) $(TORCH_PIP) torch
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) --require-hashes --no-deps -r hashes.txt
+	$(INSTALL) -c constraints.txt $(TORCH_PIP) torch
+	$(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
+
+NOT_HASHED = torch $(addprefix cuda-,bindings pathfinder toolkit) $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
+  cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
+
+hashes: ## write hashes.txt again, after a change of constraints.txt or pyproject.toml (needs uv)
+	UV_CUSTOM_COMPILE_COMMAND='make hashes' uv pip compile --quiet --universal --generate-hashes --no-annotate \
+	  --python-version 3.11 --extra dev --extra encoders -c constraints.txt --output-file hashes.txt \
+	  $(addprefix --no-emit-package ,$(NOT_HASHED)) pyproject.toml
 
 data/letters/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare letters --out data/letters
@@ -40,34 +50,26 @@ demo: $(VENV)/.installed data/letters/dataset.json ## train letters on two ranks
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO) --out samples.png
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum 0.9
 
-$(VENV)/.text: $(VENV)/.installed
-	$(INSTALL) -e '.[text]'
-	touch $@
-
-data/letters_text/dataset.json: | $(VENV)/.text
+data/letters_text/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare letters --text-encoder all-minilm-l6-v2 --out data/letters_text
 
-demo-text: $(VENV)/.text data/letters_text/dataset.json ## train letters by description, draw text.png, read them
+demo-text: $(VENV)/.installed data/letters_text/dataset.json ## train letters by description, draw text.png, read them
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_text \
 	  training.run_dir=$(DEMO_TEXT)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_TEXT) --count 8 --out text.png \
 	  --prompt "the letter Q in a bold serif font" "the letter Q in a light sans font"
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_TEXT) --minimum 0.85 --minimum-style 0.85
 
-data/moving_letters/dataset.json: | $(VENV)/.text
+data/moving_letters/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare moving_letters --text-encoder all-minilm-l6-v2 --out data/moving_letters
 
-demo-video: $(VENV)/.text data/moving_letters/dataset.json ## train letters that move, draw moving.gif, read them
+demo-video: $(VENV)/.installed data/moving_letters/dataset.json ## train letters that move, draw moving.gif, read them
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory moving_letters_dit \
 	  training.run_dir=$(DEMO_VIDEO)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_VIDEO) --out moving.gif
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_VIDEO) --minimum 0.8 --minimum-motion 0.8
 
-$(VENV)/.pictograms: $(VENV)/.installed
-	$(INSTALL) -e '.[text,pictograms,encoders]'
-	touch $@
-
-data/pictograms/dataset.json: | $(VENV)/.pictograms
+data/pictograms/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare $(PICTOGRAMS) --out data/pictograms
 
 runs/pictogram_vae/config.json: | data/pictograms/dataset.json
@@ -79,7 +81,7 @@ data/pictograms_latent/dataset.json: | runs/pictogram_vae/config.json
 	$(VENV)/bin/python -m energon_data.prepare $(PICTOGRAMS) --vae runs/pictogram_vae --text-encoder all-minilm-l6-v2 \
 	  --out data/pictograms_latent
 
-demo-latent: $(VENV)/.pictograms data/pictograms_latent/dataset.json ## train an autoencoder and, on its latents, pictograms by name
+demo-latent: $(VENV)/.installed data/pictograms_latent/dataset.json ## train an autoencoder and, on its latents, pictograms by name
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory pictograms_latent \
 	  training.run_dir=$(DEMO_LATENT)
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_LATENT) --metric pictograms --out pictograms.png --minimum 0.6
@@ -99,14 +101,14 @@ demo-cascade: $(VENV)/.installed data/letters/dataset.json data/letters_32/datas
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_CASCADE)_32 --metric sharpness --minimum 1
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_CASCADE)_64 --metric sharpness --minimum 0.5
 
-data/pictograms_64/dataset.json: | $(VENV)/.pictograms
+data/pictograms_64/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare $(PICTOGRAMS) --text-encoder all-minilm-l6-v2 --out data/pictograms_64
 
-data/all_pictograms_64/dataset.json: | $(VENV)/.pictograms
+data/all_pictograms_64/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare pictograms --size 64 --text-encoder all-minilm-l6-v2 --validation 0.05 \
 	  --out data/all_pictograms_64
 
-demo-pictograms: $(VENV)/.pictograms data/pictograms_64/dataset.json data/all_pictograms_64/dataset.json ## the same cascade for colour pictograms by name
+demo-pictograms: $(VENV)/.installed data/pictograms_64/dataset.json data/all_pictograms_64/dataset.json ## the same cascade for colour pictograms by name
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_pictograms_16 \
 	  training.run_dir=$(DEMO_PICTOGRAMS)_16
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_pictograms_32 \
