@@ -284,7 +284,7 @@ class Run:
             self.phase,
         )
         interval, forget = config.training.recheck_interval, self.bad_steps.drop_counts
-        self.gradients = StepGradients(self.state, groups, self.batches, dims.micro_batches, interval, forget)
+        self.gradients = StepGradients(self.state, groups, dims.micro_batches, interval, forget)
         watch(self.state.wrapped, self.timer, self.phase)
         if resumed:
             with usable(store.root / METADATA_FILE):
@@ -340,7 +340,7 @@ class Run:
         self.bad_steps.begin_step()
         self.timer.start()
         forward_step = training_forward_step(config.objective, config.model, config.training.seed, state.step, self.mix)
-        outputs = self.gradients.compute(forward_step, self.log)
+        outputs = self.gradients.compute(forward_step, self.batches, self.log)
         length, schedule, beta1 = config.training.num_steps, config.schedule, config.optimizer.beta1
         set_rates(state.optimizer, self.learning_rate(state.step), momentum(state.step, length, beta1, schedule))
         step_sums = sum((output["sums"] for output in outputs), torch.zeros_like(loss_sums))

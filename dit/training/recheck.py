@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
 from dit.errors import MachineError
 from dit.monitoring.run_log import RunLog
@@ -37,7 +38,6 @@ class StepGradients:
 
     Args:
         state, groups: of this rank.
-        batches: its micro-batches.
         micro_batches: of a step.
         interval: steps between those that are computed twice; 0 for none.
         forget: takes back what a step has counted for the log.
@@ -47,16 +47,18 @@ class StepGradients:
         self,
         state: TrainState,
         groups: ProcessGroups,
-        batches: DeviceBatches,
         micro_batches: int,
         interval: int,
         forget: Callable[[], None],
     ) -> None:
-        self._state, self._groups, self._batches = state, groups, batches
+        self._state, self._groups = state, groups
         self._micro_batches, self._interval, self._forget = micro_batches, interval, forget
 
-    def compute(self, forward_step: ForwardStep, log: RunLog) -> Logs:
+    def compute(self, forward_step: ForwardStep, batches: DeviceBatches, log: RunLog) -> Logs:
         """Leave the gradients of the next step in their buffers; every rank calls this.
+
+        Args:
+            batches: gives this rank's micro-batches of the step.
 
         Returns:
             What `forward_backward` returns.
@@ -66,16 +68,15 @@ class StepGradients:
         """
         step = self._state.step + 1
         if not is_due(step, self._interval):
-            return self._once(forward_step, self._batches)
+            return self._once(forward_step, batches)
         marks: list[list[int]] = []
         for _ in range(TIMES):
-            batches: Iterator[Any] = self._batches
+            given: Iterator[PackedBatch] = batches
             if marks:
                 self._forget()
-                device = self._batches.device
-                batches = (batch.to(device) for batch in self._batches.of_step)
-            with self._marked() as mark:
-                logs = self._once(forward_step, batches)
+                given = (batch.to(batches.device) for batch in batches.of_step)
+            with self._marked(batches.device) as mark:
+                logs = self._once(forward_step, given)
             for of_micro_batch in logs:
                 mark += _checksum(of_micro_batch["sums"])
             marks.append(self._of_all_ranks(mark))
@@ -84,7 +85,7 @@ class StepGradients:
         self._report(marks, step, log)
         return logs
 
-    def _once(self, forward_step: ForwardStep, batches: Iterator[Any]) -> Logs:
+    def _once(self, forward_step: ForwardStep, batches: Iterator[PackedBatch]) -> Logs:
         for chunk in self._state.wrapped:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
@@ -115,11 +116,11 @@ class StepGradients:
         return torch.stack(gathered).tolist()
 
     @contextmanager
-    def _marked(self) -> Iterator[Tensor]:
+    def _marked(self, device: torch.device) -> Iterator[Tensor]:
         """Give a number, `[]`, to which the checksums of this rank's gradients of weights are added meanwhile."""
         # Megatron-FSDP's parameters are shards between steps; the original ones have the gradient.
         parameters = [getattr(p, "orig_param", p) for chunk in self._state.chunks for p in chunk.parameters()]
-        mark = torch.zeros((), dtype=torch.int64, device=self._batches.device)
+        mark = torch.zeros((), dtype=torch.int64, device=device)
 
         def add(gradient: Tensor) -> None:
             mark.add_(_checksum(gradient))
