@@ -26,8 +26,9 @@ from dit.tracing.packs import PackShape
 
 FEWEST_LAYERS = 2
 """Layers from which on memory grows evenly, where nothing is gathered ahead."""
-FSDP_WINDOW = 1_000_000_000
-"""Elements of gradients that Megatron-FSDP lets wait for their reduction, at least; half as many it gathers ahead."""
+FSDP_WINDOW = 1_500_000_000
+"""Elements that Megatron-FSDP holds in full, at least: gradients that wait for their reduction, and half as many weights
+that are gathered ahead."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ def fewest_layers(model: ModelConfig, parallel: ParallelConfig, dims: ParallelDi
         return FEWEST_LAYERS
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in build_on_meta(model).units()]
     share = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
-    waiting = max(FSDP_WINDOW * share, 2 * sum(sizes) // len(sizes)) // min(sizes)
-    return max(FEWEST_LAYERS, waiting + 2)
+    window = max(FSDP_WINDOW * share, 3 * sum(sizes) // len(sizes)) // min(sizes)
+    return max(FEWEST_LAYERS, window + 2)
 
 
 def _num_layers(chunks: Sequence[Stage]) -> int:
