@@ -61,8 +61,7 @@ def flux_535m() -> run.Partial:
 def flux_12b() -> run.Partial:
     """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two to a step: 8 x 80 GB.
 
-    `--dryrun` estimates 49 GiB on each GPU. The modulations, 3.2 B, are replicated over tensor-parallel
-    rank; FSDP spreads them over the other four.
+    `--dryrun` estimates 43 GiB on each GPU.
     """
     recipe = with_fsdp(on_tensor_parallel(_flux("flux_12b", flux_dev()), 2))
     recipe.data = run.Config(EnergonData, path="data/latents_1024", max_tokens_per_sample=4096, bucket_by_shape=True)

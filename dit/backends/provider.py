@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dit.backends.device import local_device
 from dit.backends.expert_dispatch import ExpertDispatch
+from dit.backends.gathered_linear import GatheredLinear
 from dit.backends.graph_linears import GraphColumnLinear, GraphRowLinear, SumOverRanks
 from dit.backends.init import ZEROS, Init, uniform, with_init
 from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, sharding_of, state
@@ -26,7 +27,7 @@ from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, installed, on_cuda
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 
-REPLICATED, EXPERT = ParameterSharding(), ParameterSharding(expert=True)
+REPLICATED, EXPERT, ROWS = ParameterSharding(), ParameterSharding(expert=True), ParameterSharding(split_dim=0)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -85,6 +86,16 @@ LINEARS = Op[tuple[Any, Any]](
 """The classes of column- and row-parallel linears."""
 
 
+class _OneRank:
+    """Stands for the group of a rank alone; for None, Megatron-Core's linears take the group of the process."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
 class LayerProvider:
     """Builds the parallel layers of a model for one rank.
 
@@ -110,9 +121,8 @@ class LayerProvider:
         if kernels.in_graph:
             self._column, self._row = GraphColumnLinear, GraphRowLinear
             self._sum_in_graph = SumOverRanks(groups and groups.tp)
-        self.tp_group = None if groups is None else groups.tp
-        self.tp_size = 1 if groups is None else groups.tp.size()
-        self.tp_rank = 0 if groups is None else groups.tp.rank()
+        self.tp_group = _OneRank() if groups is None else groups.tp
+        self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
         self._groups = groups
 
     @property
@@ -243,6 +253,26 @@ class LayerProvider:
         _start(layer, sharding, sharding, init)
         return layer
 
+    def gathered_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> GatheredLinear:
+        """Build a linear layer of what is computed per sample: features are split, and every rank gets all of them.
+
+        Raises:
+            ConfigError: tensor parallelism cannot split the features.
+        """
+        self.split(out_features, "output features")
+        layer = GatheredLinear(
+            in_features,
+            out_features,
+            bias=bias,
+            group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            in_graph=self.kernels.in_graph,
+            dtype=self.config.params_dtype,
+            device=self._device,
+        )
+        _start(layer, ROWS, ROWS, init)
+        return layer
+
     def is_linear(self, module: nn.Module) -> bool:
         """Return whether a module is a linear layer of a kind that this provider builds."""
         return isinstance(module, (nn.Linear, self._column, self._row))
@@ -257,8 +287,10 @@ class LayerProvider:
         base = sharding_of(weight)
         out_features, in_features = base.global_shape(weight.shape, self.tp_size)
         a, b = adapter_shardings(base)
-        start = uniform(1 / math.sqrt(in_features))
-        return self._linear_of(a, in_features, rank, start), self._linear_of(b, rank, out_features, ZEROS)
+        down = self._linear_of(a, in_features, rank, uniform(1 / math.sqrt(in_features)))
+        if isinstance(layer, GatheredLinear):
+            return down, self.gathered_linear(rank, out_features, bias=False, init=ZEROS)
+        return down, self._linear_of(b, rank, out_features, ZEROS)
 
     def _linear_of(self, sharding: ParameterSharding, in_features: int, out_features: int, init: Init) -> nn.Module:
         """Build a linear layer without bias whose weight is sharded as stated."""

@@ -118,7 +118,7 @@ class Modulation(nn.Module):
             init = xavier_uniform(hidden_size, rank)
             self.down = provider.replicated_linear(hidden_size, rank, bias=False, init=init)
         features = hidden_size if rank is None else rank
-        self.linear = provider.replicated_linear(features, 3 * num_sublayers * hidden_size, bias=bias, init=ZEROS)
+        self.linear = provider.gathered_linear(features, 3 * num_sublayers * hidden_size, bias=bias, init=ZEROS)
 
     def forward(self, cond_SD: Tensor) -> list[SublayerModulation]:
         chunks = self.linear(self.down(nn.functional.silu(cond_SD))).chunk(3 * self.num_sublayers, dim=-1)

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Optional
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
-from torch import nn
 
 from dit.backends import foreach
 from dit.backends.gradients import DataParallel, share_main_gradients
@@ -20,7 +17,7 @@ from dit.backends.init import initialize_weights
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import sharding_of, write_attributes
+from dit.backends.sharding import write_attributes
 from dit.context_parallel.attention import ContextAttention
 from dit.kernels.attention import Attention
 from dit.kernels.block_choice import ATTENTION_BLOCKS
@@ -139,19 +136,12 @@ def build_alone(
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the full model by global name; allocates no memory."""
-    return {name: _global_shape(parameter) for name, parameter in build_on_meta(model).named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in build_on_meta(model).named_parameters()}
 
 
 def count_parameters(model: ModelConfig, *, trained: bool = False) -> int:
     """Count the parameters of the full model; with `trained` those that are not frozen."""
-    counted = (p for p in build_on_meta(model).parameters() if p.requires_grad or not trained)
-    return sum(prod(_global_shape(parameter)) for parameter in counted)
-
-
-def _global_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the complete shape of a parameter; built without groups, it is split by the layout of the run, if any."""
-    tp_size = parallel_state.get_tensor_model_parallel_world_size() if parallel_state.is_initialized() else 1
-    return sharding_of(parameter).global_shape(parameter.shape, tp_size)
+    return sum(p.numel() for p in build_on_meta(model).parameters() if p.requires_grad or not trained)
 
 
 def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Target, asked: str = AUTO) -> Attention:

@@ -27,8 +27,8 @@ from dit.tracing.packs import PackShape
 FEWEST_LAYERS = 2
 """Layers from which on memory grows evenly, where nothing is gathered ahead."""
 FSDP_WINDOW = 1_500_000_000
-"""Elements that Megatron-FSDP holds in full, at least: gradients that wait for their reduction, and half as many weights
-that are gathered ahead."""
+"""Elements that Megatron-FSDP holds in full, at least: gradients waiting for their reduction, and half as many weights,
+gathered ahead."""
 
 
 @dataclass(frozen=True)

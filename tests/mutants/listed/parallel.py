@@ -5,6 +5,20 @@ from tests.mutants.runner import Mutant
 
 MUTANTS = (
     Mutant(
+        "modulations: gradients of other ranks' tokens are lost",
+        "dit/backends/gathered_linear.py",
+        "return all_gather_last_dim_from_tensor_parallel_region(y_SF.float(), group=self._group).to(y_SF.dtype)",
+        "return gather_from_tensor_model_parallel_region(y_SF.float(), group=self._group).to(y_SF.dtype)",
+        (LAYOUTS,),
+    ),
+    Mutant(
+        "modulations: the gradient of their input is that of the own features",
+        "dit/backends/gathered_linear.py",
+        "else copy_to_tensor_model_parallel_region(x_SD, group=self._group)",
+        "else x_SD",
+        (LAYOUTS,),
+    ),
+    Mutant(
         "no weight decay",
         "dit/parallel/build.py",
         'settings.weight_decay * group["wd_mult"]',
