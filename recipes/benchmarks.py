@@ -53,10 +53,10 @@ def bench_dit7b_8k_tp2sp() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def bench_dit7b_74k_tp2sp_cp4() -> run.Partial:
-    """DiT-7B (7.19 B) at 73,728 tokens, TP 2 + SP, CP 4: 16 x 141 GB or more, 85 GiB each.
+    """DiT-7B (7.19 B) at 73,728 tokens, TP 2 + SP, CP 4: 16 x 141 GB or more, 75 GiB each.
 
     Published: 3409 tokens/s per GPU, 439 TFLOPS in NeMo's convention, 385 of work.
-    `training.recompute=selective` takes it to 77 GiB on each of 16 GPUs.
+    `training.recompute=selective` takes it to 67 GiB on each of 16 GPUs.
     """
     recipe = on_tensor_parallel(_measured("bench_dit7b_74k_tp2sp_cp4", dit_cross_7b(), CLIP_74K), 2)
     recipe.parallel.context_parallel_size = 4
@@ -262,7 +262,7 @@ def stage_5b_74k() -> run.Partial:
     """MovieGen-5B (5.74 B), stage 3 on synthetic clips of 73,728 tokens, TP 2 + SP, CP 4: 8 x 141 GB or more.
 
     A step is 2.1 EFLOP of work: 11 minutes if every GPU reaches 400 TFLOPS. Cheap
-    activations are recomputed; --dryrun estimates 77 GiB on each of 8 GPUs, 35 with `training.recompute=full`.
+    activations are recomputed; --dryrun estimates 70 GiB on each of 8 GPUs, 28 with `training.recompute=full`.
     """
     return _stage("stage_5b_74k", moviegen.pretrain_ditllama5b_stage3())
 
@@ -278,7 +278,7 @@ def stage_30b_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_30b_8k() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 2 on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB, 73 GiB each.
+    """MovieGen-30B (33.4 B), stage 2 on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB, 32 GiB each.
 
     A step is 346 PFLOP of work: 14 s if every GPU reaches 400 TFLOPS.
     """
@@ -287,9 +287,9 @@ def stage_30b_8k() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def stage_30b_74k() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 3 on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 141 GB.
+    """MovieGen-30B (33.4 B), stage 3 on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
 
     A step is 7.5 EFLOP of work: 2.4 minutes if every GPU reaches 400 TFLOPS. Cheap
-    activations are recomputed; --dryrun estimates 99 GiB on each GPU, 56 with `training.recompute=full`.
+    activations are recomputed; --dryrun estimates 59 GiB on each GPU, 16 with `training.recompute=full`.
     """
     return _stage("stage_30b_74k", moviegen.pretrain_ditllama30b_stage3_mock())

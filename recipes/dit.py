@@ -282,7 +282,7 @@ def pretrain_7b_256p_joint() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b_256p_joint_pack() -> run.Partial:
-    """DiT-7B with text (7.19 B) on packs of 10,240 tokens, 256 px, TP 2 + SP: 16 x 80 GB or more, 65 GiB each.
+    """DiT-7B with text (7.19 B) on packs of 10,240 tokens, 256 px, TP 2 + SP: 16 x 80 GB or more, 55 GiB each.
 
     As pretrain_7b_256p_joint, images and clips, but images fill the room that clips leave. 128 packs to a step.
     """

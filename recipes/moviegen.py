@@ -132,10 +132,10 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_stage3() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 141 GB or more, 81 GiB each.
+    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 141 GB or more, 73 GiB each.
 
     Every GPU has 9216 tokens of a pack; 256 packs to a step at lr 6e-5. Cheap activations are recomputed; with
-    `training.recompute=full` --dryrun estimates 39 GiB.
+    `training.recompute=full` --dryrun estimates 31 GiB.
     """
     recipe = pretrain_ditllama5b_stage2()
     recipe.training.run_dir = "runs/pretrain_ditllama5b_stage3"
@@ -175,15 +175,15 @@ def pretrain_ditllama30b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage2() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 2: images and clips of 256 px, TP 2 + SP, CP 4, FSDP: 64 x 141 GB.
+    """MovieGen-30B (33.4 B), stage 2: images and clips of 256 px, TP 2 + SP, CP 4, FSDP: 64 x 80 GB.
 
     A blend of two folders: of four samples three are images of 256 tokens, one is a clip of up to 8192. They share
     packs of 8192 tokens, so images fill the room that shorter clips leave; 256 packs to a step at lr 6e-5. Another
     share is
     `data.blend=[{path: data/latents_256, weight: 1}, {path: data/latents_256_clips, weight: 1}]`, and
     `data.blend_steps` changes it at given steps. Starts from `runs/pretrain_ditllama30b`. The ratio is this project's:
-    NeMo has this stage on synthetic clips only (pretrain_ditllama30b_stage2_mock). --dryrun estimates 75 GiB on each of
-    64 GPUs, a little more than fits into 80 GB.
+    NeMo has this stage on synthetic clips only (pretrain_ditllama30b_stage2_mock). --dryrun estimates 34 GiB on each of
+    64 GPUs.
     """
     recipe = as_large_model(text_conditional("pretrain_ditllama30b_stage2", moviegen_30b()), lr=6e-5)
     blend = [{"path": "data/latents_256", "weight": 3}, {"path": "data/latents_256_clips", "weight": 1}]
@@ -196,11 +196,11 @@ def pretrain_ditllama30b_stage2() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage3() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 3: images and clips of 768 px, TP 2 + SP, CP 8, FSDP: 128 x 141 GB.
+    """MovieGen-30B (33.4 B), stage 3: images and clips of 768 px, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
 
     As stage 2, whose weights it starts from: of four samples three are images of 2304 tokens, one is a clip of up to
     73,728, in packs of so many. Every GPU works on 9216 tokens of a pack; cheap activations are recomputed, and
-    --dryrun estimates 100 GiB on each of 128 GPUs.
+    --dryrun estimates 60 GiB on each of 128 GPUs.
     """
     recipe = pretrain_ditllama30b_stage2()
     recipe.training.run_dir = "runs/pretrain_ditllama30b_stage3"
@@ -221,7 +221,7 @@ def _mock_30b(name: str, latent: tuple[int, int, int], tensor_size: int, context
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage2_mock() -> run.Partial:
-    """MovieGen-30B (33.4 B) on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB, 73 GiB each.
+    """MovieGen-30B (33.4 B) on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB, 32 GiB each.
 
     The layout of stage 2, 256 clips to a step; every GPU has 2048 tokens of a clip.
     """
@@ -230,10 +230,10 @@ def pretrain_ditllama30b_stage2_mock() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage3_mock() -> run.Partial:
-    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 141 GB.
+    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 80 GB.
 
     The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe requests them and gets one frame.
-    Cheap activations are recomputed; --dryrun estimates 99 GiB on each of 128 GPUs, 56 with `training.recompute=full`.
+    Cheap activations are recomputed; --dryrun estimates 59 GiB on each of 128 GPUs, 16 with `training.recompute=full`.
     """
     recipe = with_fsdp(_mock_30b("pretrain_ditllama30b_stage3_mock", CLIP_768, 2, 8))
     recipe.training.recompute = "selective"

@@ -66,7 +66,7 @@ def wan_1_3b_mock() -> run.Partial:
 def wan_14b_mock() -> run.Partial:
     """Wan 2.1 14B (14.3 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP: 32 x 141 GB or more.
 
-    15 steps. `--dryrun` estimates 75 GiB on each GPU, 65 with `training.recompute=selective`.
+    15 steps. `--dryrun` estimates 75 GiB on each GPU, 70 with `training.recompute=selective`.
     DFM publishes 325.8 TFLOP/s for each of 128 H100 with this model, clip and layout: 1974 tokens/s.
     """
     return with_fsdp(_mock("wan_14b_mock", wan_14b(), 16))
