@@ -34,6 +34,8 @@ class OptimizerConfig:
         beta1, beta2, eps: Adam's constants.
         weight_decay: decoupled; not applied to biases, norms and other one-dimensional parameters.
         clip_grad: largest global gradient norm; 0 switches clipping off.
+        offload: Adam's moments are in host memory, which takes 8 bytes per parameter of a rank off its device. Each
+            update copies them there and back, a part at a time; numbers change by rounding.
     """
 
     lr: float = 1e-4
@@ -42,6 +44,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0
+    offload: bool = False
 
     def validate(self) -> None:
         """Check every field by itself."""

@@ -48,6 +48,11 @@ def accelerator_versions() -> dict[str, Any]:
     }
 
 
+def host_zeros(like: torch.Tensor) -> torch.Tensor:
+    """Return zeros in host memory, of the shape and dtype of a tensor; pinned, if that is on a GPU."""
+    return torch.zeros(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+
 def begin_copy_to_host(values: torch.Tensor) -> Callable[[], list[float]]:
     """Start to copy a small tensor to the host; the host goes on.
 

@@ -38,7 +38,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "num_streams background max_abs_latent max_lost_samples require_checksums validation_split "
         "validation_micro_batches",
     ),
-    "optimizer": ("beta1 beta2 eps weight_decay", "lr clip_grad"),
+    "optimizer": ("beta1 beta2 eps weight_decay", "lr clip_grad offload"),
     "schedule": ("", EVERY),
     "parallel": ("", EVERY),
     "training": (

@@ -72,7 +72,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     base = load_base(config, chunks, groups)
     wrapped = wrap(chunks, config.parallel, groups)
     optimizer = build_optimizer(wrapped, config.optimizer, config.parallel, training, groups)
-    shards = master_shards(optimizer, chunks)
+    shards = master_shards(optimizer, chunks, offload=config.optimizer.offload)
     ema = None
     if training.ema_decay is not None:
         start, interval = training.ema_start_step, training.ema_interval

@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from dit.backends.device import host_zeros
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.parallel.fsdp import local, sharded_parameters, use_updated_weights
 
@@ -29,6 +30,7 @@ class MasterShard:
             under FSDP.
         state: Adam's state of `owner`; empty before the first step.
         group: ranks over which the parameter is sharded; None if it is not.
+        offload: whether Adam's moments are in host memory.
     """
 
     name: str
@@ -38,6 +40,7 @@ class MasterShard:
     owner: Tensor
     state: dict[str, Any]
     group: Optional[ProcessGroup]
+    offload: bool = False
 
     @property
     def main(self) -> Tensor:
@@ -57,7 +60,7 @@ class MasterShard:
         """Create the tensors of Adam's state as zeros; Adam then also needs its step count (`set_step_count`)."""
         for slot in SLOTS:
             if slot not in self.state:
-                self.state[slot] = torch.zeros_like(self.owner)
+                self.state[slot] = host_zeros(self.main) if self.offload else torch.zeros_like(self.owner)
 
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -95,14 +98,24 @@ def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor,
             yield parameter, main, 0, parameter.numel()
 
 
-def master_shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[MasterShard]:
+def master_shards(
+    optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], *, offload: bool = False
+) -> list[MasterShard]:
     """List this rank's master shards in the order of the model's parameters, frozen ones left out.
 
     Args:
         optimizer: Megatron-Core's optimizer over `chunks`.
         chunks: this rank's unwrapped model chunks. Their parameter names are global; a parameter of every pipeline
             stage is listed once per chunk, under the same name.
+        offload: see `MasterShard`.
     """
+    shards = _shards(optimizer, chunks)
+    for shard in shards:
+        shard.offload = offload
+    return shards
+
+
+def _shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[MasterShard]:
     names = {
         parameter: name for chunk in chunks for name, parameter in chunk.named_parameters() if parameter.requires_grad
     }

@@ -3,17 +3,21 @@
     eager   scale gradients | AdamW | copy to the model | average      each a pass over all elements
     triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gathering of weights
 
-The state is the same, so that a run may go on with the other one.
+The state is the same, so that a run may go on with the other one. With `optimizer.offload` Adam's moments are in host
+memory; the second form, or its reference in eager mode, updates them part by part.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any, Optional
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from dit.backends.device import synchronize
 from dit.backends.megatron_types import MegatronOptimizer
+from dit.kernels import adamw as reference
 from dit.kernels.adamw import AdamW, Elements, Rates
 from dit.kernels.choice import Target, choose
 from dit.kernels.resolve import OPTIMIZER
@@ -21,6 +25,9 @@ from dit.optimizer import master_weights
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, sub_optimizers
 from dit.parallel.fsdp import local
+
+PART = 1 << 24
+"""Elements whose moments are on the device at the same time: 128 MiB."""
 
 Update = Callable[[float, int], None]
 """Updates weights and average after `gradient_norm`; gets its result, and the number of the step, from 1."""
@@ -47,6 +54,8 @@ def build_update(
         ConfigError: the kernel that is asked for does not run here.
     """
     adamw = choose(OPTIMIZER, target, kernels).load()
+    if any(shard.offload for shard in shards):
+        adamw = with_moments_on_the_host(adamw or reference.adamw)
     if adamw is not None:
         return FusedUpdate(optimizer, shards, ema, clip_grad, adamw)
 
@@ -56,6 +65,34 @@ def build_update(
             ema.update(step)
 
     return update
+
+
+def with_moments_on_the_host(adamw: AdamW) -> AdamW:
+    """Return an update of parameters whose moments are in host memory, by one of parameters that are on the device.
+
+    A part of `PART` elements after another is copied to the device, updated and copied back. The caller waits for the
+    last copy, so that nobody reads a moment too early.
+    """
+
+    def update(parameters: Sequence[Elements], rates: Rates) -> None:
+        for whole in parameters:
+            for part in parts(whole, PART):
+                moments = part.exp_avg, part.exp_avg_sq
+                there = [moment.to(part.main.device, copy=True, non_blocking=True) for moment in moments]
+                adamw([replace(part, exp_avg=there[0], exp_avg_sq=there[1])], rates)
+                for moment, new in zip(moments, there):
+                    moment.copy_(new, non_blocking=True)
+        synchronize()
+
+    return update
+
+
+def parts(elements: Elements, size: int) -> Iterator[Elements]:
+    """Yield the elements of a parameter, at most `size` at a time, as views."""
+    given = {field.name: getattr(elements, field.name) for field in fields(elements)}
+    flat = {name: values.view(-1) for name, values in given.items() if values is not None}
+    for start in range(0, elements.main.numel(), size):
+        yield replace(elements, **{name: values[start : start + size] for name, values in flat.items()})
 
 
 class FusedUpdate:

@@ -267,7 +267,7 @@ class _Program:
     def run(self) -> StepTrace:
         """Build the model, its optimizer and the optimizer's state, and trace a step."""
         from dit.optimizer.ema import EMA
-        from dit.optimizer.master_weights import master_shards
+        from dit.optimizer.master_weights import SLOTS, master_shards
         from dit.optimizer.update import build_update
         from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
         from dit.parallel.implementations import target_of
@@ -289,7 +289,7 @@ class _Program:
         self.wrapped = wrap(chunks, job.parallel, self.groups)
         weights = self.counter.live
         self.optimizer = build_optimizer(self.wrapped, job.optimizer, job.parallel, training, self.groups)
-        shards = master_shards(self.optimizer, chunks)
+        shards = master_shards(self.optimizer, chunks, offload=job.optimizer.offload)
         before = self.counter.live
         decay = None if training.ema_offload else training.ema_decay
         ema = None if decay is None else EMA(shards, decay)
@@ -298,6 +298,8 @@ class _Program:
         self.mix = noise_kernel(job.model, training, job.kernels)
         self.update = build_update(self.optimizer, shards, ema, job.optimizer.clip_grad, target, training.kernels)
         self._make_optimizer_state()
+        if job.optimizer.offload:
+            self.counter.live -= sum(shard.slot(name).nbytes for shard in shards for name in SLOTS)
         state = dict(zip(STATE, (weights, self.counter.live - weights - average, average)))
         steady = steady_state(job.parallel, self.groups.pp.rank(), job.world_size)
         traced = job.micro_batches if job.in_full else min(job.micro_batches, steady.micro_batches)

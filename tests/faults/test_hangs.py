@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 
 from dit.checkpoint.checkpointer import Checkpointer
@@ -70,6 +71,7 @@ def test_a_run_that_was_suspended_goes_on_when_it_wakes(tmp_path: Path, ranks: i
         time.sleep(LIMIT_S)
         assert process.poll() is None, log.read_text()[-2000:]
         assert steps_logged(run_dir) > before
+    assert not any(map(psutil.pid_exists, pids))
     assert not [r for r in read_records(run_dir / "metrics.jsonl") if r["kind"] == "incident"]
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -94,10 +95,18 @@ def started(
 
 
 def kill_session(process: subprocess.Popen) -> None:
-    """Kill a process and all its children at once, as `kill -9` and a dying machine do."""
+    """Kill a process and all below it at once, as `kill -9` and a dying machine do."""
+    try:
+        below = psutil.Process(process.pid).children(recursive=True)  # torchrun's ranks have sessions of their own
+    except psutil.NoSuchProcess:
+        below = []
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for child in below:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     process.wait()
+    psutil.wait_procs(below, timeout=10)
 
 
 def wait_for(process: subprocess.Popen, moment: Callable[[], bool], log: Path, *, timeout_s: float = 240.0) -> None:

@@ -12,6 +12,7 @@ from tests.mutants.listed.paths import (
     LOSS_SCALE,
     LOSSES,
     NUMBERS,
+    OFFLOAD,
     OPTIMIZER,
     RECHECK,
     REMOTE,
@@ -26,6 +27,20 @@ from tests.mutants.listed.paths import (
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
+    Mutant(
+        "offload: new moments do not come back",
+        "dit/optimizer/update.py",
+        "moment.copy_(new, non_blocking=True)",
+        "moment.copy_(moment, non_blocking=True)",
+        (OFFLOAD, OPTIMIZER),
+    ),
+    Mutant(
+        "offload: the end of a parameter stays as it was",
+        "dit/optimizer/update.py",
+        "for start in range(0, elements.main.numel(), size):",
+        "for start in range(0, elements.main.numel() - size + 1, size):",
+        (OFFLOAD, OPTIMIZER),
+    ),
     Mutant(
         "what was computed twice is not compared",
         "dit/training/recheck.py",

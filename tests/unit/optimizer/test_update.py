@@ -1,0 +1,74 @@
+"""Updates with Adam's moments in host memory, part by part."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.parallel_training import tiny_model
+from dit.kernels.adamw import Elements, Rates, adamw
+from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer import update
+from dit.optimizer.master_weights import MasterShard
+from dit.parallel.build import count_parameters, parameter_shapes
+from dit.parallel.dims import ParallelConfig
+from dit.planner.trace import Job, trace
+from dit.settings import OptimizerConfig, TrainingConfig
+from dit.tracing.packs import PackShape
+
+RATES = Rates(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, step=3, clip=0.5, average=0.3)
+
+
+def parameters(*, averaged: bool, half: bool) -> list[Elements]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for shape in ((3, 5), (4,), (1,), (0,), (2, 3, 4)):
+        gradient, main, first, second, average = torch.randn(5, *shape, generator=generator)
+        model = main.bfloat16() if half else None
+        found.append(Elements(gradient, main, first, second.square(), average if averaged else None, model))
+    return found
+
+
+@pytest.mark.parametrize(("averaged", "half"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("part", [1, 4, 7, 1000])
+def test_parts_are_updated_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, part: int, averaged: bool, half: bool):
+    monkeypatch.setattr(update, "PART", part)
+    whole, by_parts = (parameters(averaged=averaged, half=half) for _ in range(2))
+    seen = []
+
+    def counted(some: list[Elements], rates: Rates) -> None:
+        seen.extend(p.main.numel() for p in some)
+        adamw(some, rates)
+
+    adamw(whole, RATES)
+    update.with_moments_on_the_host(counted)(by_parts, RATES)
+    assert sum(seen) == sum(p.main.numel() for p in whole)
+    assert max(seen) <= part
+    for one, other in zip(whole, by_parts):
+        for name in ("main", "exp_avg", "exp_avg_sq", "average", "model"):
+            expected, found = getattr(one, name), getattr(other, name)
+            assert (expected is None and found is None) or torch.equal(expected, found), name
+
+
+def test_offloaded_moments_are_on_the_host() -> None:
+    """Whatever the device of the weights; without offload they are where the weights are."""
+    for offload, device in ((True, "cpu"), (False, "meta")):
+        main = torch.zeros(3, device="meta")
+        shard = MasterShard("w", torch.nn.Parameter(main), 0, 3, main, {}, None, offload)
+        shard.ensure_state()
+        assert {slot: values.device.type for slot, values in shard.state.items()} == dict.fromkeys(
+            ("exp_avg", "exp_avg_sq"), device
+        )
+
+
+@pytest.mark.parametrize("data_parallel", ["distributed_optimizer", "fsdp", "ddp"])
+def test_a_plan_counts_eight_bytes_per_parameter_less(data_parallel: str) -> None:
+    model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
+    parts = (model, FlowMatching(), OptimizerConfig(), ParallelConfig(data_parallel=data_parallel), training)
+    job = Job(*parts, PackShape(((1, 4, 8),), text_lengths=(4,)))
+    on, off = trace([job, replace(job, optimizer=OptimizerConfig(offload=True))])
+    count = count_parameters(model)
+    assert on.state_bytes["optimizer"] - off.state_bytes["optimizer"] == pytest.approx(8 * count, rel=1e-3)
+    largest = max(math.prod(shape) for shape in parameter_shapes(model).values())
+    assert 0 <= 8 * count - (on.peak - off.peak) <= 8 * largest  # of which the moments are on the device for a while
