@@ -17,7 +17,7 @@ COPY energon_data energon_data
 COPY launch launch
 COPY benchmarks benchmarks
 COPY tests tests
-RUN pip install --no-cache-dir --require-hashes --no-deps -r hashes.txt \
+RUN pip install --no-cache-dir --require-hashes --only-binary :all: --no-deps -r hashes.txt \
  && pip install --no-cache-dir -c constraints.txt --index-url "$TORCH_INDEX" torch \
  && pip install --no-cache-dir --no-deps --no-build-isolation . \
  && python -m venv /tmp/sbom && /tmp/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \

@@ -25,10 +25,10 @@ help: ## show this list
 
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-# All but torch with the libraries of its CUDA build: which build it is, and from where, is yours to choose.
+# All but torch and the libraries of its CUDA build: which build it is, and from where, is yours to choose.
 $(VENV)/.installed: pyproject.toml constraints.txt hashes.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --require-hashes --no-deps -r hashes.txt
+	$(INSTALL) --require-hashes --only-binary :all: --no-deps -r hashes.txt
 	$(INSTALL) -c constraints.txt $(TORCH_PIP) torch
 	$(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@

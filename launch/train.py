@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Optional
 
 from dit.errors import (
     EXIT_CONFIG,
+    EXIT_MACHINE,
     EXIT_NOT_FINITE,
     EXIT_OK,
     EXIT_PREEMPTED,
@@ -30,7 +31,7 @@ from recipes import registry
 if TYPE_CHECKING:
     import nemo_run as run
 
-SAME_ON_ALL_RANKS = (EXIT_CONFIG, EXIT_NOT_FINITE)
+SAME_ON_ALL_RANKS = (EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_MACHINE)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -89,8 +89,9 @@ def bench_dit28b_64k_fsdp_ckpt() -> run.Partial:
 def bench_dit7b_8k_1gpu() -> run.Partial:
     """DiT-7B (7.19 B), all of it, at 8192 tokens on one GPU of 80 GB, 70 GiB: moments and average in host memory.
 
-    Every layer is recomputed. An update copies Adam's moments to the GPU and back, 107 GiB in all, and the weights to
-    the host for their average, so a step has 16 micro-batches; the time of it was not measured.
+    The host needs 80 GiB for them. Every layer is recomputed. An update copies Adam's moments to the GPU and back, 107
+    GiB in all, and the weights to the host for their average, so a step has 16 micro-batches; its time was not
+    measured.
     """
     recipe = _measured("bench_dit7b_8k_1gpu", dit_cross_7b(), CLIP_8K)
     recipe.training.global_batch_size = 16

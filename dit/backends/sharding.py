@@ -14,6 +14,9 @@ Four kinds of parameters on four ranks with TP 2 + SP and PP 2:
     gradient summed     nowhere              TP              PP                TP and PP
     besides DP x CP
 
+Before a `GatheredLinear` (modulations) a rank's gradient covers its own features instead, of all tokens: the sum over
+TP is the same.
+
 Megatron-Core reads this from eight attributes of a parameter; a missing attribute means its default.
 `write_attributes` derives all of them; nothing else in this project sets one.
 """

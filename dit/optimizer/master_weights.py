@@ -30,7 +30,7 @@ class MasterShard:
             under FSDP.
         state: Adam's state of `owner`; empty before the first step.
         group: ranks over which the parameter is sharded; None if it is not.
-        offload: whether Adam's moments are in host memory.
+        host: memory of the host for Adam's moments, by slot; None where they are on the device.
     """
 
     name: str
@@ -40,7 +40,7 @@ class MasterShard:
     owner: Tensor
     state: dict[str, Any]
     group: Optional[ProcessGroup]
-    offload: bool = False
+    host: Optional[dict[str, Tensor]] = None
 
     @property
     def main(self) -> Tensor:
@@ -60,7 +60,7 @@ class MasterShard:
         """Create the tensors of Adam's state as zeros; Adam then also needs its step count (`set_step_count`)."""
         for slot in SLOTS:
             if slot not in self.state:
-                self.state[slot] = host_zeros(self.main) if self.offload else torch.zeros_like(self.owner)
+                self.state[slot] = torch.zeros_like(self.owner) if self.host is None else self.host[slot]
 
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -107,11 +107,15 @@ def master_shards(
         optimizer: Megatron-Core's optimizer over `chunks`.
         chunks: this rank's unwrapped model chunks. Their parameter names are global; a parameter of every pipeline
             stage is listed once per chunk, under the same name.
-        offload: see `MasterShard`.
+        offload: whether Adam's moments are in host memory, 8 bytes per element of the shards.
     """
     shards = _shards(optimizer, chunks)
-    for shard in shards:
-        shard.offload = offload
+    if offload:
+        sizes = [shard.main.numel() for shard in shards]
+        pinned = any(shard.main.is_cuda for shard in shards)
+        memory = {slot: host_zeros(sum(sizes), pinned=pinned).split(sizes) for slot in SLOTS}
+        for i, shard in enumerate(shards):
+            shard.host = {slot: parts[i].view(shard.main.shape) for slot, parts in memory.items()}
     return shards
 
 

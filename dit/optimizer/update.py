@@ -54,7 +54,7 @@ def build_update(
         ConfigError: the kernel that is asked for does not run here.
     """
     adamw = choose(OPTIMIZER, target, kernels).load()
-    if any(shard.offload for shard in shards):
+    if any(shard.host is not None for shard in shards):
         adamw = with_moments_on_the_host(adamw or reference.adamw)
     if adamw is not None:
         return FusedUpdate(optimizer, shards, ema, clip_grad, adamw)
@@ -70,19 +70,26 @@ def build_update(
 def with_moments_on_the_host(adamw: AdamW) -> AdamW:
     """Return an update of parameters whose moments are in host memory, by one of parameters that are on the device.
 
-    A part of `PART` elements after another is copied to the device, updated and copied back. The caller waits for the
-    last copy, so that nobody reads a moment too early.
+    About `PART` elements after others are copied to the device, updated and copied back. The host does not wait: nobody
+    may read a moment before `synchronize`.
     """
 
+    def update_some(some: Sequence[Elements], rates: Rates) -> None:
+        moments = [moment for p in some for moment in (p.exp_avg, p.exp_avg_sq)]
+        there = [moment.to(some[0].main.device, copy=True, non_blocking=True) for moment in moments]
+        adamw([replace(p, exp_avg=m, exp_avg_sq=v) for p, m, v in zip(some, there[::2], there[1::2])], rates)
+        for moment, new in zip(moments, there):
+            moment.copy_(new, non_blocking=True)
+
     def update(parameters: Sequence[Elements], rates: Rates) -> None:
-        for whole in parameters:
-            for part in parts(whole, PART):
-                moments = part.exp_avg, part.exp_avg_sq
-                there = [moment.to(part.main.device, copy=True, non_blocking=True) for moment in moments]
-                adamw([replace(part, exp_avg=there[0], exp_avg_sq=there[1])], rates)
-                for moment, new in zip(moments, there):
-                    moment.copy_(new, non_blocking=True)
-        synchronize()
+        some: list[Elements] = []
+        for part in (part for whole in parameters for part in parts(whole, PART)):
+            if sum(p.main.numel() for p in some) + part.main.numel() > PART:
+                update_some(some, rates)
+                some = []
+            some.append(part)
+        if some:
+            update_some(some, rates)
 
     return update
 
@@ -152,6 +159,8 @@ class FusedUpdate:
         self._gather()
         if self.ema is not None and self.ema.offload:
             self.ema.update(step)
+        if any(shard.host is not None for shard in self.shards):
+            synchronize()
 
     def _clip(self, grad_norm: float) -> float:
         """Return the factor of the gradients, as Megatron-Core computes it."""

@@ -77,6 +77,11 @@ class DeviceBatches(Iterator[PackedBatch]):
         """Forget the micro-batches of the step before."""
         self.of_step.clear()
 
+    def again(self) -> Iterator[PackedBatch]:
+        """Return the micro-batches of the step once more, on the device."""
+        self._phase.enter("computes")
+        return (batch.to(self.device) for batch in self.of_step)
+
     def peek(self) -> PackedBatch:
         """Return the next full pack as the source made it; it stays the next one."""
         if self._peeked is None:

@@ -2,8 +2,8 @@
 
 Noise, dropout and dropped conditions are counter-based and nothing random is left, so under `training.deterministic`
 the losses and the gradients of a step repeat to the bit. Where they do not, a third time decides which were right, and
-the step goes on with those: a fault that comes once changes nothing. What repeats itself with the same wrong bits, or
-happens in the sum over ranks, cannot be seen.
+the step goes on with those: a fault that comes once changes nothing. What repeats itself with the same wrong bits,
+happens in the sum over ranks, or moves numbers within a gradient without changing them cannot be seen.
 
 The idea is that of Megatron-Core's rerun state machine, which compares losses; here the gradients of all weights are
 compared, too, before they are summed over ranks, so that the rank is known.
@@ -64,7 +64,7 @@ class StepGradients:
             What `forward_backward` returns.
 
         Raises:
-            MachineError: the step was computed three times, with three results on a rank.
+            MachineError: two results on a rank differ, and a third one is neither.
         """
         step = self._state.step + 1
         if not is_due(step, self._interval):
@@ -74,7 +74,7 @@ class StepGradients:
             given: Iterator[PackedBatch] = batches
             if marks:
                 self._forget()
-                given = (batch.to(batches.device) for batch in batches.of_step)
+                given = batches.again()
             with self._marked(batches.device) as mark:
                 logs = self._once(forward_step, given)
             for of_micro_batch in logs:
@@ -97,16 +97,15 @@ class StepGradients:
         by_rank = list(enumerate(zip(*marks, strict=True)))
         ranks = [rank for rank, results in by_rank if len(set(results)) > 1]
         open_ranks = [rank for rank, results in by_rank if results[-1] not in results[:-1]]
-        names = f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}"
-        shared = "; ranks that share a model pass on what they compute: one of them is at fault" if ranks[1:] else ""
         log.incident("machine_fault", step, ranks=ranks, times=TIMES, action="stop" if open_ranks else "repeat")
         if open_ranks:
             raise MachineError(
-                f"step {step}: computed {TIMES} times from the same data and weights, with {TIMES} different results, "
-                f"on {names}{shared}. No update was made; resume from the last checkpoint without that machine"
+                f"step {step}: computed twice from the same data and weights, with different results, and a third time "
+                f"with neither, on {_named(open_ranks)}. No update was made; resume from the last checkpoint without "
+                "that machine"
             )
         log.message(
-            f"step {step}: computed twice, with different results on {names}{shared}. The third result is one of these "
+            f"step {step}: computed twice, with different results on {_named(ranks)}. The third result is one of these "
             "two, and is used; watch that machine"
         )
 
@@ -122,10 +121,15 @@ class StepGradients:
         parameters = [getattr(p, "orig_param", p) for chunk in self._state.chunks for p in chunk.parameters()]
         mark = torch.zeros((), dtype=torch.int64, device=device)
 
-        def add(gradient: Tensor) -> None:
-            mark.add_(_checksum(gradient))
+        def adder(factor: int) -> Callable[[Tensor], None]:
+            def add(gradient: Tensor) -> None:
+                mark.add_(_checksum(gradient) * factor)
 
-        handles = [parameter.register_hook(add) for parameter in parameters if parameter.requires_grad]
+            return add
+
+        # Odd factors: gradients that change places change the sum.
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        handles = [parameter.register_hook(adder(2 * i + 1)) for i, parameter in enumerate(trained)]
         try:
             yield mark
         finally:
@@ -133,6 +137,11 @@ class StepGradients:
                 handle.remove()
 
 
+def _named(ranks: Sequence[int]) -> str:
+    shared = "; ranks that share a model pass on what they compute: one of them is at fault" if ranks[1:] else ""
+    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}{shared}"
+
+
 def _checksum(values: Tensor) -> Tensor:
-    """Return the sum of the bits of values, as integers modulo 2^64: `[]`; another bit anywhere changes it."""
+    """Return the sum of values read as integers, modulo 2^64: `[]`. Another bit of one of them changes it."""
     return values.detach().contiguous().view(_WORDS[values.element_size()]).sum(dtype=torch.int64)

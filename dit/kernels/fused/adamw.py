@@ -64,7 +64,12 @@ def _tables(rows: Addresses, chunk: int, device: torch.device) -> tuple[Tensor, 
     owners = torch.repeat_interleave(torch.arange(len(rows)), counts)
     numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     chunks = torch.stack([owners, numbers], 1).int()
-    return torch.tensor(rows).to(device), chunks.contiguous().to(device)
+    tables = torch.tensor(rows), chunks.contiguous()
+    if device.type == "cuda":  # or the host waits for its queue
+        return tables[0].pin_memory().to(device, non_blocking=True), tables[1].pin_memory().to(
+            device, non_blocking=True
+        )
+    return tables
 
 
 def adamw(parameters: Sequence[Elements], rates: Rates) -> None:

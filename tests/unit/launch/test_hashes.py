@@ -16,8 +16,8 @@ def hashed() -> dict[str, tuple[Requirement, list[str]]]:
     found = {}
     for entry in "\n".join(lines).replace(" \\\n", "\n").split("\n"):
         if not entry.startswith(" "):
-            requirement = Requirement(entry)
-            found[requirement.name.lower()] = requirement, hashes = requirement, []
+            requirement, hashes = Requirement(entry), []
+            found[requirement.name.lower()] = requirement, hashes
         else:
             hashes.append(entry.strip())
     return found

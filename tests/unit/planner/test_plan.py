@@ -68,14 +68,15 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
 
 
 @pytest.mark.matrix
-def test_layers_of_two_sizes_fill_the_window_of_fsdp():
-    """57 layers of FLUX on two replicas, of which few are traced: weights gathered ahead and gradients that wait."""
-    config = built(call_recipe("flux_12b"))
-    dims, _ = config.check(8)
+@pytest.mark.parametrize(("recipe", "ranks"), [("flux_12b", 8), ("stage_30b_8k", 64)])
+def test_the_layers_that_are_traced_fill_the_window_of_fsdp(recipe, ranks):
+    """Weights gathered ahead, gradients that wait: 57 layers of FLUX, of two sizes; 48 of 30B, few of them traced."""
+    config = built(call_recipe(recipe))
+    dims, _ = config.check(ranks)
     parts = (config.model, config.objective, config.optimizer, config.parallel, config.training)
     pack = PackShape(((1, 64, 64),), text_lengths=(512,))
     planned = plan(*parts, pack, dims).ranks[0]
-    (full,) = trace([Job(*parts, pack, world_size=8, micro_batches=dims.micro_batches, in_full=True)])
+    (full,) = trace([Job(*parts, pack, world_size=ranks, micro_batches=dims.micro_batches, in_full=True)])
     assert planned.live == pytest.approx(full.live, rel=OF_PEAK)
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 
