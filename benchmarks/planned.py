@@ -2,9 +2,9 @@
 
 The matrix products, the attention and the traffic of a row are those of our recipe of the same model and layout, traced
 on fake tensors. The published systems ran neither our kernels for what is between them nor ours alone, so their
-memory-bound work is stated, not traced (`THEIRS`): the passes over memory of an eager adaLN block as counted in plain
-PyTorch, and adaLN's weights, which every rank of NeMo's has in full. Their batch was not published: 256 samples are
-assumed, which matters for the row with pipeline stages.
+memory-bound work is stated, not traced: the passes over memory of an eager adaLN block as counted in plain PyTorch, and
+adaLN's weights, which every rank of NeMo's has in full, updates in full and exchanges in full with its replicas. Their
+batch was not published: 256 samples are assumed, which matters for the row with pipeline stages.
 
 Two constants are fitted, the rates of matrix products and of attention, on the four rows of NeMo; the row of Wan is in
 no fit. A row left out says what the fit is worth: the rates of the other three predict it.
@@ -12,6 +12,7 @@ no fit. A row left out says what the fit is worth: the rates of the other three 
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
@@ -20,18 +21,33 @@ import numpy as np
 
 from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import H100, Device
-from dit.planner.time import FORWARD, K_HOST, K_MEMORY, MICRO_BATCH, Cluster, StepTime, cost_of, step_time
+from dit.planner.time import (
+    FORWARD,
+    K_HOST,
+    K_MEMORY,
+    MICRO_BATCH,
+    ONCE,
+    UPDATE,
+    Cluster,
+    StepTime,
+    cost_of,
+    step_time,
+)
 from launch import cli, environment
 
 if TYPE_CHECKING:
     from dit.planner.plan import Plan
     from dit.run_config import RunConfig
+    from dit.tracing.counter import StepTrace
 
 EAGER_PASSES, EAGER_FORWARD_PASSES = 178, 52
 """Reads and writes of tokens x hidden size that an eager layer of three sub-layers makes, and its forward pass alone.
 
 Counted in plain PyTorch for two sub-layers, 30 and 73, and carried over to cross-attention and the norms of q and k.
 """
+FP32_BYTES = 4
+WEIGHT_BYTES = 2 + FP32_BYTES
+"""A weight in bf16, and its gradient in fp32."""
 MODULATION_BYTES = 12
 """Traffic of a modulation weight in a micro-batch: read in bf16 by both passes, added to in fp32."""
 
@@ -89,6 +105,8 @@ class Traced:
         tokens: of a step.
         micro_batches: of a step on one replica.
         memory: bytes that the published system is taken to move in a micro-batch and in its forward pass, by rank.
+        weights: those of a rank of the published system over those of ours, by rank.
+        summed: bytes of gradients of adaLN's weights that its tensor-parallel ranks send to each other, by rank.
     """
 
     row: Row
@@ -97,6 +115,8 @@ class Traced:
     tokens: int
     micro_batches: int
     memory: dict[int, tuple[float, float]]
+    weights: dict[int, float]
+    summed: dict[int, float]
 
     @property
     def measured(self) -> float:
@@ -108,8 +128,10 @@ class Traced:
         cluster = Cluster(device, self.row.gpus, self.config.parallel)
         times = []
         for rank, trace in self.plan.ranks.items():
-            cost = cost_of(trace, self.micro_batches, cluster)
+            theirs = with_whole_modulations(trace, self.weights[rank], self.summed[rank])
+            cost = cost_of(theirs, self.micro_batches, cluster)
             cost[[MICRO_BATCH, FORWARD], K_MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
+            cost[[ONCE, UPDATE], K_MEMORY] *= self.weights[rank]
             cost[:, K_HOST] = 0.0  # of our program
             times.append(step_time(cost, self.micro_batches, cluster))
         return max(times, key=lambda time: time.total)
@@ -145,8 +167,30 @@ def traced(row: Row) -> Traced:
         EAGER_FORWARD_PASSES * one_pass + 2 * weights,
     )
     memory = {rank: (moved[0] * layers[rank], moved[1] * layers[rank]) for rank in found.ranks}
+    elsewhere = 1 - 1 / layout.tensor_model_parallel_size
+    own = {rank: step.state_bytes["weights and gradients"] / WEIGHT_BYTES for rank, step in found.ranks.items()}
+    more = {rank: 1 + elsewhere * weights * layers[rank] / count for rank, count in own.items()}
+    summed = {rank: 2 * elsewhere * FP32_BYTES * weights * layers[rank] for rank in own}
     tokens = sample.tokens * config.training.global_batch_size
-    return Traced(row, config, found, tokens, dims.micro_batches, memory)
+    return Traced(row, config, found, tokens, dims.micro_batches, memory, more, summed)
+
+
+def with_whole_modulations(step: "StepTrace", weights: float, summed: float) -> "StepTrace":
+    """Return a step of a rank with adaLN's weights in full, as they are of all tensor-parallel ranks of NeMo's.
+
+    Args:
+        weights: that it exchanges with its replicas, over its own.
+        summed: bytes of their gradients, each rank's of its tokens, that it sends to its tensor-parallel peers.
+    """
+    sent = Counter(
+        {
+            (kind, group): round(count * weights) if group in ("dp", "dp_cp") else count
+            for (kind, group), count in step.sent_bytes.items()
+        }
+    )
+    if summed:
+        sent["all_reduce", "tp"] += round(summed)
+    return replace(step, sent_bytes=sent)
 
 
 def fitted(rows: Sequence[Traced], start: Device = H100) -> Device:
