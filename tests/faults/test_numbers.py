@@ -14,7 +14,7 @@ from dit.monitoring.sinks import read_records
 from tests.faults import injections
 from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, outcome, overrides, read_tensors, scalars
-from tests.support.ranks import Job, rows, run_jobs
+from tests.support.ranks import Job, rows, run_jobs, selected
 
 STEPS, SAVED, BAD = 12, 4, 7
 EXPERTS = {"model__num_experts": 4, "model__moe_ffn_hidden_size": 32}
@@ -108,11 +108,7 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
         words = arguments(folder / (at or name), layout, **settings)
         jobs.setdefault(name, Job(actions.train, {"arguments": words, "fault": fault}, ranks=2))
 
-    wanted = {
-        tuple(item.callspec.params[n] for n in ("layout", "fault", "policy"))
-        for item in request.session.items
-        if item.path == request.path and "policy" in getattr(getattr(item, "callspec", None), "params", {})
-    }
+    wanted = selected(request, ("layout", "fault", "policy"))
     for layout, fault, policy in sorted(wanted):
         bad = SPIKE_AT if fault == "spike" else BAD
         fault_settings = {"step": bad, "rank": 1, **FAULTS[fault]}
@@ -176,8 +172,8 @@ def test_the_culprit_is_named(ended: dict[str, Any], folder: Path, layout: str, 
     assert first["rank"] == FAULTS[fault].get("rank", 1)
     if fault == "weight":  # of all samples of a micro-batch
         return
-    told = details["samples"].get(str(first["rank"])) or details["samples"]["0"]
-    assert first["samples"] == [told[1]], "it is the second sample of the step"
+    samples = details["samples"].get(str(first["rank"])) or details["samples"]["0"]
+    assert first["samples"] == [samples[1]], "it is the second sample of the step"
 
 
 ENDINGS = ["stop", "too many", "no checkpoint", "machine", "killed before", "killed after", "resumed"]

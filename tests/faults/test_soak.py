@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration import actions
-from tests.integration.runs import overrides
+from tests.integration.runs import SMALL_PACKS, overrides
 from tests.support.ranks import Job, run_jobs
 from tests.support.usage import Usage, read_usage, settled, usage_noted
 from tests.unit.energon_data.small_data import clips, write_dataset
@@ -21,20 +21,11 @@ STEPS, WARM, EVERY, SHORT = 500, 100, 10, 20
 MOST_MIB_PER_STEP = 0.1
 MODES = {"synchronous": False, "asynchronous": True}
 SETTINGS: dict[str, Any] = {
-    "data": "energon",
-    "data__num_streams": 2,
-    "data__background": True,
-    "data__max_tokens_per_pack": 64,
-    "data__packing_buffer_size": 12,
-    "data__shuffle_buffer": 10,
+    **SMALL_PACKS,
     "data__validation_micro_batches": 4,
     "model__in_channels": 2,
-    "model__hidden_size": 16,
-    "model__num_layers": 1,
-    "model__num_attention_heads": 2,
     "model__num_classes": 10,
     "model__context_size": 3,
-    "training__micro_batch_size": 1,
     "training__global_batch_size": 2,
     "training__log_interval": 1,
     "training__validation_interval": 20,

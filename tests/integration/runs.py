@@ -59,6 +59,21 @@ def mock(run_dir: Path, **settings: Any) -> list[str]:
     return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, **{**own, **settings})]
 
 
+SMALL_PACKS: dict[str, Any] = {
+    "data": "energon",
+    "data__num_streams": 2,
+    "data__background": True,
+    "data__max_tokens_per_pack": 64,
+    "data__packing_buffer_size": 12,
+    "data__shuffle_buffer": 10,
+    "model__hidden_size": 16,
+    "model__num_layers": 1,
+    "model__num_attention_heads": 2,
+    "training__micro_batch_size": 1,
+}
+"""A run on packs of two background streams of real shards, with a network that takes no time."""
+
+
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a run on CPU, free of what a launcher around the tests may have set."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TORCHELASTIC"))}

@@ -22,7 +22,7 @@ from dit.verify.ranks import FORKS, free_port
 from energon_data.media_files import video_bytes
 from energon_data.prepare.__main__ import main as prepare
 from tests.integration import actions
-from tests.integration.runs import loss_values, losses, overrides
+from tests.integration.runs import SMALL_PACKS, loss_values, losses, overrides
 from tests.support import faults
 
 pytestmark = pytest.mark.matrix
@@ -32,22 +32,13 @@ NUM_STEPS, CLIPS_FROM = 100, 12
 SEED = 9
 ROUNDING = 1e-4  # relative, fp32: two ranks sum in another order, and the updates carry it on
 SETTINGS: dict[str, Any] = {
-    "data": "energon",
-    "data__num_streams": 2,
-    "data__background": True,
-    "data__max_tokens_per_pack": 64,
-    "data__packing_buffer_size": 12,
-    "data__shuffle_buffer": 10,
+    **SMALL_PACKS,
     "data__flip": 0.5,
     "model__in_channels": 3,
     "model__patch_spatial": 4,
-    "model__hidden_size": 16,
-    "model__num_layers": 1,
-    "model__num_attention_heads": 2,
     "model__num_classes": "null",
     "model__context_size": "null",
     "training__num_steps": NUM_STEPS,
-    "training__micro_batch_size": 1,
     "training__global_batch_size": 4,
     "checkpoint__interval": 3,
     "logging__tensorboard": False,
