@@ -81,6 +81,9 @@ class DataStream(Protocol):
     def samples_per_s(self) -> float:
         """Return how many samples this rank's loader makes in a second of work, since the last call."""
 
+    def late(self) -> int:
+        """Return how many micro-batches since the last call were not there when they were asked for."""
+
     def close(self) -> None: ...
 
 

@@ -65,12 +65,14 @@ class BackgroundSource:
             if self._base is None:
                 self._base = pickle.dumps(self._source.state())
                 send_pickle(self._channel, self._base)
+            late = not self._inbox.has_message()
             message: Message = self._inbox.receive()
         except GoneError:
             raise RuntimeError(
                 f"the worker process of {self._name} {self._ended()}; if it was short of memory, use a smaller "
                 "data.shuffle_buffer or data.packing_buffer_size, or data.background=False"
             ) from None
+        message.delivery.late = late
         self._since += 1
         if message.state is not None:
             self._base, self._since = message.state, 0

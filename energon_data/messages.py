@@ -12,6 +12,7 @@ import io
 import mmap
 import os
 import pickle
+import select
 import socket
 import struct
 import sys
@@ -176,6 +177,12 @@ class Inbox:
         self._channel = channel
         self._blocks: dict[int, np.ndarray] = {}
         self._busy: set[int] = set()
+        self._poll = select.poll()
+        self._poll.register(channel, select.POLLIN)
+
+    def has_message(self) -> bool:
+        """Return whether `receive` would not wait."""
+        return bool(self._poll.poll(0))
 
     def receive(self) -> Any:
         """Wait for a message; its tensors are views of memory that is used again once none of them is left.

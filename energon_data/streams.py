@@ -31,6 +31,7 @@ class Delivery:
 
     Attributes:
         seconds: that it took to make, where it was made in a worker process; None if it was made while training waited.
+        late: whether training asked for it before it was made.
     """
 
     batch: Optional[PackedBatch]
@@ -38,6 +39,7 @@ class Delivery:
     failure: Optional[str] = None
     is_bug: bool = False
     seconds: Optional[float] = None
+    late: bool = True
 
 
 class Position(NamedTuple):
@@ -106,7 +108,7 @@ class StreamGroup:
         self._cursor = 0
         self._drawn = dict.fromkeys(self._order, 0)  # samples by stream
         self._behind: dict[int, int] = {}  # deliveries by stream that were consumed before the state was saved
-        self._made, self._made_in_s, self._at_once = 0, 0.0, 1
+        self._made, self._made_in_s, self._at_once, self._late = 0, 0.0, 1, 0
 
     def __iter__(self) -> "StreamGroup":
         return self
@@ -120,6 +122,7 @@ class StreamGroup:
             if delivery.batch is not None:
                 delivery = source.next()
         waited = time.perf_counter() - began
+        self._late += delivery.late
         self._log.record(number, delivery.skips)
         if delivery.is_bug:
             raise RuntimeError(f"reading stream {number} of {self._origin} failed:\n{delivery.failure}")
@@ -192,6 +195,11 @@ class StreamGroup:
         rate = self._at_once * self._made / self._made_in_s if self._made_in_s else 0.0
         self._made, self._made_in_s = 0, 0.0
         return rate
+
+    def late(self) -> int:
+        """Return how many micro-batches since the last call were not there when they were asked for."""
+        late, self._late = self._late, 0
+        return late
 
     def skipped(self) -> dict[str, int]:
         """Return how many samples were lost or dropped so far, by reason."""

@@ -1,8 +1,8 @@
 """Gradients on their way to the optimizer, many at once, where Megatron-Core handles one parameter at a time."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Optional
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -15,7 +15,7 @@ PENDING_BYTES = 64 << 20
 
 
 class DataParallel(DistributedDataParallel):
-    """Megatron-Core's data parallelism; gradients are added to the fp32 main gradients in batches.
+    """Megatron-Core's data parallelism; gradients reach the fp32 main gradients in batches, the first as a copy.
 
     Its hook adds each gradient as it comes: a call for every parameter and micro-batch. Here they wait until they have
     64 MiB, or until the backward pass ends.
@@ -23,7 +23,11 @@ class DataParallel(DistributedDataParallel):
         backward  g9 g8 g7 | g6 g5 g4 | g3 g2 g1 |
         calls              add        add        add, and at each of them overlapped reductions may start
 
-    What is saved is calls from Python. On a GPU, torch adds a list by one fused kernel only if all its tensors and
+    It sets all main gradients to zero before a step, and adds to them. Here the first gradient of a step is copied over
+    what the step before has left, so that this is neither erased nor read; those that got none are set to zero before
+    the reduction. Until then a main gradient may be of the step before.
+
+    What batches save is calls from Python. On a GPU, torch adds a list by one fused kernel only if all its tensors and
     summands have one dtype, as in fp32 training; bf16 gradients on fp32 sums are a kernel each, as without batches (not
     measured on a GPU).
 
@@ -33,7 +37,9 @@ class DataParallel(DistributedDataParallel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._pending: list[tuple[nn.Parameter, Tensor]] = []
         self._pending_bytes = 0
+        self._stale: set[nn.Parameter] = set()  # their main gradients are of the step before
         super().__init__(*args, **kwargs)
+        assert not self.config.gradient_accumulation_fusion  # linears would add to stale main gradients
 
     def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
         add_pending = self._add_pending
@@ -54,24 +60,50 @@ class DataParallel(DistributedDataParallel):
         return hook
 
     def zero_grad_buffer(self) -> None:
-        """Set the main gradients to zero, and forget what a pass that failed has left."""
+        """Begin a step: forget the main gradients, and what a pass that failed has left."""
         self._pending, self._pending_bytes = [], 0
-        super().zero_grad_buffer()
+        self._stale.update(self.params_with_grad)
+        for param in self.params_with_grad:
+            param.grad_added_to_main_grad = False
+        for bucket_group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            bucket_group.reset()
 
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Begin to reduce the main gradients."""
+        self._zero_stale()
+        super().start_grad_sync(*unused)
+
+    def finish_grad_sync(self, force_all_reduce: Optional[bool] = False) -> None:
+        """Reduce the main gradients, or wait until they are."""
+        self._zero_stale()
+        super().finish_grad_sync(force_all_reduce=force_all_reduce)
+
+    @torch.no_grad()
+    def _zero_stale(self) -> None:
+        if self._stale:
+            torch._foreach_zero_(_main_gradients(self._stale))
+            self._stale.clear()
+
+    @torch.no_grad()
     def _add_pending(self) -> None:
-        """Add the waiting gradients to the main ones."""
+        """Add the waiting gradients to the main ones, or copy them there."""
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        if not pending:
-            return
-        with torch.no_grad():
-            totals: list[Tensor] = [getattr(param, "main_grad") for param, _ in pending]  # noqa: B009 - Megatron-Core's
-            torch._foreach_add_(totals, [grad for _, grad in pending])
+        first = [(param, grad) for param, grad in pending if param in self._stale]
+        further = [(param, grad) for param, grad in pending if param not in self._stale]
+        for write, given in ((torch._foreach_copy_, first), (torch._foreach_add_, further)):
+            if given:
+                write(_main_gradients(param for param, _ in given), [grad for _, grad in given])
+        self._stale.difference_update(param for param, _ in first)
         self._reduce_if_overlapped([param for param, _ in pending])
 
     def _reduce_if_overlapped(self, ready: list[nn.Parameter]) -> None:
         if self.ddp_config.overlap_grad_reduce:
             for param in ready:
                 self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
+
+
+def _main_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [getattr(param, "main_grad") for param in params]  # noqa: B009 - Megatron-Core's
 
 
 def share_main_gradients(optimizer: DistributedOptimizer) -> None:

@@ -9,6 +9,7 @@ from typing import Optional
 import torch.nn.functional as F
 from torch import Tensor
 
+from dit.kernels.gelu import gelu
 from dit.kernels.recompute import recomputable
 from dit.layout import SequenceLayout
 
@@ -105,7 +106,7 @@ def residual_norm_modulate(
 @recomputable
 def gelu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
     """Compute GELU(x + bias) in its tanh form (Hendrycks and Gimpel 2016)."""
-    return F.gelu(x_TF if bias_F is None else x_TF + bias_F, approximate="tanh")
+    return gelu(x_TF if bias_F is None else x_TF + bias_F)
 
 
 @recomputable

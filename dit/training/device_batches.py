@@ -22,7 +22,7 @@ class Consumed:
     Attributes:
         valid_tokens, padded_tokens: real tokens, and all with padding.
         flops: of each micro-batch.
-        waited_s: seconds in which the next micro-batch was not there.
+        waited_s: seconds from asking for micro-batches until they were in this process.
     """
 
     samples: int = 0

@@ -37,13 +37,14 @@ def rates(
         The samples of all ranks, and the values to log.
     """
     lost, ranks = sum(stream.skipped().values()), groups.world_size
+    made = [lost, stream.samples_per_s(), stream.late()]
     counts = torch.tensor(
-        [mine.samples, mine.valid_tokens, mine.padded_tokens, sum(mine.flops), lost, stream.samples_per_s()],
+        [mine.samples, mine.valid_tokens, mine.padded_tokens, sum(mine.flops), *made],
         dtype=torch.float64,
         device=device,
     )
     dist.all_reduce(counts, group=groups.dp)
-    samples, valid, padded, flops, skipped, made_per_s = counts.tolist()
+    samples, valid, padded, flops, skipped, made_per_s, late = counts.tolist()
     # Replicas wait for each other at the end of each step: the step lasts as long as the most work of one of them.
     steps = torch.tensor(mine.flops, dtype=torch.float64, device=device).view(-1, micro_batches)
     slowest = torch.cat([steps.sum(1), steps.new_tensor([mine.waited_s])])
@@ -56,6 +57,7 @@ def rates(
         "padding_share": 1 - valid / padded,
         "work_imbalance": slowest[:-1].sum().item() * groups.dp_size / flops,
         "data_wait_share": slowest[-1].item() / seconds,
+        "late_micro_batches": late,
         "loader_samples_per_s": made_per_s,
         "skipped_samples": skipped,
     }

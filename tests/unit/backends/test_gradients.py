@@ -1,4 +1,4 @@
-"""Gradients are added to the main ones in batches: each once, and the optimizer reads the sums."""
+"""Gradients reach the main ones in batches: each once, and the optimizer reads the sums."""
 
 from itertools import pairwise
 
@@ -53,11 +53,40 @@ def test_main_gradients_are_sums_over_micro_batches(
         torch._foreach_add_(expected, [torch.zeros_like(p) if g is None else g for g, p in zip(found, expected)])
         with CallCounter() as counter:
             loss_of(wrapped, seed).backward()
-        adds = counter.by_operation["_foreach_add_"]
-        assert {64 << 20: adds == 1, 5000: 1 < adds < 30, 1: adds >= 30}[pending_bytes]
+        calls = {name: counter.by_operation[name] for name in ("_foreach_copy_", "_foreach_add_")}
+        writes = calls.pop("_foreach_add_" if seed else "_foreach_copy_")
+        assert {64 << 20: writes == 1, 5000: 1 < writes < 30, 1: writes >= 30}[pending_bytes]
+        assert list(calls.values()) == [0]
+    wrapped.finish_grad_sync()
     for (name, parameter), grad in zip(chunk.named_parameters(), expected, strict=True):
         assert torch.equal(parameter.main_grad, grad), name
         assert parameter.grad is None
+
+
+@pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer"])
+def test_nothing_of_a_step_is_left_in_the_next_one(data_parallel: str, one_rank_world: ProcessGroups):
+    """Not where no gradient comes, either, and a step of one micro-batch neither erases nor adds."""
+    chunk, wrapped, _ = built(one_rank_world, data_parallel)
+    parameters = list(chunk.parameters())
+    wrapped.zero_grad_buffer()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.main_grad.fill_(torch.nan)
+    parameters[0].requires_grad_(False)
+    with CallCounter() as counter:
+        wrapped.zero_grad_buffer()
+        loss_of(wrapped, 1).backward()
+    assert [counter.by_operation[name] for name in ("zero_", "_foreach_add_", "_foreach_copy_")] == [0, 0, 1]
+    with CallCounter() as counter:
+        wrapped.finish_grad_sync()
+    assert counter.by_operation["_foreach_zero_"] == 1
+    assert torch.equal(parameters[0].main_grad, torch.zeros_like(parameters[0]))
+    expected = torch.autograd.grad(loss_of(chunk, 1), parameters[1:], allow_unused=True)
+    for parameter, grad in zip(parameters[1:], expected, strict=True):
+        assert torch.equal(parameter.main_grad, torch.zeros_like(parameter) if grad is None else grad)
+    wrapped.zero_grad_buffer()
+    wrapped.finish_grad_sync()
+    assert not any(parameter.main_grad.any() for parameter in parameters)
 
 
 def test_a_failed_pass_leaves_nothing(one_rank_world: ProcessGroups):
@@ -74,9 +103,11 @@ def test_a_failed_pass_leaves_nothing(one_rank_world: ProcessGroups):
     handle.remove()
     wrapped.zero_grad_buffer()
     loss_of(wrapped, 1).backward()
+    wrapped.finish_grad_sync()
     found = [p.main_grad.clone() for p in chunk.parameters()]
     wrapped.zero_grad_buffer()
     loss_of(wrapped, 1).backward()
+    wrapped.finish_grad_sync()
     assert all(torch.equal(a, p.main_grad) for a, p in zip(found, chunk.parameters(), strict=True))
 
 
@@ -92,6 +123,7 @@ def test_the_optimizer_reads_the_main_gradients_themselves(data_parallel: str, o
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         loss_of(wrapped, seed).backward()
+        wrapped.finish_grad_sync()
         with CallCounter() as counter:
             optimizer.prepare_grads()
         calls.append(counter.calls)
