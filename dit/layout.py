@@ -209,11 +209,22 @@ class SequenceLayout:
         x_S = x_S[:, None] if x_S.dim() == 1 else x_S
         if not (x_S.requires_grad and torch.is_grad_enabled()):
             return x_S.index_select(0, self.segment_ids_T)
-        long = self.local_indices is None and self.total_tokens >= LONG * self.num_samples
-        ends = (*self.starts[1:], self.total_tokens) if long else ()
-        counts = [end - start for start, end in zip(self.starts, ends)]
-        of_T: Tensor = _PerToken.apply(x_S, counts, self.segment_ids_T, *self.tokens_by_sample)
+        of_T: Tensor = _PerToken.apply(x_S, self)
         return of_T
+
+    def sum_tokens(self, x_TD: Tensor) -> Tensor:
+        """Sum over the local tokens of each sample, padding included: `[T, ...]` becomes `[S, ...]`, in a fixed order.
+
+        This is the gradient of `per_token`. That of plain indexing adds to one row after another, which takes four
+        times as long on CPU, and a sort of all tokens in every layer on CUDA.
+        """
+        if self.local_indices is None and self.total_tokens >= LONG * self.num_samples:  # few long samples
+            ends = (*self.starts[1:], self.total_tokens)
+            counts = [end - start for start, end in zip(self.starts, ends)]
+            return torch.stack([own_TD.sum(0) for own_TD in x_TD.split(counts)])
+        order_T, starts_S = self.tokens_by_sample
+        sums_SD = torch.embedding_bag(x_TD.flatten(1).contiguous(), order_T, starts_S)[0]
+        return sums_SD.view(-1, *x_TD.shape[1:])
 
     def sum_per_sample(self, x_T: Tensor) -> Tensor:
         """Sum over the real local tokens of each sample: `[T, ...]` becomes `[S, ...]`."""
@@ -299,30 +310,16 @@ class SequenceLayout:
         return replace(self, device=torch.device(device), local_indices=indices, parent=parent, local=local)
 
 
-class _Saved(FunctionCtx):
-    counts: list[int]
-    saved_tensors: tuple[Tensor, ...]
+class _OfLayout(FunctionCtx):
+    layout: SequenceLayout
 
 
 class _PerToken(torch.autograd.Function):
-    """The value of each sample for each of its tokens; the gradient is a sum over these, in a fixed order.
-
-    The gradient of plain indexing adds to one row after another, which takes four times as long on CPU, and a sort of
-    all tokens in every layer on CUDA.
-    """
+    @staticmethod
+    def forward(ctx: _OfLayout, x_SD: Tensor, layout: SequenceLayout) -> Tensor:
+        ctx.layout = layout
+        return x_SD.index_select(0, layout.segment_ids_T)
 
     @staticmethod
-    def forward(
-        ctx: _Saved, x_SD: Tensor, counts: list[int], segment_ids_T: Tensor, order_T: Tensor, starts_S: Tensor
-    ) -> Tensor:
-        ctx.counts = counts
-        ctx.save_for_backward(order_T, starts_S)
-        return x_SD.index_select(0, segment_ids_T)
-
-    @staticmethod
-    def backward(ctx: _Saved, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
-        (grad_TD,), (order_T, starts_S) = grads, ctx.saved_tensors
-        if ctx.counts:  # few long segments
-            return torch.stack([x_TD.sum(0) for x_TD in grad_TD.split(ctx.counts)]), None, None, None, None
-        sums_SD = torch.embedding_bag(grad_TD.flatten(1).contiguous(), order_T, starts_S)[0]
-        return sums_SD.view(-1, *grad_TD.shape[1:]), None, None, None, None
+    def backward(ctx: _OfLayout, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout.sum_tokens(grads[0]), None

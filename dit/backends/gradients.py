@@ -1,17 +1,74 @@
 """Gradients on their way to the optimizer, many at once, where Megatron-Core handles one parameter at a time."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 PENDING_BYTES = 64 << 20
 """Gradients that wait to be added; a large model adds them before its backward pass ends."""
+
+
+@dataclass
+class GradientFactor:
+    """What the gradients of a step are still to be multiplied by: 1 / tokens of the global batch.
+
+    Megatron-Core multiplies all main gradients by it, on every rank those of all others too, which is a pass of its
+    own. Here the update does it, by one number with the factor of clipping, for the weights that a rank updates.
+    """
+
+    value: float = 1.0
+
+
+def finalize_gradients(
+    wrapped: Sequence[Any],
+    num_tokens: Optional[Tensor] = None,
+    pg_collection: Any = None,
+    force_all_reduce: Optional[bool] = False,
+) -> None:
+    """Reduce the gradients of a step, and note what they are to be multiplied by; the host waits for that once.
+
+    Args:
+        wrapped: this rank's chunks; Megatron-FSDP's are multiplied at once.
+        num_tokens: real tokens of this rank's micro-batches, `[]`, on the last pipeline stage; becomes those of all.
+            None for no division.
+        pg_collection: the groups of this rank.
+    """
+    finalize_model_grads(wrapped, None, pg_collection, force_all_reduce)
+    if num_tokens is None:
+        return
+    if pg_collection.pp.size() > 1:
+        dist.broadcast(num_tokens, group=pg_collection.pp, group_src=pg_collection.pp.size() - 1)
+    if pg_collection.dp_cp.size() > 1:
+        dist.all_reduce(num_tokens, group=pg_collection.dp_cp)
+    tokens = int(num_tokens)
+    for chunk in wrapped:
+        if tokens:
+            chunk.scale_gradients(1 / tokens)
+
+
+class _Pending:
+    """Gradients of a backward pass that wait to be added to the main ones; bytes of all of them."""
+
+    def __init__(self) -> None:
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self.bytes = 0
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        self.gradients.append((param, grad))
+        self.bytes += grad.nbytes
+
+    def take(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return them, and start anew."""
+        taken, self.gradients, self.bytes = self.gradients, [], 0
+        return taken
 
 
 class DataParallel(DistributedDataParallel):
@@ -32,41 +89,47 @@ class DataParallel(DistributedDataParallel):
     measured on a GPU).
 
     Source: `can_use_fast_route` in ATen/native/ForeachUtils.h of torch 2.13.
+
+    Attributes:
+        factor: of the main gradients, which the update applies.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._pending: list[tuple[nn.Parameter, Tensor]] = []
-        self._pending_bytes = 0
+        self.factor, self._pending = GradientFactor(), _Pending()
         self._stale: set[nn.Parameter] = set()  # their main gradients are of the step before
         super().__init__(*args, **kwargs)
         assert not self.config.gradient_accumulation_fusion  # linears would add to stale main gradients
 
     def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
-        add_pending = self._add_pending
+        add_pending, pending = self._add_pending, self._pending
 
         def hook(*_: object) -> None:
             if param.grad is None or getattr(param, "grad_added_to_main_grad", False):
                 param.grad = None
                 self._reduce_if_overlapped([param])
                 return
-            if not self._pending:
+            if not pending.gradients:
                 Variable._execution_engine.queue_callback(add_pending)
-            self._pending.append((param, param.grad))
-            self._pending_bytes += param.grad.nbytes
+            pending.add(param, param.grad)
             param.grad = None
-            if self._pending_bytes >= PENDING_BYTES:
-                self._add_pending()
+            if pending.bytes >= PENDING_BYTES:
+                add_pending()
 
         return hook
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: forget the main gradients, and what a pass that failed has left."""
-        self._pending, self._pending_bytes = [], 0
+        self._pending.take()
+        self.factor.value = 1.0
         self._stale.update(self.params_with_grad)
         for param in self.params_with_grad:
             param.grad_added_to_main_grad = False
         for bucket_group in self.bucket_groups + self.expert_parallel_bucket_groups:
             bucket_group.reset()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Leave it to the update to multiply the main gradients."""
+        self.factor.value *= scaling_factor
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Begin to reduce the main gradients."""
@@ -87,7 +150,7 @@ class DataParallel(DistributedDataParallel):
     @torch.no_grad()
     def _add_pending(self) -> None:
         """Add the waiting gradients to the main ones, or copy them there."""
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        pending = self._pending.take()
         first = [(param, grad) for param, grad in pending if param in self._stale]
         further = [(param, grad) for param, grad in pending if param not in self._stale]
         for write, given in ((torch._foreach_copy_, first), (torch._foreach_add_, further)):

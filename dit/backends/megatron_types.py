@@ -8,6 +8,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 from torch.optim import Optimizer
 
+from dit.backends.gradients import GradientFactor
+
 MegatronConfig: TypeAlias = TransformerConfig
 MegatronModelType: TypeAlias = ModelType
 
@@ -18,10 +20,12 @@ class MegatronOptimizer(Protocol):
     Attributes:
         optimizer: torch's, over the master weights; a chain has none.
         param_groups: the settings of each group of parameters, as torch has them.
+        gradient_factor: what the gradients are to be multiplied by; set by this project.
     """
 
     optimizer: Optimizer
     param_groups: list[MutableMapping[str, Any]]
+    gradient_factor: GradientFactor
 
     def prepare_grads(self) -> bool:
         """Copy the gradients to the master weights; return whether one is not finite."""

@@ -41,7 +41,7 @@ class Rates:
 
     Attributes:
         step: number of the update, from 1.
-        clip: factor of the gradient.
+        clip: factor of the gradient, of clipping and of all that was left to the update.
         average: weight of the new weights in the average: 1 - decay, or 1 for a copy.
     """
 

@@ -29,22 +29,22 @@ def gelu(x: Tensor) -> Tensor:
     if x.device.type != "cpu" or x.dtype not in EXACT:
         return F.gelu(x, approximate="tanh")
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return x * _gate(x, x.square())
+        return x * _gate(x, x * x)
     out: Tensor = _Gelu.apply(x)
     return out
 
 
 def _gate(x: Tensor, square: Tensor) -> Tensor:
     """Return sigmoid(2 u)."""
-    return (square * (A * B)).add_(A).mul_(x).sigmoid_()
+    return torch.add(A, square, alpha=A * B).mul_(x).sigmoid_()
 
 
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        square = x.square()
+        square = x * x
         gate = _gate(x, square)
-        slope = _sigmoid_backward(square.mul_(3 * A * B).add_(A).mul_(x), gate).add_(gate)
+        slope = _sigmoid_backward(torch.add(A, square, alpha=3 * A * B).mul_(x), gate).add_(gate)
         ctx.save_for_backward(slope)
         return gate.mul_(x)
 

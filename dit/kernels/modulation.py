@@ -4,37 +4,82 @@ Shape suffixes: T local tokens, S samples, D hidden size, F inner width of the M
 """
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dit.kernels.gelu import gelu
 from dit.kernels.recompute import recomputable
 from dit.layout import SequenceLayout
 
 
-def broadcast_per_sample(x_SD: Tensor, layout: SequenceLayout) -> tuple[Tensor, tuple[int, ...]]:
-    """Return per-sample vectors in a shape that broadcasts over tokens, and the shape in which to view the tokens.
+def broadcast_per_sample(x_SD: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return per-sample vectors in a shape that broadcasts over `rows`.
 
     One sample: `[1, D]` broadcasts over `[T, D]`. Dense batch: `[S, 1, D]` broadcasts over `[S, n, D]`. Both copy
     nothing. Ragged pack: `[T, D]`, one copy per token.
     """
     if layout.num_samples == 1:
-        return x_SD, (-1, x_SD.shape[-1])
-    length = layout.uniform_length if layout.local_indices is None else None
-    if length is None:
-        return layout.per_token(x_SD), (-1, x_SD.shape[-1])
-    return x_SD[:, None], (layout.num_samples, length, x_SD.shape[-1])
+        return x_SD
+    return layout.per_token(x_SD) if _batch_length(layout) is None else x_SD[:, None]
+
+
+def rows(x_TD: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return the tokens in the shape in which per-sample vectors broadcast over them."""
+    length = _batch_length(layout)
+    return x_TD if length is None else x_TD.view(layout.num_samples, length, x_TD.shape[-1])
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Undo `rows`."""
+    return x.flatten(0, 1) if x.dim() == 3 else x
+
+
+def _sum_rows(x: Tensor, layout: SequenceLayout) -> Tensor:
+    """Sum `rows` over each sample: `[S, D]`."""
+    if layout.num_samples == 1:
+        return x.sum(0, keepdim=True)
+    return layout.sum_tokens(x) if _batch_length(layout) is None else x.sum(1)
+
+
+def _batch_length(layout: SequenceLayout) -> Optional[int]:
+    """Return the length of the samples of a dense batch; None for one sample and for a ragged pack."""
+    return None if layout.num_samples == 1 or layout.local_indices is not None else layout.uniform_length
+
+
+class _MultiplyAdd(torch.autograd.Function):
+    """added + factor * x, one factor per sample: autograd on separate operations takes more passes and calls."""
+
+    @staticmethod
+    def forward(ctx: Any, added: Tensor, factor_SD: Tensor, x_TD: Tensor, layout: SequenceLayout, each: bool) -> Tensor:
+        ctx.layout, ctx.each = layout, each
+        factor, x = broadcast_per_sample(factor_SD, layout), rows(x_TD, layout)
+        ctx.save_for_backward(factor, x)
+        added = broadcast_per_sample(added, layout) if each else rows(added, layout)
+        return _tokens(torch.addcmul(added, x, factor))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
+        (factor, x), layout, wanted = ctx.saved_tensors, ctx.layout, ctx.needs_input_grad
+        grad = rows(grads[0], layout)
+        of_added = _sum_rows(grad, layout) if ctx.each and wanted[0] else grads[0]
+        of_factor = _sum_rows(grad * x, layout) if wanted[1] else None
+        return of_added, of_factor, _tokens(grad * factor) if wanted[2] else None, None, None
+
+
+def _scale_shift(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout) -> Tensor:
+    out: Tensor = _MultiplyAdd.apply(shift_SD, 1 + scale_SD, x_TD, layout, True)
+    return out
 
 
 @recomputable
 def layer_norm_modulate(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float) -> Tensor:
     """Compute LayerNorm(x) * (1 + scale) + shift, without affine parameters (DiT, Peebles and Xie 2023, adaLN)."""
-    shift, shape = broadcast_per_sample(shift_SD, layout)
-    factor, _ = broadcast_per_sample(1 + scale_SD, layout)
-    normed = F.layer_norm(x_TD, x_TD.shape[-1:], eps=eps).view(shape)
-    return (normed * factor + shift).view_as(x_TD)
+    return _scale_shift(F.layer_norm(x_TD, x_TD.shape[-1:], eps=eps), shift_SD, scale_SD, layout)
 
 
 @recomputable
@@ -42,16 +87,13 @@ def rms_norm_modulate(
     x_TD: Tensor, weight_D: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float
 ) -> Tensor:
     """Compute RMSNorm(x) * weight * (1 + scale) + shift (adaLN on an affine RMSNorm)."""
-    shift, shape = broadcast_per_sample(shift_SD, layout)
-    factor, _ = broadcast_per_sample(1 + scale_SD, layout)
-    normed = F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps).view(shape)
-    return (normed * factor + shift).view_as(x_TD)
+    return _scale_shift(F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps), shift_SD, scale_SD, layout)
 
 
 def gated_residual(x_TD: Tensor, y_TD: Tensor, gate_SD: Tensor, layout: SequenceLayout) -> Tensor:
     """Compute x + gate * y with one gate per sample (adaLN-Zero)."""
-    gate, shape = broadcast_per_sample(gate_SD, layout)
-    return x_TD + (gate * y_TD.view(shape)).view_as(x_TD)
+    out: Tensor = _MultiplyAdd.apply(x_TD, gate_SD, y_TD, layout, False)
+    return out
 
 
 @dataclass(frozen=True)

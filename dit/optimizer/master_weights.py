@@ -1,17 +1,17 @@
 """The optimizer step, and one view of the fp32 master weights for all kinds of optimizers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dit.backends.device import host_zeros
+from dit.backends.gradients import GradientFactor
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.parallel.fsdp import local, sharded_parameters, use_updated_weights
 
@@ -31,6 +31,7 @@ class MasterShard:
         state: Adam's state of `owner`; empty before the first step.
         group: ranks over which the parameter is sharded; None if it is not.
         host: memory of the host for Adam's moments, by slot; None where they are on the device.
+        factor: what the gradient is to be multiplied by.
     """
 
     name: str
@@ -41,6 +42,7 @@ class MasterShard:
     state: dict[str, Any]
     group: Optional[ProcessGroup]
     host: Optional[dict[str, Tensor]] = None
+    factor: GradientFactor = field(default_factory=GradientFactor)
 
     @property
     def main(self) -> Tensor:
@@ -50,7 +52,8 @@ class MasterShard:
     @property
     def grad(self) -> Tensor:
         """The gradient of `main` after `gradient_norm`; zeros if there is none."""
-        return torch.zeros_like(self.main) if self.owner.grad is None else local(self.owner.grad)
+        grad = self.owner.grad
+        return torch.zeros_like(self.main) if grad is None else local(grad) * self.factor.value
 
     def slot(self, name: str) -> Tensor:
         """Return one of Adam's states, in the shape of `main`; zeros before the first step."""
@@ -110,6 +113,8 @@ def master_shards(
         offload: whether Adam's moments are in host memory, 8 bytes per element of the shards.
     """
     shards = _shards(optimizer, chunks)
+    for shard in shards:
+        shard.factor = optimizer.gradient_factor
     if offload:
         sizes = [shard.main.numel() for shard in shards]
         pinned = any(shard.main.is_cuda for shard in shards)
@@ -208,14 +213,20 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, beta1: float) -> None:
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """Copy the gradients to the master weights, and return their global norm before clipping."""
     optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
+    return float(optimizer.get_grad_norm()) * optimizer.gradient_factor.value
+
+
+def factor_of_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> float:
+    """Return what an update multiplies the gradients by, of the norm `clip_grad` or less then; 0 for any norm."""
+    clip = min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad else 1.0  # as in Megatron-Core
+    return optimizer.gradient_factor.value * clip
 
 
 def apply_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
     """Clip by the global norm and update the weights; call after `gradient_norm`."""
-    if 0.0 < clip_grad < grad_norm:
-        for part in sub_optimizers(optimizer):
-            parameters = part.get_parameters()
-            if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=grad_norm)
+    factor = factor_of_update(optimizer, grad_norm, clip_grad)
+    parameters = (p for part in sub_optimizers(optimizer) for p in part.get_parameters())
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
     optimizer.step_with_ready_grads()

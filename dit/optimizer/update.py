@@ -105,7 +105,7 @@ def parts(elements: Elements, size: int) -> Iterator[Elements]:
 class FusedUpdate:
     """The update of all parameters by one call for each group of parameters with one weight decay.
 
-    Gradients are not changed: clipping is a factor inside the kernel.
+    Gradients are not changed: they are multiplied inside the kernel, by what clips them and divides by the tokens.
 
     Args:
         adamw: the kernel; other arguments as of `build_update`.
@@ -136,6 +136,7 @@ class FusedUpdate:
     def __call__(self, grad_norm: float, step: int) -> None:
         weight = None if self.ema is None or self.ema.offload else self.ema.weight(step)
         count = get_step_count(self.optimizer) + 1
+        factor = master_weights.factor_of_update(self.optimizer, grad_norm, self.clip_grad)
         for _, group, members in self.of_group:
             rates = Rates(
                 lr=group["lr"],
@@ -144,7 +145,7 @@ class FusedUpdate:
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 step=count,
-                clip=self._clip(grad_norm),
+                clip=factor,
                 average=1.0 if weight is None else weight,
             )
             # What the model computes with is another tensor for half precision alone.
@@ -161,12 +162,6 @@ class FusedUpdate:
             self.ema.update(step)
         if any(shard.host is not None for shard in self.shards):
             synchronize()
-
-    def _clip(self, grad_norm: float) -> float:
-        """Return the factor of the gradients, as Megatron-Core computes it."""
-        if self.clip_grad == 0.0:
-            return 1.0
-        return min(1.0, self.clip_grad / (grad_norm + 1e-6))
 
     def _elements(self, i: int, *, averaged: bool) -> Optional[Elements]:
         """Return the tensors of a shard; None if it has no gradient, as AdamW then leaves it as it is."""

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
 from dit.backends import foreach
-from dit.backends.gradients import DataParallel, share_main_gradients
+from dit.backends.gradients import DataParallel, GradientFactor, finalize_gradients, share_main_gradients
 from dit.backends.init import initialize_weights
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
@@ -243,7 +243,7 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
     Forward passes must call the wrappers: under FSDP the unwrapped chunks have no full weights.
     """
     config = chunks[0].config
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize_gradients
     if parallel.data_parallel == "fsdp":
         sharded = [wrap_fsdp(chunk, parallel.fsdp_sharding, groups) for chunk in chunks]
         config.no_sync_func = sharded[0].no_sync if reduces_in_backward(sharded[0]) else None
@@ -327,4 +327,6 @@ def build_optimizer(
             group["fused"], group["foreach"] = True, False
     if precision == "fp16":
         share_loss_scale(optimizer, wrapped)
+    # All chunks have the same; Megatron-FSDP's gradients are multiplied already.
+    optimizer.gradient_factor = getattr(wrapped[0], "factor", GradientFactor())
     return optimizer

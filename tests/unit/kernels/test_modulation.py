@@ -77,5 +77,5 @@ def test_zero_gate_is_the_identity_bit_for_bit():
 def test_dense_batch_copies_no_conditioning():
     """A dense batch broadcasts one row per sample; only a ragged pack gathers one per token."""
     cond = torch.randn(3, 10)
-    assert broadcast_per_sample(cond, DENSE)[0].data_ptr() == cond.data_ptr()
-    assert broadcast_per_sample(cond, RAGGED)[0].shape == (24, 10)
+    assert broadcast_per_sample(cond, DENSE).data_ptr() == cond.data_ptr()
+    assert broadcast_per_sample(cond, RAGGED).shape == (24, 10)
