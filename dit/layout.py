@@ -224,7 +224,7 @@ class SequenceLayout:
             return torch.stack([own_TD.sum(0) for own_TD in x_TD.split(counts)])
         order_T, starts_S = self.tokens_by_sample
         sums_SD = torch.embedding_bag(x_TD.flatten(1).contiguous(), order_T, starts_S)[0]
-        return sums_SD.view(-1, *x_TD.shape[1:])
+        return sums_SD if x_TD.dim() == 2 else sums_SD.view(-1, *x_TD.shape[1:])
 
     def sum_per_sample(self, x_T: Tensor) -> Tensor:
         """Sum over the real local tokens of each sample: `[T, ...]` becomes `[S, ...]`."""

@@ -1,23 +1,33 @@
-"""torch's attention for CPU on all groups of a ragged pack, as one operation of autograd.
+"""Attention on CPU to all groups of a ragged pack, as one operation of autograd.
 
 A pack of short samples is little work and many calls: what each group's views and copies would cost in autograd, in
-every layer, is as much as their attention. Here a projection's rows are copied once, and groups are views of the copy.
+every layer, is as much as their attention. Here the heads of a projection are copied once, as rows that lie group by
+group, and in a group sample by sample and head by head:
 
-    q, k, v [T, N, H]  --rows of all groups-->  [P, N, H]  --group by group-->  [P, N, H]  --back-->  [T, N, H]
+    q, k, v [T, N, H]  --rows of all groups-->  [R, H]  --group by group-->  [R, H]  --back-->  [T, N, H]
 
-Shape suffixes: T tokens, K keys, P slots of all groups, N heads, H head size.
+Short samples take batched matrix products, and keep their weights for the backward pass; longer ones torch's flash
+kernel, which takes them sample by sample.
+
+Shape suffixes: T tokens, K keys, P slots of all groups, R slots of all groups and heads, N heads, H head size; B
+samples times heads of a group, q its queries, k its keys, h the head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from dit.kernels.segment_groups import Grouped, moved
+from dit.kernels.segment_groups import Group, Grouped, Slots, moved
+
+SHORT = 64
+"""Up to so many queries and keys, matrix products are faster than the flash kernel, 1.3 to 1.6 times (head size 32)."""
 
 _FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_SOFTMAX_BACKWARD: Any = torch.ops.aten._softmax_backward_data
 
 
 def grouped_sdpa(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, of: Grouped) -> Tensor:
@@ -31,45 +41,202 @@ def grouped_sdpa(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, of: Grouped) -> Te
     return out
 
 
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """Where the heads of the tokens lie in the rows of all groups; see `Slots`.
+
+    Attributes:
+        heads: how many there are.
+        token_R, head_R: of each row, int64.
+        idle: rows that hold no token; None if all do.
+        row_TN: of each head of each token, int64 `[T * N]`.
+        absent: the heads of tokens that attend to nothing, among `[T * N]`; None if there are none.
+        tables: rows of a projection, made once for all layers.
+    """
+
+    heads: int
+    token_R: Tensor
+    head_R: Tensor
+    idle: Optional[Tensor]
+    row_TN: Tensor
+    absent: Optional[Tensor]
+    tables: dict[object, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(slots: Slots, groups: Sequence[Group], sizes: Sequence[int], heads: int) -> "HeadRows":
+        """Return the rows of `heads` heads; `sizes` are the slots of a segment of each group."""
+        found, start, each_N = [], 0, torch.arange(heads)
+        for group, n in zip(groups, sizes):
+            slot = torch.arange(start, start + group.count * n).view(group.count, 1, n)
+            found.append((slot * heads + each_N[:, None]).flatten())
+            start += group.count * n
+        place_R = torch.cat(found)  # slot * heads + head
+        row_of_place = place_R.argsort()
+
+        def all_heads(slots_X: Optional[Tensor]) -> Optional[Tensor]:
+            return None if slots_X is None else (slots_X[:, None] * heads + each_N).flatten()
+
+        idle = all_heads(slots.idle)
+        slot_R = place_R // heads
+        return HeadRows(
+            heads,
+            slots.token_P[slot_R],
+            place_R - slot_R * heads,
+            None if idle is None else row_of_place[idle],
+            row_of_place[all_heads(slots.slot_T)],
+            all_heads(slots.absent),
+        )
+
+    def fill(self, x_TNH: Tensor) -> Tensor:
+        """Copy the heads of the tokens into their rows: `[T, N, H]` becomes `[R, H]`."""
+        return x_TNH.reshape(-1, x_TNH.shape[-1]).index_select(0, self.of_projection(self.heads, ((0, 1),)))
+
+    def of_projection(self, width: int, parts: tuple[tuple[int, int], ...]) -> Tensor:
+        """Return which parts of the rows of a projection these rows are, one tensor after the other, `[3 * R]`.
+
+        Args:
+            width: of its rows, in heads.
+            parts: of queries, keys and values, in heads: where the first head is, and from one to the next.
+        """
+        if (width, parts) not in self.tables:
+            found = [self.token_R * width + first + self.head_R * step for first, step in parts]
+            self.tables[width, parts] = torch.cat(found)
+        return self.tables[width, parts]
+
+    def empty(self, x_RH: Tensor) -> Tensor:
+        """Copy the rows back: `[R, H]` becomes `[T, N, H]`, zeros where none attends."""
+        return moved(x_RH, self.row_TN, self.absent).view(-1, self.heads, x_RH.shape[-1])
+
+
+def head_rows(of: Grouped, heads: int) -> tuple[HeadRows, HeadRows]:
+    """Return the rows of queries and of keys, made once for all layers."""
+    known = of.tables.get(heads)
+    if known is None:
+        queries = HeadRows.of(of.queries, of.groups, of.sizes_q, heads)
+        same = of.keys is of.queries
+        known = queries, queries if same else HeadRows.of(of.keys, of.groups, of.sizes_k, heads)
+        of.tables[heads] = known
+    return known
+
+
 class _GroupedSdpa(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, of: Grouped) -> Tensor:
-        q, k, v = filled((q_TNH, k_KNH, v_KNH), of)
-        parts, sums = [], []
-        queries, keys, values = _batches(q, of, of.sizes_q), _batches(k, of, of.sizes_k), _batches(v, of, of.sizes_k)
-        for group, *block in zip(of.groups, queries, keys, values):
-            out, sum_of_exponentials = _FORWARD(*block, attn_mask=group.mask)
-            parts.append(out.transpose(1, 2))
-            sums.append(sum_of_exponentials)
-        out_PNH = _joined(parts)
-        ctx.of = of
-        ctx.save_for_backward(q, k, v, out_PNH, *sums)
-        return moved(out_PNH, of.queries.slot_T, of.queries.absent)
+        heads = q_TNH.shape[1]
+        rows_q, rows_k = head_rows(of, heads)
+        q, k, v = filled((q_TNH, k_KNH, v_KNH), rows_q, rows_k)
+        out = torch.empty_like(q)
+        kept = [block.forward(q, k, v, out) for block in _blocks(of, heads)]
+        ctx.of, ctx.heads = of, heads
+        ctx.save_for_backward(q, k, v, out, *kept)
+        return rows_q.empty(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
-        of: Grouped = ctx.of
-        q, k, v, out, *sums = ctx.saved_tensors
-        grad = moved(grads[0], of.queries.token_P, of.queries.idle)
-        blocks = [_batches(x, of, of.sizes_q) for x in (grad, q, out)]
-        blocks[2:2] = [_batches(x, of, of.sizes_k) for x in (k, v)]
-        found = [
-            _BACKWARD(*block, lse, 0.0, False, attn_mask=group.mask)
-            for group, *block, lse in zip(of.groups, *blocks, sums)
-        ]
-        slots = of.queries, of.keys, of.keys
-        parts = (_joined([x.transpose(1, 2) for x in one]) for one in zip(*found))
-        return *(moved(x, own.slot_T, own.absent) for x, own in zip(parts, slots)), None
+        rows_q, rows_k = head_rows(ctx.of, ctx.heads)
+        q, k, v, out, *kept = ctx.saved_tensors
+        grad = rows_q.fill(grads[0])
+        if rows_q.idle is not None:
+            grad.index_fill_(0, rows_q.idle, 0.0)
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        for block, own in zip(_blocks(ctx.of, ctx.heads), kept):
+            block.backward(grad, q, k, v, out, own, found)
+        return *(rows.empty(x) for rows, x in zip((rows_q, rows_k, rows_k), found)), None
 
 
-def filled(parts: Sequence[Tensor], of: Grouped) -> list[Tensor]:
-    """Return queries, keys and values in their slots; rows that they share are copied once."""
-    first, width = min(parts, key=lambda x: x.storage_offset()), row_width(parts)
-    if of.keys is not of.queries or width is None:
-        return [moved(x, slots.token_P, None) for x, slots in zip(parts, (of.queries, of.keys, of.keys))]
-    start = first.storage_offset()
-    rows_PW = first.as_strided((len(first), width), (width, 1), start).index_select(0, of.queries.token_P)
-    return [rows_PW.as_strided((len(rows_PW), *x.shape[1:]), x.stride(), x.storage_offset() - start) for x in parts]
+@dataclass(frozen=True)
+class _Block:
+    """The rows of a group among those of all groups.
+
+    Attributes:
+        first_q, first_k: the first of them, of queries and of keys.
+    """
+
+    group: Group
+    heads: int
+    first_q: int
+    first_k: int
+
+    def forward(self, q_RH: Tensor, k_RH: Tensor, v_RH: Tensor, out_RH: Tensor) -> Tensor:
+        """Write the output, and return what the backward pass needs besides."""
+        out_Bqh, q_Bqh, v_Bkh = self._queries(out_RH), self._queries(q_RH), self._keys(v_RH)
+        if self._is_short(q_RH):
+            mask, scale = self.group.mask_of(self.heads), q_RH.shape[1] ** -0.5
+            added, beta = (q_RH.new_empty(()), 0) if mask is None else (mask, 1)
+            scores_Bqk = torch.baddbmm(added, q_Bqh, self._keys(k_RH, turned=True), beta=beta, alpha=scale)
+            weights_Bqk = scores_Bqk.softmax(-1)
+            torch.bmm(weights_Bqk, v_Bkh, out=out_Bqh)
+            return weights_Bqk
+        given = self._by_sample(q_Bqh, self._keys(k_RH), v_Bkh)
+        attended, sum_of_exponentials = _FORWARD(*given, attn_mask=self.group.mask)
+        out_Bqh.view(attended.shape).copy_(attended)
+        kept: Tensor = sum_of_exponentials
+        return kept
+
+    def backward(
+        self,
+        grad_RH: Tensor,
+        q_RH: Tensor,
+        k_RH: Tensor,
+        v_RH: Tensor,
+        out_RH: Tensor,
+        kept: Tensor,
+        into: Sequence[Tensor],
+    ) -> None:
+        """Write the gradients of queries, keys and values."""
+        grad_Bqh, q_Bqh, k_Bkh = self._queries(grad_RH), self._queries(q_RH), self._keys(k_RH)
+        dq_Bqh, dk_Bkh, dv_Bkh = self._queries(into[0]), self._keys(into[1]), self._keys(into[2])
+        if self._is_short(q_RH):
+            scale = q_RH.shape[1] ** -0.5
+            of_weights_Bqk = torch.bmm(grad_Bqh, self._keys(v_RH, turned=True))
+            of_scores_Bqk = _SOFTMAX_BACKWARD(of_weights_Bqk, kept, -1, kept.dtype)
+            torch.baddbmm(q_Bqh, of_scores_Bqk, k_Bkh, beta=0, alpha=scale, out=dq_Bqh)
+            torch.baddbmm(k_Bkh, of_scores_Bqk.mT, q_Bqh, beta=0, alpha=scale, out=dk_Bkh)
+            torch.bmm(kept.mT, grad_Bqh, out=dv_Bkh)
+            return
+        given = self._by_sample(grad_Bqh, q_Bqh, k_Bkh, self._keys(v_RH), self._queries(out_RH))
+        found = _BACKWARD(*given, kept, 0.0, False, attn_mask=self.group.mask)
+        for target, value in zip((dq_Bqh, dk_Bkh, dv_Bkh), found):
+            target.view(value.shape).copy_(value)
+
+    def _is_short(self, x: Tensor) -> bool:
+        """Return whether the group takes matrix products; they would round the weights of half precision."""
+        return max(self.group.queries, self.group.keys) <= SHORT and x.dtype in (torch.float32, torch.float64)
+
+    def _by_sample(self, *parts: Tensor) -> list[Tensor]:
+        return [x.unflatten(0, (-1, self.heads)) for x in parts]
+
+    def _queries(self, x_RH: Tensor) -> Tensor:
+        return self._part(x_RH, self.first_q, self.group.queries)
+
+    def _keys(self, x_RH: Tensor, *, turned: bool = False) -> Tensor:
+        """Return `[B, k, h]`, or `[B, h, k]`."""
+        return self._part(x_RH, self.first_k, self.group.keys, turned=turned)
+
+    def _part(self, x_RH: Tensor, first: int, n: int, *, turned: bool = False) -> Tensor:
+        batch, size = self.group.count * self.heads, x_RH.shape[1]
+        (rows, columns), steps = ((size, n), (1, size)) if turned else ((n, size), (size, 1))
+        return x_RH.as_strided((batch, rows, columns), (n * size, *steps), x_RH.storage_offset() + first * size)
+
+
+def _blocks(of: Grouped, heads: int) -> Iterator[_Block]:
+    first_q = first_k = 0
+    for group in of.groups:
+        yield _Block(group, heads, first_q, first_k)
+        first_q += group.count * heads * group.queries
+        first_k += group.count * heads * group.keys
+
+
+def filled(parts: Sequence[Tensor], rows_q: HeadRows, rows_k: HeadRows) -> Sequence[Tensor]:
+    """Return queries, keys and values in their rows; from one tensor they are copied at once."""
+    size, width = parts[0].shape[-1], row_width(parts)
+    start = min(x.storage_offset() for x in parts)
+    places = [(x.storage_offset() - start, x.stride(1)) for x in parts]
+    if rows_k is not rows_q or width is None or any(number % size for number in (width, *sum(places, ()))):
+        return [rows.fill(x) for x, rows in zip(parts, (rows_q, rows_k, rows_k))]
+    one = parts[0].as_strided((len(parts[0]) * width // size, size), (size, 1), start)
+    units = tuple((offset // size, step // size) for offset, step in places)
+    return one.index_select(0, rows_q.of_projection(width // size, units)).unflatten(0, (3, -1)).unbind()
 
 
 def row_width(parts: Sequence[Tensor]) -> Optional[int]:
@@ -85,20 +252,3 @@ def row_width(parts: Sequence[Tensor]) -> Optional[int]:
         if not in_rows or x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
     return width if sum(x.shape[1:].numel() for x in parts) == width else None
-
-
-def _batches(x_PNH: Tensor, of: Grouped, sizes: Sequence[int]) -> list[Tensor]:
-    """Return the slots of each group as a batch `[count, N, n, H]`."""
-    found, at = [], x_PNH.storage_offset()
-    row, head, one = x_PNH.stride()
-    for group, n in zip(of.groups, sizes):
-        shape = group.count, x_PNH.shape[1], n, x_PNH.shape[2]
-        found.append(x_PNH.as_strided(shape, (n * row, head, row, one), at))
-        at += group.count * n * row
-    return found
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the slots of all groups, `[P, N, H]`, of batches `[count, n, N, H]`."""
-    rows = [x.flatten(0, 1) for x in parts]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -12,7 +12,7 @@ Equally long segments form one dense batch. Short ones of nearly the same length
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import numpy as np
@@ -90,12 +90,20 @@ class Group:
         count: of segments.
         queries, keys: slots of each.
         mask: 0 where a slot holds a key and -inf where it is idle, `[count, 1, 1, keys]`; None if all do.
+        masks: see `mask_of`.
     """
 
     count: int
     queries: int
     keys: int
     mask: Optional[Tensor]
+    masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask_of(self, heads: int) -> Optional[Tensor]:
+        """Return the mask for segments times heads, `[count * heads, 1, keys]`, made once for all layers."""
+        if self.mask is not None and heads not in self.masks:
+            self.masks[heads] = self.mask.expand(-1, heads, -1, -1).flatten(0, 1)
+        return self.masks.get(heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,11 +113,13 @@ class Grouped:
     Attributes:
         groups: in the order of their slots.
         queries, keys: the slots of both.
+        tables: what a kernel has made of them, once for all layers.
     """
 
     groups: tuple[Group, ...]
     queries: Slots
     keys: Slots
+    tables: dict[int, Any] = field(default_factory=dict)
 
     @property
     def sizes_q(self) -> list[int]:
