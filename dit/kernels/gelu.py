@@ -49,7 +49,7 @@ class _Gelu(torch.autograd.Function):
         return gate.mul_(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Optional[Tensor]:
         (slope,) = ctx.saved_tensors
         return grads[0] * slope

@@ -62,7 +62,7 @@ class _MultiplyAdd(torch.autograd.Function):
         return _tokens(torch.addcmul(added, x, factor))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
         (factor, x), layout, wanted = ctx.saved_tensors, ctx.layout, ctx.needs_input_grad
         grad = rows(grads[0], layout)

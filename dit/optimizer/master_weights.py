@@ -223,10 +223,22 @@ def factor_of_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: 
 
 
 def apply_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
-    """Clip by the global norm and update the weights; call after `gradient_norm`."""
+    """Clip by the global norm and update the weights; call after `gradient_norm`.
+
+    torch's fused AdamW multiplies the gradients on its way, others need a pass for it.
+    """
     factor = factor_of_update(optimizer, grad_norm, clip_grad)
-    parameters = (p for part in sub_optimizers(optimizer) for p in part.get_parameters())
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
+    if factor == 1.0:
+        optimizer.step_with_ready_grads()
+        return
+    torchs = [part.optimizer for part in sub_optimizers(optimizer)]
+    fused = [adam for adam in torchs if all(group.get("fused") for group in adam.param_groups)]
+    for adam in torchs:
+        parameters = [p for group in adam.param_groups for p in group["params"] if p.grad is not None]
+        if adam in fused and parameters:
+            adam.grad_scale = torch.full((), 1 / factor, device=parameters[0].device)  # type: ignore[attr-defined]
+        elif parameters:
+            torch._foreach_mul_([local(p.grad) for p in parameters], factor)
     optimizer.step_with_ready_grads()
+    for adam in fused:
+        adam.grad_scale = None  # type: ignore[attr-defined]

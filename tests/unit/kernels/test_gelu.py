@@ -1,4 +1,4 @@
-"""GELU by a sigmoid: its values and slopes are those of the formula with a tanh, in one product of the backward pass."""
+"""GELU by a sigmoid: values and slopes are those of the formula with a tanh; a backward pass is one product."""
 
 import math
 
