@@ -9,14 +9,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
 import torch
 from torch import Tensor, nn
 
-from dit.backends import process_groups
+from dit.backends import foreach, process_groups
 from dit.backends.device import ACCELERATOR
 from dit.backends.provider import LayerProvider
 from dit.errors import EXIT_OK, one_line_errors
@@ -35,6 +36,7 @@ from dit.optimizer.master_weights import master_shards
 from dit.optimizer.update import build_update
 from dit.parallel.build import TracedBuild, build_model, build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
+from dit.parallel.implementations import DTYPES
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.passes import LayerTraffic, Passes, layer_traffic, traffic
 from dit.tracing.world import fake_world
@@ -178,25 +180,95 @@ UPDATES = {f"optimizer's update, {name}": kernels for name, kernels in (("eager"
 
 def update(kernels: str) -> Passes:
     """Trace the update of a layer's parameters in bf16: clip, AdamW, average, and the copy for the model."""
+    with _fake_step(kernels, "bf16") as (_, optimizer, call, unit):
+        optimizer.prepare_grads()
+        call(1.0, 1)  # makes Adam's state
+        return traffic(lambda: call(1.0, 2), unit)
+
+
+def outside(kernels: str) -> Passes:
+    """Trace what a step of one micro-batch does in fp32 with a layer's parameters, outside of the layer.
+
+    From the gradients that its backward pass returns: to the main gradients, norm, clip, AdamW and average.
+    """
+    with _fake_step(kernels, "fp32") as (chunk, optimizer, call, unit):
+
+        def step() -> None:
+            chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            _Layer.apply(*(p for p in chunk.parameters() if p.requires_grad)).backward()
+            chunk.finish_grad_sync()
+            chunk.scale_gradients(1 / 1000)
+            optimizer.prepare_grads()
+            foreach.l2_norm(0, torch.zeros(1), [optimizer.get_main_grads_for_grad_norm()])
+            call(1.0, 1)
+
+        step()
+        return traffic(step, unit)
+
+
+class _Layer(torch.autograd.Function):
+    """A layer that computes nothing, and returns a gradient for every parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(p) for p in ctx.parameters)
+
+
+@contextmanager
+def _fake_step(
+    kernels: str, precision: Literal["bf16", "fp32"]
+) -> Iterator[tuple[Any, Any, Callable[[float, int], None], int]]:
+    """Yield a layer in its data-parallel wrapper, its optimizer, its update, and 4 bytes times its parameters."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    settings, parallel = OptimizerConfig(clip_grad=0.5), ParallelConfig()
+    settings, parallel, training = OptimizerConfig(clip_grad=0.5), ParallelConfig(), TrainingConfig(precision=precision)
     config = DiTConfig(hidden_size=HIDDEN, num_layers=1, num_attention_heads=HEADS)
-    target = Target(ACCELERATOR, torch.bfloat16)
+    target = Target(ACCELERATOR, DTYPES[precision])
     with fake_world(0, 1), FakeTensorMode(allow_non_fake_inputs=True):
         groups = process_groups.initialize(parallel)
         try:
-            traced = TracedBuild(None, target.device)
-            chunks = build_model(config, parallel, TrainingConfig(), groups, traced=traced)
+            chunks = build_model(config, parallel, training, groups, traced=TracedBuild(None, target.device))
             wrapped = wrap(chunks, parallel, groups)
-            optimizer = build_optimizer(wrapped, settings, parallel, TrainingConfig(), groups)
+            optimizer = build_optimizer(wrapped, settings, parallel, training, groups)
             shards = master_shards(optimizer, chunks)
             call = build_update(optimizer, shards, EMA(shards, 0.99), settings.clip_grad, target, kernels)
-            optimizer.prepare_grads()
-            call(1.0, 1)  # makes Adam's state
-            return traffic(lambda: call(1.0, 2), 4 * sum(shard.main.numel() for shard in shards))
+            yield wrapped[0], optimizer, call, 4 * sum(shard.main.numel() for shard in shards)
         finally:
             process_groups.release()
+
+
+def plain_outside() -> Passes:
+    """Trace the same of plain PyTorch: clipping, fused AdamW, and the average in one fused call."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        parameters = [nn.Parameter(torch.empty(shape)) for shape in ((4 * HIDDEN, HIDDEN), (HIDDEN,))]
+        adamw = torch.optim.AdamW(parameters, fused=True)
+        average = [p.detach().clone() for p in parameters]
+
+        def step() -> None:
+            adamw.zero_grad()
+            _Layer.apply(*parameters).backward()
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+            adamw.step()
+            torch._foreach_lerp_(average, [p.detach() for p in parameters], 0.01)
+
+        step()
+        return traffic(step, 4 * sum(p.numel() for p in parameters))
+
+
+OUTSIDE = {
+    "a step outside the layers, eager": lambda: outside("eager"),
+    "a step outside the layers, fused": lambda: outside("triton"),
+    "a step outside the layers, plain PyTorch": plain_outside,
+}
+"""The rows of a whole step of one micro-batch in fp32, in passes of 4 bytes per parameter."""
 
 
 @one_line_errors
@@ -210,6 +282,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     os.environ["DIT_DEVICE"] = "cpu"  # nothing is computed
     found = measure(args.kinds or [kind for kind, _, _ in ROWS])
     updates = {name: update(kernels) for name, kernels in UPDATES.items()}
+    updates |= {name: count() for name, count in OUTSIDE.items()}
     if args.json:
         rows = {name: asdict(row) for name, row in found.items()} | {name: asdict(row) for name, row in updates.items()}
         print(json.dumps(rows))

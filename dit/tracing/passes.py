@@ -16,7 +16,7 @@ from dit.tracing.repeats import tensors_in
 WRITTEN_ALONE = ("models",)
 """Arguments of fused operators that are written and not read."""
 READ_ALONE = ("grads",)
-"""Arguments that torch's AdamW writes only where it undoes a loss scale, which here nothing asks of it."""
+"""Arguments that torch's AdamW writes only where it is asked to divide them."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,10 @@ class _Counter(TorchDispatchMode):
             self._products += 1
         elif not func.is_view and func.namespace != "prim" and not func.__name__.startswith(("empty", "new_empty")):
             moved = sum(x.nbytes for x in (*given, *results))
-            if not results:  # it writes arguments, which it may read, too
-                moved += _written(func, args)
+            if func.__name__.startswith("_foreach_copy_"):
+                moved = sum(x.nbytes for x in given)
+            elif not results:  # it writes arguments, which it may read, too
+                moved += _written(func, args, divides=kwargs.get("grad_scale") is not None)
             if func.__name__.startswith(("copy_", "zero_", "fill_", "zeros", "ones", "new_zeros")):
                 moved = sum(x.nbytes for x in given[1:]) + results[0].nbytes  # what is overwritten is not read
             name = func.__name__.split(".")[0]
@@ -99,14 +101,17 @@ class _Counter(TorchDispatchMode):
             self._living[key] = gone, storage.nbytes() // tensor.element_size()
 
 
-def _written(func: Any, args: Sequence[Any]) -> int:
-    """Return the bytes of the arguments that an operator without results writes, without those that it never reads."""
+def _written(func: Any, args: Sequence[Any], *, divides: bool) -> int:
+    """Return the bytes of the arguments that an operator without results writes, without those that it never reads.
+
+    Args:
+        divides: whether torch's AdamW divides its gradients.
+    """
+    others = WRITTEN_ALONE if divides else WRITTEN_ALONE + READ_ALONE
     return sum(
         x.nbytes
         for argument, value in zip(func._schema.arguments, args)
-        if argument.alias_info is not None
-        and argument.alias_info.is_write
-        and argument.name not in WRITTEN_ALONE + READ_ALONE
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in others
         for x in tensors_in((value,))
     )
 

@@ -168,6 +168,13 @@ MUTANTS = (
         (WORKERS,),
     ),
     Mutant(
+        "workers: no micro-batch is ever late",
+        "energon_data/background.py",
+        "late = not self._inbox.has_message()",
+        "late = False",
+        (WORKERS,),
+    ),
+    Mutant(
         "workers: a resumed one starts at the beginning",
         "energon_data/worker.py",
         "source.load(position.state)",

@@ -1,6 +1,16 @@
 """Parallel layouts and process groups: one wrong line each."""
 
-from tests.mutants.listed.paths import BACKBONES, CONTEXT_ROWS, EXPERTS, FSDP, GROWTH, LAYOUTS, LOSS_SCALE, OPTIMIZER
+from tests.mutants.listed.paths import (
+    BACKBONES,
+    CONTEXT_ROWS,
+    EXPERTS,
+    FSDP,
+    GROWTH,
+    LAYOUTS,
+    LOSS_SCALE,
+    LOSSES,
+    OPTIMIZER,
+)
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
@@ -168,8 +178,29 @@ MUTANTS = (
     Mutant(
         "gradients: a full batch of them is added, and waits on",
         "dit/backends/gradients.py",
-        "pending, self._pending, self._pending_bytes = self._pending, [], 0",
-        "pending, self._pending_bytes = list(self._pending), 0",
+        "taken, self.gradients, self.bytes = self.gradients, [], 0",
+        "taken, self.bytes = list(self.gradients), 0",
         ("tests/unit/backends/test_gradients.py",),
+    ),
+    Mutant(
+        "gradients: the first is added to that of the step before",
+        "dit/backends/gradients.py",
+        "self._stale.update(self.params_with_grad)",
+        "self._stale.clear()",
+        ("tests/unit/backends/test_gradients.py",),
+    ),
+    Mutant(
+        "gradients: what got none in a step keeps that of the step before",
+        "dit/backends/gradients.py",
+        "if self._stale:",
+        "if not self._stale:",
+        ("tests/unit/backends/test_gradients.py",),
+    ),
+    Mutant(
+        "gradients: never divided by the tokens",
+        "dit/backends/gradients.py",
+        "self.factor.value *= scaling_factor",
+        "self.factor.value *= 1.0",
+        (LOSSES,),
     ),
 )

@@ -65,8 +65,22 @@ MUTANTS = (
     Mutant(
         "gradient clipped at three times the norm",
         "dit/optimizer/master_weights.py",
-        "max_norm=clip_grad, total_norm",
-        "max_norm=3 * clip_grad, total_norm",
+        "clip_grad / (grad_norm + 1e-6)",
+        "3 * clip_grad / (grad_norm + 1e-6)",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "gradient norm of sums over the tokens",
+        "dit/optimizer/master_weights.py",
+        "float(optimizer.get_grad_norm()) * optimizer.gradient_factor.value",
+        "float(optimizer.get_grad_norm())",
+        (OPTIMIZER,),
+    ),
+    Mutant(
+        "a clip factor stays in torch's AdamW",
+        "dit/optimizer/master_weights.py",
+        "adam.grad_scale = None",
+        "adam.grad_scale = adam.grad_scale",
         (OPTIMIZER,),
     ),
     Mutant(
@@ -148,9 +162,9 @@ MUTANTS = (
     ),
     Mutant(
         "fused update: clips by another norm than Megatron-Core",
-        "dit/optimizer/update.py",
-        "min(1.0, self.clip_grad / (grad_norm + 1e-6))",
-        "min(1.0, self.clip_grad / (grad_norm + 1.0))",
+        "dit/optimizer/master_weights.py",
+        "clip_grad / (grad_norm + 1e-6)",
+        "clip_grad / (grad_norm + 1.0)",
         (FUSED_UPDATE,),
     ),
     Mutant(

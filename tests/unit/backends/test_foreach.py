@@ -1,8 +1,8 @@
-"""Norm and scaling of many gradients: the numbers of Megatron-Core's fallbacks, in a few operations."""
+"""The norm of many gradients: the number of Megatron-Core's fallback, in a few operations."""
 
 import torch
 from megatron.core.optimizer import clip_grads
-from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit.backends import foreach
@@ -39,28 +39,10 @@ def test_the_norm_is_that_of_all_numbers_to_the_bit_of_the_fallback(one_rank_wor
     assert counter.operations < 10
 
 
-def test_scaling_in_place_is_one_operation():
-    given, expected, flag = gradients(), gradients(), torch.zeros(1, dtype=torch.int)
-    with Counter() as counter:
-        foreach.scale(65536, flag, [given, given], 0.3)
-    local_multi_tensor_scale(65536, flag, [expected, expected], 0.3)
-    assert all(torch.equal(x, y) for x, y in zip(given, expected, strict=True))
-    assert counter.operations == 1
-
-
-def test_scaling_into_others_leaves_the_first_alone():
-    given, others, flag = gradients(), [torch.zeros_like(x) for x in gradients()], torch.zeros(1, dtype=torch.int)
-    foreach.scale(65536, flag, [given, others], 2.0)
-    assert all(torch.equal(2 * x, y) for x, y in zip(given, others, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(given, gradients(), strict=True))
-
-
-def test_clipping_uses_them_where_there_is_no_apex(monkeypatch):
+def test_the_norm_uses_it_where_there_is_no_apex(monkeypatch):
     monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
-    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", local_multi_tensor_scale)
     foreach.install()
     assert clip_grads.l2_norm_impl is foreach.l2_norm
-    assert clip_grads.multi_tensor_scale_impl is foreach.scale
     fused = object()
     monkeypatch.setattr(clip_grads, "l2_norm_impl", fused)
     foreach.install()
