@@ -29,8 +29,8 @@ class GradientFactor:
 
 def finalize_gradients(
     wrapped: Sequence[Any],
-    num_tokens: Optional[Tensor] = None,
-    pg_collection: Any = None,
+    num_tokens: Optional[Tensor],
+    pg_collection: Any,
     force_all_reduce: Optional[bool] = False,
 ) -> None:
     """Reduce the gradients of a step, and note what they are to be multiplied by; the host waits for that once.
@@ -104,8 +104,8 @@ class DataParallel(DistributedDataParallel):
         add_pending, pending = self._add_pending, self._pending
 
         def hook(*_: object) -> None:
-            if param.grad is None or getattr(param, "grad_added_to_main_grad", False):
-                param.grad = None
+            if param.grad is None:
+                self._zero_stale([param])
                 self._reduce_if_overlapped([param])
                 return
             if not pending.gradients:
@@ -142,21 +142,25 @@ class DataParallel(DistributedDataParallel):
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     @torch.no_grad()
-    def _zero_stale(self) -> None:
-        if self._stale:
-            torch._foreach_zero_(_main_gradients(self._stale))
-            self._stale.clear()
+    def _zero_stale(self, params: Optional[Sequence[nn.Parameter]] = None) -> None:
+        """Set the main gradients of the step before to zero; of all parameters, or of these."""
+        stale = self._stale.copy() if params is None else self._stale.intersection(params)
+        if stale:
+            torch._foreach_zero_(_main_gradients(stale))
+            self._stale -= stale
 
     @torch.no_grad()
     def _add_pending(self) -> None:
         """Add the waiting gradients to the main ones, or copy them there."""
         pending = self._pending.take()
-        first = [(param, grad) for param, grad in pending if param in self._stale]
-        further = [(param, grad) for param, grad in pending if param not in self._stale]
+        first: list[tuple[nn.Parameter, Tensor]] = []
+        further: list[tuple[nn.Parameter, Tensor]] = []
+        for param, grad in pending:
+            (first if param in self._stale else further).append((param, grad))
+            self._stale.discard(param)
         for write, given in ((torch._foreach_copy_, first), (torch._foreach_add_, further)):
             if given:
                 write(_main_gradients(param for param, _ in given), [grad for _, grad in given])
-        self._stale.difference_update(param for param, _ in first)
         self._reduce_if_overlapped([param for param, _ in pending])
 
     def _reduce_if_overlapped(self, ready: list[nn.Parameter]) -> None:

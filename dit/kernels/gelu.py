@@ -6,6 +6,8 @@ The forward pass also computes the derivative, which is saved in place of x: a b
 
     gelu'(x) = s + x s (1 - s) A (1 + 3 B x^2),   s = sigmoid(2 u)
 
+Slopes are NaN from |x| of 1e13 on, where x^3 is no number of float32.
+
 Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
 """
 

@@ -6,7 +6,7 @@ group, and in a group sample by sample and head by head:
 
     q, k, v [T, N, H]  --rows of all groups-->  [R, H]  --group by group-->  [R, H]  --back-->  [T, N, H]
 
-Short samples take batched matrix products, and keep their weights for the backward pass; longer ones torch's flash
+Short samples take batched matrix products, and save their weights for the backward pass; longer ones torch's flash
 kernel, which takes them sample by sample.
 
 Shape suffixes: T tokens, K keys, P slots of all groups, R slots of all groups and heads, N heads, H head size; B
@@ -92,11 +92,11 @@ class HeadRows:
         return x_TNH.reshape(-1, x_TNH.shape[-1]).index_select(0, self.of_projection(self.heads, ((0, 1),)))
 
     def of_projection(self, width: int, parts: tuple[tuple[int, int], ...]) -> Tensor:
-        """Return which parts of the rows of a projection these rows are, one tensor after the other, `[3 * R]`.
+        """Return which heads of a projection's rows these rows are, one tensor after the other, `[parts * R]`.
 
         Args:
-            width: of its rows, in heads.
-            parts: of queries, keys and values, in heads: where the first head is, and from one to the next.
+            width: of the projection's rows, in heads.
+            parts: the tensors that are taken from it, in heads: where the first head is, and from one to the next.
         """
         if (width, parts) not in self.tables:
             found = [self.token_R * width + first + self.head_R * step for first, step in parts]
@@ -126,20 +126,20 @@ class _GroupedSdpa(torch.autograd.Function):
         rows_q, rows_k = head_rows(of, heads)
         q, k, v = filled((q_TNH, k_KNH, v_KNH), rows_q, rows_k)
         out = torch.empty_like(q)
-        kept = [block.forward(q, k, v, out) for block in _blocks(of, heads)]
+        saved = [block.forward(q, k, v, out) for block in _blocks(of, heads)]
         ctx.of, ctx.heads = of, heads
-        ctx.save_for_backward(q, k, v, out, *kept)
+        ctx.save_for_backward(q, k, v, out, *saved)
         return rows_q.empty(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
         rows_q, rows_k = head_rows(ctx.of, ctx.heads)
-        q, k, v, out, *kept = ctx.saved_tensors
+        q, k, v, out, *saved = ctx.saved_tensors
         grad = rows_q.fill(grads[0])
         if rows_q.idle is not None:
             grad.index_fill_(0, rows_q.idle, 0.0)
         found = [torch.empty_like(x) for x in (q, k, v)]
-        for block, own in zip(_blocks(ctx.of, ctx.heads), kept):
+        for block, own in zip(_blocks(ctx.of, ctx.heads), saved):
             block.backward(grad, q, k, v, out, own, found)
         return *(rows.empty(x) for rows, x in zip((rows_q, rows_k, rows_k), found)), None
 
@@ -170,8 +170,8 @@ class _Block:
         given = self._by_sample(q_Bqh, self._keys(k_RH), v_Bkh)
         attended, sum_of_exponentials = _FORWARD(*given, attn_mask=self.group.mask)
         out_Bqh.view(attended.shape).copy_(attended)
-        kept: Tensor = sum_of_exponentials
-        return kept
+        saved: Tensor = sum_of_exponentials
+        return saved
 
     def backward(
         self,
@@ -180,7 +180,7 @@ class _Block:
         k_RH: Tensor,
         v_RH: Tensor,
         out_RH: Tensor,
-        kept: Tensor,
+        saved: Tensor,
         into: Sequence[Tensor],
     ) -> None:
         """Write the gradients of queries, keys and values."""
@@ -189,13 +189,13 @@ class _Block:
         if self._is_short(q_RH):
             scale = q_RH.shape[1] ** -0.5
             of_weights_Bqk = torch.bmm(grad_Bqh, self._keys(v_RH, turned=True))
-            of_scores_Bqk = _SOFTMAX_BACKWARD(of_weights_Bqk, kept, -1, kept.dtype)
+            of_scores_Bqk = _SOFTMAX_BACKWARD(of_weights_Bqk, saved, -1, saved.dtype)
             torch.baddbmm(q_Bqh, of_scores_Bqk, k_Bkh, beta=0, alpha=scale, out=dq_Bqh)
             torch.baddbmm(k_Bkh, of_scores_Bqk.mT, q_Bqh, beta=0, alpha=scale, out=dk_Bkh)
-            torch.bmm(kept.mT, grad_Bqh, out=dv_Bkh)
+            torch.bmm(saved.mT, grad_Bqh, out=dv_Bkh)
             return
         given = self._by_sample(grad_Bqh, q_Bqh, k_Bkh, self._keys(v_RH), self._queries(out_RH))
-        found = _BACKWARD(*given, kept, 0.0, False, attn_mask=self.group.mask)
+        found = _BACKWARD(*given, saved, 0.0, False, attn_mask=self.group.mask)
         for target, value in zip((dq_Bqh, dk_Bkh, dv_Bkh), found):
             target.view(value.shape).copy_(value)
 

@@ -17,7 +17,7 @@ from dit.layout import SequenceLayout
 
 
 def broadcast_per_sample(x_SD: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return per-sample vectors in a shape that broadcasts over `rows`.
+    """Return per-sample vectors in a shape that broadcasts over `by_sample`.
 
     One sample: `[1, D]` broadcasts over `[T, D]`. Dense batch: `[S, 1, D]` broadcasts over `[S, n, D]`. Both copy
     nothing. Ragged pack: `[T, D]`, one copy per token.
@@ -27,19 +27,19 @@ def broadcast_per_sample(x_SD: Tensor, layout: SequenceLayout) -> Tensor:
     return layout.per_token(x_SD) if _batch_length(layout) is None else x_SD[:, None]
 
 
-def rows(x_TD: Tensor, layout: SequenceLayout) -> Tensor:
+def by_sample(x_TD: Tensor, layout: SequenceLayout) -> Tensor:
     """Return the tokens in the shape in which per-sample vectors broadcast over them."""
     length = _batch_length(layout)
     return x_TD if length is None else x_TD.view(layout.num_samples, length, x_TD.shape[-1])
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """Undo `rows`."""
+    """Undo `by_sample`."""
     return x.flatten(0, 1) if x.dim() == 3 else x
 
 
-def _sum_rows(x: Tensor, layout: SequenceLayout) -> Tensor:
-    """Sum `rows` over each sample: `[S, D]`."""
+def _sum_tokens(x: Tensor, layout: SequenceLayout) -> Tensor:
+    """Sum what `by_sample` returns over the tokens of each sample: `[S, D]`."""
     if layout.num_samples == 1:
         return x.sum(0, keepdim=True)
     return layout.sum_tokens(x) if _batch_length(layout) is None else x.sum(1)
@@ -51,23 +51,26 @@ def _batch_length(layout: SequenceLayout) -> Optional[int]:
 
 
 class _MultiplyAdd(torch.autograd.Function):
-    """added + factor * x, one factor per sample: autograd on separate operations takes more passes and calls."""
+    """added + factor * x, one factor per sample: autograd on separate operations takes more passes and calls.
+
+    What is added is one vector for `each` sample, or one for each token. The result must not be modified in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, added: Tensor, factor_SD: Tensor, x_TD: Tensor, layout: SequenceLayout, each: bool) -> Tensor:
         ctx.layout, ctx.each = layout, each
-        factor, x = broadcast_per_sample(factor_SD, layout), rows(x_TD, layout)
+        factor, x = broadcast_per_sample(factor_SD, layout), by_sample(x_TD, layout)
         ctx.save_for_backward(factor, x)
-        added = broadcast_per_sample(added, layout) if each else rows(added, layout)
+        added = broadcast_per_sample(added, layout) if each else by_sample(added, layout)
         return _tokens(torch.addcmul(added, x, factor))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
         (factor, x), layout, wanted = ctx.saved_tensors, ctx.layout, ctx.needs_input_grad
-        grad = rows(grads[0], layout)
-        of_added = _sum_rows(grad, layout) if ctx.each and wanted[0] else grads[0]
-        of_factor = _sum_rows(grad * x, layout) if wanted[1] else None
+        grad = by_sample(grads[0], layout)
+        of_added = _sum_tokens(grad, layout) if ctx.each and wanted[0] else grads[0]
+        of_factor = _sum_tokens(grad * x, layout) if wanted[1] else None
         return of_added, of_factor, _tokens(grad * factor) if wanted[2] else None, None, None
 
 

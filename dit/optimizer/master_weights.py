@@ -1,5 +1,6 @@
 """The optimizer step, and one view of the fp32 master weights for all kinds of optimizers."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -51,7 +52,7 @@ class MasterShard:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of `main` after `gradient_norm`; zeros if there is none."""
+        """The gradient of `main` between `gradient_norm` and the update; zeros if there is none."""
         grad = self.owner.grad
         return torch.zeros_like(self.main) if grad is None else local(grad) * self.factor.value
 
@@ -211,7 +212,10 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, beta1: float) -> None:
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Copy the gradients to the master weights, and return their global norm before clipping."""
+    """Copy the gradients to the master weights, and return their global norm before clipping.
+
+    It is infinite where that of the sum over all tokens is above 1.8e19, whose square float32 does not hold.
+    """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm()) * optimizer.gradient_factor.value
 
@@ -236,7 +240,7 @@ def apply_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: floa
     for adam in torchs:
         parameters = [p for group in adam.param_groups for p in group["params"] if p.grad is not None]
         if adam in fused and parameters:
-            adam.grad_scale = torch.full((), 1 / factor, device=parameters[0].device)  # type: ignore[attr-defined]
+            adam.grad_scale = torch.full((), 1 / factor if factor else math.inf, device=parameters[0].device)  # type: ignore[attr-defined]
         elif parameters:
             torch._foreach_mul_([local(p.grad) for p in parameters], factor)
     optimizer.step_with_ready_grads()

@@ -1,6 +1,6 @@
 """One update of the weights and their average: by Megatron-Core and torch, or by one kernel over all elements.
 
-    eager   scale gradients | AdamW | copy to the model | average      each a pass over all elements
+    eager   AdamW | copy to the model | average      each a pass over all elements
     triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gathering of weights
 
 The state is the same, so that a run may go on with the other one. With `optimizer.offload` Adam's moments are in host

@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "gated residual: the gradient of the gate is that of what is added",
         "dit/kernels/modulation.py",
-        "_sum_rows(grad * x, layout)",
-        "_sum_rows(grad, layout)",
+        "_sum_tokens(grad * x, layout)",
+        "_sum_tokens(grad, layout)",
         (FUSED_OPS, DIT),
     ),
     Mutant(

@@ -192,8 +192,8 @@ MUTANTS = (
     Mutant(
         "gradients: what got none in a step keeps that of the step before",
         "dit/backends/gradients.py",
-        "if self._stale:",
-        "if not self._stale:",
+        "        if stale:",
+        "        if not stale:",
         ("tests/unit/backends/test_gradients.py",),
     ),
     Mutant(

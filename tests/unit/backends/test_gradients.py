@@ -1,6 +1,8 @@
 """Gradients reach the main ones in batches: each once, and the optimizer reads the sums."""
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +22,8 @@ CONFIG = DiTConfig(hidden_size=32, num_layers=2, num_attention_heads=2, in_chann
 PACK = PackShape(((1, 4, 4), (1, 2, 3)))
 
 
-def built(groups: ProcessGroups, data_parallel: str) -> tuple[Backbone, nn.Module, ParallelConfig]:
-    parallel = ParallelConfig(data_parallel=data_parallel)
+def built(groups: ProcessGroups, data_parallel: str, **settings: Any) -> tuple[Backbone, nn.Module, ParallelConfig]:
+    parallel = ParallelConfig(data_parallel=data_parallel, **settings)
     chunks = build_model(CONFIG, parallel, TrainingConfig(precision="fp32"), groups)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -87,6 +89,57 @@ def test_nothing_of_a_step_is_left_in_the_next_one(data_parallel: str, one_rank_
     wrapped.zero_grad_buffer()
     wrapped.finish_grad_sync()
     assert not any(parameter.main_grad.any() for parameter in parameters)
+
+
+class _Undefined(torch.autograd.Function):
+    """Uses a parameter, and gives it a gradient or none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, gives: bool) -> torch.Tensor:
+        ctx.gives = gives
+        ctx.save_for_backward(parameter)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (parameter,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(parameter) if ctx.gives else None, None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_parameter_in_use_without_a_gradient_has_that_of_no_step_before(overlap: bool, one_rank_world: ProcessGroups):
+    """It may be the last of a bucket whose reduction starts at once."""
+    chunk, wrapped, _ = built(one_rank_world, "distributed_optimizer", overlap_grad_reduce=overlap)
+    parameter = chunk.embed.weight
+    reduced: list[float] = []
+
+    def watched(start: Callable[..., None]) -> Callable[..., None]:
+        def seen(**kwargs: Any) -> None:
+            reduced.append(parameter.main_grad.mean().item())
+            start(**kwargs)
+
+        return seen
+
+    bucket_group = wrapped.param_to_bucket_group[parameter]
+    bucket_group.start_grad_sync = watched(bucket_group.start_grad_sync)
+    for step in range(4):
+        wrapped.zero_grad_buffer()
+        rest = sum((p.sum() for p in chunk.parameters() if p is not parameter), torch.zeros(()))
+        _Undefined.apply(rest, parameter, step < 3).backward()
+        wrapped.finish_grad_sync()
+    assert reduced == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_two_gradients_of_one_backward_pass_are_added(one_rank_world: ProcessGroups):
+    """As of a weight that a reentrant checkpoint uses twice."""
+    chunk, wrapped, _ = built(one_rank_world, "ddp")
+    parameter = chunk.embed.weight
+    wrapped.zero_grad_buffer()
+    for _ in range(2):
+        wrapped._pending.add(parameter, torch.ones_like(parameter))
+    wrapped._add_pending()
+    wrapped.finish_grad_sync()
+    assert torch.equal(parameter.main_grad, torch.full_like(parameter, 2.0))
 
 
 def test_a_failed_pass_leaves_nothing(one_rank_world: ProcessGroups):

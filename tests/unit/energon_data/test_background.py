@@ -298,14 +298,19 @@ def test_the_loader_knows_its_own_speed(opened: Open) -> None:
 
 def test_a_micro_batch_is_late_if_it_is_asked_for_before_it_is_there(opened: Open) -> None:
     """A stream that training reads by itself is always late, and a worker that was given time never."""
-    group = StreamGroup({0: opened(seconds=0.05)}, num_streams=1, dp_size=1, log=SkipLog(0), origin="a test")
+    source = opened(seconds=0.05)
+    group = StreamGroup({0: source}, num_streams=1, dp_size=1, log=SkipLog(0), origin="a test")
     take(group, 1)  # it may have been made while the worker started
     group.late()
-    time.sleep(1.0)  # 20 are made, 2 or more of them ahead
-    take(group, 2)
+    deadline = time.monotonic() + 60
+    for _ in range(2):
+        while not source._inbox.has_message():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        take(group, 1)
     assert group.late() == 0
-    take(group, 40)
-    assert 2 <= group.late() <= 40
+    take(group, 40)  # those that are ahead by now, and then as they are made
+    assert 1 <= group.late() <= 40
     assert group.late() == 0
     inline = StreamGroup({0: Watched(spec())}, num_streams=1, dp_size=1, log=SkipLog(0), origin="a test")
     take(inline, 3)
