@@ -3,7 +3,8 @@
 The matrix products, the attention and the traffic of a row are those of our recipe of the same model and layout, traced
 on fake tensors. The published systems ran neither our kernels for what is between them nor ours alone, so their
 memory-bound work is stated, not traced: the passes over memory of an eager adaLN block as counted in plain PyTorch, and
-adaLN's weights, which every rank of NeMo's has in full, updates in full and exchanges in full with its replicas. Their
+adaLN's weights, which every rank of NeMo's has in full, updates in full and exchanges in full with its replicas. Before
+a step Megatron-Core's data parallelism sets gradients to zero, and behind it divides them, which ours does not. Their
 batch was not published: 256 samples are assumed, which matters for the row with pipeline stages.
 
 Two constants are fitted, the rates of matrix products and of attention, on the four rows of NeMo; the row of Wan is in
@@ -48,6 +49,11 @@ Counted in plain PyTorch for two sub-layers, 30 and 73, and carried over to cros
 FP32_BYTES = 4
 WEIGHT_BYTES = 2 + FP32_BYTES
 """A weight in bf16, and its gradient in fp32."""
+GRADIENT_PASSES = 4
+"""Reads and writes of a gradient in fp32 that Megatron-Core's data parallelism makes once in a step and ours does not.
+
+Set to zero 1, read to be added to 1, divided by the tokens 2.
+"""
 MODULATION_BYTES = 12
 """Traffic of a modulation weight in a micro-batch: read in bf16 by both passes, added to in fp32."""
 
@@ -106,6 +112,7 @@ class Traced:
         micro_batches: of a step on one replica.
         memory: bytes that the published system is taken to move in a micro-batch and in its forward pass, by rank.
         weights: those of a rank of the published system over those of ours, by rank.
+        gradients: bytes of them that it moves and we do not, by rank.
         summed: bytes of gradients of adaLN's weights that its tensor-parallel ranks send to each other, by rank.
     """
 
@@ -116,6 +123,7 @@ class Traced:
     micro_batches: int
     memory: dict[int, tuple[float, float]]
     weights: dict[int, float]
+    gradients: dict[int, float]
     summed: dict[int, float]
 
     @property
@@ -132,6 +140,7 @@ class Traced:
             cost = cost_of(theirs, self.micro_batches, cluster)
             cost[[MICRO_BATCH, FORWARD], K_MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
             cost[[ONCE, UPDATE], K_MEMORY] *= self.weights[rank]
+            cost[ONCE, K_MEMORY] += self.gradients[rank] / device.memory_bandwidth
             cost[:, K_HOST] = 0.0  # of our program
             times.append(step_time(cost, self.micro_batches, cluster))
         return max(times, key=lambda time: time.total)
@@ -170,9 +179,11 @@ def traced(row: Row) -> Traced:
     elsewhere = 1 - 1 / layout.tensor_model_parallel_size
     own = {rank: step.state_bytes["weights and gradients"] / WEIGHT_BYTES for rank, step in found.ranks.items()}
     more = {rank: 1 + elsewhere * weights * layers[rank] / count for rank, count in own.items()}
+    passes = 0 if layout.data_parallel == "fsdp" else GRADIENT_PASSES
+    gradients = {rank: passes * FP32_BYTES * count * more[rank] for rank, count in own.items()}
     summed = {rank: 2 * elsewhere * FP32_BYTES * weights * layers[rank] for rank in own}
     tokens = sample.tokens * config.training.global_batch_size
-    return Traced(row, config, found, tokens, dims.micro_batches, memory, more, summed)
+    return Traced(row, config, found, tokens, dims.micro_batches, memory, more, gradients, summed)
 
 
 def with_whole_modulations(step: "StepTrace", weights: float, summed: float) -> "StepTrace":

@@ -75,7 +75,7 @@ def test_a_group_is_as_fast_as_its_slowest_link(group, bandwidth):
 
 def test_seconds_are_counts_over_rates():
     trace = replace(
-        work(matmul=682, attention=538, backward=538),
+        work(matmul=707, attention=535, backward=535),
         moved_bytes=int(2.9e12),
         sent_bytes=Counter({("all_gather", "tp"): int(340e9), ("send", "cp"): int(34e9)}),
         calls=Counter({("all_gather", "tp"): 1000, ("send", "cp"): 0}),
