@@ -174,14 +174,15 @@ def _main_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def share_main_gradients(optimizer: DistributedOptimizer) -> None:
-    """Give the optimizer the same views of the reduced gradients in every step, instead of new ones.
+    """Give the optimizer the same views of the reduced gradients in every step, and its norm the same list of them.
 
     Where Megatron-Core copies a gradient (to another dtype), it goes on doing so.
     """
     if optimizer.is_stub_optimizer:  # it has no parameters
         return
-    copy, this = type(optimizer)._copy_model_grads_to_main_grads, weakref.ref(optimizer)  # no cycle: it holds groups
+    kind, this = type(optimizer), weakref.ref(optimizer)  # no cycle: it holds groups
     shared: list[tuple[nn.Parameter, Tensor]] = []
+    in_norm: list[Tensor] = []
 
     def copy_or_share() -> None:
         if shared:
@@ -190,11 +191,19 @@ def share_main_gradients(optimizer: DistributedOptimizer) -> None:
             return
         optimizer = this()
         assert optimizer is not None
-        copy(optimizer)
+        kind._copy_model_grads_to_main_grads(optimizer)
         groups = (*optimizer.shard_fp32_groups, *optimizer.shard_fp32_from_float16_groups)
         found = [(main, main.grad) for group in groups for main in group]
         buffers = {buffer.grad_data.untyped_storage().data_ptr() for buffer in optimizer.buffers}
         if all(grad is not None and grad.untyped_storage().data_ptr() in buffers for _, grad in found):
             shared.extend(found)
+            in_norm.extend(kind.get_main_grads_for_grad_norm(optimizer))
+
+    def gradients_of_norm() -> list[Tensor]:
+        if in_norm:
+            return in_norm
+        found: list[Tensor] = kind.get_main_grads_for_grad_norm(this())
+        return found
 
     optimizer._copy_model_grads_to_main_grads = copy_or_share
+    optimizer.get_main_grads_for_grad_norm = gradients_of_norm
