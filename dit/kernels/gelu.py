@@ -23,7 +23,7 @@ A, B = math.sqrt(8 / math.pi), 0.044715
 EXACT = torch.float32, torch.float64
 """Types in which every intermediate number may be rounded; torch computes the others in float32."""
 
-_sigmoid_backward: Any = torch.ops.aten.sigmoid_backward
+_sigmoid_backward: Any = torch.ops.aten.sigmoid_backward.grad_input
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -36,6 +36,13 @@ def gelu(x: Tensor) -> Tensor:
     return out
 
 
+def gelu_in_graph(x: Tensor) -> Tensor:
+    """Compute `gelu` in operations that a compiler fuses, and whose gradient it finds."""
+    if x.device.type != "cpu" or x.dtype not in EXACT:
+        return F.gelu(x, approximate="tanh")
+    return x * torch.sigmoid(x * (A + A * B * x * x))
+
+
 def _gate(x: Tensor, square: Tensor) -> Tensor:
     """Return sigmoid(2 u)."""
     return torch.add(A, square, alpha=A * B).mul_(x).sigmoid_()
@@ -46,8 +53,10 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         square = x * x
         gate = _gate(x, square)
-        slope = _sigmoid_backward(torch.add(A, square, alpha=3 * A * B).mul_(x), gate).add_(gate)
-        ctx.save_for_backward(slope)
+        # In place: on a CPU this takes as long as its memory.
+        slope = torch.add(A, square, alpha=3 * A * B, out=square).mul_(x)
+        _sigmoid_backward(slope, gate, grad_input=slope)
+        ctx.save_for_backward(slope.add_(gate))
         return gate.mul_(x)
 
     @staticmethod

@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dit.kernels import modulation
-from dit.kernels.attention import segment_sdpa
+from dit.kernels.attention import nothing_attends, segment_sdpa
 from dit.kernels.attention_blocks import Attended, Block, BlockAttention
 from dit.kernels.block_choice import ATTENTION_BLOCKS
 from dit.kernels.choice import Target, choose
+from dit.kernels.gelu import gelu_in_graph
 from dit.kernels.graph_layout import GraphLayout, layout_of
+from dit.kernels.grouped_sdpa import attended, gradients
 from dit.kernels.modulation import NormModulation
-from dit.kernels.segment_groups import segment_groups
+from dit.kernels.segment_groups import Grouped, grouped
 from dit.layout import SequenceLayout
 
 Layout = SequenceLayout | GraphLayout
@@ -68,7 +70,7 @@ def residual_norm_modulate(
 
 def gelu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
     """See `dit.kernels.modulation.gelu_tanh`."""
-    return F.gelu(x_TF if bias_F is None else x_TF + bias_F, approximate="tanh")
+    return gelu_in_graph(x_TF if bias_F is None else x_TF + bias_F)
 
 
 def swiglu(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
@@ -93,47 +95,32 @@ def graph_attention(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, of_q: Layout, o
 
 
 class SdpaBlocks(BlockAttention):
-    """torch's attention for CPU, one call for each group of equally long segments."""
-
-    def __init__(self) -> None:
-        self._forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        self._backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    """Attention on CPU to all segments of a pack, see `dit.kernels.grouped_sdpa`."""
 
     def forward(self, block: Block) -> Attended:
         q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
-        out_TNH = torch.zeros_like(q_TNH)
-        lse_TN = torch.full(q_TNH.shape[:2], -torch.inf)
-        for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
-            q = _batch(q_TNH, rows_q, count)
-            k, v = (_batch(x, rows_k, count, q.shape[1]) for x in (k_KNH, v_KNH))
-            out, lse = self._forward(q, k, v)
-            out_TNH[rows_q] = _tokens(out)
-            lse_TN[rows_q] = lse.transpose(1, 2).flatten(0, 1)
-        return Attended(out_TNH, lse_TN)
+        if nothing_attends(layout_q, layout_k):
+            return Attended(torch.zeros_like(q_TNH), torch.full(q_TNH.shape[:2], -torch.inf))
+        heads = q_TNH.shape[1]
+        return Attended(*attended(q_TNH, _repeated(k_KNH, heads), _repeated(v_KNH, heads), _grouped(block)))
 
     def backward(self, grad_TNH: Tensor, block: Block, joined: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        (q_TNH, k_KNH, v_KNH, layout_q, layout_k), (out_TNH, lse_TN) = block, joined
-        dq_TNH, dk_KNH, dv_KNH = (torch.zeros_like(x) for x in (q_TNH, k_KNH, v_KNH))
-        for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
-            grad, q, out = (_batch(x, rows_q, count) for x in (grad_TNH, q_TNH, out_TNH))
-            k, v = (_batch(x, rows_k, count, q.shape[1]) for x in (k_KNH, v_KNH))
-            lse = lse_TN[rows_q].unflatten(0, (count, -1)).transpose(1, 2)
-            dq, *of_keys = self._backward(grad, q, k, v, out, lse, 0.0, False)
-            dq_TNH[rows_q] = _tokens(dq)
-            for whole, part in zip((dk_KNH, dv_KNH), of_keys):
-                heads = whole.shape[1]
-                whole[rows_k] = _tokens(part.unflatten(1, (heads, -1)).sum(2) if heads < q.shape[1] else part)
-        return dq_TNH, dk_KNH, dv_KNH
+        q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
+        if nothing_attends(layout_q, layout_k):
+            return torch.zeros_like(q_TNH), torch.zeros_like(k_KNH), torch.zeros_like(v_KNH)
+        parts = q_TNH, *(_repeated(x, q_TNH.shape[1]) for x in (k_KNH, v_KNH))
+        dq, *of_keys = gradients(grad_TNH, parts, *joined, _grouped(block))
+        dk, dv = (x.unflatten(1, (k_KNH.shape[1], -1)).sum(2) if x.shape != k_KNH.shape else x for x in of_keys)
+        return dq, dk, dv
 
 
-def _batch(x_TNH: Tensor, rows: Tensor, count: int, heads: int = 0) -> Tensor:
-    """Return the tokens of some segments `[count, N, n, H]`, each head repeated where there are more `heads`."""
-    x = x_TNH[rows].unflatten(0, (count, -1)).transpose(1, 2)
-    return x.repeat_interleave(heads // x.shape[1], 1) if heads > x.shape[1] else x
+def _grouped(block: Block) -> Grouped:
+    return grouped(block.layout_q, block.layout_k, pads=True, dtype=block.q_TNH.dtype)
 
 
-def _tokens(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(0, 1)
+def _repeated(x_KNH: Tensor, heads: int) -> Tensor:
+    """Return each head as often as queries share it."""
+    return x_KNH if x_KNH.shape[1] == heads else x_KNH.repeat_interleave(heads // x_KNH.shape[1], 1)
 
 
 @lru_cache

@@ -8,6 +8,7 @@ Shape suffixes: T local tokens, S samples, D any width.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Literal, Optional
 
 import torch
@@ -24,7 +25,8 @@ class GraphLayout:
         rows: `one` sample; a `dense` batch of samples; `ragged`: any other local tokens.
         samples_S: its length says how many samples there are; it has no values.
         ids_T: sample of each local token, int64; only of ragged ones.
-        one_hot_ST: 1 where a token belongs to a sample, in the dtype of the model; only of ragged ones.
+        one_hot_ST: 1 where a token belongs to a sample, in the dtype of the model; only of ragged ones, not on CPU.
+        order_T, starts_S: see `SequenceLayout.tokens_by_sample`; only of ragged ones on CPU.
         dense: attention, which sees the tokens of all tensor-parallel ranks, has samples of one length and no padding.
         lengths_S, padded_S: real and padded tokens of the samples in attention, int64 on the host.
     """
@@ -33,6 +35,8 @@ class GraphLayout:
     samples_S: Tensor
     ids_T: Optional[Tensor]
     one_hot_ST: Optional[Tensor]
+    order_T: Optional[Tensor]
+    starts_S: Optional[Tensor]
     dense: bool
     lengths_S: Tensor
     padded_S: Tensor
@@ -47,22 +51,26 @@ class GraphLayout:
         if self.rows == "dense":
             return x_SD[:, None], (self.samples_S.shape[0], -1, x_SD.shape[-1])
         assert self.ids_T is not None
-        assert self.one_hot_ST is not None
-        return _PerToken.apply(x_SD, self.ids_T, self.one_hot_ST), (-1, x_SD.shape[-1])
+        return _PerToken.apply(x_SD, self.ids_T, self.one_hot_ST, self.order_T, self.starts_S), (-1, x_SD.shape[-1])
 
 
 class _PerToken(torch.autograd.Function):
-    """Copy the vector of each sample to its tokens; the gradient is one matrix product, summed in a fixed order."""
+    """Copy the vector of each sample to its tokens; the gradient is summed in a fixed order.
+
+    It is one matrix product, on CPU a sum of tokens.
+    """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x_SD: Tensor, ids_T: Tensor, one_hot_ST: Tensor) -> Tensor:
-        ctx.save_for_backward(one_hot_ST)
+    def forward(ctx: torch.autograd.function.FunctionCtx, x_SD: Tensor, ids_T: Tensor, *of: Optional[Tensor]) -> Tensor:
+        ctx.save_for_backward(*of)  # type: ignore[arg-type]
         return x_SD[ids_T]
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (one_hot_ST,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return one_hot_ST @ grads[0], None, None
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
+        one_hot_ST, order_T, starts_S = ctx.saved_tensors  # type: ignore[attr-defined]
+        if one_hot_ST is not None:
+            return one_hot_ST @ grads[0], None, None, None, None
+        return torch.embedding_bag(grads[0].contiguous(), order_T, starts_S)[0], None, None, None, None
 
 
 def graph_layout(layout: SequenceLayout, dtype: torch.dtype) -> GraphLayout:
@@ -83,16 +91,26 @@ def _make(layout: SequenceLayout, dtype: torch.dtype) -> GraphLayout:
     elif dense and layout.local_indices is None:
         rows = "dense"
     ids_T = layout.segment_ids_T if rows == "ragged" else None
-    one_hot_ST = None
-    if ids_T is not None:
+    one_hot_ST, order_T, starts_S = None, None, None
+    if ids_T is not None and ids_T.device.type == "cpu":
+        order_T, starts_S = layout.tokens_by_sample
+    elif ids_T is not None:
         one_hot_ST = (ids_T == torch.arange(count, device=ids_T.device)[:, None]).to(dtype)
     lengths = [torch.tensor(x) for x in (gathered.lengths, gathered.padded_lengths)]
-    return GraphLayout(rows, torch.empty(count, dtype=torch.uint8), ids_T, one_hot_ST, dense, *lengths)
+    samples_S = torch.empty(count, dtype=torch.uint8)
+    return GraphLayout(rows, samples_S, ids_T, one_hot_ST, order_T, starts_S, dense, *lengths)
 
 
 def layout_of(lengths_S: Tensor, padded_S: Tensor, tokens: int, device: torch.device) -> SequenceLayout:
-    """Return the layout of the tokens in attention."""
-    return SequenceLayout(tuple(lengths_S.tolist()), tuple(padded_S.tolist()), tokens, device)
+    """Return the layout of the tokens in attention; the same one for all layers, with the tables that they make."""
+    return _layout_of(tuple(lengths_S.tolist()), tuple(padded_S.tolist()), tokens, device)
+
+
+@lru_cache(maxsize=8)
+def _layout_of(
+    lengths: tuple[int, ...], padded_lengths: tuple[int, ...], tokens: int, device: torch.device
+) -> SequenceLayout:
+    return SequenceLayout(lengths, padded_lengths, tokens, device)
 
 
 def take_sizes_as_unknown(inputs: Iterable[object]) -> None:

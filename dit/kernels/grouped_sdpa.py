@@ -41,6 +41,46 @@ def grouped_sdpa(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, of: Grouped) -> Te
     return out
 
 
+def attended(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, of: Grouped) -> tuple[Tensor, Tensor]:
+    """Return the attention of `grouped_sdpa` and its log-sum-exp, float32 `[T, N]`, -inf where nothing is attended to.
+
+    No graph is made: `gradients` is the backward pass.
+    """
+    heads = q_TNH.shape[1]
+    rows_q, rows_k = head_rows(of, heads)
+    q, k, v = filled((q_TNH, k_KNH, v_KNH), rows_q, rows_k)
+    out, lse_R1 = torch.empty_like(q), q.new_empty(len(q), 1, dtype=torch.float32)
+    for block in _blocks(of, heads):
+        lse = block.forward(q, k, v, out, logs=True)
+        block.queries(lse_R1).copy_(lse.reshape(-1, block.group.queries, 1))
+    lse_TN = moved(lse_R1, rows_q.row_TN, None)
+    if rows_q.absent is not None:
+        lse_TN.index_fill_(0, rows_q.absent, -torch.inf)
+    return rows_q.empty(out), lse_TN.view(-1, heads)
+
+
+def gradients(grad_TNH: Tensor, parts: Sequence[Tensor], out_TNH: Tensor, lse_TN: Tensor, of: Grouped) -> list[Tensor]:
+    """Return the gradients of queries, keys and values, `parts`, from what `attended` returned."""
+    heads = grad_TNH.shape[1]
+    rows_q, rows_k = head_rows(of, heads)
+    q, k, v = filled(parts, rows_q, rows_k)
+    grad, lse_R1 = rows_q.fill(grad_TNH), rows_q.fill(lse_TN[..., None])
+    blocks = list(_blocks(of, heads))
+    out = q if all(block.is_short(q) for block in blocks) else rows_q.fill(out_TNH)  # short ones do not need it
+    return _gradients(of, heads, grad, (q, k, v, out), [block.log_sums(lse_R1, q) for block in blocks])
+
+
+def _gradients(of: Grouped, heads: int, grad: Tensor, rows: Sequence[Tensor], saved: Sequence[Tensor]) -> list[Tensor]:
+    rows_q, rows_k = head_rows(of, heads)
+    q, k, v, out = rows
+    if rows_q.idle is not None:
+        grad.index_fill_(0, rows_q.idle, 0.0)
+    found = [torch.empty_like(x) for x in (q, k, v)]
+    for block, own in zip(_blocks(of, heads), saved):
+        block.backward(grad, q, k, v, out, own, found)
+    return [own.empty(x) for own, x in zip((rows_q, rows_k, rows_k), found)]
+
+
 @dataclass(frozen=True, eq=False)
 class HeadRows:
     """Where the heads of the tokens lie in the rows of all groups; see `Slots`.
@@ -133,15 +173,9 @@ class _GroupedSdpa(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
-        rows_q, rows_k = head_rows(ctx.of, ctx.heads)
         q, k, v, out, *saved = ctx.saved_tensors
-        grad = rows_q.fill(grads[0])
-        if rows_q.idle is not None:
-            grad.index_fill_(0, rows_q.idle, 0.0)
-        found = [torch.empty_like(x) for x in (q, k, v)]
-        for block, own in zip(_blocks(ctx.of, ctx.heads), saved):
-            block.backward(grad, q, k, v, out, own, found)
-        return *(rows.empty(x) for rows, x in zip((rows_q, rows_k, rows_k), found)), None
+        grad = head_rows(ctx.of, ctx.heads)[0].fill(grads[0])
+        return *_gradients(ctx.of, ctx.heads, grad, (q, k, v, out), saved), None
 
 
 @dataclass(frozen=True)
@@ -157,21 +191,31 @@ class _Block:
     first_q: int
     first_k: int
 
-    def forward(self, q_RH: Tensor, k_RH: Tensor, v_RH: Tensor, out_RH: Tensor) -> Tensor:
-        """Write the output, and return what the backward pass needs besides."""
-        out_Bqh, q_Bqh, v_Bkh = self._queries(out_RH), self._queries(q_RH), self._keys(v_RH)
-        if self._is_short(q_RH):
-            mask, scale = self.group.mask_of(self.heads), q_RH.shape[1] ** -0.5
-            added, beta = (q_RH.new_empty(()), 0) if mask is None else (mask, 1)
-            scores_Bqk = torch.baddbmm(added, q_Bqh, self._keys(k_RH, turned=True), beta=beta, alpha=scale)
+    def forward(self, q_RH: Tensor, k_RH: Tensor, v_RH: Tensor, out_RH: Tensor, *, logs: bool = False) -> Tensor:
+        """Write the output, and return what the backward pass needs besides: weights or, with `logs`, log-sum-exps."""
+        out_Bqh, v_Bkh = self.queries(out_RH), self._keys(v_RH)
+        if self.is_short(q_RH):
+            scores_Bqk = self._scores(q_RH, k_RH)
             weights_Bqk = scores_Bqk.softmax(-1)
             torch.bmm(weights_Bqk, v_Bkh, out=out_Bqh)
-            return weights_Bqk
-        given = self._by_sample(q_Bqh, self._keys(k_RH), v_Bkh)
-        attended, sum_of_exponentials = _FORWARD(*given, attn_mask=self.group.mask)
+            return scores_Bqk.logsumexp(-1) if logs else weights_Bqk
+        given = self._by_sample(self.queries(q_RH), self._keys(k_RH), v_Bkh)
+        attended, lse = _FORWARD(*given, attn_mask=self.group.mask)
         out_Bqh.view(attended.shape).copy_(attended)
-        saved: Tensor = sum_of_exponentials
-        return saved
+        log_sums: Tensor = lse
+        return log_sums
+
+    def log_sums(self, lse_R1: Tensor, q_RH: Tensor) -> Tensor:
+        """Return what `forward` returns with `logs`, of the rows of all groups."""
+        lse_Bq = self.queries(lse_R1)[..., 0]
+        return lse_Bq if self.is_short(q_RH) else lse_Bq.unflatten(0, (-1, self.heads))
+
+    def _scores(self, q_RH: Tensor, k_RH: Tensor) -> Tensor:
+        """Return q k^T / sqrt(H), and -inf where a slot holds no key."""
+        mask = self.group.mask_of(self.heads)
+        added, beta = (q_RH.new_empty(()), 0) if mask is None else (mask, 1)
+        turned, scale = self._keys(k_RH, turned=True), q_RH.shape[1] ** -0.5
+        return torch.baddbmm(added, self.queries(q_RH), turned, beta=beta, alpha=scale)
 
     def backward(
         self,
@@ -183,10 +227,12 @@ class _Block:
         saved: Tensor,
         into: Sequence[Tensor],
     ) -> None:
-        """Write the gradients of queries, keys and values."""
-        grad_Bqh, q_Bqh, k_Bkh = self._queries(grad_RH), self._queries(q_RH), self._keys(k_RH)
-        dq_Bqh, dk_Bkh, dv_Bkh = self._queries(into[0]), self._keys(into[1]), self._keys(into[2])
-        if self._is_short(q_RH):
+        """Write the gradients of queries, keys and values; `saved` is what `forward` returned."""
+        grad_Bqh, q_Bqh, k_Bkh = self.queries(grad_RH), self.queries(q_RH), self._keys(k_RH)
+        dq_Bqh, dk_Bkh, dv_Bkh = self.queries(into[0]), self._keys(into[1]), self._keys(into[2])
+        if self.is_short(q_RH):
+            if saved.dim() == 2:
+                saved = self._scores(q_RH, k_RH).sub_(saved[..., None]).exp_()
             scale = q_RH.shape[1] ** -0.5
             of_weights_Bqk = torch.bmm(grad_Bqh, self._keys(v_RH, turned=True))
             of_scores_Bqk = _SOFTMAX_BACKWARD(of_weights_Bqk, saved, -1, saved.dtype)
@@ -194,19 +240,20 @@ class _Block:
             torch.baddbmm(k_Bkh, of_scores_Bqk.mT, q_Bqh, beta=0, alpha=scale, out=dk_Bkh)
             torch.bmm(saved.mT, grad_Bqh, out=dv_Bkh)
             return
-        given = self._by_sample(grad_Bqh, q_Bqh, k_Bkh, self._keys(v_RH), self._queries(out_RH))
+        given = self._by_sample(grad_Bqh, q_Bqh, k_Bkh, self._keys(v_RH), self.queries(out_RH))
         found = _BACKWARD(*given, saved, 0.0, False, attn_mask=self.group.mask)
         for target, value in zip((dq_Bqh, dk_Bkh, dv_Bkh), found):
             target.view(value.shape).copy_(value)
 
-    def _is_short(self, x: Tensor) -> bool:
+    def is_short(self, x: Tensor) -> bool:
         """Return whether the group takes matrix products; they would round the weights of half precision."""
         return max(self.group.queries, self.group.keys) <= SHORT and x.dtype in (torch.float32, torch.float64)
 
     def _by_sample(self, *parts: Tensor) -> list[Tensor]:
         return [x.unflatten(0, (-1, self.heads)) for x in parts]
 
-    def _queries(self, x_RH: Tensor) -> Tensor:
+    def queries(self, x_RH: Tensor) -> Tensor:
+        """Return `[B, q, h]`."""
         return self._part(x_RH, self.first_q, self.group.queries)
 
     def _keys(self, x_RH: Tensor, *, turned: bool = False) -> Tensor:

@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "compiled layer: padding is a key of its sample",
         "dit/kernels/graph_layout.py",
-        "return SequenceLayout(tuple(lengths_S.tolist()),",
-        "return SequenceLayout(tuple(padded_S.tolist()),",
+        "return _layout_of(tuple(lengths_S.tolist()),",
+        "return _layout_of(tuple(padded_S.tolist()),",
         (GRAPHS,),
     ),
 )

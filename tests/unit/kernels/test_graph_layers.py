@@ -17,6 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.kernels import compiled
+from dit.kernels.graph_layout import graph_layout
+from dit.layout import SequenceLayout
 from dit.models.base import Backbone, ModelConfig
 from dit.models.lora_config import LoRAConfig
 from dit.objectives.edm import EDM
@@ -145,10 +147,28 @@ def test_a_compiled_layer_saves_less_under_selective_recompute(
         assert less <= MOST_SAVED[name] < plain, kind
 
 
+@pytest.mark.parametrize("rows", [None, [7, 0, 3, 8, 5, 9]], ids=["all", "some"])
+def test_both_sums_over_the_tokens_of_samples_are_the_gradient_of_their_copies(rows: Any) -> None:
+    """One matrix product, as on GPUs, and the sum of CPUs; also of a rank that has some tokens in any order."""
+    layout = SequenceLayout.from_lengths([3, 1, 4], multiple_of=2, total_tokens=12)
+    layout = layout if rows is None else layout.select(torch.tensor(rows))
+    of_cpu = graph_layout(layout, torch.float64)
+    one_hot_ST = (layout.segment_ids_T == torch.arange(3)[:, None]).double()
+    of_gpu = replace(of_cpu, one_hot_ST=one_hot_ST, order_T=None, starts_S=None)
+    x_SD = torch.randn(3, 5, dtype=torch.float64).requires_grad_()
+    weights_TD = torch.randn(layout.num_local_tokens, 5, dtype=torch.float64)
+    expected = torch.zeros(3, 5, dtype=torch.float64).index_add(0, layout.segment_ids_T, weights_TD)
+    for of in (of_cpu, of_gpu):
+        copies_TD, _ = of.broadcast(x_SD)
+        assert torch.equal(copies_TD, x_SD[layout.segment_ids_T])
+        (grad_SD,) = torch.autograd.grad(copies_TD, x_SD, weights_TD)
+        torch.testing.assert_close(grad_SD, expected)
+
+
 def test_selective_recompute_of_a_compiled_layer_repeats_no_product(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend
 ) -> None:
-    """Nor attention; norms and activations run twice. Two of three layers are recomputed: two graphs."""
+    """Nor attention; norms and activations (GELU is a sigmoid here) run twice. Two of three layers: two graphs."""
     model = replace(config_of("dit"), num_layers=3)
     counts = []
     for training in ({}, {"recompute": "selective"}, {"recompute": "selective", "recompute_layers": 2}):
@@ -160,7 +180,7 @@ def test_selective_recompute_of_a_compiled_layer_repeats_no_product(
         calls = {event.key: event.count for event in run.key_averages()}
         products = sum(calls.get(f"aten::{name}", 0) for name in ("mm", "addmm", "bmm"))
         attention = calls["dit::packed_attention"], calls["dit::packed_attention_backward"]
-        counts.append((products, attention, calls["aten::gelu"], counter.frame_count - before))
+        counts.append((products, attention, calls["aten::sigmoid"], counter.frame_count - before))
     products, attention, *_ = counts[0]
     assert attention == (3, 3)
     assert counts == [
