@@ -198,7 +198,8 @@ class _Block:
             scores_Bqk = self._scores(q_RH, k_RH)
             weights_Bqk = scores_Bqk.softmax(-1)
             torch.bmm(weights_Bqk, v_Bkh, out=out_Bqh)
-            return scores_Bqk.logsumexp(-1) if logs else weights_Bqk
+            # The largest weight is exp(largest score - log-sum-exp).
+            return scores_Bqk.amax(-1) - weights_Bqk.amax(-1).log_() if logs else weights_Bqk
         given = self._by_sample(self.queries(q_RH), self._keys(k_RH), v_Bkh)
         attended, lse = _FORWARD(*given, attn_mask=self.group.mask)
         out_Bqh.view(attended.shape).copy_(attended)
