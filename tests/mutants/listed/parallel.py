@@ -8,7 +8,6 @@ from tests.mutants.listed.paths import (
     GROWTH,
     LAYOUTS,
     LOSS_SCALE,
-    LOSSES,
     OPTIMIZER,
 )
 from tests.mutants.runner import Mutant
@@ -201,6 +200,6 @@ MUTANTS = (
         "dit/backends/gradients.py",
         "self.factor.value *= scaling_factor",
         "self.factor.value *= 1.0",
-        (LOSSES,),
+        ("tests/unit/backends/test_gradients.py",),
     ),
 )

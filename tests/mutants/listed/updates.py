@@ -74,14 +74,14 @@ MUTANTS = (
         "dit/optimizer/master_weights.py",
         "float(optimizer.get_grad_norm()) * optimizer.gradient_factor.value",
         "float(optimizer.get_grad_norm())",
-        (OPTIMIZER,),
+        ("tests/unit/backends/test_gradients.py",),
     ),
     Mutant(
         "a clip factor stays in torch's AdamW",
         "dit/optimizer/master_weights.py",
         "adam.grad_scale = None",
         "adam.grad_scale = adam.grad_scale",
-        (OPTIMIZER,),
+        ("tests/unit/backends/test_gradients.py",),
     ),
     Mutant(
         "learning rate times 1.5",

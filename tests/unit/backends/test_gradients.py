@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from dit.backends import gradients
+from dit.backends.gradients import finalize_gradients
 from dit.backends.process_groups import ProcessGroups
 from dit.models.base import Backbone
 from dit.models.dit.config import DiTConfig
+from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
@@ -185,3 +187,30 @@ def test_the_optimizer_reads_the_main_gradients_themselves(data_parallel: str, o
         assert norms[-1] == pytest.approx(exact, rel=1e-6)
     assert calls[1:] == [0, 0]
     assert all(abs(a - b) > 1e-3 * a for a, b in pairwise(norms))
+
+
+@pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer"])
+@pytest.mark.parametrize("clip", [0.0, 0.05, 1e9])
+def test_the_update_divides_by_the_tokens_and_clips(data_parallel: str, clip: float, one_rank_world: ProcessGroups):
+    """Steps of other numbers of tokens are those of torch's AdamW on divided and clipped gradients."""
+    chunk, wrapped, parallel = built(one_rank_world, data_parallel)
+    settings = OptimizerConfig(lr=1e-2, eps=1e-2, weight_decay=0.0, clip_grad=clip)  # eps: AdamW sees the scale
+    optimizer = build_optimizer([wrapped], settings, parallel, TrainingConfig(precision="fp32"), one_rank_world)
+    plain = [p.detach().clone().requires_grad_() for p in chunk.parameters()]
+    adamw = torch.optim.AdamW(plain, lr=1e-2, betas=(settings.beta1, settings.beta2), eps=1e-2, weight_decay=0.0)
+    set_rates(optimizer, 1e-2, settings.beta1)
+    for seed, tokens in ((0, 7), (1, 300), (2, 1)):
+        found = torch.autograd.grad(loss_of(chunk, seed), list(chunk.parameters()), allow_unused=True)
+        for parameter, grad in zip(plain, found, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if grad is None else grad / tokens
+        expected = torch.nn.utils.clip_grad_norm_(plain, clip or torch.inf).item()
+        adamw.step()
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss_of(wrapped, seed).backward()
+        finalize_gradients([wrapped], torch.tensor(tokens, dtype=torch.int32), one_rank_world.collection)
+        norm = gradient_norm(optimizer)
+        assert norm == pytest.approx(expected, rel=1e-5)
+        apply_update(optimizer, norm, clip)
+        for parameter, reference in zip(chunk.parameters(), plain, strict=True):
+            torch.testing.assert_close(parameter, reference, rtol=1e-5, atol=1e-6)
