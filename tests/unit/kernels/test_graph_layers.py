@@ -36,7 +36,7 @@ PACKS: dict[str, dict[str, Any]] = {
     "one": {"numbers": [1]},
     "dense": {"numbers": [0, 0, 0]},
     "ragged": {"numbers": [0, 1, 2]},
-    "padded": {"numbers": [1, 0, 2, 1], "multiple_of": 4, "tail": 3},
+    "padded": {"numbers": [1, 0, 2, 1], "multiple_of": 5, "tail": 3},
 }
 
 
