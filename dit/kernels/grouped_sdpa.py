@@ -201,8 +201,8 @@ class _Block:
             # The largest weight is exp(largest score - log-sum-exp).
             return scores_Bqk.amax(-1) - weights_Bqk.amax(-1).log_() if logs else weights_Bqk
         given = self._by_sample(self.queries(q_RH), self._keys(k_RH), v_Bkh)
-        attended, lse = _FORWARD(*given, attn_mask=self.group.mask)
-        out_Bqh.view(attended.shape).copy_(attended)
+        whole, lse = _FORWARD(*given, attn_mask=self.group.mask)
+        out_Bqh.view(whole.shape).copy_(whole)
         log_sums: Tensor = lse
         return log_sums
 
