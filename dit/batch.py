@@ -49,6 +49,8 @@ class PackedBatch:
         draws_S: number of each sample's draw from the training data, int64; it is unique in a step and distinguishes
             copies of a sample. None for data that are read once, such as held-out data.
         dropout_S: key of each sample's dropout of activations, int64; None outside training, where nothing is dropped.
+        repeated: another rank has this micro-batch, too. Held-out passes repeat micro-batches so that all ranks run the
+            same number of forward passes; a repeated one does not count in any sum.
         raw: what is still to be encoded; None for nothing. Until then `latents_TC` are zeros where pixels are to become
             latents, and the texts' conditions are missing.
     """
@@ -63,6 +65,7 @@ class PackedBatch:
     loss_weight_S: Optional[Tensor] = None
     draws_S: Optional[Tensor] = None
     dropout_S: Optional[Tensor] = None
+    repeated: bool = False
     raw: Optional[RawSamples] = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Optional, Protocol
 
@@ -65,12 +65,16 @@ class OnlineEncoding:
 
 
 class DataStream(Protocol):
-    """An endless, resumable sequence of micro-batches for one data-parallel rank."""
+    """An endless, resumable sequence of micro-batches for one data-parallel rank.
+
+    A state is keyed by global stream, and never by rank, because a run may resume on another number of ranks. The
+    streams of a run are therefore the same on any number of ranks; `check_resumed_streams` refuses others.
+    """
 
     def __next__(self) -> PackedBatch: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of every stream of this rank, by global stream number, in plain containers."""
+        """Return positions under `streams`, by global stream number, in plain containers; every stream on some rank."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a union of `state_dict`s; called before the first `next`."""
@@ -121,14 +125,15 @@ class DataConfig(ABC):
         """Build this rank's endless stream; lost samples are logged to `log_dir` if it is given.
 
         Args:
-            micro_batches_per_step: as in `validate`; needed by data that change at a step.
+            micro_batches_per_step: as in `validate`.
         """
 
     @abstractmethod
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over the held-out part, the same at every call; the samples are split over ranks.
+        """Build a finite pass over the held-out part, with the same samples at every call and on any layout.
 
-        Every rank gets the same number of micro-batches.
+        The samples are split over the ranks. Every rank gets the same number of micro-batches; those that only make the
+        number equal are marked as `PackedBatch.repeated`.
         """
 
     @abstractmethod
@@ -206,3 +211,22 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if any(head != heads[0] for head in heads):
         raise DataError(f"the data states of the ranks do not belong together: {heads}")
     return heads[0] | {"streams": {s: v for state in states for s, v in state.get("streams", {}).items()}}
+
+
+def check_resumed_streams(saved: Mapping[str, Any], resumed: Iterable[Collection[int]]) -> None:
+    """Check that the ranks of a resumed run continue the streams that were saved.
+
+    Args:
+        saved: the union of the `state_dict`s that were loaded.
+        resumed: streams in the `state_dict` of each rank after loading.
+
+    Raises:
+        DataError: some are missing, or there are others, as when a data source has one stream for each rank.
+    """
+    before, after = sorted(saved.get("streams", {})), sorted(set().union(*resumed))
+    if before != after:
+        raise DataError(
+            f"the data source saved the streams {before} and continues with {after}, so samples would be repeated or "
+            "lost; a data source must have the same streams on any number of ranks (see dit.data_api.DataStream), or "
+            "resume on as many ranks as before"
+        )

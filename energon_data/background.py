@@ -92,6 +92,10 @@ class BackgroundSource:
         state, behind = pickle.loads(self._base)
         return Position(state, behind + self._since)
 
+    def adapt(self, position: Position) -> Position:
+        """Return an equal position for the present settings."""
+        return self._source.adapt(position)
+
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state`; called before the first `next`."""
         self._source.load(state)

@@ -129,7 +129,35 @@ class StagedSource:
     def state(self) -> Position:
         """Return the deliveries, and the state of the stage."""
         state, behind = self._open().state()
-        return Position({"delivered": self._delivered, "stage": state}, behind)
+        return Position({"delivered": self._delivered, "ends": list(self._ends), "stage": state}, behind)
+
+    def adapt(self, position: Position) -> Position:
+        """Return an equal position for the present settings.
+
+        Raises:
+            ConfigError: the stages ended at other micro-batches, or settings changed just before the end of a stage.
+        """
+        state = position.state
+        ends = state.get("ends", list(self._ends))
+        if ends != list(self._ends):
+            raise ConfigError(
+                f"a stage of data.blend_steps ends after {list(self._ends)} micro-batches of a stream, and ended after "
+                f"{ends} when the position in the data was saved; set training.micro_batch_size and the number of "
+                "ranks so that micro-batches have as many samples as then"
+            )
+        self._delivered = state["delivered"]
+        self.close()
+        saved = Position(state["stage"], position.behind)
+        adapted = self._open().adapt(saved)
+        if adapted is saved:
+            return position
+        delivered = self._delivered + position.behind
+        if any(self._delivered < end <= delivered for end in self._ends):
+            raise ConfigError(
+                "data.pack_multiple_of changes a few micro-batches before a step of data.blend_steps; resume with the "
+                "former value until that step is saved"
+            )
+        return Position({"delivered": delivered, "ends": ends, "stage": adapted.state})
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state`; called before the first `next`."""

@@ -32,9 +32,9 @@ from energon_data.changes import ChangesOfPixels, check_changes
 from energon_data.folder import SplitInfo, check_dataset, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
-from energon_data.packing import CostLimit, padded_length
+from energon_data.packing import CostLimit, check_pack_multiple
 from energon_data.skip_log import SkipLog
-from energon_data.streams import Delivery, Source, StreamGroup, check_streams
+from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
 
 if TYPE_CHECKING:
     from energon_data.task_encoder import EncoderOptions
@@ -52,14 +52,16 @@ class EnergonData(DataConfig):
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml` that blends several.
         blend: read in place of `path`: several of them with their weights, `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; a weight is then a list of one number for each stage.
-        num_streams: global streams of the run; None for one per data-parallel rank. With a fixed number, the order of
-            the data does not depend on the number of ranks.
+        num_streams: global streams of the run, a divisor of a step's micro-batches; None for the largest one up to 8.
+            More ranks than streams read the data several times: set the largest number of replicas of the run.
         background: read every stream in a worker process of its own, ahead of training (on Linux; elsewhere never).
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
             complete shards.
         max_tokens_per_pack: pack samples of any length up to this many tokens (micro_batch_size must then be 1); None
             for dense batches.
+        pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens, so
+            that the packs are the same on every layout whose own multiple divides it.
         pack_cost_tokens: give all packs nearly the same work, at most that of one sample of this many tokens, so that
             ranks wait little for each other; attention is quadratic. `max_tokens_per_pack` may be 1.25 times this.
         packing_buffer_size: samples from which packs are filled.
@@ -90,7 +92,7 @@ class EnergonData(DataConfig):
             the stored captions on the training device in every step; None for stored embeddings.
         online_precision: of these encoders' weights and activations; what they make is float32 either way.
         train_split, validation_split: names of the splits.
-        validation_micro_batches: held-out micro-batches of one pass over all ranks; None for the full split.
+        validation_samples: held-out samples of one pass; None for the full split.
     """
 
     path: str = ""
@@ -101,6 +103,7 @@ class EnergonData(DataConfig):
     shuffle_buffer: int = 1000
     max_samples_per_sequence: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
+    pack_multiple_of: int = 16
     pack_cost_tokens: Optional[int] = None
     packing_buffer_size: int = 256
     pad_packs: bool = False
@@ -129,7 +132,7 @@ class EnergonData(DataConfig):
     online_precision: Literal["fp32", "bf16"] = "fp32"
     train_split: str = "train"
     validation_split: str = "val"
-    validation_micro_batches: Optional[int] = 64
+    validation_samples: Optional[int] = 512
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch; depends on the settings only."""
@@ -143,7 +146,7 @@ class EnergonData(DataConfig):
             DataError: the data set is missing, incomplete, or could execute code.
         """
         self.check_settings(spec, dp_size, micro_batches_per_step)
-        num_streams = self.num_streams or dp_size
+        num_streams = check_streams(self.num_streams, micro_batches_per_step)
         infos = self.folders(self.train_split)
         stored_channels = spec.latent_channels
         if self.online_vae is not None:
@@ -158,7 +161,7 @@ class EnergonData(DataConfig):
             if info.samples < num_streams:
                 raise ConfigError(
                     f"{info.path} has {info.samples} samples in split {info.split!r}, fewer than data.num_streams="
-                    f"{num_streams}; use fewer streams or ranks, or more data"
+                    f"{num_streams}; set fewer streams, or use more data"
                 )
             shape = info.description.get("latent_shape")
             if shape and shape[0] != stored_channels:
@@ -198,8 +201,8 @@ class EnergonData(DataConfig):
         Raises:
             ConfigError: settings are outside their ranges, or do not fit each other or the layout.
         """
-        counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_cost_tokens", "packing_buffer_size")
-        more = ("max_text_tokens", "max_tokens_per_sample", "validation_micro_batches")
+        counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
+        more = ("packing_buffer_size", "max_text_tokens", "max_tokens_per_sample", "validation_samples")
         check_ranges(
             "data",
             self,
@@ -222,7 +225,7 @@ class EnergonData(DataConfig):
                 raise ConfigError(f"data.min_{what}={low} is above data.max_{what}={high}, so no sample is left")
         self._check_changes(spec, spec.patch_spatial)
         check_choice("data.online_precision", self.online_precision, Literal["fp32", "bf16"])
-        check_streams(self.num_streams, dp_size, micro_batches_per_step)
+        check_streams(self.num_streams, micro_batches_per_step)
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
         self._members()
@@ -238,11 +241,7 @@ class EnergonData(DataConfig):
             )
         if self.bucket_by_shape:
             raise ConfigError("data.bucket_by_shape and data.max_tokens_per_pack exclude each other; choose one")
-        if self.max_tokens_per_pack % spec.multiple_of:
-            raise ConfigError(
-                f"data.max_tokens_per_pack={self.max_tokens_per_pack} must be a multiple of {spec.multiple_of} "
-                f"(context and sequence parallel); use {padded_length(self.max_tokens_per_pack, spec.multiple_of)}"
-            )
+        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of)
 
     @property
     def origin(self) -> str:
@@ -319,7 +318,9 @@ class EnergonData(DataConfig):
             vary_captions=self.vary_captions and not held_out,
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,
+            max_samples=self.validation_samples if held_out else None,
             max_tokens_per_pack=self.max_tokens_per_pack,
+            pack_multiple_of=self.pack_multiple_of,
             cost_limit=None
             if self.pack_cost_tokens is None
             else CostLimit(self.pack_cost_tokens, spec.attention_tokens),
@@ -348,13 +349,17 @@ class EnergonData(DataConfig):
         from energon_data.background import read_ahead
 
         self.folders(self.train_split)
-        num_streams = check_streams(self.num_streams, dp_size, self.num_streams or dp_size)
-        sources = {}
-        for stream in range(dp_rank, num_streams, dp_size):
+        num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
+        streams, sources = streams_of(dp_rank, dp_size, num_streams), {}
+        for stream in streams:
             opens = partial(self._open, spec, stream, num_streams, seed, micro_batches_per_step)
             sources[stream] = read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
-        log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
-        return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=log, origin=self.origin)
+        # Of the ranks that share streams, the first writes the file.
+        file = Path(log_dir) / SKIP_FILE if log_dir is not None and dp_rank == streams.start else None
+        log = SkipLog(self.max_lost_samples, file)
+        return StreamGroup(
+            sources, num_streams=num_streams, dp_rank=dp_rank, dp_size=dp_size, log=log, origin=self.origin
+        )
 
     def _open(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:
         """Open one global stream, with a stage for each set of weights."""
@@ -386,9 +391,8 @@ class EnergonData(DataConfig):
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Build a pass over the held-out split.
 
-        The micro-batches have one global order for every number of ranks; rank `r` gets `r`, `r + dp_size`, ... Every
-        rank reads all samples, and discards those of other ranks. If the number of micro-batches is no multiple of
-        the ranks, the first ones are repeated.
+        The samples are the same on every layout. Every rank reads all of them, and discards those of other ranks; see
+        `share_validation`.
 
         Raises:
             DataError: the split is missing or damaged, or a sample is lost beyond the budget.
@@ -397,20 +401,16 @@ class EnergonData(DataConfig):
 
         self.folders(self.validation_split)
 
-        def read() -> Iterator[Delivery]:
-            with self._read_as(self.validation_split, None) as path:
-                return validation_pass(
-                    path,
-                    spec,
-                    self._options(spec, held_out=True),
-                    split=self.validation_split,
-                    budget=self.max_lost_samples,
-                    packing_buffer_size=self.packing_buffer_size,
-                )
-
-        return share_validation(
-            read, self.validation_micro_batches, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin
-        )
+        with self._read_as(self.validation_split, None) as path:
+            deliveries = validation_pass(
+                path,
+                spec,
+                self._options(spec, held_out=True),
+                split=self.validation_split,
+                budget=self.max_lost_samples,
+                packing_buffer_size=self.packing_buffer_size,
+            )
+        return share_validation(deliveries, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
 
     def stored_conditions(self) -> Optional[set[str]]:
         """Return the names of parts and metadata in the first samples, and of what is made of them online.

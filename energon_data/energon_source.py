@@ -4,6 +4,8 @@ import struct
 import tarfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -79,6 +81,18 @@ def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: An
         ) from error
 
 
+def _with_unselected(state: Any) -> Any:
+    """Return the state of a data set with the samples of packs that were selected, but not delivered, not selected."""
+    if "_pre_packing_lengths" in state:
+        keys = [*state["_pre_packing_buffer"]["_restore_keys"], *state["_reading_buffer"]["_restore_keys"]]
+        state["_reading_buffer"]["_restore_keys"] = keys
+        state["_pre_packing_buffer"]["_restore_keys"] = []
+        state["_pre_packing_lengths"] = []
+    for inner in state.get("datasets", []):
+        _with_unselected(inner)
+    return state
+
+
 class EnergonSource:
     """A training stream.
 
@@ -112,6 +126,19 @@ class EnergonSource:
         ledger = Ledger(budget)
         packed = options.max_tokens_per_pack is not None
         self._batch_size = None if packed else spec.micro_batch_size
+        self._spec, self._options = spec, options
+        self._reopen = partial(
+            EnergonSource,
+            path,
+            split=split,
+            stream=stream,
+            num_streams=num_streams,
+            seed=seed,
+            budget=budget,
+            shuffle_buffer=shuffle_buffer,
+            max_samples_per_sequence=max_samples_per_sequence,
+            packing_buffer_size=packing_buffer_size,
+        )
         self._encoder = DiffusionTaskEncoder(spec, options, ledger)
         dataset = _opened(
             get_train_dataset,
@@ -127,6 +154,7 @@ class EnergonSource:
         self._settings = {
             "micro_batch_size": self._batch_size,
             "max_tokens_per_pack": options.max_tokens_per_pack,
+            "pack_multiple_of": options.pack_multiple_of if packed else None,
             "pack_cost_tokens": None if options.cost_limit is None else options.cost_limit.tokens,
             "packing_buffer_size": packing_buffer_size if packed else None,
             "shuffle_buffer": shuffle_buffer,
@@ -152,20 +180,40 @@ class EnergonSource:
         state = {"settings": self._settings, "dataset": to_plain(inner), "index": worker["_sample_index"]}
         return Position(state)
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; called before the first `next`.
+    def adapt(self, position: Position) -> Position:
+        """Return an equal position for the present settings.
+
+        If settings changed that group samples, the deliveries after the state are read with the former settings, and
+        samples that were selected into packs but not delivered are selected again.
 
         Raises:
             ConfigError: the state was made with other data settings.
         """
-        saved = state["settings"]  # older versions stored fewer
-        changed = [f"{k} was {saved[k]} and is {v}" for k, v in self._settings.items() if k in saved and saved[k] != v]
-        if changed:
+        saved = self._settings | position.state["settings"]  # older versions stored fewer
+        changed = [k for k, v in self._settings.items() if saved[k] != v]
+        if not changed:
+            return position
+        if not set(changed) <= self._may_change():
+            listed = ", ".join(f"{k} was {saved[k]} and is {self._settings[k]}" for k in changed)
             raise ConfigError(
-                f"the position in the data was saved with other settings ({', '.join(changed)}), where it means other "
-                "samples; set them back, or start a new run from these weights: another training.run_dir and "
+                f"the position in the data was saved with other settings ({listed}), where it means other samples; set "
+                "them back, or start a new run from these weights: another training.run_dir and "
                 "checkpoint.start_from=this one"
             )
+        former = self._reopen(
+            replace(self._spec, micro_batch_size=saved["micro_batch_size"] or 1, multiple_of=1),
+            replace(self._options, pack_multiple_of=saved["pack_multiple_of"] or 1),
+        )
+        former.load(position.state)
+        for _ in range(position.behind):
+            former.next()
+        state = former.state().state
+        former.close()
+        dataset = _with_unselected(from_plain(state["dataset"]))
+        return Position(state | {"settings": self._settings, "dataset": to_plain(dataset)})
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; called before the first `next`."""
         inner, batch_size = from_plain(state["dataset"]), self._loader._get_batch_size()
         if inner is not None:
             worker = FlexState({"datasets": [inner], "__class__": _OUTER, "_sample_index": state["index"]})
@@ -175,6 +223,12 @@ class EnergonSource:
         # Older versions read through Energon's workers, whose position is an older one and a number of deliveries.
         for _ in range(state.get("behind", 0)):
             self.next()
+
+    def _may_change(self) -> set[str]:
+        """Return the settings that decide how samples are grouped, but not which samples follow a position."""
+        if self._batch_size is None:
+            return {"pack_multiple_of"}
+        return set() if self._options.bucket_by_shape else {"micro_batch_size"}
 
     def close(self) -> None:
         """Stop reading, and close the shards."""

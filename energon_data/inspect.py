@@ -49,9 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--patch", default="1x2x2", metavar="TxHxW", help="the model's patch, for tokens (%(default)s)")
     parser.add_argument("--pack", type=int, metavar="N", help="tokens of a pack (data.max_tokens_per_pack)")
     parser.add_argument("--buffer", type=int, default=256, metavar="N", help="data.packing_buffer_size (%(default)s)")
-    parser.add_argument(
-        "--multiple-of", type=int, default=1, metavar="N", help="to which the layout pads each sample (%(default)s)"
-    )
+    parser.add_argument("--multiple-of", type=int, default=16, metavar="N", help="data.pack_multiple_of (%(default)s)")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
     parser.add_argument(
         "--tiles", type=int, default=36, metavar="N", help="pictures of the sheet or table (%(default)s)"

@@ -1,8 +1,8 @@
 """Synthetic data in the streams of real data: every sample is a function of the seed and its number."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Optional
 
 import torch
@@ -16,10 +16,17 @@ from dit.errors import ConfigError, DataError
 from dit.patchify import Grid, frames_to_patch
 from dit.ranges import COUNT, PATCHES, POSITIVE, RANKS, check_ranges
 from energon_data.held_out import share_validation
-from energon_data.packing import collate, padded_length
+from energon_data.packing import check_pack_multiple, collate, padded_length
 from energon_data.samples import Clip
 from energon_data.skip_log import SkipLog
-from energon_data.streams import Delivery, Position, StreamGroup, check_streams
+from energon_data.streams import (
+    Delivery,
+    Position,
+    StreamGroup,
+    automatic_streams,
+    check_streams,
+    streams_of,
+)
 
 _CACHED = 64
 """A data set of at most this many samples is cached, so that benchmarks do not time its generation."""
@@ -35,10 +42,11 @@ class MockData(DataConfig):
         text_tokens: tokens of the longest text; lengths are between half of it and all of it.
         fps: frames per second of every clip.
         dataset_size: distinct samples before they repeat; None for unlimited.
-        num_streams: global streams; None for one per data-parallel rank.
+        num_streams: as of `EnergonData`.
         max_tokens_per_pack: fill packs, in order, up to this many tokens and pad them to it (micro_batch_size must
             then be 1); None for dense batches.
-        validation_micro_batches: micro-batches of one validation pass over all ranks.
+        pack_multiple_of: as of `EnergonData`.
+        validation_samples: samples of one validation pass.
     """
 
     frames: int = 1
@@ -50,7 +58,8 @@ class MockData(DataConfig):
     dataset_size: Optional[int] = None
     num_streams: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
-    validation_micro_batches: int = 4
+    pack_multiple_of: int = 16
+    validation_samples: int = 32
 
     def sizes(self) -> list[tuple[int, int, int]]:
         """Return the latent sizes (frames, height, width), used in turn.
@@ -85,10 +94,10 @@ class MockData(DataConfig):
         Raises:
             ConfigError: a setting is out of range, or settings contradict each other.
         """
-        counts = ("text_tokens", "dataset_size", "max_tokens_per_pack", "validation_micro_batches")
+        counts = ("text_tokens", "dataset_size", "max_tokens_per_pack", "pack_multiple_of", "validation_samples")
         sides = dict.fromkeys(("frames", "height", "width"), PATCHES)
         check_ranges("data", self, sides | dict.fromkeys(counts, COUNT) | {"fps": POSITIVE, "num_streams": RANKS})
-        check_streams(self.num_streams, dp_size, micro_batches_per_step)
+        check_streams(self.num_streams, micro_batches_per_step)
         for t, h, w in self.sizes():
             if t * h * w not in COUNT:
                 raise ConfigError(
@@ -109,16 +118,17 @@ class MockData(DataConfig):
                 f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
                 f"{spec.micro_batch_size}; set it to 1"
             )
-        longest = max(self._padded_tokens(size, spec) for size in self.sizes())
-        if longest > pack or pack % spec.multiple_of:
+        check_pack_multiple(pack, self.pack_multiple_of, spec.multiple_of)
+        longest = max(self.selection_length(size, spec) for size in self.sizes())
+        if longest > pack:
             raise ConfigError(
-                f"data.max_tokens_per_pack={pack} must be a multiple of {spec.multiple_of} (context_parallel_size, and "
-                f"tensor_model_parallel_size under sequence parallelism) and hold the longest sample, {longest} tokens"
+                f"data.max_tokens_per_pack={pack} is too short for the longest sample: {longest} tokens in multiples "
+                f"of data.pack_multiple_of={self.pack_multiple_of}; use {longest}"
             )
 
-    @staticmethod
-    def _padded_tokens(size: tuple[int, int, int], spec: BatchSpec) -> int:
-        return padded_length(prod(_grid(size, spec)), spec.multiple_of)
+    def selection_length(self, size: tuple[int, int, int], spec: BatchSpec) -> int:
+        """Return the tokens that a sample occupies in a pack; they do not depend on the layout."""
+        return padded_length(math.prod(_grid(size, spec)), self.pack_multiple_of)
 
     def build_train(
         self,
@@ -131,22 +141,21 @@ class MockData(DataConfig):
         micro_batches_per_step: int = 1,
     ) -> StreamGroup:
         """Build this rank's endless streams."""
-        num_streams = check_streams(self.num_streams, dp_size, self.num_streams or dp_size)
+        num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
         sources = {
             stream: MockSource(self, spec, seed=seed, split="train", stream=stream, num_streams=num_streams)
-            for stream in range(dp_rank, num_streams, dp_size)
+            for stream in streams_of(dp_rank, dp_size, num_streams)
         }
-        return StreamGroup(sources, num_streams=num_streams, dp_size=dp_size, log=SkipLog(0), origin="mock data")
+        return StreamGroup(
+            sources, num_streams=num_streams, dp_rank=dp_rank, dp_size=dp_size, log=SkipLog(0), origin="mock data"
+        )
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Build a finite pass over samples that are not in the training data; see `share_validation`."""
-
-        def read() -> Iterator[Delivery]:
-            source = MockSource(self, spec, seed=0, split="val", stream=0, num_streams=1)
-            while True:
-                yield source.next()
-
-        return share_validation(read, self.validation_micro_batches, dp_rank, dp_size, SkipLog(0), "mock data")
+        source = MockSource(
+            self, spec, seed=0, split="val", stream=0, num_streams=1, last_sample=self.validation_samples
+        )
+        return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(0), "mock data")
 
     def class_names(self) -> Optional[list[str]]:
         """Return None: mock classes have no names."""
@@ -154,29 +163,50 @@ class MockData(DataConfig):
 
 
 class MockSource:
-    """One global stream of synthetic samples; sample `k` of stream `s` is number `k * num_streams + s`."""
+    """One global stream of synthetic samples; sample `k` of stream `s` is number `k * num_streams + s`.
+
+    Args:
+        last_sample: number of samples after which the stream ends; None for an endless stream.
+    """
 
     def __init__(
-        self, data: MockData, spec: BatchSpec, *, seed: int, split: str, stream: int, num_streams: int
+        self,
+        data: MockData,
+        spec: BatchSpec,
+        *,
+        seed: int,
+        split: str,
+        stream: int,
+        num_streams: int,
+        last_sample: Optional[int] = None,
     ) -> None:
         self._data, self._spec, self._seed, self._split = data, spec, seed, split
         self._stream, self._num_streams = stream, num_streams
         self._sizes = data.sizes()
-        self._taken = 0
+        self._taken, self._last = 0, math.inf if last_sample is None else last_sample
         self._cache: dict[int, Clip] = {}
         self._patterns: dict[tuple[int, int, int, int], Tensor] = {}
 
     def next(self) -> Delivery:
         """Return the next micro-batch."""
         pack = self._data.max_tokens_per_pack
-        if pack is None:
-            return Delivery(collate([self._take() for _ in range(self._spec.micro_batch_size)], self._spec), [])
         clips: list[Clip] = []
-        room = pack
-        while (need := MockData._padded_tokens(self._size(self._number()), self._spec)) <= room:
+        room = self._spec.micro_batch_size if pack is None else pack
+        while self._taken < self._last and (need := self._needed()) <= room:
             room -= need
             clips.append(self._take())
         return Delivery(collate(clips, self._spec, total_tokens=pack), [])
+
+    def remaining(self) -> Iterator[Delivery]:
+        """Return the micro-batches up to the last sample."""
+        while self._taken < self._last:
+            yield self.next()
+
+    def _needed(self) -> int:
+        """Return the room that the next sample takes: tokens of a pack, or 1 sample of a dense batch."""
+        if self._data.max_tokens_per_pack is None:
+            return 1
+        return self._data.selection_length(self._size(self._number()), self._spec)
 
     def _number(self) -> int:
         """Return the number of the next sample."""
@@ -255,6 +285,10 @@ class MockSource:
     def state(self) -> Position:
         """Return the number of samples read so far."""
         return Position({"taken": self._taken, "seed": self._seed})
+
+    def adapt(self, position: Position) -> Position:
+        """Return the position: it counts samples."""
+        return position
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue after the samples that were read.

@@ -1,6 +1,8 @@
 """Select the samples of each pack, and concatenate them as a `PackedBatch`.
 
-Three clips of 5, 2 and 3 tokens, with `multiple_of` 2 and a pack length of 14 (`.` is padding):
+Samples are selected by lengths that are rounded up to `data.pack_multiple_of`, so that every layout selects the same
+packs. The padding that a layout needs (`BatchSpec.multiple_of`, a divisor of it) is added afterwards. Three clips of 5,
+2 and 3 tokens, with `multiple_of` 2 and a pack length of 14 (`.` is padding):
 
     a0 a1 a2 a3 a4 . | b0 b1 | c0 c1 c2 . | . .      lengths (5, 2, 3), padded_lengths (6, 2, 4), total_tokens 14
 """
@@ -19,6 +21,7 @@ from torch import Tensor
 from dit.batch import PackedBatch, RawSamples
 from dit.conditions import pack_conditions
 from dit.data_api import BatchSpec
+from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.patchify import Grid, grid_positions, patchify_all
 from energon_data.samples import Clip
@@ -117,6 +120,29 @@ def balanced_packs(lengths: Sequence[int], capacity: int, limit: CostLimit) -> l
 def _check_longest(longest: Sequence[int], most: int) -> None:
     if longest and longest[0] > most:
         raise ValueError(f"an item of {longest[0]} tokens does not fit into a pack of {most}; drop it before packing")
+
+
+def check_pack_multiple(max_tokens_per_pack: int, pack_multiple_of: int, layout_multiple: int) -> None:
+    """Check that a layout can pad the packs that are selected.
+
+    Args:
+        max_tokens_per_pack, pack_multiple_of: settings of the data.
+        layout_multiple: the layout pads every sample to a multiple of this many tokens.
+
+    Raises:
+        ConfigError: with the number to set.
+    """
+    if pack_multiple_of % layout_multiple:
+        raise ConfigError(
+            f"data.pack_multiple_of={pack_multiple_of}, by which samples are selected into packs, must be a multiple "
+            f"of {layout_multiple}, to which this layout pads each sample (context and sequence parallel); set "
+            f"data.pack_multiple_of={math.lcm(pack_multiple_of, layout_multiple)}, which a resumed run may change"
+        )
+    if max_tokens_per_pack % pack_multiple_of:
+        raise ConfigError(
+            f"data.max_tokens_per_pack={max_tokens_per_pack} must be a multiple of data.pack_multiple_of="
+            f"{pack_multiple_of}; use {padded_length(max_tokens_per_pack, pack_multiple_of)}"
+        )
 
 
 @lru_cache(maxsize=512)

@@ -1,18 +1,21 @@
 """Global streams: the order of the data does not depend on the number of ranks.
 
 A run reads `num_streams` streams. Micro-batch `j` of the run comes from stream `j % num_streams`. Data-parallel rank
-`r` runs the micro-batches `r, r + dp_size, ...`, so it reads the streams `s` with `s % dp_size == r`, in turn. With
-another `dp_size` that divides `num_streams`, streams only move between ranks. `num_streams` 4:
+`r` runs the micro-batches `r, r + dp_size, ...`, on any `dp_size`. `num_streams` 4:
 
     micro-batch     0   1   2   3   4   5   6   7   ...
     stream          s0  s1  s2  s3  s0  s1  s2  s3
     dp_size 2       r0  r1  r0  r1  r0  r1  r0  r1       rank 0 reads s0, s2; rank 1 reads s1, s3
     dp_size 4       r0  r1  r2  r3  r0  r1  r2  r3       rank r reads s_r
+    dp_size 8       r0  r1  r2  r3  r4  r5  r6  r7       ranks r and r + 4 read s_r; each uses every other micro-batch
+
+Ranks that share a stream read all of it, so a run on more ranks than streams reads its data several times.
 
 Every draw of a sample has a unique number: the k-th sample of stream `s` is draw `k * num_streams + s`. If a step is
 larger than the data, copies of a sample have different numbers, and therefore different noise.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -42,8 +45,12 @@ class Delivery:
     late: bool = True
 
 
+MOST_STREAMS = 8
+"""Most streams of a run that does not set their number: one for each replica of a usual node."""
+
+
 class Position(NamedTuple):
-    """Where a stream is: `behind` deliveries after `state`, which is in plain containers."""
+    """A place in a stream: `behind` deliveries after `state`, which is in plain containers."""
 
     state: dict[str, Any]
     behind: int = 0
@@ -57,109 +64,139 @@ class Source(Protocol):
     def state(self) -> Position:
         """Return the position after the last delivery."""
 
+    def adapt(self, position: Position) -> Position:
+        """Return an equal position for the present settings, where those that group samples have changed."""
+
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the state of a position; called before the first `next`."""
 
     def close(self) -> None: ...
 
 
-def check_streams(num_streams: Optional[int], dp_size: int, micro_batches_per_step: int) -> int:
-    """Return the number of global streams.
+def automatic_streams(micro_batches_per_step: int) -> int:
+    """Return the default number of global streams: at most `MOST_STREAMS`, and a divisor of a step's micro-batches."""
+    return max(n for n in range(1, MOST_STREAMS + 1) if micro_batches_per_step % n == 0)
+
+
+def check_streams(num_streams: Optional[int], micro_batches_per_step: int) -> int:
+    """Return the number of global streams; None selects `automatic_streams`.
 
     Raises:
-        ConfigError: it does not fit the data-parallel size or the batch size.
+        ConfigError: it does not divide the micro-batches of a step, so that steps would differ in their streams.
     """
-    n = dp_size if num_streams is None else num_streams
-    if n < 1 or n % dp_size:
-        near = sorted({max(dp_size, n // dp_size * dp_size), (n // dp_size + 1) * dp_size})
-        raise ConfigError(
-            f"data.num_streams={n} must be a multiple of the data-parallel size {dp_size}; "
-            f"nearest are {' and '.join(map(str, near))}"
-        )
+    n = automatic_streams(micro_batches_per_step) if num_streams is None else num_streams
     if micro_batches_per_step % n:
         low = micro_batches_per_step // n * n
-        near = [m for m in (low, low + n) if m]
-        fitting = [d for d in range(dp_size, micro_batches_per_step + 1, dp_size) if micro_batches_per_step % d == 0]
+        counts = [m for m in (low, low + n) if m]
+        divisors = [d for d in range(1, micro_batches_per_step + 1) if micro_batches_per_step % d == 0]
         raise ConfigError(
             f"a step of {micro_batches_per_step} micro-batches (global_batch_size / micro_batch_size) must be a "
-            f"multiple of data.num_streams={n}; use {' or '.join(map(str, near))} micro-batches, or num_streams one of "
-            f"{fitting}"
+            f"multiple of data.num_streams={n}; use {' or '.join(map(str, counts))} micro-batches, or num_streams one "
+            f"of {divisors}"
         )
     return n
 
 
+def streams_of(dp_rank: int, dp_size: int, num_streams: int) -> range:
+    """Return the global streams that a data-parallel rank reads."""
+    apart = math.gcd(num_streams, dp_size)
+    return range(dp_rank % apart, num_streams, apart)
+
+
 class StreamGroup:
-    """The streams of one data-parallel rank, taken in turn.
+    """The micro-batches of one data-parallel rank.
 
     Args:
-        sources: this rank's streams by global number.
+        sources: the rank's streams by global number, see `streams_of`.
         num_streams: global streams of the run.
         log: counts skipped samples.
         origin: name of the data, for messages.
     """
 
     def __init__(
-        self, sources: Mapping[int, Source], *, num_streams: int, dp_size: int, log: SkipLog, origin: str
+        self,
+        sources: Mapping[int, Source],
+        *,
+        num_streams: int,
+        dp_rank: int,
+        dp_size: int,
+        log: SkipLog,
+        origin: str,
     ) -> None:
         self._sources = dict(sorted(sources.items()))
-        self._order = list(self._sources)
-        self._num_streams, self._dp_size = num_streams, dp_size
+        self._num_streams, self._dp_rank, self._dp_size = num_streams, dp_rank, dp_size
         self._log, self._origin = log, origin
-        self._cursor = 0
-        self._drawn = dict.fromkeys(self._order, 0)  # samples by stream
-        self._behind: dict[int, int] = {}  # deliveries by stream that were consumed before the state was saved
+        # Ranks that share a stream count its skipped samples alike; the first of them reports them.
+        self._reports = dp_rank == min(self._sources)
+        self._consumed = 0  # micro-batches that all ranks have consumed, without complete rounds
+        self._read = dict.fromkeys(self._sources, 0)  # deliveries by stream
+        self._drawn = dict.fromkeys(self._sources, 0)  # samples by stream
+        self._offset: dict[int, int] = {}  # deliveries by stream between a loaded state and its position
         self._made, self._made_in_s, self._at_once, self._late = 0, 0.0, 1, 0
 
     def __iter__(self) -> "StreamGroup":
         return self
 
     def __next__(self) -> PackedBatch:
-        number = self._order[self._cursor]
-        source = self._sources[number]
+        number = self._consumed + self._dp_rank
+        stream, index = number % self._num_streams, number // self._num_streams
+        while self._read[stream] < index:
+            self._read_one(stream)  # a micro-batch of another rank
+        batch = self._read_one(stream)
+        self._consumed += self._dp_size
+        return batch
+
+    def _read_one(self, stream: int) -> PackedBatch:
+        source = self._sources[stream]
         began = time.perf_counter()
         delivery = source.next()
-        for _ in range(self._behind.pop(number, 0)):
+        for _ in range(self._offset.pop(stream, 0)):
             if delivery.batch is not None:
                 delivery = source.next()
         waited = time.perf_counter() - began
         self._late += delivery.late
-        self._log.record(number, delivery.skips)
+        self._log.record(stream, delivery.skips)
         if delivery.is_bug:
-            raise RuntimeError(f"reading stream {number} of {self._origin} failed:\n{delivery.failure}")
+            raise RuntimeError(f"reading stream {stream} of {self._origin} failed:\n{delivery.failure}")
         if delivery.batch is None:
             raise DataError(
-                f"stream {number} of {self._origin} ended: {delivery.failure or 'there is no more data'}; "
+                f"stream {stream} of {self._origin} ended: {delivery.failure or 'there is no more data'}; "
                 f"skipped so far: {self._log.counts() or 'nothing'}"
             )
-        self._cursor = (self._cursor + 1) % len(self._order)
         count = delivery.batch.layout.num_samples
-        draws_S = (torch.arange(count) + self._drawn[number]) * self._num_streams + number
-        self._drawn[number] += count
+        draws_S = (torch.arange(count) + self._drawn[stream]) * self._num_streams + stream
+        self._read[stream] += 1
+        self._drawn[stream] += count
         self._made += count
         self._made_in_s += waited if delivery.seconds is None else delivery.seconds
-        self._at_once = 1 if delivery.seconds is None else len(self._order)
+        self._at_once = 1 if delivery.seconds is None else len(self._sources)
         return replace(delivery.batch, draws_S=draws_S)
 
+    def _deliveries(self, stream: int) -> int:
+        """Return how many of the consumed micro-batches came from a stream."""
+        return (self._consumed - stream - 1) // self._num_streams + 1
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of every stream this rank reads, in plain containers."""
+        """Return the position of every stream of which this rank consumed the last delivery, in plain containers."""
         return {
             "format": 1,
             "num_streams": self._num_streams,
             "dp_size": self._dp_size,
-            "next": self._cursor * self._dp_size,
+            "next": self._consumed % math.lcm(self._num_streams, self._dp_size),
             "streams": {
                 s: {
                     "position": position.state,
-                    "behind": position.behind + self._behind.get(s, 0),
+                    "behind": position.behind + self._offset.get(s, 0),
                     "skipped": self._log.state(s),
                     "drawn": self._drawn[s],
                 }
                 for s, position in ((s, source.state()) for s, source in self._sources.items())
+                if self._read[s] == self._deliveries(s)
             },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a union of `state_dict`s.
+        """Continue from a union of `state_dict`s of any number of ranks.
 
         Raises:
             DataError: the state has another number of streams, lacks a stream of this rank, or was saved between two
@@ -170,25 +207,27 @@ class StreamGroup:
         if state["num_streams"] != self._num_streams:
             raise DataError(
                 f"the data state has {state['num_streams']} streams, this run reads {self._num_streams}, which would "
-                f"repeat some samples and lose others; set data.num_streams={state['num_streams']}"
+                f"repeat some samples and lose others; set data.num_streams={state['num_streams']}, which works on any "
+                "number of ranks"
             )
-        saved_dp_size = state.get("dp_size", self._dp_size)
-        if state["next"] and saved_dp_size != self._dp_size:
+        if state["next"] % self._dp_size:
             raise DataError(
-                f"the data state was saved inside a step on {saved_dp_size} data-parallel ranks; resume on as many "
+                f"the data state was saved inside a step on {state['dp_size']} data-parallel ranks; resume on as many "
                 f"ranks, not {self._dp_size}"
             )
         streams = {int(s): value for s, value in state["streams"].items()}
-        missing = [s for s in self._order if s not in streams]
+        missing = [s for s in self._sources if s not in streams]
         if missing:
             raise DataError(f"the data state lacks the streams {missing}; merge the states of all data-parallel ranks")
+        self._consumed = state["next"]
         for s, source in self._sources.items():
-            source.load(streams[s]["position"])
-            self._behind[s] = streams[s].get("behind", 0)
+            position = source.adapt(Position(streams[s]["position"], streams[s].get("behind", 0)))
+            source.load(position.state)
+            self._read[s] = self._deliveries(s)
+            self._offset[s] = position.behind
             self._log.load(s, streams[s]["skipped"])
             # Older states have no count; any other number is valid for the noise.
             self._drawn[s] = streams[s].get("drawn", 0)
-        self._cursor = state["next"] // self._dp_size
 
     def samples_per_s(self) -> float:
         """Return how many samples this rank's streams make in a second, since the last call; all workers at work."""
@@ -202,8 +241,8 @@ class StreamGroup:
         return late
 
     def skipped(self) -> dict[str, int]:
-        """Return how many samples were lost or dropped so far, by reason."""
-        return self._log.counts()
+        """Return how many samples were lost or dropped so far, by reason; empty where another rank reports them."""
+        return self._log.counts() if self._reports else {}
 
     def close(self) -> None:
         """Stop all workers."""

@@ -213,7 +213,7 @@ def expected_packing(lengths: Sequence[int], capacity: int, *, buffer: int, mult
         lengths: tokens of each sample, in the order of the data.
         capacity: `data.max_tokens_per_pack`.
         buffer: `data.packing_buffer_size`.
-        multiple_of: to which the layout pads each sample.
+        multiple_of: `data.pack_multiple_of`.
 
     Raises:
         DataError: no sample fits.

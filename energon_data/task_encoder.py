@@ -10,6 +10,7 @@ from megatron.energon import (
     BatchDataset,
     DefaultTaskEncoder,
     GroupBatchDataset,
+    LimitDataset,
     MapDataset,
     PackingDataset,
     SavableDataset,
@@ -46,7 +47,9 @@ class EncoderOptions:
         vary_captions: read any of a sample's captions, rather than the first.
         require_checksums: refuse samples whose metadata does not name the CRC32 of every part.
         max_text_tokens: longer texts are truncated; None for no limit.
+        max_samples: end of a held-out pass; None for the complete split.
         max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
+        pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens.
         cost_limit: of the work of a pack; None for any.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of one latent shape together (convolutional backbones need it).
@@ -60,7 +63,9 @@ class EncoderOptions:
     vary_captions: bool = False
     require_checksums: bool = True
     max_text_tokens: Optional[int] = None
+    max_samples: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
+    pack_multiple_of: int = 1
     cost_limit: Optional[CostLimit] = None
     pad_packs: bool = False
     bucket_by_shape: bool = False
@@ -187,7 +192,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             )
         clip.grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
         filters = self.options.filters
-        filters.check_length(padded_length(clip.num_tokens, spec.multiple_of))
+        filters.check_length(self._selection_length(clip))
         filters.check_values(clip.latent, "latent values")
         for condition in spec.conditions:
             value = read_condition(condition, clip)
@@ -215,6 +220,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         worker_config: WorkerConfig,
     ) -> SavableDataset:
         """Pack, bucket, or batch."""
+        if self.options.max_samples is not None:
+            dataset = LimitDataset(dataset, self.options.max_samples, worker_config=worker_config)
         if packing_buffer_size is not None:
             return _Packing(
                 dataset,
@@ -236,7 +243,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Fill packs from a full buffer; no pack exceeds the limit, every sample is in exactly one."""
         capacity, limit = self.options.max_tokens_per_pack, self.options.cost_limit
         assert capacity is not None
-        lengths = [padded_length(c.num_tokens, self.spec.multiple_of) for c in samples]
+        lengths = [self._selection_length(c) for c in samples]
         bins = greedy_knapsack(lengths, capacity) if limit is None else balanced_packs(lengths, capacity, limit)
         packs = [[samples[i] for i in items] for items in bins]
         # Packs of long samples come first; an order by sample id removes this trend from the stream. A large buffer of
@@ -249,6 +256,11 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             order.append((sample_id(f"{pack_id}/{seen[members]}") if seen[members] else pack_id, members[0], i))
             seen[members] += 1
         return [packs[i] for _, _, i in sorted(order)]
+
+    def _selection_length(self, clip: Clip) -> int:
+        """Return the tokens that a sample occupies in a pack; they do not depend on the layout."""
+        packed = self.options.max_tokens_per_pack is not None
+        return padded_length(clip.num_tokens, self.options.pack_multiple_of if packed else 1)
 
     @stateless
     def pack_selected_samples(self, samples: list[Clip]) -> PackedBatch:

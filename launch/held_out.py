@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flag of all metrics that read held-out data."""
     parser.add_argument(
-        "--micro-batches",
+        "--samples",
         type=at_least_one,
         metavar="N",
-        help="held-out micro-batches to measure on (default: the run's data.validation_micro_batches)",
+        help="held-out samples to measure on (default: the run's data.validation_samples)",
     )
 
 
@@ -48,11 +48,11 @@ def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
     """Return the data of the run with what the arguments change; folders are read by Energon.
 
     Raises:
-        ConfigError: there are no data, or they cannot be cut to so many micro-batches.
+        ConfigError: there are no data, or they have no limit of held-out samples.
     """
     changes: dict[str, Any] = {}
-    if args.micro_batches is not None:
-        changes["validation_micro_batches"] = args.micro_batches
+    if args.samples is not None:
+        changes["validation_samples"] = args.samples
     if args.data is not None:
         changes["path"] = args.data
         if getattr(data, "blend", None) is not None:
@@ -64,5 +64,5 @@ def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
     if isinstance(data, NoData):
         raise ConfigError("imported weights have no held-out data; name a data set with --data DIR")
     if unknown := [name for name in changes if not hasattr(data, name)]:
-        raise ConfigError(f"{type(data).__name__} has no {', '.join(unknown)}; measure without --micro-batches")
+        raise ConfigError(f"{type(data).__name__} has no {', '.join(unknown)}; measure without --samples")
     return replace(data, **changes)

@@ -76,14 +76,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class MockStream:
-    """Synthetic packs, the same on every layout; picklable, for the ranks."""
+    """Synthetic packs, each rank's with the padding of its own layout; picklable, for the ranks."""
 
     data: "DataConfig"
     spec: "BatchSpec"
     seed: int
 
     def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> "Iterator[PackedBatch]":
-        stream = self.data.build_train(self.spec, dp_rank=dp_rank, dp_size=dp_size, seed=self.seed, log_dir=None)
+        spec = replace(self.spec, multiple_of=token_multiple)
+        stream = self.data.build_train(spec, dp_rank=dp_rank, dp_size=dp_size, seed=self.seed, log_dir=None)
         while True:
             yield next(stream)
 
@@ -154,6 +155,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(model)],
         text_tokens=5,
         max_tokens_per_pack=total,
+        pack_multiple_of=multiple,
         num_streams=micro_batches,
     )
     training = replace(
@@ -167,7 +169,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         recompute_layers=None,
     )
     dims, spec = replace(config, data=data, training=training).check(world_size)
-    stream = MockStream(data, replace(spec, multiple_of=multiple), SEED)
+    stream = MockStream(data, spec, SEED)
     many = Trial(
         model=model,
         parallel=parallel,

@@ -328,7 +328,12 @@ def as_tiny(recipe: run.Partial) -> run.Partial:
 def in_seconds(recipe: run.Partial) -> run.Partial:
     """Give a recipe of a tiny model 20 steps on packs of synthetic images and clips."""
     recipe.data = run.Config(
-        MockData, shapes=["1x8x8", "4x8x8", "1x8x12"], text_tokens=8, max_tokens_per_pack=128, num_streams=2
+        MockData,
+        shapes=["1x8x8", "4x8x8", "1x8x12"],
+        text_tokens=8,
+        max_tokens_per_pack=128,
+        pack_multiple_of=8,
+        num_streams=2,
     )
     recipe.optimizer = run.Config(OptimizerConfig, lr=1e-3)
     recipe.schedule = run.Config(Cosine, warmup_steps=5)

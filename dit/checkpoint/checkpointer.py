@@ -30,7 +30,7 @@ from dit.checkpoint.sharded_state import fails_together, global_shapes, load_sta
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
-from dit.data_api import merge_states
+from dit.data_api import check_resumed_streams, merge_states
 from dit.errors import CheckpointError, ConfigError, DataError, on_a_screen
 from dit.run_config import RunConfig
 
@@ -211,7 +211,11 @@ class Checkpointer:
         self._load(state, folder, manifest)
         if not restarts_data:
             with usable(folder / "loader"):
-                state.stream.load_state_dict(read_loader_state(folder))
+                position = read_loader_state(folder)
+                state.stream.load_state_dict(position)
+                resumed: list[Any] = [None] * state.groups.world_size
+                dist.all_gather_object(resumed, list(state.stream.state_dict().get("streams", {})))
+                check_resumed_streams(position, resumed)
         self.resumed_metadata = read_metadata(folder)
 
     def rewind(self, state: TrainState) -> Optional[dict[str, Any]]:

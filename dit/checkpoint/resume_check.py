@@ -35,15 +35,15 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "max_caption_length resize_side crop_size random_crop flip corrupt_low_resolution vary_captions online_vae "
         "online_text_encoder online_precision frames height width shapes text_tokens fps dataset_size",
         # The stream itself refuses another number of streams than it saved.
-        "num_streams background max_abs_latent max_lost_samples require_checksums validation_split "
-        "validation_micro_batches",
+        "num_streams pack_multiple_of background max_abs_latent max_lost_samples require_checksums validation_split "
+        "validation_samples",
     ),
     "optimizer": ("beta1 beta2 eps weight_decay", "lr clip_grad offload"),
     "schedule": ("", EVERY),
     "parallel": ("", EVERY),
     "training": (
         "global_batch_size precision seed ema_decay ema_start_step ema_interval",
-        # The stream itself refuses another micro-batch than it saved, by the number that fits the layout.
+        # The stream itself refuses another micro-batch where that would change the samples of a step.
         "run_dir num_steps micro_batch_size loss_scale initial_loss_scale min_loss_scale loss_scale_window attention "
         "deterministic linears kernels compile recompute recompute_layers ema_offload log_interval validation_interval "
         "validate_raw_weights sanity_micro_batches sample_interval hooks stop_at_step time_limit collective_timeout_s "

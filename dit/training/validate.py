@@ -69,8 +69,10 @@ def loss_sums(
     for batch in batches:
         batch = shard(batch).to(device)
         noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
-        found = _loss_terms(network, batch, objective, model, noise)
-        columns_S = [found[name].sum_per_sample(batch.layout) for name in names]
+        terms = _loss_terms(network, batch, objective, model, noise)
+        if batch.repeated:
+            continue
+        columns_S = [terms[name].sum_per_sample(batch.layout) for name in names]
         columns_S.append(batch.layout.sum_per_sample(batch.layout.valid_T.float()))
         bucket_S = (noise.level_S() * NUM_BUCKETS).long()
         sums.index_add_(0, bucket_S, torch.stack(columns_S, -1))
@@ -131,9 +133,11 @@ def loss_at_times(
     for batch in batches:
         batch = replace(batch, loss_weight_S=None).to(device)
         time_S = batch.sample_ids_S % NUM_TIMES
-        found = _loss_terms(network, batch, plain, model, AtTimes(batch, time_S.float() / NUM_TIMES))
+        terms = _loss_terms(network, batch, plain, model, AtTimes(batch, time_S.float() / NUM_TIMES))
+        if batch.repeated:
+            continue
         tokens_S = batch.layout.sum_per_sample(batch.layout.valid_T.double())
-        error_S = found["error"].sum_per_sample(batch.layout).double() / tokens_S
+        error_S = terms["error"].sum_per_sample(batch.layout).double() / tokens_S
         sums.index_add_(0, time_S, torch.stack([error_S, torch.ones_like(error_S)], -1))
     return sums
 

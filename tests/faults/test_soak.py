@@ -22,7 +22,7 @@ MOST_MIB_PER_STEP = 0.1
 MODES = {"synchronous": False, "asynchronous": True}
 SETTINGS: dict[str, Any] = {
     **SMALL_PACKS,
-    "data__validation_micro_batches": 4,
+    "data__validation_samples": 4,
     "model__in_channels": 2,
     "model__num_classes": 10,
     "model__context_size": 3,

@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
     "model__num_classes": 3,
     "model__context_size": None,
     "data__shapes": '["1x8x8","1x4x8"]',
-    "data__validation_micro_batches": 3,
+    "data__validation_samples": 3,
     "objective": "flow_matching",
     "training__num_steps": 4,
     "training__sample_interval": 4,

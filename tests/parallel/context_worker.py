@@ -154,9 +154,7 @@ def run_in_full(case: dict) -> list[dict]:
 
     config = RunConfig(
         model=tiny_model(num_layers=LAYERS, out_channels=8),
-        data=MockData(
-            shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_micro_batches=2, num_streams=1
-        ),
+        data=MockData(shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_samples=6, num_streams=1),
         objective=DDPM(schedule="cosine", discrete_steps=50, learned_variance=True, min_snr_gamma=5.0),
         parallel=ParallelConfig(**case["parallel"]),
         training=TrainingConfig(

@@ -50,6 +50,9 @@ class Watched:
     def state(self) -> Position:
         return self.inner.state()
 
+    def adapt(self, position: Position) -> Position:
+        return position
+
     def load(self, state: dict[str, Any]) -> None:
         self.inner.load(state)
 

@@ -286,12 +286,12 @@ def test_the_loader_knows_its_own_speed(opened: Open) -> None:
     """Samples by the seconds of work on them, of both workers at once; what training does meanwhile does not count."""
     for workers, most in ((1, 4 / 0.02), (2, 2 * 4 / 0.02)):
         sources = {s: opened(seconds=0.02) for s in range(workers)}
-        group = StreamGroup(sources, num_streams=workers, dp_size=1, log=SkipLog(0), origin="a test")
+        group = StreamGroup(sources, num_streams=workers, dp_rank=0, dp_size=1, log=SkipLog(0), origin="a test")
         take(group, 8)
         assert 0.2 * most < group.samples_per_s() <= most
         assert group.samples_per_s() == 0
     slow = Watched(spec(), seconds=0.02)
-    inline = StreamGroup({0: slow}, num_streams=1, dp_size=1, log=SkipLog(0), origin="a test")
+    inline = StreamGroup({0: slow}, num_streams=1, dp_rank=0, dp_size=1, log=SkipLog(0), origin="a test")
     take(inline, 4)
     assert 0 < inline.samples_per_s() <= 4 / 0.02
 
@@ -299,7 +299,7 @@ def test_the_loader_knows_its_own_speed(opened: Open) -> None:
 def test_a_micro_batch_is_late_if_it_is_asked_for_before_it_is_there(opened: Open) -> None:
     """A stream that training reads by itself is always late, and a worker that was given time never."""
     source = opened(seconds=0.05)
-    group = StreamGroup({0: source}, num_streams=1, dp_size=1, log=SkipLog(0), origin="a test")
+    group = StreamGroup({0: source}, num_streams=1, dp_rank=0, dp_size=1, log=SkipLog(0), origin="a test")
     take(group, 1)  # it may have been made while the worker started
     group.late()
     deadline = time.monotonic() + 60
@@ -312,6 +312,6 @@ def test_a_micro_batch_is_late_if_it_is_asked_for_before_it_is_there(opened: Ope
     take(group, 40)  # those that are ahead by now, and then as they are made
     assert 1 <= group.late() <= 40
     assert group.late() == 0
-    inline = StreamGroup({0: Watched(spec())}, num_streams=1, dp_size=1, log=SkipLog(0), origin="a test")
+    inline = StreamGroup({0: Watched(spec())}, num_streams=1, dp_rank=0, dp_size=1, log=SkipLog(0), origin="a test")
     take(inline, 3)
     assert inline.late() == 3

@@ -80,7 +80,7 @@ def test_classes_differ_more_than_samples_of_one_class() -> None:
 
 @pytest.mark.parametrize("multiple_of", [1, 8])
 def test_packs_are_full_legal_and_in_order(multiple_of: int) -> None:
-    data = MockData(shapes=MIXED, max_tokens_per_pack=64)
+    data = MockData(shapes=MIXED, max_tokens_per_pack=64, pack_multiple_of=8)
     s = spec(micro_batch_size=1, multiple_of=multiple_of)
     data.validate(s, 1, 1)
     reader = source(data, s)
@@ -105,9 +105,10 @@ def test_a_finite_data_set_repeats() -> None:
 
 @pytest.mark.parametrize("dp", [1, 3])
 def test_validation_is_finite_repeatable_and_never_trained_on(dp: int) -> None:
-    data = MockData(validation_micro_batches=4)
+    data = MockData(validation_samples=14)  # micro-batches of 4, 4, 4 and 2
     ranks = [list(data.build_validation(spec(), dp_rank=r, dp_size=dp)) for r in range(dp)]
     assert {len(r) for r in ranks} == {-(-4 // dp)}
+    assert sum(b.layout.num_samples for rank in ranks for b in rank if not b.repeated) == 14
     again = list(data.build_validation(spec(), dp_rank=0, dp_size=dp))
     assert [b.keys for b in again] == [b.keys for b in ranks[0]]
     assert all(key.startswith("mock-val-") for rank in ranks for b in rank for key in b.keys)
@@ -119,16 +120,18 @@ def test_validation_is_finite_repeatable_and_never_trained_on(dp: int) -> None:
         (MockData(shapes=["8x8"]), "frames x height x width"),
         (MockData(shapes=[]), "is empty"),
         (MockData(height=5), "cannot be cut into patches of 1 x 2 x 2"),
-        (MockData(max_tokens_per_pack=63), "hold the longest sample, 64 tokens"),
+        (MockData(max_tokens_per_pack=48), "too short for the longest sample: 64 tokens.*use 64"),
+        (MockData(max_tokens_per_pack=72), "must be a multiple of data.pack_multiple_of=16; use 80"),
+        (MockData(max_tokens_per_pack=90, pack_multiple_of=6), "multiple of 4, to which this layout .*of=12"),
         (MockData(dataset_size=0), "data.dataset_size=0"),
         (MockData(text_tokens=0), "data.text_tokens=0"),
         (MockData(fps=0), "data.fps=0"),
-        (MockData(num_streams=3), "multiple of the data-parallel size 2"),
+        (MockData(num_streams=4), "a step of 6 micro-batches .* must be a multiple of data.num_streams=4"),
     ],
 )
 def test_impossible_settings_name_the_numbers(data: MockData, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        data.validate(spec(micro_batch_size=1), 2, 6)
+        data.validate(spec(micro_batch_size=1, multiple_of=4), 2, 6)
 
 
 def test_packs_want_micro_batches_of_one_and_resume_wants_the_seed() -> None:

@@ -65,7 +65,7 @@ def test_the_example_is_read_as_it_was_written(written):
     rng = np.random.default_rng(0)
     data = EnergonData(path=str(written), max_tokens_per_pack=128)
     for split, count in {"train": 60, "val": 12}.items():
-        data.validation_split, data.validation_micro_batches = split, None
+        data.validation_split, data.validation_samples = split, None
         data.validate(spec(), 1, 4)
         found = {}
         for pack in data.build_validation(spec(), dp_rank=0, dp_size=1):
@@ -227,7 +227,7 @@ def test_the_limits_and_their_defaults_are_those_of_the_loader():
     rows = re.findall(r"^\| `data\.(\w+)` \| (\S+) \|", LOADER_PAGE.read_text(), re.MULTILINE)
     assert len(rows) == 6
     assert dict(rows) == {name: str(getattr(EnergonData(), name)) for name, _ in rows}
-    assert f"`data.validation_micro_batches` ({EnergonData().validation_micro_batches})" in LOADER_PAGE.read_text()
+    assert f"`data.validation_samples` ({EnergonData().validation_samples})" in LOADER_PAGE.read_text()
     assert f"{GIVE_UP_AFTER:,} in a row" in LOADER_PAGE.read_text()
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from small_data import spec
 
 from dit.batch import PackedBatch
-from dit.data_api import DataConfig, merge_states
+from dit.data_api import BatchSpec, DataConfig, merge_states
 from dit.errors import ConfigError, DataError
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
@@ -24,14 +25,22 @@ from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import StreamGroup, check_streams
 from launch.letter_score import data_folder
 
-PACKED: dict[str, Any] = {"max_tokens_per_pack": 40, "packing_buffer_size": 24, "pad_packs": True}
+PACKED: dict[str, Any] = {
+    "max_tokens_per_pack": 40,
+    "pack_multiple_of": 8,
+    "packing_buffer_size": 24,
+    "pad_packs": True,
+}
 AUGMENTED: dict[str, Any] = {"resize_side": 10, "crop_size": [8, 6], "flip": 0.5, "shuffle_buffer": 10}
 
 
-def build(data: DataConfig, rank: int = 0, dp: int = 1, mbs: int = 4) -> StreamGroup:
+def build_spec(data: DataConfig, mbs: int, multiple_of: int) -> BatchSpec:
     channels = 3 if isinstance(data, EnergonData) and data.crop_size else 2
-    asked = spec(micro_batch_size=mbs, latent_channels=channels)
-    stream = data.build_train(asked, dp_rank=rank, dp_size=dp, seed=5, log_dir=None)
+    return spec(micro_batch_size=mbs, latent_channels=channels, multiple_of=multiple_of)
+
+
+def build(data: DataConfig, rank: int = 0, dp: int = 1, mbs: int = 4, multiple_of: int = 1) -> StreamGroup:
+    stream = data.build_train(build_spec(data, mbs, multiple_of), dp_rank=rank, dp_size=dp, seed=5, log_dir=None)
     assert isinstance(stream, StreamGroup)
     return stream
 
@@ -67,7 +76,10 @@ CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {
     "augmented": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED), 4),
     "augmented packed": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED, **PACKED), 1),
     "mock": lambda *_: (MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, text_tokens=5), 4),
-    "mock packed": lambda *_: (MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, max_tokens_per_pack=50), 1),
+    "mock packed": lambda *_: (
+        MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, max_tokens_per_pack=40, pack_multiple_of=8),
+        1,
+    ),
 }
 
 
@@ -79,10 +91,9 @@ def case(request: pytest.FixtureRequest, mixed_folder: Path, picture_folder: Pat
 def test_order_does_not_depend_on_data_parallel_size(case: tuple[DataConfig, int]) -> None:
     data, mbs = case
     alone = take(build(data, mbs=mbs), 24)
-    for dp in (2, 4):
+    for dp in (2, 3, 4, 8):  # 3 ranks share all four streams, ranks r and r + 4 of 8 one of them
         ranks = [build(data, rank, dp, mbs) for rank in range(dp)]
-        dealt = [next(ranks[j % dp]) for j in range(24)]
-        same(alone, dealt)
+        same(alone, [next(ranks[j % dp]) for j in range(24)])
 
 
 def test_every_draw_of_a_run_has_its_own_number(case: tuple[DataConfig, int]) -> None:
@@ -114,18 +125,87 @@ def test_resume_continues_bit_for_bit(case: tuple[DataConfig, int], steps: int) 
     same(rest, take(twice, 13))
 
 
-def test_resume_on_another_number_of_ranks(case: tuple[DataConfig, int]) -> None:
+@pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (1, 2, 8, 3), (8, 1, 6)])
+def test_resume_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: tuple[int, ...]) -> None:
+    """A step has 24 micro-batches; four streams are read by more and by fewer ranks, in turn."""
     data, mbs = case
-    alone = build(data, mbs=mbs)
-    take(alone, 8)
-    ranks = [build(data, rank, 2, mbs) for rank in range(2)]
-    for rank in ranks:
-        take(rank, 4)
-    state = through_disk(merge_states([rank.state_dict() for rank in ranks]))
-    wide = [build(data, rank, 4, mbs) for rank in range(4)]
-    for rank in wide:
-        rank.load_state_dict(state)
-    same(take(alone, 12), [next(wide[j % 4]) for j in range(12)])
+    alone, state = build(data, mbs=mbs), None
+    for dp in worlds:
+        ranks = [build(data, rank, dp, mbs) for rank in range(dp)]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+        same(take(alone, 24), [next(ranks[j % dp]) for j in range(24)])
+        state = through_disk(merge_states([rank.state_dict() for rank in ranks]))
+        assert sorted(state["streams"]) == [0, 1, 2, 3]
+
+
+def test_a_step_has_the_same_samples_with_smaller_micro_batches(mixed_folder: Path) -> None:
+    """More replicas may need smaller micro-batches; a resumed run continues with the next samples of each stream."""
+    data = EnergonData(path=str(mixed_folder), num_streams=2, shuffle_buffer=10, background=False)
+    large, small = build(data, mbs=4), build(data, mbs=2)
+    take(large, 4)
+    small.load_state_dict(through_disk(large.state_dict()))
+    for _ in range(3):
+        samples = [
+            {(k, int(d)) for b in take(s, n) for k, d in zip(b.keys, b.draws_S)} for s, n in ((large, 2), (small, 4))
+        ]
+        assert samples[0] == samples[1]
+
+
+LAYOUTS = (1, 2, 8)
+
+
+@pytest.mark.parametrize("pad_packs", [False, True])
+@pytest.mark.parametrize("name", ["packed", "augmented packed", "mock packed"])
+def test_every_layout_trains_on_the_same_packs(
+    name: str, pad_packs: bool, mixed_folder: Path, picture_folder: Path
+) -> None:
+    """A layout adds padding to the samples of a pack; it does not choose them."""
+    data, mbs = CASES[name](mixed_folder, picture_folder)
+    if isinstance(data, EnergonData):
+        data.pad_packs = pad_packs
+    packs = {m: take(build(data, mbs=mbs, multiple_of=m), 16) for m in LAYOUTS}
+    held_out = {m: list(data.build_validation(build_spec(data, 1, m), dp_rank=0, dp_size=1)) for m in LAYOUTS}
+    for passes in (packs, held_out):
+        for multiple, layout in passes.items():
+            assert [pack.keys for pack in layout] == [pack.keys for pack in passes[1]]
+            for pack, reference in zip(layout, passes[1]):
+                assert all(n % multiple == 0 for n in pack.layout.padded_lengths)
+                assert pack.layout.total_tokens <= 40
+                x, y = (p.layout.without_padding(p.latents_TC) for p in (pack, reference))
+                assert torch.equal(x, y)
+    if name != "augmented packed":
+        assert len({len(pack.keys) for pack in packs[1]}) > 1, "packs of several sizes"
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("steps", [1, 5, 9])
+def test_packs_in_flight_are_selected_again_for_another_multiple(
+    mixed_folder: Path, background: bool, steps: int
+) -> None:
+    """A resumed run may raise `pack_multiple_of`: every sample is used once, and no pack is above the limit."""
+    one = {"path": str(mixed_folder), "shuffle_buffer": 0, "num_streams": 1, **PACKED, "pad_packs": False}
+    before = EnergonData(**one | {"pack_multiple_of": 1}, background=background)
+    after = EnergonData(**one | {"pack_multiple_of": 8}, background=background)
+    stream, resumed = build(before, mbs=1), build(after, mbs=1, multiple_of=8)
+    try:
+        read = [key for pack in take(stream, steps) for key in pack.keys]
+        resumed.load_state_dict(through_disk(stream.state_dict()))
+        for pack in take(resumed, 20):
+            assert pack.layout.total_tokens <= 40
+            read += pack.keys
+        third = build(after, mbs=1, multiple_of=8)
+        third.load_state_dict(through_disk(resumed.state_dict()))
+        same(take(resumed, 4), take(third, 4))
+        third.close()
+    finally:
+        stream.close()
+        resumed.close()
+    dense = EnergonData(path=str(mixed_folder), shuffle_buffer=0, num_streams=1, background=False)
+    order = [key for batch in take(build(dense, mbs=1), len(read) + 24) for key in batch.keys]
+    # All samples that were read from disk, except for the buffer of 24, and each as often as it was read.
+    assert Counter(order[: len(read) - 24]) <= Counter(read) <= Counter(order)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +259,7 @@ def test_one_epoch_has_every_sample_once(mixed_folder: Path) -> None:
 
 
 def test_packs_from_disk_keep_the_laws(mixed_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    data = EnergonData(path=str(mixed_folder), shuffle_buffer=0, **PACKED)
+    data = EnergonData(path=str(mixed_folder), shuffle_buffer=0, **PACKED | {"pack_multiple_of": 1})
     lengths = {(1, 2, 2): 4, (2, 2, 2): 8, (1, 3, 4): 12}
     filled = []
     for batch in take(build(data, mbs=1), 20):
@@ -227,7 +307,8 @@ def test_of_long_texts_the_first_tokens_stay(mixed_folder: Path) -> None:
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["dense", "packed"])
 def test_validation_is_the_same_pass_on_any_layout(mixed_folder: Path, dp: int, packing: dict[str, Any]) -> None:
-    data = EnergonData(path=str(mixed_folder), validation_micro_batches=None, **packing)
+    """Every sample is counted once; ranks without a last micro-batch get one that does not count."""
+    data = EnergonData(path=str(mixed_folder), validation_samples=None, **packing)
     s = spec(micro_batch_size=1 if packing else 4)
     full = list(data.build_validation(s, dp_rank=0, dp_size=1))
     assert sorted(k for b in full for k in b.keys) == [f"val_clip{i:05d}" for i in range(21)]
@@ -235,13 +316,25 @@ def test_validation_is_the_same_pass_on_any_layout(mixed_folder: Path, dp: int, 
     count = -(-len(full) // dp)
     assert [len(r) for r in ranks] == [count] * dp
     dealt = [ranks[j % dp][j // dp] for j in range(count * dp)]
+    assert [b.repeated for b in dealt] == [j >= len(full) for j in range(count * dp)]
     same(full, dealt[: len(full)])
-    same([full[j % len(full)] for j in range(len(full), count * dp)], dealt[len(full) :])
+    same([full[-1]] * (count * dp - len(full)), dealt[len(full) :])
     same(dealt, [list(data.build_validation(s, dp_rank=j % dp, dp_size=dp))[j // dp] for j in range(count * dp)])
 
 
+@pytest.mark.parametrize("limit", [5, 12, 21, 100])
+@pytest.mark.parametrize("options", [{}, {"bucket_by_shape": True}, PACKED], ids=["dense", "buckets", "packed"])
+def test_held_out_samples_do_not_depend_on_micro_batches(
+    mixed_folder: Path, limit: int, options: dict[str, Any]
+) -> None:
+    data = EnergonData(path=str(mixed_folder), validation_samples=limit, **options)
+    for size in (1,) if "max_tokens_per_pack" in options else (1, 3, 4):
+        passed = data.build_validation(spec(micro_batch_size=size), dp_rank=0, dp_size=1)
+        assert sorted(key for b in passed for key in b.keys) == [f"val_clip{i:05d}" for i in range(min(limit, 21))]
+
+
 def test_validation_between_training_steps_changes_nothing(mixed_folder: Path) -> None:
-    data = EnergonData(path=str(mixed_folder), num_streams=2, shuffle_buffer=10, validation_micro_batches=3)
+    data = EnergonData(path=str(mixed_folder), num_streams=2, shuffle_buffer=10, validation_samples=12)
     quiet = take(build(data), 10)
     stream = build(data)
     mixed = take(stream, 4)
@@ -326,20 +419,11 @@ def test_a_blend_need_agree_only_on_what_the_model_takes(
         data.autoencoder()
 
 
-@pytest.mark.parametrize(
-    ("streams", "dp", "per_step", "words"),
-    [
-        (3, 2, 6, "multiple of the data-parallel size 2; nearest are 2 and 4"),
-        (4, 2, 6, r"use 4 or 8 micro-batches, or num_streams one of \[2, 6\]"),
-        (0, 2, 6, "nearest are 2"),
-        (None, 4, 6, r"multiple of data.num_streams=4"),
-    ],
-)
-def test_stream_counts_that_do_not_fit_name_the_numbers(streams: int, dp: int, per_step: int, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_streams(streams, dp, per_step)
-    assert check_streams(None, 2, 6) == 2
-    assert check_streams(6, 2, 12) == 6
+def test_steps_take_equally_many_micro_batches_from_each_stream() -> None:
+    with pytest.raises(ConfigError, match=r"use 4 or 8 micro-batches, or num_streams one of \[1, 2, 3, 6\]"):
+        check_streams(4, 6)
+    assert check_streams(6, 12) == 6
+    assert [check_streams(None, m) for m in (1, 6, 7, 11, 12, 256)] == [1, 6, 7, 1, 6, 8]
 
 
 def test_states_that_do_not_fit_are_refused(mixed_folder: Path) -> None:
@@ -356,12 +440,13 @@ def test_states_that_do_not_fit_are_refused(mixed_folder: Path) -> None:
         build(data(), 1, 2).load_state_dict(state)
     with pytest.raises(DataError, match="saved inside a step on 2"):
         build(data(), 0, 4).load_state_dict(state)
+    buckets = build(data(bucket_by_shape=True), 0, 2).state_dict()
     with pytest.raises(ConfigError, match="shuffle_buffer was 10 and is 11"):
         build(data(shuffle_buffer=11), 0, 2).load_state_dict(state)
     with pytest.raises(ConfigError, match=r"max_samples_per_sequence was 6 and is 3.*set them back.*start_from"):
         build(data(max_samples_per_sequence=3), 0, 2).load_state_dict(state)
     with pytest.raises(ConfigError, match="micro_batch_size was 4 and is 2"):
-        build(data(), 0, 2, mbs=2).load_state_dict(state)
+        build(data(bucket_by_shape=True), 0, 2, mbs=2).load_state_dict(buckets)
     with pytest.raises(DataError, match="no data state"):
         build(data()).load_state_dict({})
     other = build(data(), 1, 2)

@@ -74,9 +74,10 @@ def test_packs_fill_as_those_of_the_loader(mixed_folder: Path, capacity: int, mu
     data = EnergonData(
         path=str(mixed_folder),
         max_tokens_per_pack=capacity - capacity % multiple_of,
+        pack_multiple_of=multiple_of,
         packing_buffer_size=75,
         validation_split="train",
-        validation_micro_batches=None,
+        validation_samples=None,
     )
     wanted = spec(multiple_of=multiple_of, micro_batch_size=1)
     layouts = [pack.layout for pack in data.build_validation(wanted, dp_rank=0, dp_size=1)]

@@ -50,7 +50,7 @@ def test_no_shard_stays_open_after_it_was_read(mixed_folder: Path, tmp_path: Pat
     """A run validates thousands of times, and may open a thousand files."""
     folder = tmp_path / "data"
     shutil.copytree(mixed_folder, folder)  # other tests may have files of the shared folder open
-    data = EnergonData(path=str(folder), validation_micro_batches=limit)
+    data = EnergonData(path=str(folder), validation_samples=limit)
     for _ in range(2):
         for _ in data.build_validation(spec(), dp_rank=0, dp_size=1):
             assert open_shards(folder)

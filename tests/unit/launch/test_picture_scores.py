@@ -36,7 +36,7 @@ TEXTS = DiTCrossConfig(**SMALL, in_channels=3, context_size=6)
 
 
 def generator_of(model: Any, build_model: BuildModel) -> Generator:
-    data = MockData(shapes=["1x8x8", "1x16x8"], validation_micro_batches=2)
+    data = MockData(shapes=["1x8x8", "1x16x8"], validation_samples=8)
     config = RunConfig(
         model=model,
         data=data,
@@ -86,7 +86,7 @@ def test_distances_are_between_held_out_samples_and_generated_ones_of_the_same_c
     assert "biased upwards" in fid.lines[1]
     kid = picture_scores.kid(arguments("--metric", "kid"), generator)
     assert kid.record["kid"] == pytest.approx(kernel_distance(real, drawn), rel=1e-4)
-    fewer = picture_scores.kid(arguments("--metric", "kid", "--micro-batches", "1"), generator)
+    fewer = picture_scores.kid(arguments("--metric", "kid", "--samples", "4"), generator)
     assert fewer.record["pictures"] == 4
 
 
@@ -95,7 +95,7 @@ def test_the_network_of_a_distance_is_reported_with_it(build_model: BuildModel, 
     generator = generator_of(CLASSES, build_model)
     for kind in ("fid", "torchvision"):
         torch.save(inception_weights(kind), tmp_path / f"{kind}.pth")
-    words = ("--metric", "kid", "--micro-batches", "1", "--features")
+    words = ("--metric", "kid", "--samples", "4", "--features")
     of_fid, other = (
         picture_scores.kid(arguments(*words, str(tmp_path / f"{kind}.pth")), generator)
         for kind in ("fid", "torchvision")
@@ -109,11 +109,11 @@ def test_the_network_of_a_distance_is_reported_with_it(build_model: BuildModel, 
 
 
 def test_a_named_data_set_takes_the_place_of_the_runs(tmp_path: Path) -> None:
-    asked = arguments("--metric", "loss", "--data", str(tmp_path), "--micro-batches", "3")
+    asked = arguments("--metric", "loss", "--data", str(tmp_path), "--samples", "3")
     for data in (NoData(), MockData(), EnergonData(path="elsewhere", max_tokens_per_pack=64)):
         found = data_of(asked, data)
         assert isinstance(found, EnergonData)
-        assert (found.path, found.validation_micro_batches) == (str(tmp_path), 3)
+        assert (found.path, found.validation_samples) == (str(tmp_path), 3)
     assert found.max_tokens_per_pack == 64
     with pytest.raises(ConfigError, match="imported weights have no held-out data"):
         data_of(arguments("--metric", "loss"), NoData())

@@ -37,7 +37,7 @@ def energy(pictures: np.ndarray) -> float:
 
 def test_the_numbers_are_those_of_their_definitions(build_model: BuildModel) -> None:
     generator = generator_of(LARGER, build_model, 16)
-    data = MockData(shapes=["1x16x16"], validation_micro_batches=2)
+    data = MockData(shapes=["1x16x16"], validation_samples=8)
     generator.config.data = data
     parts: list[list[Tensor]] = [[], [], []]
     for batch in data.build_validation(LARGER.batch_spec(micro_batch_size=4), dp_rank=0, dp_size=1):
