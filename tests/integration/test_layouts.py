@@ -3,11 +3,24 @@
 import json
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration import actions
-from tests.integration.runs import SLOTS, assert_same_bits, checkpoint, letters, loss_values, outcome, read_tensors
+from tests.integration.runs import (
+    SLOTS,
+    SMALL_PACKS,
+    assert_same_bits,
+    checkpoint,
+    letters,
+    loss_values,
+    outcome,
+    overrides,
+    read_tensors,
+    scalars,
+)
+from tests.integration.test_kill_nine import prepare_media
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
@@ -36,6 +49,37 @@ WAY = {
 PART = 2  # steps on each layout
 NUM_STEPS = PART * len(WAY)
 STOPS = {name: PART * (i + 1) for i, name in enumerate(WAY)}
+
+CP = {"parallel__context_parallel_size": 2}
+# The same on packs of pictures and clips of several sizes, which two worker processes read. A step has four packs, so
+# that four replicas share the two streams.
+PACKED_WAY = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "dp4": (4, {}),
+    "cp2": (2, {**CP, "parallel__context_split": "load_balanced"}),
+    "tp2sp": (2, TP_SP),
+    "cp2tp2sp": (4, {**CP, **TP_SP}),
+    "fsdp2": (2, {"parallel__data_parallel": "fsdp"}),
+    "pp2": (2, PP),
+    "dp2_again": (2, {}),
+}
+PACKED: dict[str, Any] = {
+    **SMALL_PACKS,
+    "data__validation_split": "train",
+    "data__validation_samples": 13,
+    "model__in_channels": 3,
+    "model__num_layers": 2,
+    "model__patch_spatial": 4,
+    "model__num_classes": "null",
+    "model__context_size": "null",
+    "training__num_steps": PART * len(PACKED_WAY),
+    "training__global_batch_size": 4,
+    "training__validation_interval": PART,
+    "checkpoint__interval": PART,
+    "logging__tensorboard": False,
+}
+
 
 tensors = cache(read_tensors)
 
@@ -93,3 +137,32 @@ def test_checkpoints_of_all_layouts_hold_the_same_model(runs: Path, name: str) -
         error = (found[key] - tensor).norm()
         # Adam's direction of a weight whose gradient is rounding noise is noise, too.
         assert error <= 1e-3 * tensor.norm() + 1e-6, f"{key}: {error / tensor.norm():.1e}"
+
+
+@pytest.fixture(scope="module")
+def packed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one rank, and one that moves through layouts with other paddings and other numbers of replicas."""
+    folder = prepare_media(tmp_path_factory.mktemp("packed"))
+    blend = f"[{{path: {folder / 'pictures'}, weight: 2}}, {{path: {folder / 'films'}, weight: 1}}]"
+
+    def job(name: str, ranks: int, **settings: Any) -> Job:
+        words = overrides(folder / name, **{**PACKED, "data__blend": blend, **settings})
+        return Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_dit", *words]}, ranks)
+
+    jobs = {"one": job("one", 1)}
+    for i, (name, (ranks, settings)) in enumerate(PACKED_WAY.items()):
+        jobs[f"moving {name}"] = job("moving", ranks, **settings, training__stop_at_step=PART * (i + 1))
+    for name, ended in run_jobs(folder / "world", jobs).items():
+        codes = {e.code for e in (ended if jobs[name].ranks > 1 else [ended])}
+        assert codes == {75 if name.startswith("moving") and not name.endswith(list(PACKED_WAY)[-1]) else 0}, name
+    return folder
+
+
+def test_packs_of_several_sizes_are_the_same_on_every_layout(packed_runs: Path) -> None:
+    """Losses and samples of every step, and the held-out loss on 13 samples, a number that no layout divides."""
+    one, moving = packed_runs / "one", packed_runs / "moving"
+    assert loss_values(moving) == pytest.approx(loss_values(one), rel=ROUNDING)
+    assert scalars(moving, "consumed_samples") == scalars(one, "consumed_samples")
+    held_out = scalars(one, "held_out/loss")
+    assert len(held_out) == len(PACKED_WAY)
+    assert scalars(moving, "held_out/loss") == pytest.approx(held_out, rel=ROUNDING)

@@ -99,7 +99,8 @@ def test_held_out_loss_has_the_terms_of_a_learned_variance(one_rank_world: Proce
         return torch.cat([inputs_TC.sin(), inputs_TC.cos()], -1)
 
     batches = [pack(10 * i, [2, 3, 4], [1.0, 0.5, 3.0]) for i in range(4)]
-    found = held_out_loss(network, iter(batches), objective, MODEL, torch.device("cpu"), one_rank_world)
+    passed = iter([*batches, replace(batches[0], repeated=True)])
+    found = held_out_loss(network, passed, objective, MODEL, torch.device("cpu"), one_rank_world)
     sums = torch.zeros(3)
     for batch in batches:
         prepared = objective.prepare(batch, AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout))
@@ -128,13 +129,14 @@ def test_model_and_objective_must_agree_on_the_outputs(
 
 
 def test_held_out_loss_is_the_weighted_mean_over_real_tokens(one_rank_world: ProcessGroups) -> None:
-    """In total, and for each quarter of the noise levels."""
+    """In total, and for each quarter of the noise levels; a repeated micro-batch does not count."""
 
     def nothing(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         return torch.zeros_like(inputs_TC)
 
     batches = [pack(10 * i, [2, 3, 4], [1.0, 0.5, 3.0]) for i in range(4)]
-    found = held_out_loss(nothing, iter(batches), OBJECTIVE, MODEL, torch.device("cpu"), one_rank_world)
+    passed = iter([*batches, replace(batches[0], repeated=True)])
+    found = held_out_loss(nothing, passed, OBJECTIVE, MODEL, torch.device("cpu"), one_rank_world)
     by_level: dict[str, list[tuple[float, int]]] = {}
     for batch in batches:
         noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
