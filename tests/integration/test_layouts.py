@@ -15,6 +15,7 @@ from tests.integration.runs import (
     checkpoint,
     letters,
     loss_values,
+    mock,
     outcome,
     overrides,
     read_tensors,
@@ -169,3 +170,17 @@ def test_packs_of_several_sizes_are_the_same_on_every_layout(packed_runs: Path) 
     held_out = scalars(one, "held_out/loss")
     assert len(held_out) == len(PACKED_WAY)
     assert scalars(moving, "held_out/loss") == pytest.approx(held_out, rel=ROUNDING)
+
+
+def test_a_data_source_whose_state_follows_the_ranks_is_refused(tmp_path: Path) -> None:
+    """It would repeat samples or lose them on another number of ranks, and would not say so."""
+    jobs = {}
+    for name, ranks, stop in (("two", 2, 1), ("two again", 2, 2), ("four", 4, 3), ("one", 1, 3)):
+        words = mock(tmp_path / "run", training__stop_at_step=stop, data__num_streams=4)
+        jobs[name] = Job(actions.train, {"arguments": words, "fault": faults.data_state_by_rank}, ranks)
+    results = run_jobs(tmp_path / "world", jobs)
+    ended = {name: result if jobs[name].ranks > 1 else [result] for name, result in results.items()}
+    codes = {name: {e.code for e in ranks} for name, ranks in ended.items()}
+    assert codes == {"two": {75}, "two again": {75}, "four": {3}, "one": {3}}
+    assert "saved the streams [0, 1] and continues with [0, 1, 2, 3]" in ended["four"][0].err
+    assert "saved the streams [0, 1] and continues with [0]" in ended["one"][0].err

@@ -244,6 +244,19 @@ def samples_noted(file: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def data_state_by_rank() -> Iterator[None]:
+    """Key the state of the data by rank, which no data source may do."""
+    from energon_data.streams import StreamGroup
+
+    def state_dict(self: StreamGroup) -> dict[str, Any]:
+        return {"streams": {self._dp_rank: {}}}
+
+    replaced = {"state_dict": state_dict, "load_state_dict": lambda *_: None}
+    with mock.patch.multiple(StreamGroup, **replaced):
+        yield
+
+
 def deleted(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Delete the run folder before the third step."""
     return before_step(3, shutil.rmtree, run_dir)
