@@ -1,5 +1,6 @@
 """Energon data sets as a `DataConfig`, checked before anything is built."""
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +39,8 @@ from energon_data.streams import Source, StreamGroup, automatic_streams, check_s
 
 if TYPE_CHECKING:
     from energon_data.task_encoder import EncoderOptions
+
+logger = logging.getLogger(__name__)
 
 SKIP_FILE = "data_skipped.jsonl"
 PIXEL_CHANNELS = 3
@@ -351,6 +354,14 @@ class EnergonData(DataConfig):
         self.folders(self.train_split)
         num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
         streams, sources = streams_of(dp_rank, dp_size, num_streams), {}
+        if dp_rank == 0 and len(streams) * dp_size > num_streams:
+            logger.info(
+                "%d replicas share %d data streams, so the data are read %d times; in a new run, set data.num_streams=%d",
+                dp_size,
+                num_streams,
+                len(streams) * dp_size // num_streams,
+                math.lcm(num_streams, dp_size),
+            )
         for stream in streams:
             opens = partial(self._open, spec, stream, num_streams, seed, micro_batches_per_step)
             sources[stream] = read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
