@@ -356,7 +356,7 @@ class EnergonData(DataConfig):
         streams, sources = streams_of(dp_rank, dp_size, num_streams), {}
         if dp_rank == 0 and len(streams) * dp_size > num_streams:
             logger.info(
-                "%d replicas share %d data streams, so the data are read %d times; in a new run, set data.num_streams=%d",
+                "%d replicas share %d data streams and read the data %d times; in a new run, set data.num_streams=%d",
                 dp_size,
                 num_streams,
                 len(streams) * dp_size // num_streams,
