@@ -84,7 +84,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
         *("dit.data_api", "dit.patchify"),
     },
-    "dit.evaluation": {"dit.errors", "dit.backends", "dit.convert"},
+    "dit.evaluation": {"dit.errors", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
         "dit.errors",
         "dit.layout",

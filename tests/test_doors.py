@@ -14,6 +14,7 @@ FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT 
 DOORS = {
     "PIL.Image.open": ("dit/media.py",),
     "av.open": ("dit/media.py",),
+    ".from_pretrained": ("dit/encoders/pretrained.py",),
 }
 
 
