@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import socket
 import sys
 import tarfile
@@ -22,7 +23,7 @@ from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
 
-PORT = 45004
+PORT = 40000 + 2 * (os.getpid() % 10000)  # test processes run in parallel
 ATTACKS = {
     "ffconcat": b"ffconcat version 1.0\nfile private.mp4\n",
     "ffconcat of a picture": b"ffconcat version 1.0\nfile private.png\n",
@@ -248,7 +249,7 @@ def test_a_gap_in_time_is_not_filled_with_copies_without_end(monkeypatch: pytest
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A processor clock that each look moves on by a second, and a limit of 15 s."""
+    """A processor clock that advances by a second at each reading, and a limit of 15 s."""
     now = [0.0]
 
     def thread_time() -> float:
@@ -261,7 +262,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_video_has_a_time_limit_for_each_of_its_clips(clock: list[float]):
-    """What becomes of a clip is not decoding: preparation encodes it before it asks for the next one."""
+    """The time between two clips does not count: preparation encodes the first one before it decodes the second."""
     data = video_bytes(film(24), 8.0)
     with pytest.raises(SampleError, match="more than 15 s") as caught:
         list(clips_of(data, Cut()))
