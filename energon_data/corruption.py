@@ -15,6 +15,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import conv2d, interpolate, pad
 
+from dit.media import open_image
+
 GREYS = 255.0
 """Levels of a stored picture: noise is given in them, as its strengths are published."""
 
@@ -136,5 +138,5 @@ def through_jpeg(x: Tensor, quality: int) -> Tensor:
     for frame in frames:
         buffer = io.BytesIO()
         Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame).save(buffer, "JPEG", quality=quality)
-        decoded.append(np.asarray(Image.open(buffer)).reshape(frame.shape))
+        decoded.append(np.asarray(open_image(buffer)).reshape(frame.shape))
     return torch.from_numpy(np.stack(decoded)).permute(3, 0, 1, 2).float() / GREYS * 2 - 1

@@ -1,9 +1,9 @@
-"""Read and write picture and video files, with a limit on what a file may unpack to."""
+"""Read and write picture and video files, with limits on the size and the time of decoding."""
 
 import io
+import time
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from dit.errors import ConfigError
+from dit.media import IMAGE_FORMATS, mp4_bytes, open_image, open_video
 from energon_data.samples import SampleError
 
 PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif"})
@@ -22,38 +23,75 @@ MAX_PIXELS = 178_956_970
 """Most pixels of a picture: Pillow's own warning level, a quarter of a GiB as RGB."""
 MAX_SIDE = 32_768
 MAX_FRAMES = 100_000
+MAX_SECONDS = 300
+"""Most seconds of processor time to decode a picture or a clip; each clip of a longer video has its own."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _WHITE = (255, 255, 255)
 _CRF = 16  # of H.264: visually without loss
+
+
+class Deadline:
+    """Limit of the processor time that one sample takes to decode, of the thread that decodes it."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with the next sample."""
+        self._end = time.thread_time() + MAX_SECONDS
+
+    def check(self) -> None:
+        """Raise `SampleError` if the time is over."""
+        if time.thread_time() > self._end:
+            raise SampleError(
+                "too_slow", f"decoding takes more than {MAX_SECONDS} s of processor time; shorten the file"
+            )
+
+
+class _TimedFile(io.BytesIO):
+    """A picture file in memory; Pillow reads it in pieces while it decodes, and each checks the deadline."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._deadline = Deadline()
+
+    def read(self, size: Optional[int] = -1) -> bytes:
+        self._deadline.check()
+        return super().read(size)
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
+        raise SampleError(
+            "too_large", f"{width} x {height} pixels; at most {MAX_PIXELS} in all and {MAX_SIDE} on a side"
+        )
 
 
 def open_picture(data: bytes) -> Image.Image:
     """Decode a picture as upright RGB; what is transparent becomes white.
 
     Args:
-        data: a file in any format that Pillow reads.
+        data: a file in one of the image formats of `dit.media`.
 
     Returns:
         The picture; `info["original"]` names the format of `data` if its pixels were taken as they are.
 
     Raises:
-        SampleError: it is damaged, no picture, or larger than `MAX_PIXELS` or `MAX_SIDE`. The header is looked at
-            first, so that a file which unpacks to many GiB is refused before it does.
+        SampleError: it is damaged, no picture, takes too long, or is larger than `MAX_PIXELS` or `MAX_SIDE`. The
+            size in the header is checked first, so that a file which unpacks to many GiB is refused before it does.
     """
     try:
-        with Image.open(io.BytesIO(data)) as opened:
-            width, height = opened.size
-            if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
-                raise SampleError(
-                    "too_large", f"{width} x {height} pixels; at most {MAX_PIXELS} in all and {MAX_SIDE} on a side"
-                )
+        with open_image(_TimedFile(data)) as opened:
+            _check_size(*opened.size)
             turned = opened.getexif().get(0x0112, 1) != 1  # the camera was turned
             original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
             picture = _rgb(ImageOps.exif_transpose(opened))
     except SampleError:
         raise
     except UnidentifiedImageError as error:  # its own text has an address in memory, other in every run
-        raise SampleError("bad_image", f"{len(data)} bytes in no format that is known") from error
+        raise SampleError(
+            "bad_image", f"{len(data)} bytes in none of the formats {', '.join(IMAGE_FORMATS)}"
+        ) from error
     except Exception as error:
         raise SampleError("bad_image", f"unreadable picture: {error}") from error
     picture.info = {"original": original}
@@ -75,67 +113,77 @@ def _rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def _av() -> Any:
-    try:
-        import av
-    except ImportError as error:
-        raise ConfigError("videos need PyAV, which is not installed: pip install 'megatron-dit[video]'") from error
-    return av
-
-
-def sampled_frames(data: bytes, fps: Optional[float]) -> Iterator[tuple[Image.Image, float]]:
+def sampled_frames(data: bytes, fps: Optional[float], deadline: Deadline) -> Iterator[tuple[Image.Image, float]]:
     """Decode the frames of a video's first video stream.
 
     Args:
-        data: a file in any container that FFmpeg reads.
-        fps: frames per second wanted; None for all.
+        data: a file in one of the containers of `dit.media`.
+        fps: frames per second to yield; None for all.
 
     Yields:
         A frame as RGB, and the frames per second of what is yielded.
 
     Raises:
-        SampleError: it is damaged, holds no video, or is beyond `MAX_FRAMES`, `MAX_PIXELS` or `MAX_SIDE`.
+        SampleError: it is damaged, holds no video, takes too long, or is beyond `MAX_FRAMES`, `MAX_PIXELS` or
+            `MAX_SIDE`.
     """
-    av = _av()
     try:
-        with av.open(io.BytesIO(data), metadata_errors="ignore") as container:
+        with open_video(io.BytesIO(data)) as container:
             if not container.streams.video:
                 raise SampleError("no_video", "the file has no video stream")
             stream = container.streams.video[0]
-            width, height = stream.codec_context.width, stream.codec_context.height
-            if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
-                raise SampleError("too_large", f"frames of {width} x {height}")
+            if stream.codec_context is None:
+                raise SampleError("bad_video", "FFmpeg has no decoder for its video stream")
+            _check_size(stream.codec_context.width, stream.codec_context.height)
             native = float(stream.average_rate or stream.guessed_rate or 0)
             if not native > 0:
                 raise SampleError("bad_video", "the video does not state its frame rate")
-            stream.thread_type = "NONE"  # processes work side by side instead
-            yield from _at_rate(container.decode(stream), fps, native)
-    except SampleError:
+            # Processes work in parallel instead, and `Deadline` counts the time of one thread.
+            stream.codec_context.thread_count = 1
+            decoded = _at_most_frames(_decoded(container, stream, deadline))
+            yield from _at_most_frames(_at_rate(decoded, fps, native))
+    except (ConfigError, SampleError):
         raise
-    except (av.FFmpegError, ValueError, OSError) as error:
+    except Exception as error:  # PyAV raises errors of many kinds for a damaged file
         raise SampleError("bad_video", f"unreadable video: {error}") from error
 
 
-def _at_rate(frames: Iterator[Any], fps: Optional[float], native: float) -> Iterator[tuple[Image.Image, float]]:
-    """Yield for each wanted instant the frame on display; all frames without a rate."""
-    shown: Optional[Image.Image] = None
-    wanted, start = 0, 0.0
+def _decoded(container: Any, stream: Any, deadline: Deadline) -> Iterator[Any]:
+    for packet in container.demux(stream):
+        deadline.check()
+        for frame in packet.decode():
+            _check_size(frame.width, frame.height)  # it may differ from that of the header
+            yield frame
+
+
+AnyFrame = TypeVar("AnyFrame")
+
+
+def _at_most_frames(frames: Iterator[AnyFrame]) -> Iterator[AnyFrame]:
     for number, frame in enumerate(frames):
-        if number >= MAX_FRAMES:
+        if number == MAX_FRAMES:
             raise SampleError("too_long", f"more than {MAX_FRAMES} frames")
+        yield frame
+
+
+def _at_rate(frames: Iterator[Any], fps: Optional[float], native: float) -> Iterator[tuple[Image.Image, float]]:
+    """Yield for each instant the frame on display; all frames without a rate."""
+    shown: Optional[Image.Image] = None
+    count, start = 0, 0.0
+    for number, frame in enumerate(frames):
         if fps is None:
             yield frame.to_image(), native
             continue
-        time = frame.time if frame.time is not None else number / native
-        start = time if number == 0 else start
-        while shown is not None and start + wanted / fps < time - 1e-6:
+        instant = frame.time if frame.time is not None else number / native
+        start = instant if number == 0 else start
+        while shown is not None and start + count / fps < instant - 1e-6:
             yield shown, fps
-            wanted += 1
+            count += 1
         shown = frame.to_image()
-    end = 0.0 if shown is None else time + 1 / native
-    while fps is not None and shown is not None and start + wanted / fps < end - 1e-6:
+    end = 0.0 if shown is None else instant + 1 / native
+    while fps is not None and shown is not None and start + count / fps < end - 1e-6:
         yield shown, fps
-        wanted += 1
+        count += 1
 
 
 def picture_bytes(picture: Image.Image, image_format: Format, quality: int = 95) -> bytes:
@@ -155,20 +203,14 @@ def video_bytes(frames: Sequence[Image.Image], fps: float) -> bytes:
 
     The colours are stored as 4:4:4, because a model that learns from 4:2:0 learns its blurred colours.
     """
-    av = _av()
-    buffer = io.BytesIO()
-    rate = Fraction(fps).limit_denominator(1001 * 60)
-    with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=rate)
-        stream.width, stream.height = frames[0].size
-        stream.pix_fmt = "yuv444p"
-        stream.options = {"crf": str(_CRF), "preset": "medium", "threads": "1"}
-        for picture in frames:
-            for packet in stream.encode(av.VideoFrame.from_image(picture)):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-    return buffer.getvalue()
+    return mp4_bytes(frames, fps, pix_fmt="yuv444p", crf=_CRF)
+
+
+def check_same_size(frames: Sequence[Image.Image]) -> None:
+    """Raise `SampleError` if the size changes within a clip."""
+    sizes = dict.fromkeys(f"{frame.width} x {frame.height}" for frame in frames)
+    if len(sizes) > 1:
+        raise SampleError("bad_video", f"its frames have several sizes: {', '.join(sizes)}")
 
 
 def pixels_of(frames: Sequence[Image.Image]) -> Tensor:
@@ -190,8 +232,9 @@ def read_pixels(data: bytes, extension: str) -> Tensor:
         SampleError: it is damaged.
     """
     if extension in VIDEOS:
-        frames = [frame for frame, _ in sampled_frames(data, None)]
+        frames = [frame for frame, _ in sampled_frames(data, None, Deadline())]
         if not frames:
             raise SampleError("bad_video", "the video has no frame")
+        check_same_size(frames)
         return pixels_of(frames)
     return pixels_of([open_picture(data)])

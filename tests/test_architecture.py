@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},
     "dit.patchify": {"dit.errors"},
+    "dit.media": {"dit.errors"},
     "dit.resize": set(),
     "dit.settings": {"dit.errors", "dit.ranges"},
     "dit.layout": {"dit.errors"},
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     },
     "dit.sampling": {
         *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
-        "dit.conditions",
+        *("dit.conditions", "dit.media"),
     },
     "dit.kernels": {"dit.errors", "dit.layout"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
@@ -83,7 +84,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
         *("dit.data_api", "dit.patchify"),
     },
-    "dit.evaluation": {"dit.errors", "dit.backends", "dit.convert"},
+    "dit.evaluation": {"dit.errors", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
         "dit.errors",
         "dit.layout",
@@ -100,7 +101,7 @@ MAY_IMPORT = {
     "dit.monitoring": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.layout", "dit.kernels", "dit.backends"),
         *("dit.layers", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.patchify"),
-        *("dit.tracing", "dit.ranges"),
+        *("dit.tracing", "dit.ranges", "dit.media"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -128,6 +129,7 @@ MAY_IMPORT = {
         "dit.errors",
         "dit.durable_files",
         "dit.heap",
+        "dit.media",
         "dit.ranges",
         "dit.layout",
         "dit.batch",

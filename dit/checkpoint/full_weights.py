@@ -30,9 +30,9 @@ def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
         slot: `ema` or `weight`.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: they cannot be read, or are not finite.
     """
-    reader, prefix = StateReader(folder), f"{slot}."
+    reader, prefix = StateReader(folder, finite=True), f"{slot}."
     names = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]
     return {name: reader.read_full(prefix + name) for name in names if not name.startswith(UNCERTAINTY)}
 

@@ -260,8 +260,11 @@ def load_weights(
 
     Args:
         frozen: read the frozen parameters only, or only the others; None for all.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is not finite.
     """
-    reader = StateReader(directory)
+    reader = StateReader(directory, finite=True)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if frozen is None or frozen != parameter.requires_grad:

@@ -193,13 +193,14 @@ class StateReader:
 
     Args:
         folder: of the checkpoint.
+        finite: refuse NaN and infinite values.
 
     Raises:
         CheckpointError: the index is missing, of another format, or does not fit together.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, finite: bool = False) -> None:
+        self.folder, self._finite = folder, finite
         self._files: dict[str, Any] = {}
         if (folder / ".metadata").exists() and not (folder / INDEX).exists():
             raise CheckpointError(
@@ -234,8 +235,8 @@ class StateReader:
             views: each box with the tensor of its sizes that it is copied into.
 
         Raises:
-            CheckpointError: the checkpoint lacks this tensor, has it in another shape, or a file is not what the index
-                says.
+            CheckpointError: the checkpoint lacks this tensor, has it in another shape, or with values that are not
+                finite, or a file is not what the index says.
         """
         if name not in self._stored:
             raise CheckpointError(f"{self.folder} lacks {name}; it has {len(self.shapes)} other tensors")
@@ -249,7 +250,17 @@ class StateReader:
                 common = box.overlap(stored)
                 if common is not None:
                     values = self._values(file, name, stored, common)
+                    if self._finite:
+                        self._check_finite(name, values)
                     target[common.slices_in(box)].copy_(values)
+
+    def _check_finite(self, name: str, values: Tensor) -> None:
+        broken = values.numel() - int(torch.isfinite(values).sum())
+        if broken:
+            raise CheckpointError(
+                f"{name} in {self.folder} has {broken} NaN or infinite values of {values.numel()}; name the "
+                "folder of an earlier checkpoint"
+            )
 
     def read_full(self, name: str) -> Tensor:
         """Return one tensor in full, float32, on the host."""

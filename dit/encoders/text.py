@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dit.encoders.batching import in_batches
+from dit.encoders.pretrained import load_network, load_without_code
 from dit.encoders.text_config import ENCODERS, TextEncoderConfig, check_text_encoder, source_of
 from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
@@ -51,14 +52,10 @@ class TextEncoder:
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        try:
-            self._tokenizer = _load_tokenizer(config.name)
-            model = class_of(self.geometry.kind).from_pretrained(
-                **source_of(config.name), dtype=DTYPES[precision], use_safetensors=True
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"the text encoder {config.name!r} cannot be loaded: {error}") from error
-        self._model = model.to(device).eval().requires_grad_(False)
+        kind = self.geometry.kind
+        self._tokenizer = _load_tokenizer(config.name)
+        options = {**source_of(config.name), **options_of(kind), "dtype": DTYPES[precision]}
+        self._model = load_network(class_of(kind), f"text encoder {config.name!r}", **options).to(device)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token numbers of each text, the marks of beginning and end included.
@@ -141,13 +138,18 @@ def class_of(kind: str) -> Any:
     import transformers
 
     names = {
-        "sentence": "AutoModel",
+        "sentence": "BertModel",
         "t5": "T5EncoderModel",
         "umt5": "UMT5EncoderModel",
         "clip": "CLIPTextModel",
         "clip_projected": "CLIPTextModelWithProjection",
     }
     return getattr(transformers, names[kind])
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    """Return what the class of a kind of network takes besides its configuration."""
+    return {"add_pooling_layer": False} if kind == "sentence" else {}  # the mean of the tokens is taken instead
 
 
 def _load_tokenizer(name: str) -> Any:
@@ -159,7 +161,7 @@ def _load_tokenizer(name: str) -> Any:
     folder = Path(source[key])
     if folder.name.startswith("text_encoder") and not (folder / "tokenizer_config.json").is_file():
         source[key] = folder.with_name(folder.name.replace("text_encoder", "tokenizer", 1)).as_posix()
-    return AutoTokenizer.from_pretrained(**source)
+    return load_without_code(AutoTokenizer, f"the tokenizer of text encoder {name!r}", **source)
 
 
 class TextEncoders:

@@ -22,6 +22,7 @@ from typing import Any, Literal, Optional, TypeVar
 
 from dit.condition_table import CONTEXT, CONTEXT_2, POOLED
 from dit.conditions import Condition
+from dit.encoders.pretrained import load_without_code
 from dit.errors import ConfigError
 
 Made = TypeVar("Made")
@@ -282,11 +283,11 @@ def config_of(name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(**source)
-    except (OSError, ValueError) as error:
+        return load_without_code(AutoConfig, f"the configuration of text encoder {name!r}", **source)
+    except ConfigError as error:
         raise ConfigError(
-            f"no text encoder at {name!r}: {error}; name a folder in transformers' layout (config.json, "
-            "model.safetensors and the tokenizer's files), or a repository on the Hugging Face hub"
+            f"{error}; name a folder in transformers' layout (config.json, model.safetensors and the tokenizer's "
+            "files), or a repository on the Hugging Face hub"
         ) from error
 
 

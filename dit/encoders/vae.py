@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dit.encoders.batching import in_batches
+from dit.encoders.pretrained import load_network
 from dit.errors import ConfigError
 
 Precision = Literal["fp32", "bf16"]
@@ -176,17 +177,14 @@ class VAE:
         self._std = torch.tensor(self.geometry.std, device=device)[:, None, None, None]
 
     def _load(self, name: str) -> Any:
-        folder = _folder(name)
         try:
             kind = class_of(self.geometry.kind)
-            # low_cpu_mem_usage: its default needs accelerate, and warns where that is not installed.
-            options = {"torch_dtype": self.dtype, "use_safetensors": True, "low_cpu_mem_usage": False}
-            model = kind.from_pretrained(folder or name, **options)
         except ImportError as error:
             raise _not_installed(name) from error
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"the weights of the autoencoder {name!r} cannot be loaded: {error}") from error
-        return model.eval().requires_grad_(False)
+        # low_cpu_mem_usage: its default needs accelerate, and warns where that is not installed.
+        options = {"torch_dtype": self.dtype, "low_cpu_mem_usage": False}
+        source = _folder(name) or name
+        return load_network(kind, f"autoencoder {name!r}", pretrained_model_name_or_path=source, **options)
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: Tensor) -> Tensor:

@@ -54,8 +54,7 @@ def _text_encoder(name: str, precision: vae.Precision) -> int:
     config: Any = text_config.config_of(name)
     made: Any = text.class_of(kind)
     with torch.device("meta"):
-        # AutoModel finds the class of a configuration; the others are classes.
-        model = made.from_config(config) if kind == "sentence" else made(getattr(config, "text_config", config))
+        model = made(getattr(config, "text_config", config), **text.options_of(kind))
     return _bytes(model, precision)
 
 

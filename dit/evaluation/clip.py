@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dit.encoders.pretrained import load_network, load_without_code
 from dit.errors import ConfigError
 
 
@@ -32,16 +33,17 @@ class ClipModel:
             from transformers import AutoTokenizer, CLIPModel
         except ImportError as error:
             raise ConfigError("CLIP needs transformers, which is not installed: pip install '.[encoders]'") from error
+        source = {"pretrained_model_name_or_path": folder, "local_files_only": True}
         try:
-            model: Any = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model: Any = load_network(CLIPModel, "the network", **source)
+            self._tokenizer: Any = load_without_code(AutoTokenizer, "the tokenizer", **source)
             self._pixels = json.loads((Path(folder) / "preprocessor_config.json").read_text())
-        except (OSError, ValueError) as error:
+        except (ConfigError, OSError, ValueError) as error:
             raise ConfigError(
                 f"no CLIP model at {folder}: {error}; give a local folder that transformers' save_pretrained wrote, "
                 "with its tokenizer and preprocessor_config.json"
             ) from error
-        self._model: Any = model.to(device).eval().requires_grad_(False)
+        self._model: Any = model.to(device)
         self.device = device
         self.width = int(model.config.projection_dim)
 

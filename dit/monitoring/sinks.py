@@ -20,6 +20,7 @@ import numpy as np
 
 from dit.durable_files import read_regular, strict_json, write_all, write_atomic
 from dit.errors import CheckpointError
+from dit.media import open_image
 
 logger = logging.getLogger(__name__)
 
@@ -172,10 +173,9 @@ class TensorBoardSink(Sink):
             self._writer.add_image(name, _pixels(picture), step, dataformats="HWC")
             return
         # TensorBoard shows the file as it is; `add_video` would encode it again with MoviePy.
-        from PIL import Image
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        with Image.open(clip) as opened:
+        with open_image(clip) as opened:
             width, height = opened.size
         encoded = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=clip.read_bytes())
         self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=encoded)]), step)
@@ -357,9 +357,7 @@ def _clip_file(picture: Picture) -> Optional[Path]:
 def _pixels(picture: Picture) -> np.ndarray:
     if isinstance(picture, np.ndarray):
         return picture
-    from PIL import Image
-
-    with Image.open(picture) as image:
+    with open_image(Path(picture)) as image:
         return np.asarray(image.convert("RGB"))
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
-import numpy as np
 from torch import Tensor
 
 from dit.errors import ConfigError
+from dit.media import mp4_bytes
 from dit.sampling.grid import image_grid, to_image, to_pictures, write_complete
 
 if TYPE_CHECKING:
@@ -68,31 +68,7 @@ def save_mp4(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
     Raises:
         ConfigError: PyAV is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs PyAV, which is not installed; pip install -e '.[video]' in the repository's folder, "
-            "or write a .gif"
-        ) from error
-    from fractions import Fraction
-
-    buffer = BytesIO()
-    with av.open(buffer, "w", format="mp4") as file:
-        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
-        stream: Any = file.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
-        # Chroma is stored for pairs of pixels, so sides must be even.
-        stream.width, stream.height = (side + side % 2 for side in frames[0].size)
-        stream.pix_fmt = "yuv420p"
-        if codec == "libx264":
-            stream.options = {"crf": "18"}
-        for image in frames:
-            pixels = np.asarray(image.convert("RGB"))
-            padding = [(0, stream.height - pixels.shape[0]), (0, stream.width - pixels.shape[1]), (0, 0)]
-            frame = av.VideoFrame.from_ndarray(np.pad(pixels, padding, mode="edge"), format="rgb24")
-            file.mux(stream.encode(frame))
-        file.mux(stream.encode())
-    return write_complete(path, buffer.getvalue())
+    return write_complete(path, mp4_bytes(frames, fps, pix_fmt="yuv420p", crf=18))
 
 
 CLIP_WRITERS: dict[str, Callable[[Sequence["Image"], str | Path, float], Path]] = {".gif": save_gif, ".mp4": save_mp4}

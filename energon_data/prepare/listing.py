@@ -29,6 +29,7 @@ LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 COMPANIONS = ("json", "txt")
 """Extensions of what lies beside a file of the same name, in either case."""
 MAX_FILE_BYTES = 8 << 30
+_COPY = "to use it, copy the folder with the files themselves (cp -rL)"
 _TEXTS = frozenset({"file_name", *CAPTION_NAMES})  # also where they spell a number
 _RESERVED = frozenset({"crc32", "file_name", "label", *CAPTION_NAMES})
 
@@ -91,22 +92,26 @@ class Entry:
         """Read the caption and metadata that lie beside the file.
 
         Raises:
-            SampleError: they are damaged.
+            SampleError: they are damaged, or a link that leaves the folder.
         """
         path = folder / self.name
-        row = dict(self.row) if self.row is not None else self._beside(path.parent)
+        row = dict(self.row) if self.row is not None else self._beside(folder)
         captions = captions_of(row)
         metadata = scalars_of(row)
         label = row.get("label") if self.label is None else self.label
         return Source(
-            name=self.name, read=lambda: _read(path), captions=captions, label=class_of(label), metadata=metadata
+            name=self.name,
+            read=lambda: _read(path, folder),
+            captions=captions,
+            label=class_of(label),
+            metadata=metadata,
         )
 
     def _beside(self, folder: Path) -> dict[str, Any]:
         """Return what the files beside this one say."""
         found: dict[str, Any] = {}
         for name, _, _ in self.beside:
-            data = _read(folder / name)
+            data = _read((folder / self.name).with_name(name), folder)
             found |= read_object(data, name) if name.lower().endswith(".json") else {"caption": read_text(data, name)}
         return found
 
@@ -131,8 +136,15 @@ def class_of(value: Any) -> Optional[int]:
     return value
 
 
-def _read(path: Path) -> bytes:
+def _leaves(path: Path, root: Path) -> bool:
+    """Return whether links lead from a path below `root` to a file outside of it."""
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def _read(path: Path, root: Path) -> bytes:
     try:
+        if _leaves(path, root):
+            raise SampleError("path_escape", f"{path.name} is a link to a file outside of {root}; {_COPY}")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SampleError("too_large", f"{path.stat().st_size} bytes, at most {MAX_FILE_BYTES}")
         return read_regular(path)
@@ -240,8 +252,8 @@ def list_stamp(folder: Path) -> Optional[list[str]]:
 
 
 def _walk(folder: Path, extensions: frozenset[str]) -> list[Entry]:
-    """Return every file of these kinds, by name; hidden ones and links that leave the folder are left out."""
-    root, found = folder.resolve(), []
+    """Return every file of these kinds, by name; hidden ones are left out."""
+    found = []
 
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot list {error.filename}: {error.strerror}; make the folder readable, or move it away")
@@ -257,7 +269,7 @@ def _walk(folder: Path, extensions: frozenset[str]) -> list[Entry]:
             path = Path(place, name)
             if name.rpartition(".")[2].lower() not in extensions or name.startswith("."):
                 continue
-            if not path.is_file() or not path.resolve().is_relative_to(root):
+            if not path.is_file():
                 continue
             names_beside = [companions.get((name.rpartition(".")[0], extension)) for extension in COMPANIONS]
             beside = tuple(seen for other in names_beside if other is not None and (seen := _seen(Path(place, other))))
@@ -281,6 +293,8 @@ def _rows(folder: Path) -> Optional[dict[str, dict[str, Any]]]:
     present = [folder / name for name in LISTS if (folder / name).is_file()]
     if not present:
         return None
+    if _leaves(present[0], folder):
+        raise DataError(f"{present[0]} is a link to a file outside of {folder}; {_COPY}")
     rows: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(_parsed(present[0]), 1):
         name = row.get("file_name")

@@ -18,6 +18,7 @@ from energon_data.media_files import (
     PICTURES,
     VIDEOS,
     Format,
+    check_same_size,
     open_picture,
     picture_bytes,
     pixels_of,
@@ -131,6 +132,7 @@ class MakeSamples:
         cut = self.options.cut
         for number, (frames, fps) in enumerate(clips_of(data, cut)):
             fitted_frames = [fit.apply(frame) for frame in frames]
+            check_same_size(fitted_frames)
             untouched = cut == Cut() and all(a is b for a, b in zip(frames, fitted_frames))
             file = ("mp4", data) if untouched and source.extension in ("mp4", "m4v") else None
             yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file)

@@ -7,7 +7,7 @@ from typing import Optional
 from PIL import Image
 
 from dit.errors import ConfigError
-from energon_data.media_files import sampled_frames
+from energon_data.media_files import Deadline, sampled_frames
 from energon_data.samples import SampleError
 
 
@@ -58,13 +58,15 @@ def clips_of(data: bytes, cut: Cut) -> Iterator[tuple[list[Image.Image], float]]
     """
     frames: list[Image.Image] = []
     rate, given = 0.0, 0
-    for picture, rate in sampled_frames(data, cut.fps):
+    deadline = Deadline()
+    for picture, rate in sampled_frames(data, cut.fps, deadline):
         frames.append(picture)
         if cut.frames is not None and len(frames) == cut.frames:
             yield frames, rate
             frames, given = [], given + 1
             if given == cut.clips:
                 return
+            deadline.restart()
     usable = cut.whole(len(frames)) if cut.frames is None else 0
     if usable:
         yield frames[:usable], rate

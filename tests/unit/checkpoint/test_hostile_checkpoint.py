@@ -1,12 +1,15 @@
 """A checkpoint from a stranger, sealed anew after every change, runs nothing and is refused in one line or read."""
 
+import math
 import os
 import pickle
+import re
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dit.backends import process_groups
 from dit.checkpoint.checkpointer import read_loader_state
@@ -16,11 +19,12 @@ from dit.checkpoint.state_files import StateReader
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.torch_dist import read_metadata, rewrite_run
 from dit.convert.diffusers_format import TrainedModel
-from dit.errors import CheckpointError, UserError
+from dit.errors import CheckpointError, UserError, exit_code
 from dit.inference.generator import load_generator
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.settings import CheckpointConfig, SamplingConfig
+from launch import evaluate, export, sample
 
 MODEL = {"hidden_size": 8, "num_layers": 1, "num_attention_heads": 1, "num_classes": 2}
 FILES = ("config.yaml", "facts.json", "loader/dp_00000.pt", "rank_00000.safetensors", "state.json")
@@ -100,6 +104,29 @@ def test_no_file_of_a_checkpoint_runs_anything(run_dir, tmp_path, name):
         (folder / name).write_bytes(original)
     seal(folder)
     load_generator(run_dir)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(run_dir, tmp_path, capsys, value):
+    """By all commands that use a model; a resumed run finds them in its next step."""
+    folder = run_dir / "checkpoints" / "iter_0000000"
+    weights = load_file(folder / "rank_00000.safetensors")
+    (stored,) = (name for name in weights if name.startswith("weight.layers.0.mlp.linear_fc1.weight@"))
+    weights[stored][1, 2] = value
+    save_file(weights, folder / "rank_00000.safetensors")
+    seal(folder)
+    commands = {
+        sample: ["--out", str(tmp_path / "x.png")],
+        export: ["--format", "dit", "--out", str(tmp_path / "x.pt")],
+        evaluate: ["--count", "2"],
+    }
+    for command, words in commands.items():
+        assert command.main(["--checkpoint", str(run_dir), *words]) == exit_code(CheckpointError("")), command
+        said = capsys.readouterr().err.splitlines()
+        assert re.fullmatch(
+            rf"error: {stored.partition('@')[0]} in .* has 1 NaN or infinite values of \d+; .*", said[-1]
+        )
+    assert not list(tmp_path.glob("x*"))
 
 
 def test_an_old_checkpoint_whose_description_holds_code_is_refused(run_dir, tmp_path):

@@ -129,5 +129,5 @@ def test_what_cannot_be_read_or_encoded_is_one_line(saved, tmp_path):
     with pytest.raises(ConfigError, match="is a UNet2DModel"):
         Geometry.read(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
-    with pytest.raises(ConfigError, match="weights of the autoencoder"):
+    with pytest.raises(ConfigError, match=r"autoencoder .* cannot be loaded"):
         VAE(str(tmp_path))

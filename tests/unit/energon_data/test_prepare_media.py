@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -300,12 +301,48 @@ def test_a_wrong_list_of_files_is_one_line_with_its_row(tmp_path, row, said):
         prepare(source, tmp_path / "out")
 
 
-def test_a_link_that_leaves_the_folder_and_hidden_files_are_no_samples(tmp_path):
-    (tmp_path / "secret.png").write_bytes(as_file(noise(16, 16)))
+def test_hidden_files_are_no_samples(tmp_path):
     source = folder_of_pictures(tmp_path / "in", 1)
-    (source / "link.png").symlink_to(tmp_path / "secret.png")
     (source / ".hidden.png").write_bytes(b"")
     assert [entry.name for entry in list_folder(source, frozenset({"png"}))[0]] == ["p00.png"]
+
+
+def test_links_that_leave_the_folder_are_not_followed(tmp_path):
+    """Each costs its sample, which is counted; links inside the folder are read."""
+    outside = folder_of_pictures(tmp_path / "outside", 1)
+    (outside / "p00.txt").write_text("secret")
+    (outside / "p00.json").write_text('{"caption": "secret"}')
+    source = folder_of_pictures(tmp_path / "in", 6)
+    for name, target in (("p01.txt", "p00.txt"), ("p02.json", "p00.json"), ("p03.png", "p00.png")):
+        (source / name).unlink(missing_ok=True)
+        (source / name).symlink_to(outside / target)
+    (source / "p04.txt").unlink()
+    (source / "p04.txt").symlink_to("../outside/p00.txt")
+    (source / "p05.txt").unlink()
+    (source / "p05.txt").symlink_to("p00.txt")
+    total = prepare(source, tmp_path / "out", validation=0)
+    assert dict(total.skipped) == {"path_escape": 4}
+    assert "p01.txt is a link to a file outside of" in total.examples["path_escape"][0]
+    found = {metadata["source"]: metadata["caption"] for _, metadata, _, _ in samples(tmp_path / "out")}
+    assert found == {"p00.png": "noise 0", "p05.png": "noise 0"}
+
+
+def test_a_list_of_files_does_not_lead_out_of_the_folder(tmp_path):
+    """Neither by a link that a row names, nor below a folder that is a link, nor by being a link itself."""
+    outside = folder_of_pictures(tmp_path / "outside", 2)
+    source = folder_of_pictures(tmp_path / "in", 2)
+    (source / "link.png").symlink_to(outside / "p00.png")
+    (source / "linked").symlink_to(outside)
+    rows = [{"file_name": name, "text": name} for name in ("p00.png", "link.png", "linked/p01.png")]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shutil.copy(tmp_path / "metadata.jsonl", source)
+    total = prepare(source, tmp_path / "out", validation=0)
+    assert dict(total.skipped) == {"path_escape": 2}
+    assert [metadata["source"] for _, metadata, _, _ in samples(tmp_path / "out")] == ["p00.png"]
+    (source / "metadata.jsonl").unlink()
+    (source / "metadata.jsonl").symlink_to(tmp_path / "metadata.jsonl")
+    with pytest.raises(DataError, match=r"metadata\.jsonl is a link to a file outside of .*cp -rL"):
+        prepare(source, tmp_path / "again")
 
 
 def test_a_webdataset_of_jpg_and_txt_is_read_and_a_truncated_archive_counted(tmp_path):

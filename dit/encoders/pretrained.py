@@ -1,0 +1,57 @@
+"""The only module that loads networks by `from_pretrained` of transformers and diffusers.
+
+Weights are safetensors, code that comes with them is not run (nor offered to be run, on a terminal), and a network is
+refused if a weight is missing: the libraries would use random numbers in its place.
+"""
+
+import logging
+from typing import Any
+
+from dit.errors import ConfigError
+
+_NAMED = 3  # weights that a message names
+
+
+def load_without_code(kind: Any, what: str, **options: Any) -> Any:
+    """Load a configuration, a tokenizer or a network.
+
+    Args:
+        kind: class of transformers or diffusers.
+        what: name of the object in messages.
+        options: of its `from_pretrained`.
+
+    Raises:
+        ConfigError: it does not exist, is damaged, or needs code of its own or a package that is not installed.
+    """
+    try:
+        return kind.from_pretrained(**options, trust_remote_code=False)
+    except (OSError, ImportError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{what} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def load_network(kind: Any, what: str, **options: Any) -> Any:
+    """Load a network with all of its weights, frozen and in eval mode; see `load_without_code`.
+
+    Raises:
+        ConfigError: also if the files lack weights, or have them in other shapes.
+    """
+    library = logging.getLogger(kind.__module__.partition(".")[0])
+    level = library.level
+    library.setLevel(logging.ERROR)  # it would list missing weights over many lines
+    try:
+        model, info = load_without_code(
+            kind, what, **options, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    finally:
+        library.setLevel(level)
+    shapes = [f"{name} {list(stored)} instead of {list(needed)}" for name, stored, needed in info["mismatched_keys"]]
+    for fault, names in (
+        ("lack weights", sorted(info["missing_keys"])),
+        ("have weights of another shape", sorted(shapes)),
+    ):
+        if names:
+            raise ConfigError(
+                f"the files of {what} {fault} ({len(names)}): {', '.join(names[:_NAMED])}"
+                f"{', ...' if len(names) > _NAMED else ''}; copy or download them again"
+            )
+    return model.eval().requires_grad_(False)

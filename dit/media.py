@@ -1,0 +1,85 @@
+"""The only module that opens picture and video files, with a closed list of formats.
+
+Pillow and FFmpeg choose a reader by the content of a file, not by its name. Some of their readers start a program
+(PostScript), open network ports (SDP) or read further files (playlists), so other formats than these are refused.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+import numpy as np
+
+from dit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats of Pillow. Its JPEG reader also reads MPO, the several JPEGs in one file that phones write."""
+CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
+"""Containers of FFmpeg; the first six names are one reader."""
+
+
+def open_image(file: Path | BinaryIO) -> "Image":
+    """Open a picture; its pixels are decoded when they are used.
+
+    Raises:
+        PIL.UnidentifiedImageError: it has none of `IMAGE_FORMATS`.
+    """
+    from PIL import Image
+
+    return Image.open(file, formats=IMAGE_FORMATS)
+
+
+def open_video(file: BinaryIO) -> Any:
+    """Open a video as a container of PyAV, which reads nothing but this file.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+        av.FFmpegError: it is none of `CONTAINERS`.
+    """
+    options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "none"}
+    av = _av()
+    return av.open(file, metadata_errors="ignore", container_options=options)
+
+
+def mp4_bytes(frames: Sequence["Image"], fps: float, *, pix_fmt: Literal["yuv420p", "yuv444p"], crf: int) -> bytes:
+    """Encode an mp4 file: H.264, or MPEG-4 part 2 if PyAV lacks it.
+
+    Args:
+        frames: of one size, at least one. Odd sides are padded for `yuv420p`, which stores chroma for pairs of pixels.
+        crf: quality of H.264, from 0 (lossless) to 51.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+    """
+    av, buffer = _av(), BytesIO()
+    codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+    width, height = frames[0].size
+    even = 2 if pix_fmt == "yuv420p" else 1
+    padding = [(0, -height % even), (0, -width % even), (0, 0)]
+    with av.open(buffer, "w", format="mp4") as container:
+        stream: Any = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001 * 60))
+        stream.width, stream.height = width + -width % even, height + -height % even
+        stream.pix_fmt = pix_fmt
+        if codec == "libx264":
+            stream.options = {"crf": str(crf), "threads": "1"}  # one thread: the same bytes on every machine
+        for picture in frames:
+            pixels = np.pad(np.asarray(picture.convert("RGB")), padding, mode="edge")
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigError(
+            "videos need PyAV, which is not installed: pip install -e '.[video]' in the repository's folder; samples "
+            "can also be written as .gif"
+        ) from error
+    return av

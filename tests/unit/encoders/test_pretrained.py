@@ -1,0 +1,106 @@
+"""Encoders run no code of strangers, and are refused if weights are missing."""
+
+import builtins
+import json
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+
+from dit.encoders.text import TextEncoders
+from dit.encoders.vae import VAE
+from dit.errors import ConfigError
+from dit.evaluation.clip import ClipModel
+from tests.support.encoders import save_clip, save_t5, save_vae
+
+Load = Callable[[Path], object]
+
+
+def save_full_clip(folder: Path) -> Path:
+    """Save a CLIP of two networks with a tokenizer, as scores of pictures read it."""
+    save_clip(folder)
+    small = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
+    text = CLIPTextConfig(vocab_size=80, max_position_embeddings=20, **small)
+    vision = CLIPVisionConfig(image_size=16, patch_size=8, **small)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
+    settings = {"size": 16, "crop_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+ENCODERS: dict[str, tuple[Callable[[Path], Path], Load]] = {
+    "vae": (save_vae, lambda folder: VAE(str(folder))),
+    "t5": (save_t5, lambda folder: TextEncoders(str(folder))),
+    "clip": (save_clip, lambda folder: TextEncoders(str(folder))),
+    "clip for scores": (save_full_clip, lambda folder: ClipModel(folder, torch.device("cpu"))),
+}
+
+
+def weights_file(folder: Path) -> Path:
+    (file,) = folder.glob("*.safetensors")
+    return file
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("kept", ["none", "all but two", "all but four"])
+def test_missing_weights_are_named_and_counted(tmp_path, name, kept, monkeypatch):
+    """Random numbers would take their place, and every latent or text of a data set would be noise."""
+    save, load = ENCODERS[name]
+    folder = save(tmp_path / "encoder")
+    load(folder)
+    weights = load_file(weights_file(folder))
+    names = sorted(weights)
+    removed = {"none": names, "all but two": names[3:5], "all but four": names[3:7]}[kept]
+    rest = {key: value for key, value in weights.items() if key not in removed}
+    save_file(rest or {"other": torch.zeros(1)}, weights_file(folder), metadata={"format": "pt"})
+    lines, handler = [], logging.Handler()
+    monkeypatch.setattr(handler, "emit", lines.append)
+    for library in ("transformers", "diffusers"):
+        monkeypatch.setattr(logging.getLogger(library), "handlers", [handler])
+    with pytest.raises(ConfigError) as caught:
+        load(folder)
+    said = str(caught.value)
+    shared = name == "t5" and kept == "none"  # its embeddings have two names, one of which is stored
+    assert f"lack weights ({len(removed) + shared}): " in said
+    assert said.count(", ...") == (len(removed) > 3)
+    assert "\n" not in said
+    if kept != "none":
+        assert sum(key.rpartition("encoder.")[2] in said for key in removed) >= 2
+    assert lines == []
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_weights_of_another_shape_are_named(tmp_path, name):
+    save, load = ENCODERS[name]
+    folder = save(tmp_path / "encoder")
+    weights = load_file(weights_file(folder))
+    changed = sorted(weights)[3]
+    weights[changed] = torch.zeros(5)
+    save_file(weights, weights_file(folder), metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"have weights of another shape \(1\): .*\[5\] instead of \["):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["t5", "clip", "clip for scores"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_an_encoder_is_neither_run_nor_offered(tmp_path, monkeypatch, name, file):
+    """A stranger's data set can name it; on a terminal, transformers would ask whether to run the code."""
+    save, load = ENCODERS[name]
+    folder = save(tmp_path / "encoder")
+    marker = tmp_path / "ran"
+    (folder / "code.py").write_text(f"open({str(marker)!r}, 'w')\nclass Code: pass\n")
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    auto_map = {key: "code.Code" for key in ("AutoConfig", "AutoModel")} | {"AutoTokenizer": ["code.Code", "code.Code"]}
+    settings = json.loads((folder / file).read_text()) | {"auto_map": auto_map}
+    settings |= {"model_type": "strange"} if file == "config.json" else {"tokenizer_class": "Strange"}
+    (folder / file).write_text(json.dumps(settings))
+    questions = []
+    monkeypatch.setattr(builtins, "input", lambda question="": questions.append(question) or "y")
+    with pytest.raises(ConfigError, match=r"^[^\n]+$") if name != "clip for scores" else suppress(ConfigError):
+        load(folder)
+    assert (questions, marker.exists()) == ([], False)

@@ -1,0 +1,295 @@
+"""Files that only claim to be pictures and videos are refused; those that users have are read, within a time limit."""
+
+import io
+import json
+import os
+import socket
+import sys
+import tarfile
+import threading
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import EpsImagePlugin, Image
+from small_data import spec, write_dataset
+
+from energon_data import media_files
+from energon_data.dataset import EnergonData
+from energon_data.media_files import open_picture, picture_bytes, read_pixels, video_bytes
+from energon_data.prepare.__main__ import main
+from energon_data.prepare.videos import Cut, clips_of
+from energon_data.samples import SampleError
+
+PORT = 40000 + 2 * (os.getpid() % 10000)  # test processes run in parallel
+ATTACKS = {
+    "ffconcat": b"ffconcat version 1.0\nfile private.mp4\n",
+    "ffconcat of a picture": b"ffconcat version 1.0\nfile private.png\n",
+    "sdp": f"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video {PORT} RTP/AVP 96\n"
+    "a=rtpmap:96 H264/90000\n".encode(),
+    "hls": b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nprivate.mp4\n#EXT-X-ENDLIST\n",
+    "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n",
+    "svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="32" height="32"><image href="private.png"/></svg>',
+}
+COMMANDS = {
+    "images": {"bad_image": len(ATTACKS)},
+    "videos": {"bad_video": len(ATTACKS)},
+    "folder": {"bad_image": len(ATTACKS), "bad_video": len(ATTACKS)},
+    "webdataset": {"bad_image": len(ATTACKS), "bad_video": len(ATTACKS)},
+}
+
+
+def film(count: int = 6) -> list[Image.Image]:
+    return [Image.new("RGB", (32, 32), (8 * i, 100, 50)) for i in range(count)]
+
+
+def noise(side: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8))
+
+
+def hostile_files() -> dict[str, bytes]:
+    """Every attack as a picture and as a video."""
+    return {f"{i}.{kind}": data for i, data in enumerate(ATTACKS.values()) for kind in ("png", "mp4")}
+
+
+@pytest.fixture
+def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Offer what attacks look for: private files, a Ghostscript. At the end, check that none was used."""
+    place = tmp_path / "working_folder"
+    place.mkdir()
+    (place / "private.mp4").write_bytes(video_bytes(film(), 8.0))
+    (place / "private.png").write_bytes(picture_bytes(noise(32), "png"))
+    (place / "gs").write_text(f"#!{sys.executable}\nopen({str(place / 'started')!r}, 'w')\n")
+    (place / "gs").chmod(0o755)
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("PATH", str(place), prepend=":")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    seen, stop = [], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.01):
+            lines = Path("/proc/net/udp").read_text().splitlines() if sys.platform == "linux" else []
+            seen.extend(line for line in lines if f":{PORT:04X} " in line)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    yield
+    stop.set()
+    watching.join()
+    assert not seen, "a UDP port was opened"
+    assert not (place / "started").exists(), "Ghostscript was started"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/net/udp")
+def test_the_trap_sees_an_open_port():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+        opened.bind(("127.0.0.1", PORT))
+        assert f":{PORT:04X} " in Path("/proc/net/udp").read_text()
+
+
+@pytest.mark.usefixtures("traps")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_prepare_refuses_files_that_only_claim_to_be_media(tmp_path: Path, command: str):
+    source = tmp_path / "in"
+    source.mkdir()
+    files = {"good.png": picture_bytes(noise(32), "png"), "fine.mp4": video_bytes(film(), 8.0), **hostile_files()}
+    if command == "webdataset":
+        with tarfile.open(source / "0.tar", "w") as archive:
+            for name, data in files.items():
+                member = tarfile.TarInfo(name.replace(".", f"-{name[-3:]}."))
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+    else:
+        for name, data in files.items():
+            (source / name).write_bytes(data)
+    words = ["--in", str(source), "--out", str(tmp_path / "out"), "--validation", "0", "--processes", "1"]
+    assert main([command, *words]) == 0
+    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert about["skipped"] == COMMANDS[command]
+    assert about["samples"] == {"train": len(COMMANDS[command])}
+
+
+def read(folder: Path, parts: dict[str, bytes], log_dir: Path) -> dict[str, str]:
+    """Train on eight pictures and on samples of one part each; return the reason for which each of these is lost."""
+    good = [(f"good{i}", {}, {"pixels.png": picture_bytes(noise(32), "png")}) for i in range(8)]
+    bad = [(f"bad{i}", {}, {f"pixels.{name.rpartition('.')[2]}": data}) for i, (name, data) in enumerate(parts.items())]
+    write_dataset(folder, {"train": [*good[:4], *bad, *good[4:]]}, per_shard=99)
+    data = EnergonData(path=str(folder), shuffle_buffer=0, max_lost_samples=len(bad))
+    wanted = spec(latent_channels=3, num_classes=None, context_size=None)
+    stream = data.build_train(wanted, dp_rank=0, dp_size=1, seed=0, log_dir=str(log_dir))
+    try:
+        keys = {key for _ in range(2) for key in next(stream).keys}
+    finally:
+        stream.close()
+    assert keys == {f"train_good{i}" for i in range(8)}
+    lines = map(json.loads, (log_dir / "data_skipped.jsonl").read_text().splitlines())
+    return {list(parts)[int(line["key"].removeprefix("train_bad"))]: line["reason"] for line in lines if line["lost"]}
+
+
+@pytest.mark.usefixtures("traps")
+def test_training_refuses_files_that_only_claim_to_be_media(tmp_path: Path):
+    reasons = {name: "bad_image" if name.endswith("png") else "bad_video" for name in hostile_files()}
+    assert read(tmp_path / "data", hostile_files(), tmp_path / "run") == reasons
+
+
+# Files that users have.
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "pixels"),
+    [
+        ("mp4", "libx264", "yuv420p"),
+        ("mp4", "libx265", "yuv420p"),
+        ("mp4", "libsvtav1", "yuv420p"),
+        ("ipod", "libx264", "yuv420p"),  # .m4v
+        ("mov", "libx264", "yuv420p"),
+        ("mov", "prores_ks", "yuv422p10le"),
+        ("matroska", "libx264", "yuv444p"),
+        ("matroska", "ffv1", "yuv420p"),
+        ("webm", "libvpx", "yuv420p"),
+        ("webm", "libvpx-vp9", "yuv420p"),
+        ("avi", "mpeg4", "yuv420p"),
+        ("avi", "mjpeg", "yuvj420p"),
+    ],
+)
+def test_usual_containers_and_codecs_are_read(container: str, codec: str, pixels: str):
+    if codec not in av.codecs_available:
+        pytest.skip(f"this PyAV has no {codec}")
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as file:
+        stream = file.add_stream(codec, rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, pixels
+        for picture in film():
+            file.mux(stream.encode(av.VideoFrame.from_image(picture.resize((64, 64)))))
+        file.mux(stream.encode())
+    assert read_pixels(buffer.getvalue(), "mp4").shape == (3, 6, 64, 64)
+
+
+@pytest.mark.parametrize("container", ["mpegts", "flv"])
+def test_other_containers_are_refused(container: str):
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as file:
+        stream = file.add_stream("flv1" if container == "flv" else "mpeg2video", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for picture in film():
+            file.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        file.mux(stream.encode())
+    with pytest.raises(SampleError, match="unreadable video"):
+        read_pixels(buffer.getvalue(), "mp4")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "MPO"])
+def test_usual_pictures_are_read(kind: str):
+    buffer = io.BytesIO()
+    picture = Image.new("RGB", (24, 16), (255, 0, 0))
+    several = {"save_all": True, "append_images": [Image.new("RGB", (24, 16))]} if kind == "MPO" else {}
+    picture.save(buffer, kind, **several)
+    assert Image.open(buffer).format == kind
+    opened = open_picture(buffer.getvalue())
+    assert opened.size == (24, 16)
+    assert np.abs(np.asarray(opened, int) - (255, 0, 0)).max() < 8
+
+
+@pytest.mark.parametrize("kind", ["PPM", "TGA", "ICO"])
+def test_other_pictures_are_refused(kind: str):
+    buffer = io.BytesIO()
+    noise(32).save(buffer, kind)
+    with pytest.raises(SampleError, match="in none of the formats PNG, JPEG"):
+        open_picture(buffer.getvalue())
+
+
+# Damage that once ended in a traceback.
+
+
+def unknown_codec() -> bytes:
+    data = video_bytes(film(), 8.0)
+    assert b"avc1" in data
+    return data.replace(b"avc1", b"zzzz")
+
+
+def of_two_sizes(instants: tuple[int, ...] = (0, 1, 2)) -> bytes:
+    """Pictures of 32 x 32 and 48 x 32 pixels, eight per second."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="matroska") as file:
+        stream = file.add_stream("mjpeg", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuvj420p"
+        for number, instant in enumerate(instants):
+            jpeg = io.BytesIO()
+            Image.new("RGB", (48 if number == 1 else 32, 32)).save(jpeg, "JPEG")
+            packet = av.Packet(jpeg.getvalue())
+            packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, 8), instant, instant
+            file.mux(packet)
+    return buffer.getvalue()
+
+
+def test_a_video_of_an_unknown_codec_or_of_several_sizes_is_refused(tmp_path: Path):
+    files = {"unknown.mp4": unknown_codec(), "sizes.mkv": of_two_sizes()}
+    assert read(tmp_path / "data", files, tmp_path / "run") == dict.fromkeys(files, "bad_video")
+    (tmp_path / "in").mkdir()
+    for name, data in files.items():
+        (tmp_path / "in" / name).write_bytes(data)
+    words = ["videos", "--in", str(tmp_path / "in"), "--validation", "0", "--processes", "1", "--out"]
+    assert main([*words, str(tmp_path / "none")]) == 3
+    assert main([*words, str(tmp_path / "out"), "--size", "32", "--aspect", "square"]) == 0  # cut to one size
+    examples = json.loads((tmp_path / "out" / "dataset.json").read_text())["skipped_examples"]
+    assert examples == {"bad_video": ["unknown.mp4: FFmpeg has no decoder for its video stream"]}
+
+
+def test_a_gap_in_time_is_not_filled_with_copies_without_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(media_files, "MAX_FRAMES", 100)
+    assert len(next(clips_of(of_two_sizes((0, 1, 90)), Cut(fps=8.0)))[0]) == 91
+    with pytest.raises(SampleError, match="more than 100 frames"):
+        list(clips_of(of_two_sizes((0, 1, 10**6)), Cut(fps=8.0)))
+
+
+# Time.
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A processor clock that advances by a second at each reading, and a limit of 15 s."""
+    now = [0.0]
+
+    def thread_time() -> float:
+        now[0] += 1
+        return now[0]
+
+    monkeypatch.setattr(media_files.time, "thread_time", thread_time)
+    monkeypatch.setattr(media_files, "MAX_SECONDS", 15)
+    return now
+
+
+def test_a_video_has_a_time_limit_for_each_of_its_clips(clock: list[float]):
+    """The time between two clips does not count: preparation encodes the first one before it decodes the second."""
+    data = video_bytes(film(24), 8.0)
+    with pytest.raises(SampleError, match="more than 15 s") as caught:
+        list(clips_of(data, Cut()))
+    assert caught.value.reason == "too_slow"
+    lengths = []
+    for frames, _ in clips_of(data, Cut(frames=6)):
+        lengths.append(len(frames))
+        clock[0] += 1000
+    assert lengths == [6, 6, 6, 6]
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_picture_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, kind: str):
+    files = []
+    for side in (64, 2000):
+        buffer = io.BytesIO()
+        noise(side).save(buffer, kind, quality=100, compress_level=1)
+        files.append(buffer.getvalue())
+    monkeypatch.setattr(media_files, "MAX_SECONDS", 60)  # pieces of 64 KiB, and those of the header
+    assert open_picture(files[0]).size == (64, 64)
+    with pytest.raises(SampleError) as caught:
+        open_picture(files[1])
+    assert caught.value.reason == "too_slow"
+
+
+@pytest.mark.usefixtures("clock")
+def test_training_drops_and_counts_what_takes_too_long(tmp_path: Path):
+    files = {"long.mp4": video_bytes(film(24), 8.0)}
+    assert read(tmp_path / "data", files, tmp_path / "run") == {"long.mp4": "too_slow"}
