@@ -37,8 +37,9 @@ class RunLog:
         return self._sinks is None
 
     def start(self, step: int) -> None:
-        """Start the clock of the console at `step` steps done."""
-        if self._progress is not None:
+        """Record that this attempt begins after `step`, and start the clock of the console."""
+        if self._sinks is not None and self._progress is not None:
+            self._sinks.start(step)
             self._progress.start(step)
 
     def scalars(self, state: TrainState, values: Mapping[str, float]) -> None:
