@@ -147,6 +147,14 @@ class DataConfig(ABC):
         """Return what the training device encodes; None if the samples hold latents and embeddings."""
         return None
 
+    def identity(self) -> Mapping[str, Mapping[str, str]]:
+        """Return texts that change when the data change: by setting that names data, then by name of the data set.
+
+        Every checkpoint stores them. A resume treats another text for the same data set as a change of that setting.
+        Return nothing if the settings determine the data.
+        """
+        return {}
+
     def attributions(self) -> list[str]:
         """Return the lines that name the authors of the data, to be shown with samples; none if nobody asks for one."""
         return []

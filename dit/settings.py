@@ -267,8 +267,9 @@ class CheckpointConfig:
         start_from: a new run starts from the weights of this run folder or checkpoint (from their average if it has
             one), with new step, optimizer state and data position. A run with checkpoints resumes from those.
         accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from those of
-            the checkpoint to resume, although they change the experiment (`resume_check`). After an accepted change of
-            the data or their order, the data start from the beginning.
+            the checkpoint to resume, although they change the experiment (`resume_check`). `data.path` and `data.blend`
+            also accept other data in the same folder. After an accepted change of the data or their order, the data
+            start from the beginning.
     """
 
     interval: int = 1000

@@ -16,6 +16,7 @@ from dit.checkpoint.base_model import find_folder_together
 from dit.checkpoint.manifest import (
     BASE,
     CURE,
+    DATA,
     MANIFEST,
     FileRecord,
     HeldOut,
@@ -25,7 +26,7 @@ from dit.checkpoint.manifest import (
 )
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
 from dit.checkpoint.remote import RemoteStore, fetch_newer
-from dit.checkpoint.resume_check import check_same_experiment
+from dit.checkpoint.resume_check import check_same_experiment, replaced_data
 from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.checkpoint.train_state import TrainState
@@ -100,6 +101,7 @@ class Checkpointer:
             **held_out_meta(state.held_out),
             "fingerprint": self._fingerprint,
             "torch": torch.__version__,
+            **({DATA: state.data} if state.data else {}),
             **({} if state.base is None else {BASE: state.base}),
         }
 
@@ -200,10 +202,15 @@ class Checkpointer:
         check_same_base(folder, manifest, state.base)
         saved = read_record(folder)
         self._check_ema(state, folder, saved)
+        with usable(folder / MANIFEST):
+            replaced = replaced_data(manifest.meta.get(DATA, {}), state.data)
         with usable(folder / CONFIG_FILE):
-            changes = check_same_experiment(folder, saved, self.config, self.config.checkpoint.accept_changes or [])
+            accepted = self.config.checkpoint.accept_changes or []
+            changes = check_same_experiment(folder, saved, self.config, accepted, replaced)
         restarts_data = any(change.restarts_data for change in changes)
         if state.groups.rank == 0:
+            if state.data and DATA not in manifest.meta:
+                logger.info("an earlier version saved step %d, without the identity of its data", manifest.step)
             for change in changes:
                 logger.info("changed since step %d: %s", manifest.step, on_a_screen(str(change), LONGEST_CHANGE))
             if restarts_data:

@@ -23,6 +23,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 BASE = "base"
 """Entry of the metadata: the checkpoint whose weights the adapters go with, by `folder` and `digest` of its files."""
+DATA = "data"
+"""Entry of the metadata: what identifies the data, see `DataConfig.identity`."""
 CHUNK_BYTES = 1 << 20
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
 NUM_DIFFERENCES = 5  # differences listed in a message; the others are counted

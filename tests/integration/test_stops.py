@@ -192,7 +192,11 @@ def test_another_experiment_is_refused_also_by_a_finished_run(ended: dict[str, A
     """With both values and the cure; the run folder's own settings stay what they were."""
     assert ended[name].code == 2
     change, _ = OTHERS[name]
-    for words in (f"iter_0000003 was trained with other settings: {change}. ", "checkpoint.start_from", "run_dir"):
+    for words in (
+        f"iter_0000003 was trained with other settings or data: {change}. ",
+        "checkpoint.start_from",
+        "run_dir",
+    ):
         assert words in ended[name].err
     assert f"'checkpoint.accept_changes=[\"{change.partition(':')[0]}\"]'" in ended[name].err
     assert "num_steps" not in ended[name].err
