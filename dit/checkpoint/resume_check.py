@@ -82,6 +82,11 @@ class Change:
         return name not in reported and EVERY not in reported
 
     @property
+    def identifies_run(self) -> bool:
+        """Whether runs with different values are different runs: it determines the weights, or the run folder."""
+        return self.is_refused or self.path == "training.run_dir" or self.is_in(("optimizer", "schedule"))
+
+    @property
     def restarts_data(self) -> bool:
         """Whether the change invalidates the saved position in the data."""
         return self.is_refused and self.is_in(DATA_ORDER)

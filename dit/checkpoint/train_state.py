@@ -35,6 +35,7 @@ class TrainState:
         loss_scale: of an fp16 run; None in another precision.
         base: the checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
         data: identity of the data when the run started, see `DataConfig.identity`.
+        run: id of the run, see `dit.checkpoint.run_identity`; None before `Checkpointer.resume`.
     """
 
     wrapped: Sequence[Any]
@@ -52,6 +53,7 @@ class TrainState:
     loss_scale: Optional[LossScale] = None
     base: Optional[Mapping[str, str]] = None
     data: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    run: Optional[str] = None
 
     @property
     def is_validated(self) -> bool:

@@ -102,7 +102,9 @@ def ended(folder: Path) -> dict[str, Any]:
 
 def described(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metadata of a checkpoint: that of its manifest, and that for sampling."""
-    return dict(read_manifest(checkpoint_folder).meta), json.loads((checkpoint_folder / "facts.json").read_text())
+    return {**read_manifest(checkpoint_folder).meta, "run": ""}, json.loads(
+        (checkpoint_folder / "facts.json").read_text()
+    )
 
 
 def held_out(run_dir: Path) -> dict[int, set[float]]:
