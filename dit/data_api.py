@@ -148,10 +148,10 @@ class DataConfig(ABC):
         return None
 
     def identity(self) -> Mapping[str, Mapping[str, str]]:
-        """Return texts that change when the data change: by setting that names data, then by name of the data set.
+        """Return a text for each data set that changes with its samples, by field of this class and name of the set.
 
-        Every checkpoint stores them. A resume treats another text for the same data set as a change of that setting.
-        Return nothing if the settings determine the data.
+        Every checkpoint stores these texts. A resume treats another text as a change of the field. Return an empty
+        dictionary if the settings determine the samples.
         """
         return {}
 

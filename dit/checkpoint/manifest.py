@@ -26,7 +26,7 @@ BASE = "base"
 RUN = "run"
 """Entry of the metadata: id of the run that saved it, see `dit.checkpoint.run_identity`."""
 DATA = "data"
-"""Entry of the metadata: what identifies the data, see `DataConfig.identity`."""
+"""Entry of the metadata: identity of the data, see `DataConfig.identity`."""
 CHUNK_BYTES = 1 << 20
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
 NUM_DIFFERENCES = 5  # differences listed in a message; the others are counted
