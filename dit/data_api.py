@@ -152,6 +152,14 @@ class DataConfig(ABC):
         """Return what the training device encodes; None if the samples hold latents and embeddings."""
         return None
 
+    def identity(self) -> Mapping[str, Mapping[str, str]]:
+        """Return a text for each data set that changes with its samples, by field of this class and name of the set.
+
+        Every checkpoint stores these texts. A resume treats another text as a change of the field. Return an empty
+        dictionary if the settings determine the samples.
+        """
+        return {}
+
     def attributions(self) -> list[str]:
         """Return the lines that name the authors of the data, to be shown with samples; none if nobody asks for one."""
         return []

@@ -257,8 +257,9 @@ class CheckpointConfig:
         failed_saves_allowed: this many saves in a row may fail, and training goes on; one more, or the last save of the
             run, ends it with code 6.
         save_timeout_s: seconds after which an asynchronous save, or a copy to another place, counts as failed.
-        copy_to: every checkpoint is also copied to this address of this run alone, such as `s3://bucket/folder`; a run
-            that finds a newer one there than in its folder resumes from it (`dit.checkpoint.remote`). None for no copy.
+        copy_to: every checkpoint is also copied to this address, such as `s3://bucket/folder`; a run that finds a newer
+            one there than in its folder resumes from it (`dit.checkpoint.remote`). The copies of another run are
+            refused (`dit.checkpoint.run_identity`). None for no copy.
         resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
             fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
             damaged, and fails if one is valid.
@@ -267,8 +268,9 @@ class CheckpointConfig:
         start_from: a new run starts from the weights of this run folder or checkpoint (from their average if it has
             one), with new step, optimizer state and data position. A run with checkpoints resumes from those.
         accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from those of
-            the checkpoint to resume, although they change the experiment (`resume_check`). After an accepted change of
-            the data or their order, the data start from the beginning.
+            the checkpoint to resume, although they change the experiment (`resume_check`). `data.path` and `data.blend`
+            also accept other data in the same folder. After an accepted change of the data or their order, the data
+            start from the beginning.
     """
 
     interval: int = 1000

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from dit.ranges import (
 )
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
 from energon_data.changes import ChangesOfPixels, check_changes
-from energon_data.folder import SplitInfo, check_dataset, stored_names
+from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
@@ -256,8 +256,19 @@ class EnergonData(DataConfig):
 
     def folders(self, split: str) -> list[SplitInfo]:
         """Check all folders; arguments and errors as of `check_dataset`."""
-        paths = [self.path] if self.blend is None else [member.path for member in self._members()]
-        return [info for path in paths for info in check_dataset(path, split)]
+        return [info for path in self._paths() for info in check_dataset(path, split)]
+
+    def _paths(self) -> list[str]:
+        return [self.path] if self.blend is None else [member.path for member in self._members()]
+
+    def identity(self) -> dict[str, dict[str, str]]:
+        """Return the size and a digest of each data set, and of its held-out split if it has one."""
+        held_out = {}
+        for path in self._paths():
+            with suppress(DataError):  # validation raises it, if the run has one
+                held_out[f"{path} ({self.validation_split})"] = identity(path, self.validation_split)
+        train = {f"{path} ({self.train_split})": identity(path, self.train_split) for path in self._paths()}
+        return {"path" if self.blend is None else "blend": train, "validation_split": held_out}
 
     def _read_as(self, split: str, stage: Optional[int]) -> AbstractContextManager[str]:
         """Return what Energon reads: the path, or the blend of a stage; all members alike if `stage` is None."""

@@ -1,5 +1,6 @@
 """Check a data set before anything is read from it: complete, untouched, and unable to execute code."""
 
+import hashlib
 import json
 import math
 import os
@@ -185,8 +186,11 @@ def _nested(value: object, key: str) -> list[Any]:
     return [x for v in value for x in _nested(v, key)] if isinstance(value, list) else []
 
 
-def _check_blend_file(file: Path, above: tuple[Path, ...] = ()) -> None:
+def _check_blend_file(file: Path, above: tuple[Path, ...] = ()) -> list[Any]:
     """Refuse a metadataset file, or one it refers to, that makes Energon import anything but metadatasets.
+
+    Returns:
+        The content of these files.
 
     Raises:
         DataError: it does, or files refer to each other in a cycle.
@@ -201,9 +205,11 @@ def _check_blend_file(file: Path, above: tuple[Path, ...] = ()) -> None:
     for key in ("dataset_config", "split_config", "aux", "join"):
         if _nested(content, key):
             raise DataError(f"{file} uses {key!r}, which is not supported; blend plain data set folders")
+    contents = [content]
     for member in _nested(content, "path"):
         if isinstance(member, str) and member.endswith((".yaml", ".yml")):
-            _check_blend_file(Path(os.path.realpath(file.parent / member)), (*above, file))
+            contents += _check_blend_file(Path(os.path.realpath(file.parent / member)), (*above, file))
+    return contents
 
 
 def _check_blend(file: Path, split: str) -> list[SplitInfo]:
@@ -266,3 +272,24 @@ def check_dataset(path: str, split: str) -> list[SplitInfo]:
         f"{path} does not exist; {page_of('energon_data')} says what each recipe's data folder must hold and how to "
         f"write one{command}"
     )
+
+
+def identity(path: str, split: str) -> str:
+    """Return how many samples and shards a data set or metadataset has, and a digest, without reading samples.
+
+    The digest is of the names and sizes of the shards, their SHA-256 if `dataset.json` has it, and the content of
+    metadataset files.
+
+    Raises:
+        ConfigError, DataError: as of `check_dataset`.
+    """
+    infos = check_dataset(path, split)
+    stated = [] if Path(path).is_dir() else _check_blend_file(Path(os.path.realpath(path)))
+    for info in infos:
+        recorded = info.description.get("shards", {})
+        for shard in info.shards:
+            name = shard.relative_to(info.path).as_posix()
+            stated.append([name, shard.stat().st_size, recorded.get(name, {}).get("sha256")])
+    digest = hashlib.sha256(json.dumps(stated, default=str).encode()).hexdigest()
+    samples, shards = sum(info.samples for info in infos), sum(len(info.shards) for info in infos)
+    return f"{samples} samples in {shards} shard{'' if shards == 1 else 's'}, digest {digest[:16]}"

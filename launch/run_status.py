@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from dit.monitoring.exit_record import read_outcome
 from dit.monitoring.heartbeat import read_beats
 from dit.monitoring.progress import format_duration
 from dit.monitoring.run_lock import LOCK_FILE
-from dit.monitoring.sinks import METRICS_FILE
+from dit.monitoring.sinks import METRICS_FILE, current_records
 
 HELD_OUT = "held_out/loss"
 RECENT = 50  # log lines of which "now" is the mean or median
@@ -36,10 +36,10 @@ class RunStatus:
     Attributes:
         run_dir: its folder.
         num_steps: that it is to make; None if unknown.
-        series: by name of a scalar, its values by step, also those that are not finite; steps behind the one where the
-            newest attempt or a rewind began again are forgotten.
+        series: by name of a scalar, its values by step, also those that are not finite; without steps that the run
+            lost, see `current_records`.
         times: when each logged step was reported, seconds since the epoch, by step; only of the newest attempt.
-        attempt: starts so far; `logged_attempt` is the newest that has logged a step.
+        attempt: starts so far.
         incidents: records of what went wrong, oldest first.
         running: whether a process has the lock of the folder; None if that is unknown.
         holder: that process.
@@ -53,7 +53,6 @@ class RunStatus:
     series: dict[str, dict[int, float]] = field(default_factory=dict)
     times: dict[int, float] = field(default_factory=dict)
     attempt: int = 1
-    logged_attempt: int = 1
     incidents: list[dict[str, Any]] = field(default_factory=list)
     running: Optional[bool] = None
     holder: str = ""
@@ -103,7 +102,7 @@ def read_status(run_dir: Path) -> RunStatus:
     status = RunStatus(run_dir)
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         status.num_steps = int(yaml.safe_load(read_regular(run_dir / "config.yaml"))["training"]["num_steps"])
-    for record in _records(metrics):
+    for record in current_records(_records(metrics)):
         with suppress(AttributeError, KeyError, TypeError):  # its entries are of wrong kinds
             _add(status, record)
     status.running, status.holder = _lock(run_dir)
@@ -125,22 +124,17 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                     yield record
 
 
-def _add(status: RunStatus, record: dict[str, Any]) -> None:
+def _add(status: RunStatus, record: Mapping[str, Any]) -> None:
     """Take in a record; parts of it that a crash or an editor damaged are left out."""
     attempt, step = record.get("attempt"), record.get("step")
     if isinstance(attempt, int) and attempt > status.attempt:
         status.attempt = attempt
         status.times.clear()
     if record["kind"] == "incident":
-        status.incidents.append(record)
-        details = record.get("details")
-        to_step = details.get("to_step") if isinstance(details, dict) else None
-        if record.get("incident") == "rewind" and isinstance(to_step, int):
-            _forget(status, to_step)
+        status.incidents.append(dict(record))
+        if record.get("incident") == "rewind":
+            status.times.clear()
     elif record["kind"] == "scalars" and isinstance(step, int):
-        if isinstance(attempt, int) and attempt > status.logged_attempt:  # it began behind a checkpoint before `step`
-            status.logged_attempt = attempt
-            _forget(status, step - 1)
         if "samples_per_s" in record and _is_number(record.get("time")):
             status.times[step] = record["time"]
         for name, value in record.items():
@@ -151,14 +145,6 @@ def _add(status: RunStatus, record: dict[str, Any]) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _forget(status: RunStatus, step: int) -> None:
-    """Forget the steps after one that a run went back to."""
-    status.times.clear()
-    for values in status.series.values():
-        for later in [known for known in values if known > step]:
-            del values[later]
 
 
 def _lock(run_dir: Path) -> tuple[Optional[bool], str]:

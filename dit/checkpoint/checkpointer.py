@@ -16,7 +16,9 @@ from dit.checkpoint.base_model import find_folder_together
 from dit.checkpoint.manifest import (
     BASE,
     CURE,
+    DATA,
     MANIFEST,
+    RUN,
     FileRecord,
     HeldOut,
     check_same_base,
@@ -24,8 +26,8 @@ from dit.checkpoint.manifest import (
     read_manifest,
 )
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
-from dit.checkpoint.remote import RemoteStore, fetch_newer
-from dit.checkpoint.resume_check import check_same_experiment
+from dit.checkpoint.resume_check import check_same_experiment, replaced_data
+from dit.checkpoint.run_identity import join_run
 from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.checkpoint.train_state import TrainState
@@ -100,6 +102,8 @@ class Checkpointer:
             **held_out_meta(state.held_out),
             "fingerprint": self._fingerprint,
             "torch": torch.__version__,
+            RUN: state.run,
+            **({DATA: state.data} if state.data else {}),
             **({} if state.base is None else {BASE: state.base}),
         }
 
@@ -139,15 +143,14 @@ class Checkpointer:
         Raises:
             CheckpointError: `must` and there is none, or there are some and all of them are damaged.
             ConfigError: it belongs to another model or experiment, or holds imported weights; or `never` and there is
-                one.
+                one; or `checkpoint.copy_to` has the copies of another run.
         """
         with ExitStack() as reading:
             return self._resume(state, mode, reading)
 
     def _resume(self, state: TrainState, mode: str, reading: ExitStack) -> bool:
         path = self.config.checkpoint.resume_from
-        if self.config.checkpoint.copy_to is not None:
-            self._fetch(self.config.checkpoint.copy_to, state)
+        state.run = on_first_rank(lambda: join_run(self.store, self.config), state.groups)
         steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
         found = newest_valid_together(candidates, state.groups, reading)
         if found is None:
@@ -180,30 +183,20 @@ class Checkpointer:
         self._restore(state, folder, manifest)
         return True
 
-    def _fetch(self, address: str, state: TrainState) -> None:
-        """Copy a newer checkpoint from `checkpoint.copy_to` into this folder.
-
-        Raises:
-            CheckpointError: the address cannot be read, and there is no checkpoint in this folder.
-        """
-        with fails_together():
-            if state.groups.rank == 0:
-                try:
-                    fetch_newer(self.store, RemoteStore(address))
-                except CheckpointError as error:
-                    if not self.store.complete():
-                        raise
-                    logger.warning("the checkpoints of %s are used: %s", self.store.root, error)
-
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
         check_same_model(manifest, model_fingerprint(global_shapes(parameters_of(state.shards), state.groups)))
         check_same_base(folder, manifest, state.base)
         saved = read_record(folder)
         self._check_ema(state, folder, saved)
+        with usable(folder / MANIFEST):
+            replaced = replaced_data(manifest.meta.get(DATA, {}), state.data)
         with usable(folder / CONFIG_FILE):
-            changes = check_same_experiment(folder, saved, self.config, self.config.checkpoint.accept_changes or [])
+            accepted = self.config.checkpoint.accept_changes or []
+            changes = check_same_experiment(folder, saved, self.config, accepted, replaced)
         restarts_data = any(change.restarts_data for change in changes)
         if state.groups.rank == 0:
+            if state.data and DATA not in manifest.meta:
+                logger.info("an earlier version saved step %d, without the identity of its data", manifest.step)
             for change in changes:
                 logger.info("changed since step %d: %s", manifest.step, on_a_screen(str(change), LONGEST_CHANGE))
             if restarts_data:

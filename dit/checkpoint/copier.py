@@ -15,7 +15,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from dit.checkpoint.remote import RemoteStore, copy_all
+import yaml
+
+from dit.checkpoint.remote import Owner, RemoteStore, copy_all
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
 from dit.settings import CheckpointConfig
@@ -24,16 +26,18 @@ ATTEMPTS, FIRST_WAIT_S = 3, 2.0
 """A copy that fails is tried again, after a wait that doubles."""
 
 
-def copy(root: str, config: CheckpointConfig) -> int:
+def copy(root: str, config: CheckpointConfig, owner: Owner) -> int:
     """Copy what is complete, with a few attempts; return the bytes that were copied.
 
     Raises:
-        CheckpointError: the last attempt failed.
+        CheckpointError: the last attempt failed, or the address belongs to another run.
     """
     assert config.copy_to is not None
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return copy_all(CheckpointStore(root, config), RemoteStore(config.copy_to))
+            remote = RemoteStore(config.copy_to)
+            remote.claim(owner)
+            return copy_all(CheckpointStore(root, config), remote)
         except CheckpointError:
             if attempt == ATTEMPTS:
                 raise
@@ -41,12 +45,12 @@ def copy(root: str, config: CheckpointConfig) -> int:
     raise AssertionError
 
 
-def execute(order: dict[str, Any], root: str, config: CheckpointConfig) -> dict[str, Any]:
+def execute(order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner) -> dict[str, Any]:
     """Execute an order, and return the reply: the step, bytes and seconds, and the error, None if there was none."""
     began = time.monotonic()
     reply: dict[str, Any] = {"step": order["step"], "bytes": 0, "error": None}
     try:
-        reply["bytes"] = copy(root, config)
+        reply["bytes"] = copy(root, config, owner)
     except Exception as error:  # the training process says it, and goes on
         reply["error"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     return reply | {"seconds": time.monotonic() - began}
@@ -62,16 +66,13 @@ def end_with(control: socket.socket) -> None:
 
 def main() -> None:
     """Execute orders until the training process closes its end, or is gone."""
-    control, root, config = (
-        socket.socket(fileno=int(sys.argv[1])),
-        sys.argv[2],
-        CheckpointConfig(**json.loads(sys.argv[3])),
-    )
+    control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    config, owner = CheckpointConfig(**json.loads(sys.argv[3])), Owner(**yaml.safe_load(sys.argv[4]))
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     threading.Thread(target=end_with, args=(control,), daemon=True).start()
     with suppress(OSError), control.makefile("rb") as orders:
         for line in orders:
-            control.sendall((json.dumps(execute(json.loads(line), root, config)) + "\n").encode())
+            control.sendall((json.dumps(execute(json.loads(line), root, config, owner)) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Optional
 
+import yaml
+
 from dit.checkpoint.helper_process import HelperProcess
+from dit.checkpoint.remote import Owner
 from dit.errors import CheckpointError
 from dit.settings import CheckpointConfig
 
@@ -26,6 +29,7 @@ class Copies:
     Args:
         root: folder of the checkpoints.
         config: with `copy_to`, retention and time-out.
+        owner: the run.
         report_failure: called with step and error of a copy that failed.
 
     Attributes:
@@ -33,16 +37,17 @@ class Copies:
         longest_s: duration of the longest copy so far; 0 before the first.
     """
 
-    def __init__(self, root: Path, config: CheckpointConfig, report_failure: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, root: Path, config: CheckpointConfig, owner: Owner, report_failure: Callable[[int, str], None]
+    ) -> None:
         self.config, self.report_failure = config, report_failure
         self.error: Optional[str] = None
         self.longest_s = 0.0
         self._wanted: Optional[int] = None
         self._ordered: Optional[int] = None
         self._began = 0.0
-        self._process = HelperProcess(
-            "dit.checkpoint.copier", [str(root), json.dumps(asdict(config))], [], "process that copies checkpoints"
-        )
+        arguments = [str(root), json.dumps(asdict(config)), yaml.safe_dump(asdict(owner))]
+        self._process = HelperProcess("dit.checkpoint.copier", arguments, [], "process that copies checkpoints")
 
     @property
     def is_busy(self) -> bool:

@@ -23,6 +23,10 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 BASE = "base"
 """Entry of the metadata: the checkpoint whose weights the adapters go with, by `folder` and `digest` of its files."""
+RUN = "run"
+"""Entry of the metadata: id of the run that saved it, see `dit.checkpoint.run_identity`."""
+DATA = "data"
+"""Entry of the metadata: identity of the data, see `DataConfig.identity`."""
 CHUNK_BYTES = 1 << 20
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
 NUM_DIFFERENCES = 5  # differences listed in a message; the others are counted
@@ -93,6 +97,12 @@ class Manifest:
     def is_imported(self) -> bool:
         """Whether it has imported weights, without optimizer state and data position to resume."""
         return "imported_from" in self.meta
+
+    @property
+    def run(self) -> Optional[str]:
+        """The id of the run that saved it; None if an earlier version did."""
+        value = self.meta.get(RUN)
+        return None if value is None else str(value)
 
     @property
     def base(self) -> Optional[Mapping[str, str]]:

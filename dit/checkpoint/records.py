@@ -19,7 +19,7 @@ METADATA_FILE = "facts.json"
 
 
 @contextmanager
-def usable(path: Path) -> Iterator[None]:
+def usable(path: Path | str) -> Iterator[None]:
     """Turn what nonsense in a record leads to into a `CheckpointError` that names the file; other errors pass.
 
     A checkpoint may be a stranger's: its hashes agree, and its records can say anything.

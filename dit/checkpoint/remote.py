@@ -1,5 +1,6 @@
 """Copies of checkpoints in an object store, or under any other address that fsspec has a protocol for.
 
+    s3://bucket/run/owner.yaml                                   id and settings of the run, put before the first copy
     s3://bucket/run/iter_0000400/rank_00000.safetensors ...      the files of a checkpoint
     s3://bucket/run/iter_0000400/manifest.json                   put last, deleted first: with it, the copy is complete
 
@@ -10,14 +11,18 @@ like. This module needs no torch.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Optional, TypeVar
+
+import yaml
 
 from dit.checkpoint.manifest import MANIFEST, Manifest, step_of_folder, tree_files
 from dit.checkpoint.reader_lock import being_read
+from dit.checkpoint.records import CONFIG_FILE, usable
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
 
@@ -26,6 +31,25 @@ T = TypeVar("T")
 
 CONNECT_S, READ_S, ATTEMPTS = 10, 60, 4
 """Of one request to an S3 store: seconds to connect and between two packets, and how often it is tried."""
+
+
+OWNER = "owner.yaml"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The run that an address belongs to.
+
+    Attributes:
+        run: id of the run; None if an earlier version made the copies.
+        settings: see `RunConfig.to_record`.
+    """
+
+    run: Optional[str]
+    settings: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"run {self.run} in training.run_dir={self.settings['training']['run_dir']}"
 
 
 class RemoteStore:
@@ -54,6 +78,52 @@ class RemoteStore:
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"{address} cannot be used: {error}") from error
         self._root = root.rstrip("/")
+
+    def owner(self) -> Optional[Owner]:
+        """Return the run that the address belongs to; None if nothing is there.
+
+        Copies of an earlier version, without an owner, belong to the run that the newest one names.
+
+        Raises:
+            CheckpointError: the store cannot be read, or its records are damaged.
+        """
+        with suppress(FileNotFoundError):
+            entry = self._record(OWNER)
+            with usable(f"{self.address}/{OWNER}"):
+                return Owner(str(entry["run"]), entry["settings"])
+        copies = self.manifests()
+        if not copies:
+            return None
+        step, manifest = copies.popitem()
+        try:
+            return Owner(manifest.run, self._record(f"{_folder(step)}/{CONFIG_FILE}"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.address}/{_folder(step)} has no {CONFIG_FILE}; delete that copy") from error
+
+    def put_owner(self, owner: Owner) -> None:
+        """Write which run the address belongs to.
+
+        Raises:
+            FileNotFoundError: the bucket or the folder cannot be made.
+            CheckpointError: the store cannot be written.
+        """
+        text = yaml.safe_dump(asdict(owner), sort_keys=False).encode()
+        self._try(lambda: self._files.pipe_file(f"{self._root}/{OWNER}", text))
+
+    def claim(self, owner: Owner) -> None:
+        """Check that the address belongs to a run, and write its settings if they differ; call this before each change.
+
+        Raises:
+            CheckpointError: it belongs to another run, or the store cannot be read or written.
+        """
+        present = self.owner()
+        if present is not None and present.run != owner.run:
+            raise CheckpointError(
+                f"{self.address} has the copies of {present}, and this is {owner}; nothing was copied; give each run a "
+                "checkpoint.copy_to of its own"
+            )
+        if present != owner:
+            self.put_owner(owner)
 
     def steps(self) -> list[int]:
         """Return the steps of all copies, also of those that were cut off, ascending.
@@ -139,6 +209,19 @@ class RemoteStore:
             self._try(lambda: self._files.rm_file(self._path(step, MANIFEST)))
         with suppress(FileNotFoundError):
             self._try(lambda: self._files.rm(self._path(step), recursive=True))
+
+    def _record(self, name: str) -> Any:
+        """Parse a YAML object.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            CheckpointError: it cannot be read.
+        """
+        text = self._try(partial(self._files.cat_file, f"{self._root}/{name}"))
+        try:
+            return yaml.safe_load(text.decode())
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise CheckpointError(f"{self.address}/{name} is damaged: {error}") from error
 
     def _path(self, step: int, name: str = "") -> str:
         return f"{self._root}/{_folder(step)}/{name}".rstrip("/")

@@ -1,9 +1,9 @@
 """Whether a run may resume from a checkpoint: which settings changed, and whether that is allowed.
 
 A change of what is trained or of its data (model, objective, data, seed, ...) would make it another experiment, and is
-refused. Settings that users
-change on purpose (length, learning rate, clipping), and settings that change results by rounding at most (layout,
-recompute, attention path, intervals, logs), are reported, one line each.
+refused. Other data under the same path count as a change of the setting that names them. Settings that users change on
+purpose (length, learning rate, clipping), and settings that change results by rounding at most (layout, recompute,
+attention path, intervals, logs), are reported, one line each.
 """
 
 import dataclasses
@@ -82,6 +82,11 @@ class Change:
         return name not in reported and EVERY not in reported
 
     @property
+    def identifies_run(self) -> bool:
+        """Whether runs with different values are different runs: it determines the weights, or the run folder."""
+        return self.is_refused or self.path == "training.run_dir" or self.is_in(("optimizer", "schedule"))
+
+    @property
     def restarts_data(self) -> bool:
         """Whether the change invalidates the saved position in the data."""
         return self.is_refused and self.is_in(DATA_ORDER)
@@ -128,8 +133,30 @@ def _defaults(part: "DataclassInstance") -> dict[str, Any]:
     return found
 
 
+def replaced_data(
+    saved: Mapping[str, Mapping[str, str]], current_data: Mapping[str, Mapping[str, str]]
+) -> list[Change]:
+    """Return a change for each data set whose identity differs from that in a checkpoint.
+
+    Data sets that only one of the two has come with a change of a setting.
+
+    Args:
+        saved, current_data: identities, see `DataConfig.identity`.
+    """
+    return [
+        Change(f"data.{setting}", f"{name}: {saved[setting][name]}", text)
+        for setting, data_sets in current_data.items()
+        for name, text in data_sets.items()
+        if saved.get(setting, {}).get(name, text) != text
+    ]
+
+
 def check_same_experiment(
-    folder: Path, saved: Mapping[str, Any], config: RunConfig, accepted: Sequence[str]
+    folder: Path,
+    saved: Mapping[str, Any],
+    config: RunConfig,
+    accepted: Sequence[str],
+    replaced: Sequence[Change] = (),
 ) -> list[Change]:
     """Check that going on from a checkpoint continues its experiment.
 
@@ -138,6 +165,7 @@ def check_same_experiment(
         saved: its settings, see `RunConfig.to_record`.
         config: of this run.
         accepted: paths of settings, or of parts, that may have changed nevertheless.
+        replaced: see `replaced_data`.
 
     Returns:
         All changes, to be reported.
@@ -146,14 +174,14 @@ def check_same_experiment(
         ConfigError: a refused setting changed and is not in `accepted`; or `accepted` has a path that is no setting.
     """
     _check_names(accepted, saved, config)
-    found = changes(saved, config)
+    found = [*changes(saved, config), *replaced]
     refused = [change for change in found if change.is_refused and not change.is_in(accepted)]
     if refused:
-        accept = json.dumps([*accepted, *(change.path for change in refused)], separators=(",", ":"))
+        accept = json.dumps([*accepted, *dict.fromkeys(change.path for change in refused)], separators=(",", ":"))
         raise ConfigError(
-            f"{folder} was trained with other settings: {'; '.join(map(str, refused))}. Set them back, or give another "
-            "training.run_dir (with checkpoint.start_from=this run folder to start from its weights), or go on here "
-            f"all the same with 'checkpoint.accept_changes={accept}'"
+            f"{folder} was trained with other settings or data: {'; '.join(map(str, refused))}. Set them back, or "
+            "give another training.run_dir (with checkpoint.start_from=this run folder to start from its weights), or "
+            f"go on here all the same with 'checkpoint.accept_changes={accept}'"
         )
     return found
 

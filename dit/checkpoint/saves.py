@@ -27,6 +27,7 @@ from dit.backends.process_groups import any_rank, any_rank_each
 from dit.checkpoint.checkpointer import Checkpointer, held_out_meta
 from dit.checkpoint.copies import Copies
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
+from dit.checkpoint.remote import Owner
 from dit.checkpoint.sharded_state import contents_of, fails_together, gather_parts, own_state, scalars_of
 from dit.checkpoint.state_files import INDEX, file_of_rank, head_of, index_text, tensors_text
 from dit.checkpoint.train_state import TrainState
@@ -113,7 +114,8 @@ class Saves:
             self._attempt = name[0]
             self.writer = WriterProcess(self.store.root, self.groups.rank, self.groups.world_size, self.config, lock)
         if self.config.copy_to is not None and self.groups.rank == 0:
-            self.copies = Copies(self.store.root, self.config, reports.copy_failed)
+            owner = Owner(state.run, checkpointer.config.to_record())
+            self.copies = Copies(self.store.root, self.config, owner, reports.copy_failed)
             if (newest := self._newest()) is not None:
                 self.copies.copy(newest)  # the attempt before may have ended too early
 

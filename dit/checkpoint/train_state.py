@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.base_model import load_base
 from dit.checkpoint.manifest import HeldOut
+from dit.checkpoint.verify_together import on_first_rank
 from dit.data_api import BatchSpec, DataStream
 from dit.models.base import Backbone
 from dit.optimizer.ema import EMA
@@ -33,6 +34,8 @@ class TrainState:
         held_out: the newest held-out loss; None before the first.
         loss_scale: of an fp16 run; None in another precision.
         base: the checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
+        data: identity of the data when the run started, see `DataConfig.identity`.
+        run: id of the run, see `dit.checkpoint.run_identity`; None before `Checkpointer.resume`.
     """
 
     wrapped: Sequence[Any]
@@ -49,6 +52,8 @@ class TrainState:
     held_out: Optional[HeldOut] = None
     loss_scale: Optional[LossScale] = None
     base: Optional[Mapping[str, str]] = None
+    data: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    run: Optional[str] = None
 
     @property
     def is_validated(self) -> bool:
@@ -88,4 +93,6 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     target = target_of(config.model, training.precision)
     update = build_update(optimizer, shards, ema, config.optimizer.clip_grad, target, training.kernels)
     scale = loss_scale_of(optimizer)
-    return TrainState(wrapped, chunks, optimizer, shards, ema, stream, groups, update, loss_scale=scale, base=base)
+    data = on_first_rank(config.data.identity, groups)
+    parts = wrapped, chunks, optimizer, shards, ema, stream, groups, update
+    return TrainState(*parts, loss_scale=scale, base=base, data=data)

@@ -11,16 +11,27 @@ import torch.distributed as dist
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.manifest import Manifest, verify_folder
 from dit.checkpoint.reader_lock import being_read
-from dit.errors import CheckpointError
+from dit.errors import CheckpointError, UserError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def on_first_rank(read: Callable[[], T], groups: ProcessGroups) -> T:
-    """Call `read` on rank 0 and broadcast its result, so that all ranks get the same view of the disk."""
-    result: list[Any] = [read() if groups.rank == 0 else None]
+    """Call `read` on rank 0 and broadcast its result, so that all ranks get the same view of the disk.
+
+    Raises:
+        UserError: that of `read`, on every rank.
+    """
+    result: list[Any] = [None, None]
+    if groups.rank == 0:
+        try:
+            result[0] = read()
+        except UserError as error:
+            result[1] = error
     dist.broadcast_object_list(result)
+    if result[1] is not None:
+        raise result[1]
     return result[0]
 
 

@@ -8,6 +8,7 @@ from typing import Any, Optional
 import yaml
 
 from dit.checkpoint.records import CONFIG_FILE
+from dit.checkpoint.run_identity import RUN_FILE
 from dit.checkpoint.train_state import TrainState
 from dit.durable_files import write_record
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
@@ -37,8 +38,9 @@ class RunLog:
         return self._sinks is None
 
     def start(self, step: int) -> None:
-        """Start the clock of the console at `step` steps done."""
-        if self._progress is not None:
+        """Record that this attempt begins after `step`, and start the clock of the console."""
+        if self._sinks is not None and self._progress is not None:
+            self._sinks.start(step)
             self._progress.start(step)
 
     def scalars(self, state: TrainState, values: Mapping[str, float]) -> None:
@@ -136,6 +138,7 @@ def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     """
     training, run_dir, record = config.training, Path(config.training.run_dir), config.to_record()
     run_dir.mkdir(parents=True, exist_ok=True)
+    write_record(run_dir / RUN_FILE, f"{state.run}\n")
     write_record(run_dir / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False))
     ran = environment_record(state.groups.world_size, implementations(config.model, training))
     append_attempt(run_dir / ENV_FILE, {**ran, "micro_batch_size": dims.micro_batch_size})

@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -48,6 +48,9 @@ class Sink(ABC):
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         """Record a folder of the run, usually a checkpoint."""
 
+    def start(self, step: int) -> None:  # noqa: B027 - mirrors get the step when they are built
+        """Record that an attempt begins after `step`."""
+
     def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:  # noqa: B027 - not every mirror can
         """Record that something went wrong, plain JSON."""
 
@@ -65,12 +68,13 @@ class JsonlSink(Sink):
     After `sync` it also survives a power loss. Checkpoints are saved after `sync`, because a resumed run does not
     repeat records before its checkpoint.
 
-    Every record has `kind` (scalars, image, artifact or incident), `step`, `time` (seconds since the epoch) and
+    Every record has `kind` (start, scalars, image, artifact or incident), `step`, `time` (seconds since the epoch) and
     `attempt` (1 for the first process that wrote here, 2 after the first resume, ...). Scalars keep their exact value;
     the training loss is also written as `loss_hex`, so that runs can be compared to the bit.
 
-    Records are never removed: a run that resumes from an earlier step writes the steps in between again, and of several
-    records of a step the last one counts, see `scalars_by_step`. Only an incomplete last line is removed on opening.
+    Records are never removed: a run that resumes from an earlier step writes the steps in between again. The record
+    `start` has the step that an attempt went back to, so readers can drop later ones, see `current_records`. Only an
+    incomplete last line is removed on opening.
 
     Args:
         path: by convention `run_dir/metrics.jsonl`.
@@ -107,6 +111,9 @@ class JsonlSink(Sink):
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._write("artifact", metadata.get("step"), {"path": str(path), "metadata": dict(metadata)})
+
+    def start(self, step: int) -> None:
+        self._write("start", step, {})
 
     def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:
         self._write("incident", step, {"incident": name, "details": dict(details)})
@@ -292,6 +299,9 @@ class FanOut(Sink):
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._for_each_sink(lambda sink: sink.artifact(path, metadata))
 
+    def start(self, step: int) -> None:
+        self._for_each_sink(lambda sink: sink.start(step))
+
     def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:
         self._for_each_sink(lambda sink: sink.incident(name, step, details))
 
@@ -324,10 +334,33 @@ def read_records(path: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def scalars_by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Merge the scalars of each step; if a step was repeated after a resume, the last value counts."""
-    steps: dict[int, dict[str, Any]] = {}
+def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Drop the scalars of steps that the run lost: those after the step that a resume or a rewind went back to.
+
+    Records with entries of wrong kinds are dropped, too.
+    """
+    current: list[Mapping[str, Any]] = []
+    started = 0
     for record in records:
+        with suppress(AttributeError, KeyError, TypeError):
+            kind, step, back_to = record["kind"], record["step"], None
+            if kind == "start":
+                back_to, started = int(step), record["attempt"]
+            elif kind == "scalars" and record["attempt"] > started:  # older versions recorded no start
+                back_to, started = int(step) - 1, record["attempt"]
+            elif kind == "incident" and record["incident"] == "rewind":
+                back_to = int(record["details"]["to_step"])
+            if back_to is not None:
+                current = [r for r in current if r["kind"] != "scalars" or r["step"] <= back_to]
+            if kind != "scalars" or isinstance(step, int):
+                current.append(record)
+    return current
+
+
+def scalars_by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Merge the scalars of each step, without those of steps that the run lost, see `current_records`."""
+    steps: dict[int, dict[str, Any]] = {}
+    for record in current_records(records):
         if record["kind"] == "scalars":
             steps.setdefault(record["step"], {}).update(record)
     return steps

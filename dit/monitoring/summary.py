@@ -14,7 +14,7 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str
     """Return at which step a run ended, how long this attempt took, and its losses.
 
     Args:
-        metrics: the run's `metrics.jsonl`; losses of earlier attempts count.
+        metrics: the run's `metrics.jsonl`; losses of earlier attempts count up to the step of the next start.
         step: optimizer steps done, of `num_steps`.
         seconds: of this attempt.
     """

@@ -170,11 +170,10 @@ def _make_unit(job: Job, number: int, sources: Iterable[Any]) -> UnitRecord:
         record.made(sample)
     for writer in writers.values():
         writer.close()
-        for name, facts in writer.shards.items():
+        for name in writer.shards:
             with (job.data / name).open("rb") as shard:
                 os.fsync(shard.fileno())
-                digest = hashlib.file_digest(shard, "sha256").hexdigest()
-            record.shards[name] = {**facts, "sha256": digest}
+        record.shards |= writer.shards
     write_atomic(_record_file(job, number), json.dumps(vars(record)))
     return record
 

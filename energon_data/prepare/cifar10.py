@@ -116,7 +116,7 @@ def prepare_cifar10(source: Path, out: Path, *, samples_per_shard: int = 2000, f
     inside = [source / name for name in ("cifar-10-batches-py", "cifar-10-batches-bin") if (source / name).is_dir()]
     source = inside[0] if inside else source
     class_names = read_class_names(source)
-    shards: dict[str, dict[str, int]] = {}
+    shards: dict[str, dict[str, Any]] = {}
     counts: dict[str, int] = {}
     with published_folder(out.absolute(), force=force) as folder:
         for split, names in BATCHES.items():

@@ -204,7 +204,7 @@ def prepare_letters(
         faces, split_by = assign_faces(report.faces)
         counts = {"train": variations, "val": max(1, variations // 2)}
         generator = torch.Generator().manual_seed(seed)
-        shards: dict[str, dict[str, int]] = {}
+        shards: dict[str, dict[str, Any]] = {}
         images: dict[str, int] = {}
         for split in SPLITS:
             writer = ShardWriter(folder, split, samples_per_shard)

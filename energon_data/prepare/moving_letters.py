@@ -207,7 +207,7 @@ def prepare_moving_letters(
         faces, split_by = assign_faces(find_faces(fonts).faces)
         faces = {split: boldest(group) for split, group in faces.items()}
         generator = torch.Generator().manual_seed(seed)
-        shards: dict[str, dict[str, int]] = {}
+        shards: dict[str, dict[str, Any]] = {}
         for split, count in (("train", variations), ("val", max(1, variations // 2))):
             writer = ShardWriter(folder, split, samples_per_shard)
             for key, metadata, latent in _render_split(faces[split], count, frames, stills, size, generator):

@@ -1,6 +1,7 @@
 """Write WebDataset shards and Energon's metadata; a folder is created only when complete."""
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -40,7 +41,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, split: str, samples_per_shard: int | None, first: int = 0) -> None:
         self.folder, self.split, self.samples_per_shard, self.first = folder, split, samples_per_shard, first
-        self.shards: dict[str, dict[str, int]] = {}
+        self.shards: dict[str, dict[str, Any]] = {}
         self._tar: tarfile.TarFile | None = None
         self._name, self._count = "", 0
         self._keys: set[str] = set()
@@ -71,12 +72,14 @@ class ShardWriter:
             self.close()
 
     def close(self) -> None:
-        """Finish the open shard."""
+        """Finish the open shard, and hash it."""
         if self._tar is None:
             return
         self._tar.close()
-        size = (self.folder / self._name).stat().st_size
-        self.shards[self._name] = {"samples": self._count, "bytes": size}
+        with (self.folder / self._name).open("rb") as shard:
+            digest = hashlib.file_digest(shard, "sha256").hexdigest()
+            size = shard.tell()
+        self.shards[self._name] = {"samples": self._count, "bytes": size, "sha256": digest}
         self._tar = None
 
 

@@ -1,6 +1,7 @@
 """Saves beside training: the same checkpoints as synchronous ones, and a run that goes on when one of them fails."""
 
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from dit.checkpoint.manifest import read_manifest, verify_folder
+from dit.checkpoint.remote import OWNER
 from dit.monitoring.sinks import read_records
 from tests.integration import actions
 from tests.integration.runs import checkpoint, checkpoints, losses, mock, outcome
@@ -57,8 +59,14 @@ def ended(folder: Path) -> dict[str, Any]:
     add("late, again", at="late")
     there = f"file://{folder}/elsewhere"
     add("copied", checkpoint__copy_to=f"{there}/a", training__stop_at_step=5, checkpoint__keep_last=1)
-    # Another folder: the disk of the first one is lost.
-    add("copied, again", checkpoint__copy_to=f"{there}/a", checkpoint__keep_last=1)
+    sibling = {"checkpoint__copy_to": f"{there}/a", "checkpoint__keep_last": 1}
+    add("sibling", **sibling, optimizer__lr=3e-4)
+    add("other seed", **sibling, training__seed=5)
+    add(
+        "other seed, own address", at="other seed", **{**sibling, "checkpoint__copy_to": f"{there}/c"}, training__seed=5
+    )
+    jobs["disk lost"] = Job(shutil.move, {"src": folder / "copied", "dst": folder / "lost"})
+    add("copied, again", at="copied", checkpoint__copy_to=f"{there}/a", checkpoint__keep_last=1)
     add("copied, alone", is_async=False, checkpoint__copy_to=f"{there}/b")
     add("no copies", checkpoint__copy_to="file:///proc/nowhere", checkpoint__resume="auto")
     return run_jobs(folder / "world", jobs)
@@ -78,6 +86,11 @@ def saved(folder: Path, name: str) -> list[int]:
     return [int(one.removeprefix("iter_")) for one in names]
 
 
+def copies(there: Path) -> dict[str, bytes]:
+    """Return the content of the copies at an address."""
+    return {name: content for name, content in actions.contents(there).items() if name != OWNER}
+
+
 def codes(ended: dict[str, Any], name: str) -> list[int]:
     return [run.code for run in ended[name]]
 
@@ -95,7 +108,7 @@ def test_a_save_beside_training_is_the_synchronous_one(ended: dict[str, Any], fo
         del record["training"]["run_dir"], record["checkpoint"]["async_save"]
     assert settings[0] == settings[1]
     manifests = [read_manifest(checkpoint(folder / name, step)) for name in ("sync", "async")]
-    assert manifests[0].meta == manifests[1].meta
+    assert manifests[0].meta == {**manifests[1].meta, "run": manifests[0].run}
     assert (manifests[0].held_out_loss is not None) == (step % 4 == 0)
     assert losses(folder / "async") == losses(folder / "sync")
 
@@ -187,17 +200,35 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_copies(ended: dict[str, Any],
     assert codes(ended, "copied, again") == [0, 0], ended["copied, again"][0].err
     assert "fetching checkpoint of step 5" in log_of(folder, "copied, again")
     assert "resumed at step 5" in ended["copied, again"][0].out
-    assert saved(folder, "copied, again") == [8]
-    assert losses(folder / "copied") | losses(folder / "copied, again") == losses(folder / "sync")
-    assert actions.contents(folder / "elsewhere" / "a") == actions.contents(folder / "copied, again" / "checkpoints")
+    assert saved(folder, "copied") == [8]
+    assert losses(folder / "lost") | losses(folder / "copied") == losses(folder / "sync")
+    ids = [(folder / name / "run_id").read_text() for name in ("lost", "copied")]
+    assert ids[0] == ids[1] == f"{read_manifest(checkpoint(folder / 'copied', 8)).run}\n"
+    assert copies(folder / "elsewhere" / "a") == actions.contents(folder / "copied" / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("sibling", " -> 0.0003; training.run_dir: "), ("other seed", "training.seed: 1234 -> 5")]
+)
+def test_another_run_takes_no_copies(ended: dict[str, Any], folder: Path, name: str, change: str) -> None:
+    """It is refused before anything is copied, so it starts from step 0 when it has an address of its own."""
+    assert codes(ended, name) == [2, 2]
+    run = (folder / "lost" / "run_id").read_text().strip()
+    for words in (f"/elsewhere/a has the copies of run {run} in training.run_dir={folder / 'copied'}", change):
+        assert words in ended[name][0].err
+    assert f"training.run_dir: {folder / 'copied'} -> {folder / name}" in ended[name][0].err
+    if name == "sibling":
+        assert not (folder / name / "checkpoints").exists()
+    assert codes(ended, "other seed, own address") == [0, 0]
+    assert "resumed" not in ended["other seed, own address"][0].out
 
 
 def test_synchronous_saves_are_copied_with_their_held_out_losses(ended: dict[str, Any], folder: Path) -> None:
     assert codes(ended, "copied, alone") == [0, 0]
-    copies = folder / "elsewhere" / "b"
-    assert [int(path.name.removeprefix("iter_")) for path in sorted(copies.iterdir())] == list(ALL)
-    assert actions.contents(copies) == actions.contents(folder / "copied, alone" / "checkpoints")
-    assert read_manifest(copies / "iter_0000008").held_out_loss is not None
+    there = folder / "elsewhere" / "b"
+    assert [int(path.name.removeprefix("iter_")) for path in sorted(there.glob("iter_*"))] == list(ALL)
+    assert copies(there) == actions.contents(folder / "copied, alone" / "checkpoints")
+    assert read_manifest(there / "iter_0000008").held_out_loss is not None
 
 
 def test_copies_that_cannot_be_made_end_the_run_when_it_is_done(ended: dict[str, Any], folder: Path) -> None:

@@ -102,7 +102,9 @@ def ended(folder: Path) -> dict[str, Any]:
 
 def described(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metadata of a checkpoint: that of its manifest, and that for sampling."""
-    return dict(read_manifest(checkpoint_folder).meta), json.loads((checkpoint_folder / "facts.json").read_text())
+    return {**read_manifest(checkpoint_folder).meta, "run": ""}, json.loads(
+        (checkpoint_folder / "facts.json").read_text()
+    )
 
 
 def held_out(run_dir: Path) -> dict[int, set[float]]:
@@ -192,7 +194,11 @@ def test_another_experiment_is_refused_also_by_a_finished_run(ended: dict[str, A
     """With both values and the cure; the run folder's own settings stay what they were."""
     assert ended[name].code == 2
     change, _ = OTHERS[name]
-    for words in (f"iter_0000003 was trained with other settings: {change}. ", "checkpoint.start_from", "run_dir"):
+    for words in (
+        f"iter_0000003 was trained with other settings or data: {change}. ",
+        "checkpoint.start_from",
+        "run_dir",
+    ):
         assert words in ended[name].err
     assert f"'checkpoint.accept_changes=[\"{change.partition(':')[0]}\"]'" in ended[name].err
     assert "num_steps" not in ended[name].err

@@ -76,9 +76,9 @@ MUTANTS = (
     ),
     Mutant(
         "status: steps before a rewind count",
-        "launch/run_status.py",
-        "for later in [known for known in values if known > step]:",
-        "for later in [known for known in values if known < 0]:",
+        "dit/monitoring/sinks.py",
+        'back_to = int(record["details"]["to_step"])',
+        "pass",
         (STATUS,),
     ),
     Mutant(
@@ -90,9 +90,9 @@ MUTANTS = (
     ),
     Mutant(
         "status: steps of an attempt that was killed count",
-        "launch/run_status.py",
-        "_forget(status, step - 1)",
-        "status.times.clear()",
+        "dit/monitoring/sinks.py",
+        "back_to, started = int(step), record",
+        "started = record",
         (STATUS,),
     ),
     Mutant(

@@ -61,6 +61,7 @@ BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
 )
 
 WRITER, SAVES = "tests/unit/checkpoint/test_writer.py", "tests/integration/test_saves.py"
+RUN_IDENTITY, SHARDS = "tests/unit/checkpoint/test_run_identity.py", "tests/unit/energon_data/test_shards.py"
 REMOTE, LOCK = "tests/unit/checkpoint/test_remote.py", "tests/unit/monitoring/test_run_lock.py"
 VERIFY = "tests/parallel/test_verify.py"
 INCEPTION = "tests/unit/evaluation/test_inception.py"

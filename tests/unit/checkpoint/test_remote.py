@@ -11,13 +11,14 @@ import pytest
 from dit.checkpoint import copier, remote
 from dit.checkpoint.copies import Copies
 from dit.checkpoint.manifest import MANIFEST, verify_folder
-from dit.checkpoint.remote import RemoteStore, copy_all, fetch_newer
+from dit.checkpoint.remote import OWNER, Owner, RemoteStore, copy_all, fetch_newer
 from dit.errors import CheckpointError, ConfigError
 from dit.settings import CheckpointConfig
 from tests.support.object_store import BUCKET, hanging, object_store
 from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, save
 
 ADDRESS = f"s3://{BUCKET}/mine"
+MINE, OTHER = (Owner(run, {"training": {"run_dir": f"runs/{run}"}}) for run in ("mine", "other"))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def content(folder):
 
 
 def steps_of(bucket):
-    return sorted({int(key.split("/")[1][5:]) for key in bucket.objects()})
+    return sorted({int(key.split("/")[1][5:]) for key in bucket.objects() if not key.endswith(OWNER)})
 
 
 def test_a_copy_has_the_files_to_the_bit_and_comes_back(bucket, tmp_path):
@@ -212,6 +213,34 @@ def test_no_store_at_all_is_named(tmp_path, monkeypatch):
         RemoteStore("gopher://somewhere/x")
 
 
+def test_another_run_changes_no_copy(bucket, tmp_path, monkeypatch):
+    """It would replace the copy of the same step, and delete the others."""
+    monkeypatch.setattr(copier.time, "sleep", lambda seconds: None)
+    mine, other = make_store(tmp_path / "a", keep_last=2), make_store(tmp_path / "b", keep_last=1)
+    config = CheckpointConfig(copy_to=ADDRESS)
+    for step in (4, 6):
+        save(mine, step)
+    assert copier.execute({"step": 6}, str(mine.root), config, MINE)["error"] is None
+    assert next(path for method, path in bucket.requests if method == "PUT").endswith(OWNER)
+    before = bucket.objects()
+    for step in (6, 7):
+        save(other, step, consumed_samples=1)
+    error = copier.execute({"step": 7}, str(other.root), config, OTHER)["error"]
+    assert "has the copies of run mine in training.run_dir=runs/mine, and this is run other in" in error
+    assert bucket.objects() == before
+    moved = Owner("mine", {"training": {"run_dir": "runs/moved"}})
+    assert copier.execute({"step": 6}, str(mine.root), config, moved)["error"] is None
+    assert RemoteStore(ADDRESS).owner() == moved
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"run: [", b"- 1", b"{run: mine}", b""])
+def test_a_damaged_owner_is_refused(bucket, content):
+    bucket.client().put_object(Bucket=BUCKET, Key=f"mine/{OWNER}", Body=content)
+    with pytest.raises(CheckpointError, match=OWNER):
+        RemoteStore(ADDRESS).claim(MINE)
+    assert bucket.objects() == {f"mine/{OWNER}": content}
+
+
 @pytest.mark.parametrize("address", ["runs/mine", "s3:runs", "s3://key:word@bucket/x", "simplecache::s3://runs/x", ""])
 def test_addresses(address):
     with pytest.raises(ConfigError, match=r"checkpoint\.copy_to") as error:
@@ -234,7 +263,7 @@ def copying(bucket, tmp_path, monkeypatch):
     def make(**config):
         config = CheckpointConfig(copy_to=ADDRESS, **config)
         failures = Failures()
-        made.append(Copies(tmp_path / "a", config, failures))
+        made.append(Copies(tmp_path / "a", config, MINE, failures))
         return make_store(tmp_path / "a", keep_last=9), made[-1], failures
 
     yield make
@@ -306,7 +335,8 @@ def test_an_order_is_tried_again_and_its_error_is_the_reply(bucket, tmp_path, mo
     waits = []
     monkeypatch.setattr(copier.time, "sleep", waits.append)
     monkeypatch.setattr(copier, "copy_all", lambda store, there: shutil.copy("nothing", "there"))
-    reply = copier.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS))
+    monkeypatch.setattr(RemoteStore, "claim", lambda store, owner: None)
+    reply = copier.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)
     assert reply["step"] == 4
     assert "FileNotFoundError" in reply["error"]
     assert waits == []  # not an error of the store
@@ -315,6 +345,6 @@ def test_an_order_is_tried_again_and_its_error_is_the_reply(bucket, tmp_path, mo
         raise CheckpointError("no")
 
     monkeypatch.setattr(copier, "copy_all", refuse)
-    assert copier.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS))["error"] == "no"
+    assert copier.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)["error"] == "no"
     assert waits == [2.0, 4.0]
     assert json.dumps(reply)

@@ -12,7 +12,7 @@ import pytest
 import dit.models
 import dit.objectives
 import energon_data
-from dit.checkpoint.resume_check import EVERY, SETTINGS, changes, check_same_experiment
+from dit.checkpoint.resume_check import EVERY, SETTINGS, changes, check_same_experiment, replaced_data
 from dit.config_record import CLASS_KEY
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
@@ -150,3 +150,17 @@ def test_the_message_names_all_refused_settings_and_what_is_accepted_already():
 def test_an_accepted_change_must_name_a_setting(name):
     with pytest.raises(ConfigError, match="accept_changes names"):
         check_same_experiment(FOLDER, config_of().to_record(), config_of(), [name])
+
+
+def test_replaced_data_are_a_change_of_the_setting_that_names_them():
+    config = config_of(data=EnergonData(blend=[{"path": "a"}, {"path": "b"}]))
+    saved = {"blend": {"a": "80 samples", "b": "7 samples"}, "validation_split": {"a": "8 samples"}}
+    assert replaced_data(saved, saved) == replaced_data({}, saved) == []
+    now = {"blend": {"a": "30 samples", "b": "7 samples", "c": "1 sample"}, "validation_split": {"a": "3 samples"}}
+    train, held_out = found = replaced_data(saved, now)
+    assert (str(train), train.restarts_data) == ("data.blend: a: 80 samples -> 30 samples", True)
+    assert (str(held_out), held_out.is_refused) == ("data.validation_split: a: 8 samples -> 3 samples", False)
+    with pytest.raises(ConfigError, match=r"a: 80 samples -> 30 samples\. .*accept_changes=\[\"data\.blend\"\]"):
+        check_same_experiment(FOLDER, config.to_record(), config, [], found)
+    for accepted in ("data.blend", "data"):
+        assert check_same_experiment(FOLDER, config.to_record(), config, [accepted], found) == found

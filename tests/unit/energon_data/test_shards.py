@@ -4,12 +4,15 @@ import multiprocessing
 import os
 import shutil
 import sqlite3
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from small_data import spec
+import yaml
+from small_data import clips, spec, write_dataset
 
 from energon_data.dataset import EnergonData
 from energon_data.prepare.shards import ShardWriter, npy_bytes, write_energon_metadata
@@ -60,3 +63,53 @@ def test_no_shard_stays_open_after_it_was_read(mixed_folder: Path, tmp_path: Pat
     assert open_shards(folder)
     stream.close()
     assert open_shards(folder) == []
+
+
+def noise(count: int, seed: int) -> list[Any]:
+    """Return samples of the same sizes, with other texts for each seed."""
+    return list(clips(count, sizes=[(1, 4, 4)], seed=seed))
+
+
+def test_the_identity_of_a_folder_changes_with_its_shards_and_not_with_its_place(tmp_path: Path) -> None:
+    """Number of samples, number of shards, or only the bytes of samples of the same sizes."""
+
+    def identity(name: str) -> str:
+        return EnergonData(path=str(tmp_path / name)).identity()["path"][f"{tmp_path / name} (train)"]
+
+    write_dataset(tmp_path / "one", {"train": noise(40, 0)})
+    write_dataset(tmp_path / "same", {"train": noise(40, 0)})
+    write_dataset(tmp_path / "other", {"train": noise(40, 1)})
+    write_dataset(tmp_path / "fewer", {"train": noise(16, 0)})
+    assert identity("one") == identity("same")
+    assert identity("one").startswith("40 samples in 3 shards, digest ")
+    assert identity("fewer").startswith("16 samples in 1 shard, digest ")
+    assert identity("other").startswith("40 samples in 3 shards, digest ")
+    assert identity("other") != identity("one")
+
+
+def test_the_identity_of_a_blend_names_each_folder_and_held_out_split(tmp_path: Path) -> None:
+    a = write_dataset(tmp_path / "a", {"train": noise(8, 0), "val": noise(4, 1)})
+    b = write_dataset(tmp_path / "b", {"train": noise(9, 0)})
+    data = EnergonData(blend=[{"path": str(a)}, {"path": str(b)}])
+    found = data.identity()
+    assert {name: text.partition(",")[0] for name, text in found["blend"].items()} == {
+        f"{a} (train)": "8 samples in 1 shard",
+        f"{b} (train)": "9 samples in 1 shard",
+    }
+    assert [*found["validation_split"]] == [f"{a} (val)"]
+
+
+def test_the_identity_of_a_metadataset_changes_with_its_weights(tmp_path: Path) -> None:
+    """Also with those in a file that it refers to."""
+    for name in ("a", "b"):
+        write_dataset(tmp_path / name, {"train": noise(8, 0)})
+
+    def identity(weight: int) -> Mapping[str, str]:
+        head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+        members = [{"path": "a", "weight": 1}, {"path": "b", "weight": weight}]
+        for name, content in (("inner", {"blend": members}), ("outer", {"path": "inner.yaml"})):
+            (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**head, "splits": {"train": content}}))
+        return EnergonData(path=str(tmp_path / "outer.yaml")).identity()["path"]
+
+    assert identity(1) == identity(1) != identity(2)
+    assert next(iter(identity(1).values())).startswith("16 samples in 2 shards, ")

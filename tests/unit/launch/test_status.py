@@ -145,6 +145,14 @@ def test_an_attempt_before_its_first_line_stands_at_the_checkpoint(tmp_path: Pat
     assert list(status.series["loss"])[-2:] == [17, 18]
 
 
+def test_an_attempt_that_has_logged_nothing_yet_drops_lost_steps(tmp_path: Path) -> None:
+    start = {**record("start", 16), "attempt": 2}
+    lost = record("scalars", 18, **{"held_out/loss": 0.125})
+    said = told(run_folder(tmp_path / "run", *attempt(1, range(1, 21), 1.0, NOW), lost, start))
+    assert said["held-out"] == "not measured"
+    assert "mean of the last 8 lines" in said["loss"]
+
+
 def test_a_newer_checkpoint_of_an_attempt_that_went_on_from_an_older_one_does_not_count(tmp_path: Path) -> None:
     """A damaged newest checkpoint is passed over: the run is behind it, and no number is negative."""
     folder = run_folder(tmp_path / "run", *attempt(1, range(1, 21), 1.0, NOW), *attempt(2, range(9, 11), 1.0, NOW + 99))

@@ -19,7 +19,16 @@ from PIL import Image
 from dit.errors import CheckpointError
 from dit.models.dit.config import DiTConfig
 from dit.monitoring.run_log import mirrors_of
-from dit.monitoring.sinks import FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink, read_records, scalars_by_step
+from dit.monitoring.sinks import (
+    FanOut,
+    JsonlSink,
+    Sink,
+    TensorBoardSink,
+    WandbSink,
+    current_records,
+    read_records,
+    scalars_by_step,
+)
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig
 from dit.settings import LoggingConfig
@@ -79,8 +88,8 @@ def test_numpy_scalars_are_numbers(tmp_path):
     assert record["count"] == 3
 
 
-def test_resuming_keeps_every_line_and_the_last_one_counts(tmp_path):
-    """Steps done again are written again, marked by attempt; a reader takes the last value of each name."""
+def test_resuming_keeps_every_line_and_drops_lost_steps_for_readers(tmp_path):
+    """Steps done again are written again, marked by attempt. Older versions recorded no start."""
     path = tmp_path / "metrics.jsonl"
     for attempt, steps in ((1, (1, 2, 3)), (2, (2, 3, 4))):
         sink = JsonlSink(path)
@@ -94,7 +103,32 @@ def test_resuming_keeps_every_line_and_the_last_one_counts(tmp_path):
     assert [r["attempt"] for r in records] == [1] * 6 + [2] * 3
     joined = scalars_by_step(records)
     assert {step: r["loss"] for step, r in joined.items()} == {1: 11.0, 2: 22.0, 3: 23.0, 4: 24.0}
-    assert joined[3]["held_out_loss"] == 0.5
+    assert "held_out_loss" in joined[1]
+    assert "held_out_loss" not in joined[3]
+
+
+def test_steps_after_a_start_or_a_rewind_are_dropped_before_they_are_logged_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.start(0)
+    for step in range(1, 9):
+        sink.scalars(step, {"loss": float(step)}, consumed_samples=step)
+    sink.incident("rewind", 9, {"to_step": 6})
+    assert list(scalars_by_step(read_records(path))) == [1, 2, 3, 4, 5, 6]
+    sink = JsonlSink(path)
+    sink.start(4)
+    assert sink.attempt == 2
+    assert list(scalars_by_step(read_records(path))) == [1, 2, 3, 4]
+    sink.scalars(6, {"loss": 0.5}, consumed_samples=6)
+    assert list(scalars_by_step(read_records(path))) == [1, 2, 3, 4, 6]
+    assert [r["kind"] for r in current_records(read_records(path))].count("incident") == 1
+
+
+def test_records_with_entries_of_wrong_kinds_are_dropped():
+    start = {"kind": "start", "step": 2, "attempt": 2}
+    sound = [{"kind": "scalars", "step": step, "attempt": 1} for step in (1, 2, 3)]
+    damaged = [{"kind": "scalars", "step": "x", "attempt": 1}, {"step": 1}, {"kind": "start", "step": None}, [1]]
+    assert current_records([*sound, *damaged, start]) == [*sound[:2], start]
 
 
 def test_jsonl_survives_kill_up_to_the_last_line(tmp_path):

@@ -25,6 +25,20 @@ def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
     assert how_it_went(path, 8, 9, 2.0).endswith("the same command goes on")
 
 
+def test_losses_of_steps_that_were_lost_do_not_count(tmp_path):
+    """Killed after step 8, resumed after step 4, and stopped at step 6."""
+    path = tmp_path / "metrics.jsonl"
+    for start, held_out in ((0, {4: 0.5, 8: 0.125}), (4, {6: 0.75})):
+        sink = JsonlSink(path)
+        sink.start(start)
+        for step, loss in held_out.items():
+            sink.scalars(step, {"loss": step / 16, "held_out/loss": loss}, 8 * step)
+        sink.close()
+    assert how_it_went(path, 6, 8, 1.0) == (
+        "stopped at step 6 of 8 after 1s, loss 0.3750, best held-out loss 0.5000 at step 4, the same command goes on"
+    )
+
+
 def test_a_run_without_lines_has_no_losses_to_tell(tmp_path):
     JsonlSink(tmp_path / "metrics.jsonl").close()
     assert how_it_went(tmp_path / "metrics.jsonl", 4, 4, 1.0) == "finished step 4 of 4 after 1s"

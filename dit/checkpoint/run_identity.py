@@ -1,0 +1,104 @@
+"""The id of a run, and the run that `checkpoint.copy_to` belongs to.
+
+The id is random. It is in `run_dir/run_id`, in the manifest of each checkpoint, and with the run's settings in
+`owner.yaml` at `checkpoint.copy_to`. A run with another id neither reads nor changes the copies at that address.
+
+A folder without an id is a new run, or a run whose disk was lost. The settings distinguish them: the same
+`training.run_dir`, and the same settings of all that changes the weights, continue the run at the address.
+"""
+
+import json
+import logging
+import os
+import secrets
+from contextlib import suppress
+from typing import Optional
+
+from dit.checkpoint.records import usable
+from dit.checkpoint.remote import OWNER, Owner, RemoteStore, fetch_newer
+from dit.checkpoint.resume_check import Change, changes
+from dit.checkpoint.store import CheckpointStore
+from dit.durable_files import read_regular
+from dit.errors import CheckpointError, ConfigError
+from dit.run_config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE = "run_id"
+RUN_DIR = "training.run_dir"
+
+
+def join_run(store: CheckpointStore, config: RunConfig) -> str:
+    """Return the id of the run in this folder, after fetching a newer checkpoint from `checkpoint.copy_to`.
+
+    Raises:
+        ConfigError: the copies are those of another run; nothing was fetched.
+        CheckpointError: the address cannot be read, and there is no checkpoint in this folder.
+    """
+    run, address = _stored_id(store), config.checkpoint.copy_to
+    if address is not None:
+        remote = RemoteStore(address)
+        try:
+            owner = remote.owner()
+            if owner is not None:
+                check_owner(address, owner, run, config)
+                run = run or owner.run
+            run = run or _new_id()
+            if owner is None or owner.run is None:
+                with suppress(CheckpointError, FileNotFoundError):  # the first copy tries again, and reports it
+                    remote.put_owner(Owner(run, config.to_record()))
+            fetch_newer(store, remote)
+        except CheckpointError as error:
+            if not store.complete():
+                raise
+            logger.warning("the checkpoints of %s are used: %s", store.root, error)
+    return run or _new_id()
+
+
+def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfig) -> None:
+    """Check that the copies at `checkpoint.copy_to` are those of this run.
+
+    Args:
+        run: id of the run in this folder; None if the folder has none.
+
+    Raises:
+        ConfigError: they are those of another run.
+    """
+    accepted = config.checkpoint.accept_changes or []
+    with usable(f"{address}/{OWNER}"):
+        present = f"checkpoint.copy_to={address} has the copies of {owner}"
+        different = [
+            change
+            for change in changes(owner.settings, config)
+            if change.identifies_run and not change.is_in(accepted) and not _is_same_folder(change)
+        ]
+    if run is not None and owner.run is not None and run != owner.run:
+        raise ConfigError(
+            f"{present}, and {RUN_DIR}={config.training.run_dir} is run {run}; give this run an address of its own, or "
+            "delete the copies there"
+        )
+    if run is not None:
+        different = [change for change in different if change.path == RUN_DIR]
+    if different:
+        accept = json.dumps([*accepted, *(change.path for change in different)], separators=(",", ":"))
+        raise ConfigError(
+            f"{present}, which has other settings: {'; '.join(map(str, different))}. Give this run an address of its "
+            f"own; or, if it continues that run, accept the changes with 'checkpoint.accept_changes={accept}'"
+        )
+
+
+def _is_same_folder(change: Change) -> bool:
+    return change.path == RUN_DIR and os.path.abspath(str(change.old)) == os.path.abspath(str(change.new))
+
+
+def _stored_id(store: CheckpointStore) -> Optional[str]:
+    """Return the id in the run folder, else that in its newest checkpoint."""
+    with suppress(OSError):
+        if run := read_regular(store.root.parent / RUN_FILE).decode(errors="replace").strip():
+            return run
+    manifests = store.complete()
+    return manifests[max(manifests)].run if manifests else None
+
+
+def _new_id() -> str:
+    return secrets.token_hex(8)
