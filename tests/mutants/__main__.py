@@ -18,10 +18,12 @@ TITLE = """# Mutants
 One wrong line at a time in the core, the first test that fails because of it, and the seconds that took. Written by
 `python -m tests.mutants --write docs/mutants.md`; after a change of a test or a line, `--only` runs a part again.
 
+{counts}
+
 | mutant | line | seen by | s |
-| --- | --- | --- | --- |
-"""
+| --- | --- | --- | --- |"""
 NOT_RUN = "not run | |"
+SURVIVED = "**SURVIVED**"
 
 
 def head(mutant: Mutant) -> str:
@@ -32,7 +34,7 @@ def head(mutant: Mutant) -> str:
 
 def row(mutant: Mutant, verdict: Verdict) -> str:
     """Return a mutant's row of the table."""
-    return f"{head(mutant)}{verdict.seen_by or '**SURVIVED**'} | {verdict.seconds:.0f} |"
+    return f"{head(mutant)}{verdict.seen_by or SURVIVED} | {verdict.seconds:.0f} |"
 
 
 def written_rows(path: Path, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, str]:
@@ -48,10 +50,14 @@ def written_rows(path: Path, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, s
 
 
 def write(path: Path, rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTANTS) -> None:
-    """Write the table in the order of the list; mutants without a row are listed as not run."""
+    """Write the table: survivors, mutants that were not run, and the others, each in the order of the list."""
     path.parent.mkdir(exist_ok=True)
     lines = [rows.get(mutant.name, head(mutant) + NOT_RUN) for mutant in mutants]
-    path.write_text(TITLE + "\n".join(lines) + "\n")
+    survivors = [line for line in lines if SURVIVED in line]
+    not_run = [line for line in lines if line.endswith(NOT_RUN)]
+    seen = [line for line in lines if line not in survivors and line not in not_run]
+    counts = f"{len(lines)} mutants: {len(survivors)} survived, {len(not_run)} not run, {len(seen)} seen by a test."
+    path.write_text("\n".join([TITLE.format(counts=counts), *survivors, *not_run, *seen, ""]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

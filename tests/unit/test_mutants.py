@@ -42,15 +42,17 @@ def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path):
         judge(Mutant("gone", "double.py", "x * 2", "x * 3", ("test_double.py",)), tmp_path)
 
 
-def test_the_table_keeps_rows_until_their_mutant_changes(tmp_path):
-    a, b = (Mutant(name, "double.py", "x | 1", "x + 1", ()) for name in "ab")
+def test_the_table_lists_survivors_first_and_keeps_rows_until_their_mutant_changes(tmp_path):
+    a, b, c = (Mutant(name, "double.py", "x | 1", "x + 1", ()) for name in "abc")
     path = tmp_path / "table.md"
-    write(path, {"a": row(a, Verdict("test_double.py::test_it", 1.4))}, (a, b))
-    assert path.read_text().splitlines()[-2:] == [
-        "| a | double.py: `x \\| 1` to `x + 1` | test_double.py::test_it | 1 |",
+    rows = {"a": row(a, Verdict("test_double.py::test_it", 1.4)), "c": row(c, Verdict(None, 2.0))}
+    write(path, rows, (a, b, c))
+    assert path.read_text().splitlines()[-3:] == [
+        "| c | double.py: `x \\| 1` to `x + 1` | **SURVIVED** | 2 |",
         "| b | double.py: `x \\| 1` to `x + 1` | not run | |",
+        "| a | double.py: `x \\| 1` to `x + 1` | test_double.py::test_it | 1 |",
     ]
-    assert written_rows(path, (a, b)).keys() == {"a"}
+    assert "3 mutants: 1 survived, 1 not run, 1 seen by a test" in path.read_text()
+    assert written_rows(path, (a, b, c)).keys() == {"a", "c"}
     changed = Mutant("a", "double.py", "x | 1", "x + 2", ())
     assert written_rows(path, (changed, b)) == {}
-    assert "**SURVIVED**" in row(a, Verdict(None, 2.0))
