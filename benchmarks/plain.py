@@ -199,7 +199,7 @@ def ragged(case: Case) -> dict[str, Any]:
     """Return data settings: sides of a half, three quarters and all, in packs padded to the tokens of the batch."""
     sides = [case.side * share // 4 * PATCH for share in (2, 3, 4)]
     shapes = [f"1x{height}x{width}" for height in sides for width in sides]
-    return {"shapes": shapes, "max_tokens_per_pack": case.batch * case.side**2}
+    return {"shapes": shapes, "max_tokens_per_pack": case.batch * case.side**2, "pack_multiple_of": 1}
 
 
 def measure(case: Case, rounds: int, warmup: int, *, compiled: bool = False) -> dict[str, Any]:
