@@ -13,8 +13,8 @@ from typing import Any, Optional
 
 import yaml
 
-from dit.durable_files import read_regular
 from dit.errors import ConfigError, DataError, page_of
+from dit.safe_files import read_bytes
 from energon_data.samples import META_PART, SampleError, unseal
 from energon_data.tar_index import first_samples
 
@@ -51,7 +51,7 @@ class SplitInfo:
 def _load(file: Path) -> Any:
     """Parse a YAML or JSON file without executing code."""
     try:
-        text = read_regular(file).decode()
+        text = read_bytes(file).decode()
         return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"cannot read {file}: {' '.join(str(error).split())}; {_ADVICE}") from error

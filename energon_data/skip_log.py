@@ -9,6 +9,7 @@ workers, and after every resume; and the run ends at the same step in all of the
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dit.errors import DataError
+from dit.safe_files import open_regular
 
 GIVE_UP_AFTER = 10_000
 """Number of consecutive skipped samples after which the data count as unusable."""
@@ -108,7 +110,8 @@ class SkipLog:
                 over = skip
         if lines and self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as f:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            with open(open_regular(self.file, flags, follow=False), "a") as f:
                 f.write("".join(lines))
         if over is not None:
             raise DataError(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dit.durable_files import read_regular
 from dit.errors import DataError
+from dit.safe_files import read_bytes
 
 if TYPE_CHECKING:
     from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
@@ -97,7 +97,7 @@ def read_offsets(shard: Path) -> np.ndarray:
     if not file.is_file():
         raise DataError(f"shard {shard} has no index {file.name}; run `energon prepare` on its folder again")
     try:
-        raw = read_regular(file)
+        raw = read_bytes(file)
     except OSError as error:
         raise DataError(f"index {file} cannot be read: {error.strerror}; restore the file") from error
     if len(raw) % 8 or len(raw) < 16:

@@ -20,9 +20,9 @@ from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
 from dit.config_record import CLASS_KEY, TRUST_VARIABLE, current, current_module, trusted_packages
-from dit.durable_files import read_regular
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
+from dit.safe_files import read_bytes
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
 from recipes.registry import TRAINING_FUNCTION
 
@@ -116,7 +116,7 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
     if path.is_dir():
         path /= CONFIG_FILE
     try:
-        raw = yaml.safe_load(read_regular(path).decode())
+        raw = yaml.safe_load(read_bytes(path).decode())
     except OSError as error:
         raise ConfigError(f"cannot read --yaml {path}: {error.strerror}; --to-yaml FILE writes one") from error
     except RecursionError as error:

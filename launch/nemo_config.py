@@ -13,7 +13,6 @@ from typing import Any, get_args
 import nemo_run as run
 import yaml
 
-from dit.durable_files import read_regular
 from dit.errors import ConfigError
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.unet.config import UNetConfig
@@ -21,6 +20,7 @@ from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.optimizer.schedules import Constant
 from dit.parallel.dims import ParallelConfig
+from dit.safe_files import read_bytes
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
@@ -63,7 +63,7 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
         ConfigError: the file cannot be read, or keys of it are refused; one line for each of them.
     """
     try:
-        document = yaml.safe_load(read_regular(Path(path)).decode())
+        document = yaml.safe_load(read_bytes(Path(path)).decode())
     except OSError as error:
         raise ConfigError(
             f"cannot read --nemo-config {path}: {error.strerror}; write the path of a YAML file"

@@ -15,13 +15,13 @@ from typing import Any, Optional
 
 import yaml
 
-from dit.durable_files import read_regular
 from dit.errors import ConfigError
 from dit.monitoring.exit_record import read_outcome
 from dit.monitoring.heartbeat import read_beats
 from dit.monitoring.progress import format_duration
 from dit.monitoring.run_lock import LOCK_FILE
 from dit.monitoring.sinks import METRICS_FILE
+from dit.safe_files import open_regular, read_bytes
 
 HELD_OUT = "held_out/loss"
 RECENT = 50  # log lines of which "now" is the mean or median
@@ -102,7 +102,7 @@ def read_status(run_dir: Path) -> RunStatus:
         )
     status = RunStatus(run_dir)
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        status.num_steps = int(yaml.safe_load(read_regular(run_dir / "config.yaml"))["training"]["num_steps"])
+        status.num_steps = int(yaml.safe_load(read_bytes(run_dir / "config.yaml"))["training"]["num_steps"])
     for record in _records(metrics):
         with suppress(AttributeError, KeyError, TypeError):  # its entries are of wrong kinds
             _add(status, record)
@@ -118,7 +118,7 @@ def read_status(run_dir: Path) -> RunStatus:
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a `metrics.jsonl`; lines that a crash or an editor damaged are left out."""
     with suppress(OSError):
-        for line in read_regular(path).split(b"\n"):
+        for line in read_bytes(path).split(b"\n"):
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and "kind" in record:
@@ -164,7 +164,7 @@ def _forget(status: RunStatus, step: int) -> None:
 def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
     """Return whether a process has the lock of a run folder (None: the disk has no locks), and which."""
     try:
-        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
+        descriptor = open_regular(run_dir / LOCK_FILE)
     except FileNotFoundError:
         return False, ""
     except OSError:

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "dit.philox": set(),
     "dit.heap": set(),
     "dit.durable_files": {"dit.errors"},
+    "dit.safe_files": {"dit.errors"},
     "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},
     "dit.patchify": {"dit.errors"},
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     },
     "dit.sampling": {
         *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
-        "dit.conditions",
+        *("dit.conditions", "dit.durable_files", "dit.safe_files"),
     },
     "dit.kernels": {"dit.errors", "dit.layout"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
@@ -94,11 +95,19 @@ MAY_IMPORT = {
         "dit.models",
     },
     "dit.checkpoint": {
-        *("dit.errors", "dit.settings", "dit.durable_files", "dit.config_record", "dit.data_api"),
+        *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.config_record", "dit.data_api"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config", "dit.convert"),
     },
     "dit.monitoring": {
-        *("dit.errors", "dit.settings", "dit.durable_files", "dit.layout", "dit.kernels", "dit.backends"),
+        *(
+            "dit.errors",
+            "dit.settings",
+            "dit.durable_files",
+            "dit.safe_files",
+            "dit.layout",
+            "dit.kernels",
+            "dit.backends",
+        ),
         *("dit.layers", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.patchify"),
         *("dit.tracing", "dit.ranges"),
     },
@@ -108,7 +117,15 @@ MAY_IMPORT = {
         *("dit.conditions", "dit.condition_table", "dit.resize"),
     },
     "dit.training": {
-        *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.config_record", "dit.layout"),
+        *(
+            "dit.errors",
+            "dit.ranges",
+            "dit.settings",
+            "dit.durable_files",
+            "dit.safe_files",
+            "dit.config_record",
+            "dit.layout",
+        ),
         *("dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.context_parallel"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.checkpoint"),
         *("dit.run_config", "dit.monitoring", "dit.inference", "dit.conditions", "dit.condition_table"),
@@ -127,6 +144,7 @@ MAY_IMPORT = {
     "energon_data": {
         "dit.errors",
         "dit.durable_files",
+        "dit.safe_files",
         "dit.heap",
         "dit.ranges",
         "dit.layout",

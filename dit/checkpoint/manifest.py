@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
-from dit.durable_files import read_regular, strict_json
+from dit.durable_files import strict_json
 from dit.errors import CheckpointError, ConfigError
+from dit.safe_files import read_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -267,7 +268,7 @@ def read_manifest(folder: Path) -> Manifest:
     if folder.is_symlink() or path.is_symlink():
         raise CheckpointError(f"{folder} or its {MANIFEST} is a link, refused in a checkpoint; give the real folder")
     try:
-        manifest = Manifest.from_text(read_regular(path).decode())
+        manifest = Manifest.from_text(read_bytes(path).decode())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing, the checkpoint was never finished; {CURE}") from error
     except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from dit.checkpoint.manifest import CURE
-from dit.durable_files import read_regular
 from dit.errors import CheckpointError, UserError
+from dit.safe_files import read_bytes
 
 CONFIG_FILE = "config.yaml"
 METADATA_FILE = "facts.json"
@@ -78,7 +78,7 @@ _METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:
     try:
-        table = parse(read_regular(path).decode())
+        table = parse(read_bytes(path).decode())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; {CURE}") from error
     missing = [name for name in required if not isinstance(table, dict) or name not in table]

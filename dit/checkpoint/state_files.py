@@ -23,8 +23,9 @@ from torch import Tensor
 
 from dit.checkpoint.boxes import Box
 from dit.checkpoint.manifest import CURE, FileRecord
-from dit.durable_files import read_regular, write_all, write_atomic
+from dit.durable_files import write_all, write_atomic
 from dit.errors import CheckpointError
+from dit.safe_files import read_bytes
 
 INDEX = "state.json"
 FORMAT = 2  # 1 was Megatron-Core's `torch_dist`
@@ -207,7 +208,7 @@ class StateReader:
                 f"checkpoints with: python -m launch.convert_checkpoints {folder.parent.parent}"
             )
         try:
-            body = json.loads(read_regular(folder / INDEX))
+            body = json.loads(read_bytes(folder / INDEX))
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{folder / INDEX} is of format {body['format']!r}, this version reads {FORMAT}")
             self.scalars: dict[str, float] = {str(name): _finite(value) for name, value in body["scalars"].items()}

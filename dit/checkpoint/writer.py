@@ -38,8 +38,9 @@ from typing import Any, Optional
 
 from dit.checkpoint.manifest import FileRecord
 from dit.checkpoint.store import CheckpointStore
-from dit.durable_files import read_regular, write_all
+from dit.durable_files import write_all, write_atomic
 from dit.errors import CheckpointError
+from dit.safe_files import read_bytes
 from dit.settings import CheckpointConfig
 
 ORDER = "order"
@@ -112,7 +113,7 @@ class Writer:
         step = order["step"]
         folder = self.store.begin(step)
         with self.store.writing(step):
-            _leave(folder / ORDER, order["token"])
+            write_atomic(folder / ORDER, order["token"], flush=False)
             meta = json.loads(self._staged(*order["meta"]).tobytes())
             records = dict(self._write(folder, order))
             records |= self._parts(folder, order)
@@ -127,7 +128,7 @@ class Writer:
         while missing:
             present = set(os.listdir(folder))
             for rank in sorted(rank for rank in missing if part_file(rank) in present):
-                note = json.loads(read_regular(folder / part_file(rank)))
+                note = json.loads(read_bytes(folder / part_file(rank)))
                 if note["token"] != order["token"]:
                     continue
                 if note["error"] is not None:
@@ -161,7 +162,7 @@ class Writer:
                 "earlier checkpoints are intact"
             )
         with suppress(FileNotFoundError):  # the folder, if rank 0 has given up
-            _leave(folder / part_file(rank), json.dumps(note))
+            write_atomic(folder / part_file(rank), json.dumps(note), flush=False)
         if note["error"] is not None:
             raise CheckpointError(note["error"])
 
@@ -218,16 +219,9 @@ class Writer:
         return memoryview(self._mapped)[start : start + size]
 
 
-def _leave(path: Path, text: str) -> None:
-    """Leave a note that a reader finds in full or not at all; it need not survive a crash."""
-    part = path.with_name(f".{path.name}.new")
-    part.write_text(text)
-    os.rename(part, path)
-
-
 def _is_ordered(folder: Path, token: str) -> bool:
     try:
-        return read_regular(folder / ORDER).decode() == token
+        return read_bytes(folder / ORDER).decode() == token
     except OSError:
         return False
 

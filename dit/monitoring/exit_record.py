@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-from dit.durable_files import read_regular, strict_json, write_atomic
+from dit.durable_files import strict_json, write_atomic
 from dit.errors import (
     EXIT_CHECKPOINT,
     EXIT_CONFIG,
@@ -32,6 +32,7 @@ from dit.errors import (
     UserError,
     exit_code,
 )
+from dit.safe_files import read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ def _root_outcome(run_dir: Path) -> Optional[Outcome]:
 
 def _read(path: Path) -> Optional[Outcome]:
     try:
-        outcome = Outcome(**json.loads(read_regular(path)))
+        outcome = Outcome(**json.loads(read_bytes(path, follow=False)))
     except (OSError, RecursionError, TypeError, ValueError):
         return None  # deleted, or not one of our records
     texts = outcome.reason, outcome.error or "", outcome.traceback or ""

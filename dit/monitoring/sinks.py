@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from dit.durable_files import read_regular, strict_json, write_all, write_atomic
+from dit.durable_files import strict_json, write_all, write_atomic
 from dit.errors import CheckpointError
+from dit.safe_files import make_folder, open_regular, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +77,14 @@ class JsonlSink(Sink):
 
     Raises:
         CheckpointError: the file cannot be written (exit code 5), or it was moved or deleted.
+        ConfigError: it is a link.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, follow=False)
             last = _cut_torn_line(self._descriptor)
         except OSError as error:
             raise self._failed(error) from error
@@ -159,7 +161,7 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, only rank 0 needs it
 
         purge = None if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._writer = SummaryWriter(str(make_folder(Path(folder))), purge_step=purge)
 
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
         for name, value in {**values, "consumed_samples": consumed_samples}.items():
@@ -214,8 +216,7 @@ class WandbSink(Sink):
         group: Optional[str] = None,
         artifacts: bool = False,
     ) -> None:
-        folder = Path(run_dir).resolve() / "wandb"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(Path(run_dir).resolve() / "wandb")
         # wandb takes these three folders from the environment only; by default they are in the home directory.
         for kind in ("DATA", "CACHE", "CONFIG"):
             os.environ.setdefault(f"WANDB_{kind}_DIR", str(folder / kind.lower()))
@@ -320,7 +321,7 @@ class FanOut(Sink):
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
     """Read all complete records of a `metrics.jsonl`."""
-    lines = read_regular(Path(path)).split(b"\n")
+    lines = read_bytes(Path(path)).split(b"\n")
     return [json.loads(line) for line in lines[:-1]]
 
 
@@ -365,8 +366,8 @@ def _pixels(picture: Picture) -> np.ndarray:
 
 def _wandb_id(path: Path) -> str:
     """Return the id of this run's page, created at the first call."""
-    if path.exists():
-        return read_regular(path).decode().strip()
+    if os.path.lexists(path):
+        return read_bytes(path, follow=False).decode().strip()
     run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
     write_atomic(path, run_id + "\n")
     return run_id

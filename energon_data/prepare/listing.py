@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional, Protocol, TypeVar
 
-from dit.durable_files import read_regular
 from dit.errors import ConfigError, DataError
+from dit.safe_files import read_bytes
 from energon_data.samples import SampleError
 
 CAPTION_NAMES = ("caption", "text", "prompt")
@@ -135,7 +135,7 @@ def _read(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SampleError("too_large", f"{path.stat().st_size} bytes, at most {MAX_FILE_BYTES}")
-        return read_regular(path)
+        return read_bytes(path)
     except OSError as error:
         raise SampleError("unreadable", f"cannot read: {error}") from error
 
