@@ -1,14 +1,18 @@
-"""Open files that a stranger may have written: regular files only, of bounded size, and no links in a run folder."""
+"""Read files that a stranger may have written: regular files of bounded size and depth; in run folders, no links."""
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from dit.errors import ConfigError
 
 LONGEST_FILE = 64 << 20  # bytes; records of a run or a data set have fewer
+DEEPEST = 100  # lists and tables inside of each other
+LONGEST_INTEGER = 20  # characters; all integers of 64 bits have fewer
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = True) -> int:
@@ -79,3 +83,28 @@ def make_folder(path: Path) -> Path:
     refuse_link(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text whose nesting and integers are bounded.
+
+    Raises:
+        ValueError: it is no JSON, is nested more than `DEEPEST` levels, or has an integer of more than 64 bits.
+    """
+    try:
+        value = json.loads(text, parse_int=_integer)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
+    level, depth = [value], 0
+    while level := [node for node in level if isinstance(node, (dict, list))]:
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError(f"nested deeper than {DEEPEST} levels")
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > LONGEST_INTEGER:
+        raise ValueError(f"an integer of {len(digits)} digits, more than any of 64 bits")
+    return int(digits)

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from dit.monitoring.exit_record import read_outcome
 from dit.monitoring.heartbeat import read_beats
 from dit.monitoring.progress import format_duration
 from dit.monitoring.run_lock import LOCK_FILE
-from dit.monitoring.sinks import METRICS_FILE
+from dit.monitoring.sinks import METRICS_FILE, as_number, read_records
 from dit.safe_files import open_regular, read_bytes
 
 HELD_OUT = "held_out/loss"
@@ -103,9 +103,8 @@ def read_status(run_dir: Path) -> RunStatus:
     status = RunStatus(run_dir)
     with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         status.num_steps = int(yaml.safe_load(read_bytes(run_dir / "config.yaml"))["training"]["num_steps"])
-    for record in _records(metrics):
-        with suppress(AttributeError, KeyError, TypeError):  # its entries are of wrong kinds
-            _add(status, record)
+    for record in read_records(metrics) if metrics.is_file() else ():
+        _add(status, record)
     status.running, status.holder = _lock(run_dir)
     status.beat = max((beat.time for beat in read_beats(run_dir).values() if _is_number(beat.time)), default=None)
     for folder in (run_dir / "checkpoints").glob("iter_*"):
@@ -115,20 +114,10 @@ def read_status(run_dir: Path) -> RunStatus:
     return status
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a `metrics.jsonl`; lines that a crash or an editor damaged are left out."""
-    with suppress(OSError):
-        for line in read_bytes(path).split(b"\n"):
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and "kind" in record:
-                    yield record
-
-
 def _add(status: RunStatus, record: dict[str, Any]) -> None:
-    """Take in a record; parts of it that a crash or an editor damaged are left out."""
-    attempt, step = record.get("attempt"), record.get("step")
-    if isinstance(attempt, int) and attempt > status.attempt:
+    """Take in a record of `read_records`; values of wrong kinds are left out."""
+    attempt, step = record["attempt"], record["step"]
+    if attempt > status.attempt:
         status.attempt = attempt
         status.times.clear()
     if record["kind"] == "incident":
@@ -137,16 +126,15 @@ def _add(status: RunStatus, record: dict[str, Any]) -> None:
         to_step = details.get("to_step") if isinstance(details, dict) else None
         if record.get("incident") == "rewind" and isinstance(to_step, int):
             _forget(status, to_step)
-    elif record["kind"] == "scalars" and isinstance(step, int):
-        if isinstance(attempt, int) and attempt > status.logged_attempt:  # it began behind a checkpoint before `step`
+    elif record["kind"] == "scalars":
+        if attempt > status.logged_attempt:  # it began behind a checkpoint before `step`
             status.logged_attempt = attempt
             _forget(status, step - 1)
-        if "samples_per_s" in record and _is_number(record.get("time")):
+        if "samples_per_s" in record:
             status.times[step] = record["time"]
         for name, value in record.items():
-            if name not in ("kind", "step", "time", "attempt", "loss_hex"):
-                with suppress(TypeError, ValueError, OverflowError):  # "NaN" and "Infinity" are numbers, too
-                    status.series.setdefault(name, {})[step] = float(value)
+            if name not in ("kind", "step", "time", "attempt", "loss_hex") and (number := as_number(value)) is not None:
+                status.series.setdefault(name, {})[step] = number
 
 
 def _is_number(value: object) -> bool:

@@ -24,7 +24,7 @@ from dit.durable_files import strict_json, write_atomic
 from dit.errors import EXIT_UNEXPECTED
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.progress import format_duration
-from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES
+from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES, newest_attempt
 from dit.safe_files import make_folder, open_regular, read_bytes
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Heartbeat:
             tail = file.read()
             if tail and not tail.endswith(b"\n"):
                 return  # the rank that writes it was stopped inside a line
-            attempt = json.loads(tail.splitlines()[-1]).get("attempt", 1) if tail else 1
+            attempt = max(1, newest_attempt(tail))
             file.write(strict_json({**record, "attempt": attempt, "details": details}).encode() + b"\n")
 
     def _write(self) -> None:

@@ -3,15 +3,14 @@
 Sinks exist on rank 0 and get host values only. Names are not changed; the training loss is called `loss`.
 """
 
-import json
 import logging
+import math
 import netrc
 import os
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, Union
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ import numpy as np
 
 from dit.durable_files import strict_json, write_all, write_atomic
 from dit.errors import CheckpointError
-from dit.safe_files import make_folder, open_regular, read_bytes
+from dit.safe_files import make_folder, open_regular, parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 LOSS = "loss"
 RECORD_FIELDS = ("kind", "step", "consumed_samples", "time", "attempt", "loss_hex")
 TAIL_BYTES = 1 << 16
+LONGEST_LINE = 16 << 20  # bytes
 
 Picture = Union[Path, str, np.ndarray]
 """A picture file, uint8 `[height, width, 3]`, or an animated `.gif`."""
@@ -85,12 +85,10 @@ class JsonlSink(Sink):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, follow=False)
-            last = _cut_torn_line(self._descriptor)
+            tail = _cut_torn_line(self._descriptor)
         except OSError as error:
             raise self._failed(error) from error
-        self.attempt = 1
-        with suppress(ValueError, TypeError, KeyError):
-            self.attempt = int(json.loads(last)["attempt"]) + 1
+        self.attempt = newest_attempt(tail) + 1
 
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
         clash = sorted(values.keys() & set(RECORD_FIELDS))
@@ -320,9 +318,51 @@ class FanOut(Sink):
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
-    """Read all complete records of a `metrics.jsonl`."""
-    lines = read_bytes(Path(path)).split(b"\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """Read all records of a `metrics.jsonl`; a line that is damaged or not yet complete is skipped.
+
+    Raises:
+        ConfigError: the file is a link.
+        OSError: it cannot be read.
+    """
+    records, num_lines = [], 0
+    with open(open_regular(Path(path), follow=False), "rb") as file:
+        while line := file.readline(LONGEST_LINE):
+            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+                break  # it is being written
+            num_lines += 1
+            if (record := _parse_record(line)) is not None:
+                records.append(record)
+    if len(records) < num_lines:
+        logger.warning("%s: skipped %d damaged lines of %d", path, num_lines - len(records), num_lines)
+    return records
+
+
+def newest_attempt(tail: bytes) -> int:
+    """Return the attempt of the last record in the last lines of a `metrics.jsonl`; 0 if there is none."""
+    records = map(_parse_record, reversed(tail.splitlines()))
+    return next((record["attempt"] for record in records if record is not None), 0)
+
+
+def _parse_record(line: bytes) -> Optional[dict[str, Any]]:
+    """Return the record in a line; None if a crash or an editor damaged the line."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    kind, step, when, attempt = (record.get(name) for name in ("kind", "step", "time", "attempt"))
+    has_step = isinstance(step, int) or (step is None and kind != "scalars")
+    is_sound = isinstance(kind, str) and has_step and isinstance(when, int | float) and isinstance(attempt, int)
+    return record if is_sound and math.isfinite(when) else None
+
+
+def as_number(value: object) -> Optional[float]:
+    """Return the value of a scalar, which may be the word "NaN" or "Infinity"; None if it is no number."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
 
 
 def scalars_by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -335,7 +375,7 @@ def scalars_by_step(records: Sequence[Mapping[str, Any]]) -> dict[int, dict[str,
 
 
 def _cut_torn_line(descriptor: int) -> bytes:
-    """Truncate after the last newline; return the last complete line, empty if there is none."""
+    """Truncate after the last newline; return the last complete lines, at least one if there is one."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     start = max(0, end - TAIL_BYTES)
     tail = os.pread(descriptor, end - start, start)
@@ -345,7 +385,7 @@ def _cut_torn_line(descriptor: int) -> bytes:
     complete = tail.rfind(b"\n") + 1
     if complete < len(tail):
         os.ftruncate(descriptor, start + complete)
-    return tail[:complete].rstrip(b"\n").rsplit(b"\n", 1)[-1]
+    return tail[:complete]
 
 
 def _clip_file(picture: Picture) -> Optional[Path]:
