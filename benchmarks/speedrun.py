@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Optional
 from benchmarks.step import revision, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, DataError, one_line_errors
+from dit.monitoring.sinks import read_records
+from dit.safe_files import parse_json, read_bytes
 from launch import cli, environment
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ class Record:
             DataError: the file is none.
         """
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls(**parse_json(read_bytes(path)))
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"{path} is no record of this race: {error}; give a {FILE} that it wrote") from error
 
@@ -184,13 +186,13 @@ def digest_of_data(folder: Path) -> str:
     shards = sorted(folder.rglob("*.tar"))
     if not shards:
         raise DataError(f"{folder} has no shards; render the letters: python -m energon_data.prepare letters")
-    return digest(hashlib.sha256(path.read_bytes()).digest() for path in shards)
+    return digest(hashlib.sha256(read_bytes(path, 1 << 32)).digest() for path in shards)
 
 
 def losses_of(run: Path) -> list[str]:
     """Return every loss that a run has logged, in hexadecimal."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [f"{line['step']} {line['loss_hex']}" for line in lines if "loss_hex" in line]
+    records = read_records(run / "metrics.jsonl")
+    return [f"{record['step']} {record['loss_hex']}" for record in records if "loss_hex" in record]
 
 
 def weights_of(run: Path) -> dict[str, "Tensor"]:
@@ -214,7 +216,7 @@ def letters_read(run: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise DataError(f"the letters were not read: {done.stderr.strip().splitlines()[-1:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = parse_json(done.stdout.splitlines()[-1])
     return found
 
 
@@ -260,7 +262,7 @@ def run_race(factory: str, overrides: Sequence[str], ranks: int, out: Path) -> R
         wall_s=wall,
         steps=int(losses[-1].split()[0]),
         data_sha256=before,
-        reader_sha256=hashlib.sha256((data / READER).read_bytes()).hexdigest(),
+        reader_sha256=hashlib.sha256(read_bytes(data / READER)).hexdigest(),
         losses_sha256=digest(line.encode() for line in losses),
         weights_sha256=digest_of_tensors(weights_of(out / RUN)),
         read=letters["correct"],

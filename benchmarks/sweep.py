@@ -24,6 +24,7 @@ from benchmarks import prediction
 from benchmarks.step import OK, OUT_OF_MEMORY, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from dit.safe_files import parse_json, read_bytes
 from launch import environment, experiment, grid
 
 if TYPE_CHECKING:
@@ -113,9 +114,9 @@ def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
         in_time: whether it ended by itself.
     """
     if file.exists():
-        record: dict[str, Any] = json.loads(file.read_text().splitlines()[0])
+        record: dict[str, Any] = parse_json(read_bytes(file).splitlines()[0])
         return record
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = read_bytes(log).decode(errors="replace") if log.exists() else ""
     if OUT_OF_MEMORY in text.lower():  # of another rank than the first, which alone writes
         return {"status": OUT_OF_MEMORY, **where()}
     errors = [line.strip() for line in text.splitlines() if "error:" in line.lower()]
@@ -127,8 +128,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a sweep; a line that was cut while it was written does not count."""
     if not path.exists():
         return []
-    complete = path.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in complete.splitlines()]
+    complete = read_bytes(path).rpartition(b"\n")[0]
+    return [parse_json(line) for line in complete.splitlines()]
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

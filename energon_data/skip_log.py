@@ -9,7 +9,6 @@ workers, and after every resume; and the run ends at the same step in all of the
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dit.errors import DataError
-from dit.safe_files import open_regular
+from dit.safe_files import open_to_append
 
 GIVE_UP_AFTER = 10_000
 """Number of consecutive skipped samples after which the data count as unusable."""
@@ -110,9 +109,8 @@ class SkipLog:
                 over = skip
         if lines and self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            with open(open_regular(self.file, flags, follow=False), "a") as f:
-                f.write("".join(lines))
+            with open_to_append(self.file) as file:
+                file.write("".join(lines).encode())
         if over is not None:
             raise DataError(
                 f"lost {over}. Samples lost: {self._lost.total()}, allowed: {self.budget}; repair the shard or write "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dit.errors import one_line_errors
+from dit.safe_files import check_regular
 
 FILE = "letter_reader.safetensors"
 VERSION = "1"  # of the network and its training; increase it to train again
@@ -185,6 +186,7 @@ def _read_network(path: Path, digest: str, num_classes: int) -> Optional[nn.Modu
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("digest") != digest:
                 return None

@@ -1,7 +1,6 @@
 """What the files of a run folder say of the run: read at any time, also while it runs or after a crash."""
 
 import fcntl
-import json
 import math
 import os
 import time
@@ -13,15 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
-import yaml
-
 from dit.errors import ConfigError
 from dit.monitoring.exit_record import read_outcome
 from dit.monitoring.heartbeat import read_beats
 from dit.monitoring.progress import format_duration
 from dit.monitoring.run_lock import LOCK_FILE
 from dit.monitoring.sinks import METRICS_FILE, as_number, read_records
-from dit.safe_files import open_regular, read_bytes
+from dit.safe_files import open_regular, parse_json, parse_yaml, read_bytes
 
 HELD_OUT = "held_out/loss"
 RECENT = 50  # log lines of which "now" is the mean or median
@@ -101,8 +98,9 @@ def read_status(run_dir: Path) -> RunStatus:
             f"{run_dir} is no run folder: it has neither {METRICS_FILE} nor exit.json; give training.run_dir"
         )
     status = RunStatus(run_dir)
-    with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        status.num_steps = int(yaml.safe_load(read_bytes(run_dir / "config.yaml"))["training"]["num_steps"])
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        num_steps = parse_yaml(read_bytes(run_dir / "config.yaml"))["training"]["num_steps"]
+        status.num_steps = num_steps if isinstance(num_steps, int) else None
     for record in read_records(metrics) if metrics.is_file() else ():
         _add(status, record)
     status.running, status.holder = _lock(run_dir)
@@ -162,7 +160,7 @@ def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
         return False, ""
     except BlockingIOError:
         with suppress(OSError, ValueError):
-            who = json.loads(os.pread(descriptor, 4096, 0))
+            who = parse_json(os.pread(descriptor, 4096, 0))
             return True, f"process {who['pid']} on {who['host']}" + (f", job {who['job']}" if who.get("job") else "")
         return True, ""
     except OSError:

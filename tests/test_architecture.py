@@ -43,7 +43,7 @@ MAY_IMPORT = {
     },
     "dit.kernels": {"dit.errors", "dit.layout"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
-    "dit.backends": {"dit.errors", "dit.philox", "dit.kernels"},
+    "dit.backends": {"dit.errors", "dit.safe_files", "dit.philox", "dit.kernels"},
     "dit.layers": {
         "dit.errors",
         "dit.philox",
@@ -82,11 +82,13 @@ MAY_IMPORT = {
     },
     "dit.encoders": {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
-        *("dit.data_api", "dit.patchify"),
+        *("dit.safe_files", "dit.data_api", "dit.patchify"),
     },
-    "dit.evaluation": {"dit.errors", "dit.backends", "dit.convert"},
+    "dit.evaluation": {"dit.errors", "dit.safe_files", "dit.backends", "dit.convert"},
     "dit.convert": {
         "dit.errors",
+        "dit.ranges",
+        "dit.safe_files",
         "dit.layout",
         "dit.batch",
         "dit.patchify",
@@ -95,8 +97,9 @@ MAY_IMPORT = {
         "dit.models",
     },
     "dit.checkpoint": {
-        *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.config_record", "dit.data_api"),
-        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config", "dit.convert"),
+        *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.config_record"),
+        *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
+        "dit.convert",
     },
     "dit.monitoring": {
         *(

@@ -18,6 +18,7 @@ from typing import Any
 from dit.checkpoint.remote import RemoteStore, copy_all
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
+from dit.safe_files import parse_json
 from dit.settings import CheckpointConfig
 
 ATTEMPTS, FIRST_WAIT_S = 3, 2.0
@@ -65,13 +66,13 @@ def main() -> None:
     control, root, config = (
         socket.socket(fileno=int(sys.argv[1])),
         sys.argv[2],
-        CheckpointConfig(**json.loads(sys.argv[3])),
+        CheckpointConfig(**parse_json(sys.argv[3])),
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     threading.Thread(target=end_with, args=(control,), daemon=True).start()
     with suppress(OSError), control.makefile("rb") as orders:
         for line in orders:
-            control.sendall((json.dumps(execute(json.loads(line), root, config)) + "\n").encode())
+            control.sendall((json.dumps(execute(parse_json(line), root, config)) + "\n").encode())
 
 
 if __name__ == "__main__":

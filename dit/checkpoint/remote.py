@@ -20,6 +20,7 @@ from dit.checkpoint.manifest import MANIFEST, Manifest, step_of_folder, tree_fil
 from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
+from dit.safe_files import LONGEST_FILE, read_bytes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class RemoteStore:
         found = {}
         for step in self.steps():
             with suppress(FileNotFoundError):
-                text = self._try(partial(self._files.cat_file, self._path(step, MANIFEST)))
+                text = self._try(partial(self._read, self._path(step, MANIFEST)))
                 try:
                     manifest = Manifest.from_text(text.decode())
                 except ValueError as error:
@@ -99,7 +100,7 @@ class RemoteStore:
             CheckpointError: the folder was deleted, changed, or the store cannot be written.
         """
         with being_read(folder):
-            text = (folder / MANIFEST).read_bytes()
+            text = read_bytes(folder / MANIFEST)
             manifest = Manifest.from_text(text.decode())
             names = set(tree_files(folder)) - {MANIFEST}
             if names != manifest.files.keys():
@@ -122,10 +123,16 @@ class RemoteStore:
         manifest = self.manifests().get(step)
         if manifest is None:
             raise CheckpointError(f"{self.address}/{_folder(step)} is not complete")
-        for name in manifest.files:
+        for name, record in manifest.files.items():
             target = folder / name
             if folder.resolve() not in target.resolve().parents:
                 raise CheckpointError(f"{self.address}/{_folder(step)} lists {name!r}, a path outside the checkpoint")
+            about = self._try(partial(self._files.info, self._path(step, name)))
+            if about["type"] != "file" or about["size"] != record.size_bytes:
+                raise CheckpointError(
+                    f"{self.address}/{_folder(step)}/{name} is a {about['type']} of {about['size']} bytes, its "
+                    f"{MANIFEST} says {record.size_bytes}; copy the checkpoint again"
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
             self._try(partial(self._files.get_file, self._path(step, name), str(target)))
 
@@ -139,6 +146,13 @@ class RemoteStore:
             self._try(lambda: self._files.rm_file(self._path(step, MANIFEST)))
         with suppress(FileNotFoundError):
             self._try(lambda: self._files.rm(self._path(step), recursive=True))
+
+    def _read(self, path: str) -> bytes:
+        """Read a manifest; one that is longer than `LONGEST_FILE` is cut off there, so that it is damaged."""
+        if self.address.startswith("file://") and not Path(path).is_file():  # a pipe would block
+            raise FileNotFoundError(path)
+        data: bytes = self._files.cat_file(path, start=0, end=LONGEST_FILE)
+        return data
 
     def _path(self, step: int, name: str = "") -> str:
         return f"{self._root}/{_folder(step)}/{name}".rstrip("/")

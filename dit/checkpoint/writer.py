@@ -40,7 +40,7 @@ from dit.checkpoint.manifest import FileRecord
 from dit.checkpoint.store import CheckpointStore
 from dit.durable_files import write_all, write_atomic
 from dit.errors import CheckpointError
-from dit.safe_files import read_bytes
+from dit.safe_files import parse_json, read_bytes
 from dit.settings import CheckpointConfig
 
 ORDER = "order"
@@ -114,7 +114,7 @@ class Writer:
         folder = self.store.begin(step)
         with self.store.writing(step):
             write_atomic(folder / ORDER, order["token"], flush=False)
-            meta = json.loads(self._staged(*order["meta"]).tobytes())
+            meta = parse_json(self._staged(*order["meta"]).tobytes())
             records = dict(self._write(folder, order))
             records |= self._parts(folder, order)
             for name in (ORDER, *map(part_file, range(1, self.settings.world_size))):
@@ -128,7 +128,7 @@ class Writer:
         while missing:
             present = set(os.listdir(folder))
             for rank in sorted(rank for rank in missing if part_file(rank) in present):
-                note = json.loads(read_bytes(folder / part_file(rank)))
+                note = parse_json(read_bytes(folder / part_file(rank)))
                 if note["token"] != order["token"]:
                     continue
                 if note["error"] is not None:
@@ -228,7 +228,7 @@ def _is_ordered(folder: Path, token: str) -> bool:
 
 def main() -> None:
     """Execute orders until the training process closes its end, or is gone."""
-    control, memory, settings = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), json.loads(sys.argv[3])
+    control, memory, settings = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), parse_json(sys.argv[3])
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     writer = Writer(Settings(**settings), control, memory)
     # A reset: it ended before it had read all replies.
@@ -236,7 +236,7 @@ def main() -> None:
         for line in orders:
             if not line.endswith(b"\n"):
                 return  # cut off by the end of the training process
-            reply = json.dumps(writer.execute(json.loads(line))) + "\n"
+            reply = json.dumps(writer.execute(parse_json(line))) + "\n"
             with suppress(OSError):  # finish what was ordered, also if nobody listens
                 control.sendall(reply.encode())
 

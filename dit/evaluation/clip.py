@@ -4,7 +4,6 @@ Source: Radford et al. 2021, arXiv:2103.00020; the score, Hessel et al. 2021, ar
 of its factor 2.5, as is usual for generated pictures.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dit.errors import ConfigError
+from dit.safe_files import parse_json, read_bytes
 
 
 class ClipModel:
@@ -35,7 +35,7 @@ class ClipModel:
         try:
             model: Any = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            self._pixels = json.loads((Path(folder) / "preprocessor_config.json").read_text())
+            self._pixels = parse_json(read_bytes(Path(folder) / "preprocessor_config.json"))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"no CLIP model at {folder}: {error}; give a local folder that transformers' save_pretrained wrote, "

@@ -5,7 +5,6 @@ torchrun replaces every worker's exit code by 1, so the code is stored in a file
 `exit.json` is missing, the run is still running or was killed without a signal that it could handle.
 """
 
-import json
 import logging
 import sys
 import time
@@ -32,7 +31,7 @@ from dit.errors import (
     UserError,
     exit_code,
 )
-from dit.safe_files import read_bytes
+from dit.safe_files import parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +212,8 @@ def _root_outcome(run_dir: Path) -> Optional[Outcome]:
 
 def _read(path: Path) -> Optional[Outcome]:
     try:
-        outcome = Outcome(**json.loads(read_bytes(path, follow=False)))
-    except (OSError, RecursionError, TypeError, ValueError):
+        outcome = Outcome(**parse_json(read_bytes(path, follow=False)))
+    except (OSError, TypeError, ValueError):
         return None  # deleted, or not one of our records
     texts = outcome.reason, outcome.error or "", outcome.traceback or ""
     whole = outcome.code, outcome.rank, outcome.step or 0

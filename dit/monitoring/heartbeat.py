@@ -6,7 +6,6 @@ which wait for it in a collective. A rank that waited too long writes its verdic
 launcher ends the run: its main thread cannot, for a collective does not return.
 """
 
-import json
 import logging
 import os
 import socket
@@ -25,7 +24,7 @@ from dit.errors import EXIT_UNEXPECTED
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.progress import format_duration
 from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES, newest_attempt
-from dit.safe_files import make_folder, open_regular, read_bytes
+from dit.safe_files import make_folder, open_to_append, parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ def read_beats(run_dir: Path | str) -> dict[int, Beat]:
     found = {}
     for path in Path(run_dir).glob(f"{FOLDER}/rank_*.json"):
         with suppress(OSError, ValueError, TypeError):
-            beat = Beat(**json.loads(read_bytes(path, follow=False)))
+            beat = Beat(**parse_json(read_bytes(path, follow=False)))
             found[beat.rank] = beat
     return found
 
@@ -209,8 +208,7 @@ class Heartbeat:
         details = {"blamed": blamed, "text": error, "beats": [asdict(b) for b in read_beats(self._run_dir).values()]}
         record = {"kind": "incident", "step": self.phase.step, "time": time.time(), "incident": HANG}
         path = self._run_dir / METRICS_FILE
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        with suppress(OSError, ValueError), open(open_regular(path, flags, follow=False), "ab+") as file:
+        with suppress(OSError, ValueError), open_to_append(path) as file:
             file.seek(max(0, file.tell() - TAIL_BYTES))
             tail = file.read()
             if tail and not tail.endswith(b"\n"):

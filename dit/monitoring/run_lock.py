@@ -23,7 +23,7 @@ from typing import Any, Optional
 import torch.distributed as dist
 
 from dit.errors import ConfigError
-from dit.safe_files import open_regular, read_bytes, refuse_links
+from dit.safe_files import open_regular, parse_json, read_bytes, refuse_links
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class RunLock:
         if self.rank == 0:
             store.set(key, json.dumps([self._holder, self._refusal]))
         else:
-            self._holder, self._refusal = json.loads(store.get(key))
+            self._holder, self._refusal = parse_json(store.get(key))
         if self._refusal is not None:
             self._leave_together(store, key)
         self.check()
@@ -188,7 +188,7 @@ class RunLock:
     def _read(self) -> Optional[dict[str, Any]]:
         """Return the content of the file; None if it is missing or not ours."""
         try:
-            found = json.loads(read_bytes(self.path, follow=False))
+            found = parse_json(read_bytes(self.path, follow=False))
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) and {"host", "pid", "started"} <= found.keys() else None

@@ -19,7 +19,7 @@ import numpy as np
 
 from dit.durable_files import strict_json, write_all, write_atomic
 from dit.errors import CheckpointError
-from dit.safe_files import make_folder, open_regular, parse_json, read_bytes
+from dit.safe_files import make_folder, open_binary, open_regular, parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class TensorBoardSink(Sink):
 
         with Image.open(clip) as opened:
             width, height = opened.size
-        encoded = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=clip.read_bytes())
+        encoded = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=read_bytes(clip))
         self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=encoded)]), step)
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -325,7 +325,7 @@ def read_records(path: Path | str) -> list[dict[str, Any]]:
         OSError: it cannot be read.
     """
     records, num_lines = [], 0
-    with open(open_regular(Path(path), follow=False), "rb") as file:
+    with open_binary(Path(path), follow=False) as file:
         while line := file.readline(LONGEST_LINE):
             if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
                 break  # it is being written
@@ -353,8 +353,9 @@ def _parse_record(line: bytes) -> Optional[dict[str, Any]]:
         return None
     kind, step, when, attempt = (record.get(name) for name in ("kind", "step", "time", "attempt"))
     has_step = isinstance(step, int) or (step is None and kind != "scalars")
-    is_sound = isinstance(kind, str) and has_step and isinstance(when, int | float) and isinstance(attempt, int)
-    return record if is_sound and math.isfinite(when) else None
+    has_time = isinstance(when, int | float) and math.isfinite(when)
+    is_sound = isinstance(kind, str) and has_step and has_time and isinstance(attempt, int)
+    return record if is_sound else None
 
 
 def as_number(value: object) -> Optional[float]:
