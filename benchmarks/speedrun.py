@@ -27,6 +27,7 @@ from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, DataError, one_line_errors
 from dit.monitoring.sinks import read_records
 from dit.safe_files import parse_json, read_bytes
+from dit.terminal import echo
 from launch import cli, environment
 
 if TYPE_CHECKING:
@@ -320,7 +321,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         args.factory, args.overrides, args.ranks = claimed.factory, claimed.overrides, claimed.ranks
     found = run_race(args.factory, args.overrides, args.ranks, args.out)
     write_atomic(args.out / FILE, json.dumps(asdict(found), indent=1) + "\n")
-    print(found.row())
+    echo(found.row())
     if claimed is None:
         return EXIT_OK
     lines = differences(claimed, found)
@@ -328,7 +329,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     times = f"{found.process_s:,.0f} s of process time where {claimed.process_s:,.0f} s are claimed"
     if found.machine != claimed.machine:
         times += f", not compared, for those are of {claimed.machine}"
-    print(f"{args.check}: {verdict}; {times}", *lines, sep="\n")
+    echo(f"{args.check}: {verdict}; {times}", *lines, sep="\n")
     return EXIT_DIFFERS if lines else EXIT_OK
 
 

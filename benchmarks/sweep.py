@@ -25,6 +25,7 @@ from benchmarks.step import OK, OUT_OF_MEMORY, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from dit.safe_files import parse_json, read_bytes
+from dit.terminal import echo
 from launch import environment, experiment, grid
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def take(args: argparse.Namespace, cell: grid.Cell, result: dict[str, Any]) -> N
     """Append the row of a cell, with what the planner says of it, and print it in a line."""
     row = {**result, **planned(cell, args, result), **asked(cell, args)}
     append(args.out / ROWS, row)
-    print(line_of(row), flush=True)
+    echo(line_of(row), flush=True)
 
 
 def planned(cell: grid.Cell, args: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
@@ -245,12 +246,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         args.ranks = executor.nnodes() * executor.nproc_per_node()
     have = read_rows(args.out / ROWS)
     missing = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in have)]
-    print(f"{len(missing)} of {len(cells)} cells to measure")
+    echo(f"{len(missing)} of {len(cells)} cells to measure")
     if executor is not None:
         measure_there(args, missing, executor)
     elif args.dryrun:
         for cell in missing:
-            print(shlex.join(command_of(words_of(cell, args, args.out / "cells" / f"{cell.name}.jsonl"), args.ranks)))
+            echo(shlex.join(command_of(words_of(cell, args, args.out / "cells" / f"{cell.name}.jsonl"), args.ranks)))
     else:
         measure_here(args, missing)
     if args.dryrun:
@@ -258,7 +259,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rows = read_rows(args.out / ROWS)
     write_atomic(args.out / PAGE, page(rows, f"Sweep {args.out.name}"))
     plot(rows, args.out / PLOT)
-    print(f"{args.out / PAGE}, {args.out / PLOT}")
+    echo(f"{args.out / PAGE}, {args.out / PLOT}")
     return EXIT_UNEXPECTED if any(row["status"] in (FAILED, TIMED_OUT) for row in rows) else EXIT_OK
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError, one_line_errors
 from dit.safe_files import parse_json
+from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one
 from launch.export import FORMATS, original_rules
@@ -235,8 +236,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
     for note in run(args):
-        print(f"note: {note}", file=sys.stderr)
-    print(args.out)
+        echo(f"note: {note}", file=sys.stderr)
+    echo(args.out)
     return 0
 
 

@@ -19,6 +19,7 @@ from dit.monitoring.progress import format_duration
 from dit.monitoring.run_lock import LOCK_FILE
 from dit.monitoring.sinks import METRICS_FILE, as_number, read_records
 from dit.safe_files import open_regular, parse_json, parse_yaml, read_bytes
+from dit.terminal import printable
 
 HELD_OUT = "held_out/loss"
 RECENT = 50  # log lines of which "now" is the mean or median
@@ -183,8 +184,7 @@ def lines(status: RunStatus) -> list[str]:
         f"checkpoint  {_checkpoint(status)}",
         f"incidents   {_incidents(status)}",
     ]
-    # What a record says may hold line ends and orders to the terminal.
-    return ["".join(letter if letter.isprintable() else " " for letter in line) for line in found]
+    return [printable(line, kept="") for line in found]
 
 
 def _state(status: RunStatus) -> str:

@@ -17,7 +17,8 @@ FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT 
 
 # What each part may import besides itself. Imports go one way: the table has no cycle.
 MAY_IMPORT = {
-    "dit.errors": set(),
+    "dit.terminal": set(),
+    "dit.errors": {"dit.terminal"},
     "dit.philox": set(),
     "dit.heap": set(),
     "dit.durable_files": {"dit.errors"},
@@ -99,20 +100,12 @@ MAY_IMPORT = {
     "dit.checkpoint": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.config_record"),
         *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
-        "dit.convert",
+        *("dit.convert", "dit.terminal"),
     },
     "dit.monitoring": {
-        *(
-            "dit.errors",
-            "dit.settings",
-            "dit.durable_files",
-            "dit.safe_files",
-            "dit.layout",
-            "dit.kernels",
-            "dit.backends",
-        ),
-        *("dit.layers", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.patchify"),
-        *("dit.tracing", "dit.ranges"),
+        *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.terminal", "dit.layout"),
+        *("dit.kernels", "dit.backends", "dit.layers", "dit.models", "dit.parallel", "dit.run_config"),
+        *("dit.checkpoint", "dit.patchify", "dit.tracing", "dit.ranges"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -148,6 +141,7 @@ MAY_IMPORT = {
         "dit.errors",
         "dit.durable_files",
         "dit.safe_files",
+        "dit.terminal",
         "dit.heap",
         "dit.ranges",
         "dit.layout",

@@ -5,7 +5,6 @@ run makes it again.
 """
 
 import json
-import logging
 import os
 import select
 import socket
@@ -20,6 +19,7 @@ from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
 from dit.safe_files import parse_json
 from dit.settings import CheckpointConfig
+from dit.terminal import log_to_stderr
 
 ATTEMPTS, FIRST_WAIT_S = 3, 2.0
 """A copy that fails is tried again, after a wait that doubles."""
@@ -68,7 +68,7 @@ def main() -> None:
         sys.argv[2],
         CheckpointConfig(**parse_json(sys.argv[3])),
     )
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log_to_stderr()
     threading.Thread(target=end_with, args=(control,), daemon=True).start()
     with suppress(OSError), control.makefile("rb") as orders:
         for line in orders:

@@ -22,7 +22,6 @@ attempt waits for the lock of the run folder, which the writer of rank 0 has inh
 
 import hashlib
 import json
-import logging
 import mmap
 import os
 import select
@@ -42,6 +41,7 @@ from dit.durable_files import write_all, write_atomic
 from dit.errors import CheckpointError
 from dit.safe_files import parse_json, read_bytes
 from dit.settings import CheckpointConfig
+from dit.terminal import log_to_stderr
 
 ORDER = "order"
 CHUNK_BYTES = 4 << 20
@@ -229,7 +229,7 @@ def _is_ordered(folder: Path, token: str) -> bool:
 def main() -> None:
     """Execute orders until the training process closes its end, or is gone."""
     control, memory, settings = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), parse_json(sys.argv[3])
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log_to_stderr()
     writer = Writer(Settings(**settings), control, memory)
     # A reset: it ended before it had read all replies.
     with suppress(ConnectionResetError), control, control.makefile("rb") as orders:

@@ -32,6 +32,7 @@ from dit.errors import (
     exit_code,
 )
 from dit.safe_files import parse_json, read_bytes
+from dit.terminal import echo
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ def write_outcome(run_dir: Path, outcome: Outcome) -> None:
             shown = best
     except OSError as error:
         logger.error("cannot write %s: %s", run_dir / EXIT_FILE, error)
-        sys.stderr.write(text)
+        echo(text, end="", file=sys.stderr)
 
 
 def read_outcome(run_dir: Path | str) -> Optional[Outcome]:
