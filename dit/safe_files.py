@@ -200,7 +200,7 @@ def parse_yaml(text: str | bytes) -> Any:
         loader = Loader(text)
         loader.sizes = {}
         return loader.get_single_data()
-    except (yaml.YAMLError, OverflowError, RecursionError, AttributeError, TypeError) as error:
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(str(error)) from error
 
 
@@ -208,7 +208,7 @@ def read_torch(source: Path | bytes) -> Any:
     """Return what `torch.save` wrote, tensors and plain containers only, on the host.
 
     Raises:
-        ValueError: a member of the archive is compressed, which torch never does: a small file could fill the memory.
+        ValueError: the archive is damaged, or compressed, which torch never does: a small file could fill the memory.
         OSError: it cannot be read.
         Exception: torch raises errors of many kinds if the file is damaged or names anything else.
     """
@@ -216,8 +216,11 @@ def read_torch(source: Path | bytes) -> Any:
 
     with io.BytesIO(source) if isinstance(source, bytes) else open_binary(source) as file:
         if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                stored = sum(member.file_size for member in archive.infolist())
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    stored = sum(member.file_size for member in archive.infolist())
+            except zipfile.BadZipFile as error:
+                raise ValueError(str(error)) from error
             if stored > file.seek(0, os.SEEK_END):
                 raise ValueError(f"an archive of {file.tell():,} bytes that becomes {stored:,} bytes")
         file.seek(0)

@@ -130,13 +130,13 @@ class Manifest:
         """
         raw = parse_json(text)
         try:
-            if len(raw["files"]) > MOST_FILES:
-                raise ValueError(f"it lists {len(raw['files']):,} files, at most {MOST_FILES:,}")
             found_format = raw["format"]
             files = {name: FileRecord(int(size), str(digest)) for name, (size, digest) in raw["files"].items()}
             manifest = cls(step=int(raw["step"]), files=files, meta=dict(raw["meta"]), created=raw["created"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"field missing or of a wrong kind ({error!r})") from error
+        if len(files) > MOST_FILES:
+            raise ValueError(f"it lists {len(files):,} files, at most {MOST_FILES:,}")
         if found_format != FORMAT:
             raise ValueError(f"format {found_format!r}, this version reads {FORMAT}")
         if manifest.to_text() != text:

@@ -58,8 +58,9 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _is_size(value: object) -> bool:
-    is_list = isinstance(value, list) and len(value) == 3 and all(type(n) is int and n > 0 for n in value)
-    return is_list and math.prod(value) <= MOST_POSITIONS
+    if not isinstance(value, list) or len(value) != 3 or not all(type(n) is int and n > 0 for n in value):
+        return False
+    return math.prod(value) <= MOST_POSITIONS
 
 
 def _is_texts(value: object) -> bool:

@@ -181,7 +181,8 @@ def _check_complete(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> No
     for box in boxes:
         if len(box.sizes) != len(shape) or min(box.sizes, default=1) < 1 or box.overlap(full) != box:
             raise CheckpointError(f"{name} of shape {list(shape)} has a box outside of it: {box}; {CURE}")
-    ordered, ends = min((_sweep(boxes, dim) for dim in range(len(shape))), key=_num_pairs, default=(boxes, [1]))
+    scalars = boxes, [len(boxes)] * len(boxes)  # all boxes of a tensor without dimensions are the same
+    ordered, ends = min((_sweep(boxes, dim) for dim in range(len(shape))), key=_num_pairs, default=scalars)
     if _num_pairs((ordered, ends)) > MOST_PAIRS:
         raise CheckpointError(f"{name} of shape {list(shape)} has {len(boxes)} boxes, too many side by side; {CURE}")
     for i, box in enumerate(ordered):

@@ -135,6 +135,14 @@ def test_yaml_that_expands_is_refused(text: str) -> None:
         bounded(lambda: parse_yaml(text))
 
 
+@pytest.mark.parametrize(
+    "text", ["!!bool x", '!!int ""', "!!float x", "!!timestamp x", "!!binary é", "!!map [1]", "{[1]: 2}"]
+)
+def test_yaml_with_impossible_tags_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_yaml(text)
+
+
 def test_yaml_may_repeat_parts_by_aliases() -> None:
     assert parse_yaml("a: &a {k: [1]}\nb: *a\nc: {<<: *a, d: 2.5}") == {
         "a": {"k": [1]},
@@ -167,6 +175,13 @@ def test_many_boxes_of_a_tensor_are_checked_in_seconds(tmp_path: Path, shape: li
         bounded(lambda: StateReader(folder))
 
 
+def test_a_scalar_is_stored_once(tmp_path: Path) -> None:
+    assert StateReader(index(tmp_path, [], [[[], []]])).shapes == {"weight": ()}
+    for boxes, problem in (([[[], []]] * 2, "stored twice"), ([], "has 1 elements, 0 of them are stored")):
+        with pytest.raises(CheckpointError, match=problem):
+            StateReader(index(tmp_path, [], boxes))
+
+
 def test_boxes_that_all_overlap_are_not_compared_in_pairs(tmp_path: Path) -> None:
     folder = index(tmp_path, [40_000], [[[0], [1]]] * 40_000)
     with pytest.raises(CheckpointError, match="40000 boxes, too many side by side"):
@@ -175,7 +190,7 @@ def test_boxes_that_all_overlap_are_not_compared_in_pairs(tmp_path: Path) -> Non
 
 def test_a_manifest_of_too_many_names_is_refused(tmp_path: Path) -> None:
     files = {f"file{i}": [1, "0" * 64] for i in range(100_001)}
-    written(tmp_path / MANIFEST, json.dumps({"format": 1, "files": files}))
+    written(tmp_path / MANIFEST, json.dumps({"format": 1, "step": 1, "created": 0, "meta": {}, "files": files}))
     with pytest.raises(CheckpointError, match="lists 100,001 files"):
         bounded(lambda: verify_folder(tmp_path))
 
