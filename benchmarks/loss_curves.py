@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from dit.errors import EXIT_OK, EXIT_UNEXPECTED
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, DataError
 from dit.monitoring.sinks import LOSS, METRICS_FILE, read_records, scalars_by_step
+from dit.safe_files import read_json
+from dit.terminal import echo
 from dit.verify.ranks import ROOT
 
 RECIPES = (
@@ -66,7 +68,7 @@ def curves(recipes: Sequence[str], layouts: Sequence[str]) -> Curves:
             for i, name in enumerate(layouts):
                 ranks, settings = LAYOUTS[name]
                 found[recipe][name] = losses(recipe, ranks, settings, Path(folder) / f"{recipe}_{i}")
-                print(f"{recipe}, {name}: {found[recipe][name][0]} ... {found[recipe][name][-1]}", flush=True)
+                echo(f"{recipe}, {name}: {found[recipe][name][0]} ... {found[recipe][name][-1]}", flush=True)
     return found
 
 
@@ -97,8 +99,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     if args.compare is None:
         return EXIT_OK
-    differences = compare(json.loads(args.compare.read_text()), found)
-    print("\n".join(differences) or f"all {len(found)} recipes equal {args.compare} to the bit")
+    differences = compare(read_json(args.compare, DataError, "give a file that --out wrote"), found)
+    echo("\n".join(differences) or f"all {len(found)} recipes equal {args.compare} to the bit")
     return EXIT_UNEXPECTED if differences else EXIT_OK
 
 

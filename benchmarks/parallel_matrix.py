@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.parallel_world import run_world
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
+from dit.terminal import echo
 from dit.verify.compare import BOUNDS, Comparison, compare_training, largest_error
 from dit.verify.ranks import FORKS, ROOT
 
@@ -237,8 +238,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run(rows, Path(folder))
     text = table(rows, outcomes)
-    print(text)
-    print(f"{len(rows)} layouts, dense and packed, in {time.perf_counter() - started:.0f} s")
+    echo(text)
+    echo(f"{len(rows)} layouts, dense and packed, in {time.perf_counter() - started:.0f} s")
     if args.write:
         write_page(text)
     if args.out:

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec
 
+from dit.terminal import echo, log_to_stderr, printable
+
 Arguments = ParamSpec("Arguments")
 
 LONGEST_MESSAGE = 2000
@@ -99,12 +101,15 @@ def exit_code(error: BaseException) -> int:
 
 
 def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
-    """Shorten a message that fills a screen: words such as a value of ten thousand digits, then its middle."""
+    """Shorten a message that fills a screen: words such as a value of ten thousand digits, then its middle.
+
+    What a terminal would execute is replaced, see `printable`.
+    """
 
     def shortened(word: re.Match[str]) -> str:
         return f"{word[0][: LONGEST_WORD // 2]}...({len(word[0]):,} characters)"
 
-    short = re.sub(rf"\S{{{LONGEST_WORD},}}", shortened, message)
+    short = re.sub(rf"\S{{{LONGEST_WORD},}}", shortened, printable(message))
     if len(short) <= longest:
         return short
     half = longest // 2  # the end has the cure
@@ -112,14 +117,18 @@ def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Make a command print a `UserError` as one line and return its exit code, instead of raising it."""
+    """Make a command print a `UserError` as one line and return its exit code, instead of raising it.
+
+    Warnings of the log go to stderr.
+    """
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        log_to_stderr()
         try:
             return command(*args, **kwargs)
         except UserError as error:
-            print(line := on_a_screen(f"error: {error}"), file=sys.stderr)
+            echo(line := on_a_screen(f"error: {error}"), file=sys.stderr)
             name_root_cause(line)
             return exit_code(error)
 

@@ -58,6 +58,7 @@ COUNT_OR_NONE = whole(0, 2**31 - 1)
 SEED = whole(0, 2**63 - 1)
 RANKS = whole(1, 2**20)
 LAYERS = whole(1, 1000)
+MOST_POSITIONS = 1 << 24  # of a latent or a picture in pixels: frames x height x width
 EXPERTS = whole(1, 4096)
 WIDTH = whole(1, 2**20)
 PATCHES = whole(1, 2**16)

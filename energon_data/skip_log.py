@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dit.errors import DataError
+from dit.safe_files import open_to_append
 
 GIVE_UP_AFTER = 10_000
 """Number of consecutive skipped samples after which the data count as unusable."""
@@ -108,8 +109,8 @@ class SkipLog:
                 over = skip
         if lines and self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as f:
-                f.write("".join(lines))
+            with open_to_append(self.file) as file:
+                file.write("".join(lines).encode())
         if over is not None:
             raise DataError(
                 f"lost {over}. Samples lost: {self._lost.total()}, allowed: {self.budget}; repair the shard or write "

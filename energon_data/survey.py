@@ -13,13 +13,14 @@ from torch import Tensor
 from dit.condition_table import CONTEXT, FPS
 from dit.errors import DataError
 from dit.patchify import frames_to_patch
+from dit.safe_files import open_binary
 from dit.sampling.grid import spread
 from energon_data.decoder import decode_sample
 from energon_data.false_colours import middle_frame
 from energon_data.folder import SplitInfo
 from energon_data.packing import greedy_knapsack, padded_length
 from energon_data.samples import META_PART, Clip, SampleError
-from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets
+from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar
 
 CAPTIONS = ("caption", "text", "prompt")
 """Metadata that holds a caption, or else a part called `txt`."""
@@ -141,7 +142,7 @@ def _read(shards: Sequence[Path], indices: Sequence[int]) -> Iterator[tuple[Path
     index = next(wanted, None)
     for shard in shards:
         offsets = read_offsets(shard).tolist()
-        with shard.open("rb") as file:
+        with open_binary(shard) as file:
             while index is not None and index - first < len(offsets) - 1:
                 start, end = offsets[index - first : index - first + 2]
                 file.seek(start)
@@ -156,9 +157,7 @@ def _parts(data: bytes) -> tuple[str, dict[str, bytes]]:
         try:
             members = parse_members(data)
         except UnusualTarError:
-            with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-                files = [(member.name, tar.extractfile(member)) for member in tar if member.isfile()]
-                members = [(name, file.read()) for name, file in files if file is not None]
+            members = [(member.name, read()) for member, read in read_tar(io.BytesIO(data))]
         return group_members(members)
     except (ValueError, tarfile.TarError) as error:
         raise SampleError("unreadable", str(error)) from error

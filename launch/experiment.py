@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from dit.terminal import echo
 from launch import environment, grid
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def execute(
         if dryrun:
             experiment.dryrun(log=False)
             for job in experiment.jobs:
-                print(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # nemo-run has no public name for it
+                echo(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # nemo-run has no public name for it
             return {}
         one_by_one = own or isinstance(executor, DockerExecutor)
         experiment.run(sequential=one_by_one and len(tasks) > 1, detach=detach, tail_logs=not detach)
@@ -142,11 +143,11 @@ def _script(planned: "AppDryRunInfo[Any]") -> str:
 def conclude(states: Mapping[str, str], detached: bool) -> int:
     """Print the states of the tasks, and return the exit code: 0 if all succeeded, or were submitted."""
     for name, state in states.items():
-        print(f"{state:<10} {name}")
+        echo(f"{state:<10} {name}")
     failed = [name for name, state in states.items() if state != SUCCEEDED]
     if not failed or detached:
         return EXIT_OK
-    print(f"error: {len(failed)} of {len(states)} runs did not succeed: {', '.join(failed)}", file=sys.stderr)
+    echo(f"error: {len(failed)} of {len(states)} runs did not succeed: {', '.join(failed)}", file=sys.stderr)
     return EXIT_UNEXPECTED
 
 

@@ -17,6 +17,7 @@ from typing import Optional, get_type_hints
 from dit.errors import EXIT_OK
 from dit.models.registry import BACKBONES
 from dit.objectives import OBJECTIVES
+from dit.terminal import echo
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 PARTS = {
@@ -121,7 +122,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.write:
         PAGE.write_text(text)
     else:
-        print(text)
+        echo(text)
     return EXIT_OK
 
 

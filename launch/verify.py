@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, name_root_cause, one_line_errors
+from dit.terminal import echo
 from launch import cli, environment
 
 MOST_RANKS = 16
@@ -241,7 +242,7 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional["Verdic
     memory, disk = reference_bytes(trained, count - trained)
     with reference_folder(scratch, disk) as folder:
         if os.environ["RANK"] == "0":
-            print(
+            echo(
                 f"{world_size} ranks against one, {changed(config.parallel)}; the one has all of the model in fp32, "
                 f"{memory / 2**30:.2f} GiB besides activations; meanwhile {folder} holds {disk / 2**30:.2f} GiB",
                 flush=True,
@@ -283,22 +284,22 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
     config = built(resolve(cli.Options(factory=args.factory, yaml=args.yaml, overrides=args.overrides)))
     if args.explain:
-        print(explain_layout(config, args.world_size))
+        echo(explain_layout(config, args.world_size))
         return EXIT_OK
     began = time.perf_counter()
     if args.full:
         found = verify_full(config, args.scratch)
         if found is None:
             return EXIT_OK
-        print(found.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
+        echo(found.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
         if not found.is_equal:
             name_root_cause("error: the layout differs from one rank; rank 0 has said where")
         return EXIT_OK if found.is_equal else EXIT_UNEXPECTED
     pair = tiny_pair(config, world_size_of(config.parallel, args.world_size))
-    print(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
+    echo(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         verdict = verify(pair, Path(folder))
-    print(verdict.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
+    echo(verdict.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
     return EXIT_OK if verdict.is_equal else EXIT_UNEXPECTED
 
 

@@ -6,7 +6,6 @@ which wait for it in a collective. A rank that waited too long writes its verdic
 launcher ends the run: its main thread cannot, for a collective does not return.
 """
 
-import json
 import logging
 import os
 import socket
@@ -20,11 +19,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Optional, Self
 
-from dit.durable_files import read_regular, strict_json
+from dit.durable_files import strict_json, write_atomic
 from dit.errors import EXIT_UNEXPECTED
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.progress import format_duration
-from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES
+from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES, newest_attempt
+from dit.safe_files import make_folder, open_to_append, parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def read_beats(run_dir: Path | str) -> dict[int, Beat]:
     found = {}
     for path in Path(run_dir).glob(f"{FOLDER}/rank_*.json"):
         with suppress(OSError, ValueError, TypeError):
-            beat = Beat(**json.loads(read_regular(path)))
+            beat = Beat(**parse_json(read_bytes(path, follow=False)))
             found[beat.rank] = beat
     return found
 
@@ -133,7 +133,7 @@ class Heartbeat:
 
     def __enter__(self) -> Self:
         with suppress(OSError):
-            (self._run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+            make_folder(self._run_dir / FOLDER)
             for path in self._run_dir.glob(f"{FOLDER}/rank_*.json") if self._rank == 0 else ():
                 rank = path.stem.rpartition("_")[2]
                 if rank.isdecimal() and int(rank) >= self._world_size:
@@ -201,19 +201,19 @@ class Heartbeat:
             name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
             with suppress(AttributeError, OSError, RuntimeError):  # of a torch without it
                 path = self._run_dir / FOLDER / f"collectives_{self._rank}.json"
-                path.write_bytes(getattr(records, name)())
+                write_atomic(path, getattr(records, name)(), flush=False)
 
     def _tell(self, error: str, blamed: list[int]) -> None:
         """Append the incident to the record of the run: the rank that writes it may be the one to blame."""
         details = {"blamed": blamed, "text": error, "beats": [asdict(b) for b in read_beats(self._run_dir).values()]}
         record = {"kind": "incident", "step": self.phase.step, "time": time.time(), "incident": HANG}
         path = self._run_dir / METRICS_FILE
-        with suppress(OSError, ValueError), open(path, "ab+") as file:
+        with suppress(OSError, ValueError), open_to_append(path) as file:
             file.seek(max(0, file.tell() - TAIL_BYTES))
             tail = file.read()
             if tail and not tail.endswith(b"\n"):
                 return  # the rank that writes it was stopped inside a line
-            attempt = json.loads(tail.splitlines()[-1]).get("attempt", 1) if tail else 1
+            attempt = max(1, newest_attempt(tail))
             file.write(strict_json({**record, "attempt": attempt, "details": details}).encode() + b"\n")
 
     def _write(self) -> None:
@@ -222,10 +222,8 @@ class Heartbeat:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()
         beat = Beat(self._rank, host, pid, phase.step, phase.name, phase.since, now, where, machine())
         path = self._run_dir / FOLDER / f"rank_{self._rank}.json"
-        part = path.with_suffix(".part")
         with suppress(OSError):  # a disk that fails ends the run elsewhere, with a better message
-            part.write_text(strict_json(asdict(beat)))
-            part.replace(path)
+            write_atomic(path, strict_json(asdict(beat)), part=path.with_suffix(".part"), flush=False)
 
 
 def verdict(beats: dict[int, Beat], rank: int, world_size: int, silent_s: float) -> tuple[str, list[int], bool]:

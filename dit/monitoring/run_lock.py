@@ -22,12 +22,13 @@ from typing import Any, Optional
 
 import torch.distributed as dist
 
-from dit.durable_files import read_regular
 from dit.errors import ConfigError
+from dit.safe_files import open_regular, parse_json, read_bytes, refuse_links
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+LINKS = ("checkpoints",)  # names of links that a run folder may have: checkpoints are often on a larger disk
 WAIT_S = 30.0  # the grace period of Slurm and torchrun between SIGTERM and SIGKILL
 POLL_S = 0.2
 WRITER_WAIT_S = 900.0  # for the writer of a checkpoint whose training process is gone
@@ -94,7 +95,7 @@ class RunLock:
         if self.rank == 0:
             store.set(key, json.dumps([self._holder, self._refusal]))
         else:
-            self._holder, self._refusal = json.loads(store.get(key))
+            self._holder, self._refusal = parse_json(store.get(key))
         if self._refusal is not None:
             self._leave_together(store, key)
         self.check()
@@ -123,7 +124,8 @@ class RunLock:
     def _take(self) -> None:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            refuse_links(self.run_dir, allowed=LINKS)
+            self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT, follow=False)
             self._wait()
             started = datetime.now(UTC).isoformat(sep=" ")
             self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "job": job_id()}
@@ -186,7 +188,7 @@ class RunLock:
     def _read(self) -> Optional[dict[str, Any]]:
         """Return the content of the file; None if it is missing or not ours."""
         try:
-            found = json.loads(read_regular(self.path))
+            found = parse_json(read_bytes(self.path, follow=False))
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) and {"host", "pid", "started"} <= found.keys() else None

@@ -49,13 +49,8 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import FullNetwork
 from dit.ranges import check_path
 from dit.run_config import RunConfig
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from dit.safe_files import make_folder
+from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.training.bad_steps import BadSteps, MeanLoss
 from dit.training.device_batches import DeviceBatches
 from dit.training.first_steps import FirstSteps
@@ -483,7 +478,8 @@ class Run:
                 network, self.batches.latent_size(self.spec), fps, self.device, lay_out=not self.log.is_silent
             )
         if frames:
-            folder = Path(self.config.training.run_dir) / "samples" / f"step_{state.step:07d}"
+            samples = make_folder(Path(self.config.training.run_dir) / "samples")
+            folder = make_folder(samples / f"step_{state.step:07d}")
             path = self.pictures.save(frames, folder / ("ema.png" if state.ema else "raw.png"), fps)
             self.log.samples(state, path)
 

@@ -281,13 +281,13 @@ def test_a_sample_that_does_not_fit_is_named_with_the_numbers(
 
 
 WRONG_METADATA = {
-    "loss_weight": [math.nan, math.inf, -math.inf, 1e30, -1e-3, -5, True, "2", [1.0], {}, 10**400],
-    "label": [3.7, math.nan, math.inf, True, False, "3", [3], -0.5, 10**400],
-    "fps": [-24, 0, -0.0, math.nan, math.inf, True, "24", 1e30, 1e-300, 10**400],
+    "loss_weight": [math.nan, math.inf, -math.inf, 1e30, -1e-3, -5, True, "2", [1.0], {}, 10**18],
+    "label": [3.7, math.nan, math.inf, True, False, "3", [3], -0.5],
+    "fps": [-24, 0, -0.0, math.nan, math.inf, True, "24", 1e30, 1e-300, 10**18],
     "framerate": [-24, "24", math.nan],
-    "aesthetic_score": ["high", math.nan, math.inf, True, [5], 10**400],
+    "aesthetic_score": ["high", math.nan, math.inf, True, [5]],
 }
-WRONG_LABELS = [10, -1, 10**30, 1e300]
+WRONG_LABELS = [10, -1, 10**18, 1e300]
 WRONG_PARTS = {
     "latent": (np.complex64, np.complex128, np.int64, np.uint8, bool, "U3", "datetime64[s]", ">f4"),
     "text": (np.complex64, np.int64, bool),
@@ -458,8 +458,8 @@ def test_a_missing_folder_is_rendered_only_where_a_command_does(tmp_path: Path, 
         (_write(".nv-meta/dataset.yaml", _SAFE + "sample_loader: sample_loader.py:f\n"), "must hold only"),
         (_write(".nv-meta/dataset.yaml", _SAFE + "part_filter: x.py:f\n"), "must hold only"),
         (_write(".nv-meta/dataset.yaml", _SAFE + "subflavors: {a: {__module__: os, __class__: x}}"), "only megatron"),
-        (_write(".nv-meta/dataset.yaml", "!!python/object/apply:os.getcwd []"), "cannot read"),
-        (_write(".nv-meta/.info.json", "{"), "cannot read .*info.json"),
+        (_write(".nv-meta/dataset.yaml", "!!python/object/apply:os.getcwd []"), "cannot be read"),
+        (_write(".nv-meta/.info.json", "{"), "info.json cannot be read"),
         (_write(".nv-meta/.info.json", "{}"), "no valid .info.json"),
         (_edit(".info.json", lambda s: s.replace("train-000001", "other")), "does not say how many"),
         (_write(".nv-meta/split.yaml", "split_parts: {val: []}"), r"no split 'train', only \['val'\]"),
@@ -497,7 +497,7 @@ def test_a_damaged_folder_is_refused_before_reading(
         ),
         (
             "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {path: gone}\n",
-            "cannot read|no .nv",
+            "cannot be read|no .nv",
         ),
     ],
 )

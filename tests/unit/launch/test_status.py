@@ -240,11 +240,14 @@ def test_texts_of_records_break_no_line(tmp_path: Path) -> None:
     assert "first second" in found[-1]
 
 
-def test_damaged_lines_words_for_numbers_and_repeated_steps_are_read(tmp_path: Path) -> None:
+def test_damaged_lines_words_for_numbers_and_repeated_steps_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = run_folder(tmp_path / "run", scalars(1), scalars(2, loss="NaN"), {**scalars(2, loss=3.0), "attempt": 2})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "scalars", "st\n[1]\nnull\n\xff\n{"torn')
     status = read_status(folder)
+    assert "skipped 4 damaged lines of 7" in caplog.text
     assert status.attempt == 2
     assert status.series["loss"] == {1: 1.0, 2: 3.0}
     assert list(status.times) == [2]

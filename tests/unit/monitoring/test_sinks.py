@@ -124,11 +124,14 @@ def test_steps_after_a_start_or_a_rewind_are_dropped_before_they_are_logged_agai
     assert [r["kind"] for r in current_records(read_records(path))].count("incident") == 1
 
 
-def test_records_with_entries_of_wrong_kinds_are_dropped():
-    start = {"kind": "start", "step": 2, "attempt": 2}
-    sound = [{"kind": "scalars", "step": step, "attempt": 1} for step in (1, 2, 3)]
-    damaged = [{"kind": "scalars", "step": "x", "attempt": 1}, {"step": 1}, {"kind": "start", "step": None}, [1]]
-    assert current_records([*sound, *damaged, start]) == [*sound[:2], start]
+def test_records_with_entries_of_wrong_kinds_are_dropped(tmp_path):
+    start = {"kind": "start", "step": 2, "attempt": 2, "time": 4}
+    sound = [{"kind": "scalars", "step": step, "attempt": 1, "time": step} for step in (1, 2, 3)]
+    rewind = {"kind": "incident", "incident": "rewind", "details": [1], "step": 3, "attempt": 1, "time": 3}
+    damaged = [{**sound[0], "step": "x"}, {"step": 1}, {**start, "attempt": None}, [1]]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in (*sound, *damaged, rewind, start)))
+    assert current_records(read_records(path)) == [*sound[:2], rewind, start]
 
 
 def test_jsonl_survives_kill_up_to_the_last_line(tmp_path):
