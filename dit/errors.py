@@ -71,6 +71,12 @@ class MachineError(UserError):
     exit_code = EXIT_MACHINE
 
 
+class BusyError(UserError):
+    """The run folder is in use by processes that will stop; a later start can use it."""
+
+    exit_code = EXIT_UNEXPECTED
+
+
 class SaveError(CheckpointError):
     """Training ends because its checkpoints cannot be written; what was saved before is intact."""
 
