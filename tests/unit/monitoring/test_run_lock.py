@@ -108,7 +108,7 @@ def test_what_a_dead_process_was_saving_is_waited_for(tmp_path, no_wait, caplog)
 
 @pytest.fixture
 def orphaned(tmp_path):
-    """A lock that is held by a process whose launcher is dead, as its heartbeat states."""
+    """The lock of a process whose launcher is dead, as its heartbeat states."""
     lock = take(tmp_path)
     beat = Beat(0, socket.gethostname(), os.getpid(), 3, "computes", 0.0, 0.0, "", is_orphan=True)
     (tmp_path / "heartbeats").mkdir()
