@@ -18,7 +18,7 @@ PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental ex
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms test lint test-parallel test-faults benchmark hashes clean help
+.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms test lint test-parallel test-faults test-slurm benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -135,6 +135,9 @@ test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up
 
 test-faults: $(VENV)/.installed ## the long tests of faults: kills, damage, restarts, bad numbers, hangs
 	$(VENV)/bin/python -m pytest tests/faults -m matrix -n 2 --dist loadfile --no-loadscope-reorder
+
+test-slurm: $(VENV)/.installed ## launch/train.sh and nemo-run on a Slurm of this machine (root; apt-get install slurm-wlm munge)
+	$(VENV)/bin/python -m pytest tests/slurm -m matrix
 
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit

@@ -73,6 +73,12 @@ class MachineError(UserError):
     exit_code = EXIT_MACHINE
 
 
+class BusyError(UserError):
+    """The run folder is in use by processes that will stop; a later start can use it."""
+
+    exit_code = EXIT_UNEXPECTED
+
+
 class SaveError(CheckpointError):
     """Training ends because its checkpoints cannot be written; what was saved before is intact."""
 
@@ -135,8 +141,8 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
     return run
 
 
-def name_root_cause(line: str) -> None:
-    """Put this line at the end of torchrun's report of a failed rank; does nothing without torchrun.
+def name_root_cause(line: str, *, failed: bool = True) -> None:
+    """Put this line into torchrun's report of this rank, at its end if it `failed` first; nothing without torchrun.
 
     Writes the file of `torch.distributed.elastic.multiprocessing.errors.record`. That function would write a traceback,
     and importing it, with torch, would delay the command line.
@@ -144,7 +150,7 @@ def name_root_cause(line: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    # torchrun takes the earliest second as the root cause. Ranks that it stops because of this one must be later.
-    cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}
+    # torchrun takes the earliest second as the root cause. Ranks that it stops because of a failure must be later.
+    cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - failed)}}
     with suppress(OSError):  # the line was already printed to stderr
         Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")

@@ -47,7 +47,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return exit_code(error)
     except SystemExit as leave:
         if leave.code == EXIT_PREEMPTED:
-            name_root_cause("stopped early: the same command goes on")
+            name_root_cause("stopped on request; after a preemption, the same command goes on", failed=False)
         if isinstance(leave.code, str):
             echo(leave.code, file=sys.stderr)
         return exit_code(leave)
