@@ -83,7 +83,7 @@ class EnergonData(DataConfig):
         corrupt_low_resolution: blur, resize and noise the small pictures that are made for a super-resolution model;
             not those that are stored, and never in held-out data.
         vary_captions: draw one of a sample's captions each time it is read; else, and in held-out data, the first.
-        max_lost_samples: damaged samples the streams of one data-parallel rank may lose before the run ends.
+        max_lost_samples: damaged samples that the streams of one data-parallel rank may drop before the run ends.
         require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Existing
             checksums are always verified.
         online_vae: an autoencoder (`--vae` of `energon_data.prepare`) that encodes the stored pixels on the training
@@ -340,7 +340,7 @@ class EnergonData(DataConfig):
         log_dir: Optional[str],
         micro_batches_per_step: int = 1,
     ) -> StreamGroup:
-        """Build this rank's streams; skipped samples are appended to `log_dir/data_skipped.jsonl`.
+        """Build this rank's streams; dropped samples are appended to `log_dir/data_skipped.jsonl`.
 
         Raises:
             ConfigError: the stream count does not fit the data-parallel size.
@@ -395,7 +395,7 @@ class EnergonData(DataConfig):
         `share_validation`.
 
         Raises:
-            DataError: the split is missing or damaged, or a sample is lost beyond the budget.
+            DataError: the split is missing, or more of it is damaged than the budget allows.
         """
         from energon_data.energon_source import validation_pass
 
@@ -411,6 +411,20 @@ class EnergonData(DataConfig):
                 packing_buffer_size=self.packing_buffer_size,
             )
         return share_validation(deliveries, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
+
+    def expected_drops(self, spec: BatchSpec) -> list[str]:
+        """Return which training samples the settings will drop, one line for each reason; reads few samples."""
+        from energon_data.survey import expected_drops
+
+        options = self._options(spec)
+        if not options.filters.limits and options.filters.max_tokens is None:
+            return []
+        names = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
+        limits = [
+            f"data.{name}={limit}" for name in names if (limit := getattr(self, name)) == options.filters.max_tokens
+        ]
+        infos = self.folders(self.train_split)
+        return [line for info in infos for line in expected_drops(info, spec, options, limits[0])]
 
     def stored_conditions(self) -> Optional[set[str]]:
         """Return the names of parts and metadata in the first samples, and of what is made of them online.

@@ -109,7 +109,7 @@ def read(folder: Path, batches: int, *, held_out: bool = False, **settings: Any)
         return list(data.build_validation(asked, dp_rank=0, dp_size=1)), Counter()
     stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=5, log_dir=None)
     try:
-        return [next(stream) for _ in range(batches)], Counter(stream.skipped())
+        return [next(stream) for _ in range(batches)], Counter(stream.sample_counts().by_reason())
     finally:
         stream.close()
 
@@ -168,7 +168,7 @@ def test_limits_of_captions_and_durations(picture_folder: Path, monkeypatch: pyt
     batches, skipped = read(picture_folder, 60, max_seconds=0.5)  # a picture lasts no time
     assert not skipped
     monkeypatch.setattr("energon_data.skip_log.GIVE_UP_AFTER", 70)
-    with pytest.raises(DataError, match="too many samples were skipped"):
+    with pytest.raises(DataError, match="too many samples were dropped"):
         read(picture_folder, 1, min_seconds=0.5)
 
 
