@@ -171,8 +171,8 @@ class DataConfig(ABC):
     def class_names(self) -> Optional[list[str]]:
         """Return the name of each class, or None for an unlabelled source."""
 
-    def expected_drops(self, spec: BatchSpec) -> list[str]:
-        """Return which training samples the settings will drop, one line for each reason; reads few samples."""
+    def remarks(self, spec: BatchSpec) -> list[str]:
+        """Return which samples the settings will drop and which settings have no effect, one line each; reads a few."""
         return []
 
     def stored_conditions(self) -> Optional[Collection[str]]:

@@ -26,6 +26,7 @@ from dit.ranges import (
     Range,
     check_choice,
     check_ranges,
+    check_unused,
 )
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
 from energon_data.changes import ChangesOfPixels, check_changes
@@ -33,6 +34,7 @@ from energon_data.folder import SplitInfo, check_dataset, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
+from energon_data.samples import CAPTIONS
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
 
@@ -229,10 +231,17 @@ class EnergonData(DataConfig):
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
         self._members()
+        packs = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
+        encoders = self.online_vae, self.online_text_encoder
+        groups = (
+            (self.max_tokens_per_pack is None, packs, "max_tokens_per_pack"),
+            (self.crop_size is None, ["random_crop"], "crop_size"),
+            (encoders == (None, None), ["online_precision"], "online_vae or online_text_encoder"),
+        )
+        for is_unused, settings, needed in groups:
+            if is_unused:
+                check_unused("data", self, settings, f"without data.{needed}", f"set data.{needed}")
         if self.max_tokens_per_pack is None:
-            for name in ("pad_packs", "pack_cost_tokens"):
-                if getattr(self, name):
-                    raise ConfigError(f"data.{name} needs data.max_tokens_per_pack")
             return
         if spec.micro_batch_size != 1:
             raise ConfigError(
@@ -412,8 +421,19 @@ class EnergonData(DataConfig):
             )
         return share_validation(deliveries, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
 
-    def expected_drops(self, spec: BatchSpec) -> list[str]:
-        """Return which training samples the settings will drop, one line for each reason; reads few samples."""
+    def remarks(self, spec: BatchSpec) -> list[str]:
+        """Return which samples the settings will drop and which settings have no effect, one line each; reads a few."""
+        return [*self._expected_drops(spec), *self._unused_captions()]
+
+    def _unused_captions(self) -> list[str]:
+        stored = None if self.vary_captions else stored_names(self.folders(self.train_split))
+        if stored is None or CAPTIONS in stored:
+            return []
+        return [
+            f"data.vary_captions=False has no effect: no sample of {self.origin} that was read has several captions"
+        ]
+
+    def _expected_drops(self, spec: BatchSpec) -> list[str]:
         from energon_data.survey import expected_drops
 
         options = self._options(spec)

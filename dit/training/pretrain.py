@@ -121,7 +121,7 @@ def pretrain(
             lock.agree()
             dims, spec = config.check_here()
             if rank == 0:
-                for line in chain(config.adaptations(dims), config.unused_conditions(), data.expected_drops(spec)):
+                for line in chain(config.adaptations(dims), config.unused_conditions(), data.remarks(spec)):
                     logger.info(line)
         with (
             StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog,

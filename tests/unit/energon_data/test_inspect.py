@@ -307,6 +307,13 @@ LONG_AND_SHORT = [(1, 4, 4), (4, 8, 8), (1, 4, 4), (8, 8, 8)]
                 "least 0.75",
             ],
         ),
+        (
+            {"max_caption_length": 9},
+            [
+                "24 of 24 images are dropped (caption_length), the first: no caption length, asked for at most 9",
+                "24 of 24 clips are dropped (caption_length), the first: no caption length, asked for at most 9",
+            ],
+        ),
         ({"max_tokens_per_pack": 128}, []),
         ({}, []),
     ],
@@ -314,7 +321,7 @@ LONG_AND_SHORT = [(1, 4, 4), (4, 8, 8), (1, 4, 4), (8, 8, 8)]
 def test_drops_are_expected_before_training(tmp_path: Path, settings: dict[str, Any], lines: list[str]) -> None:
     folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=LONG_AND_SHORT)})
     data = EnergonData(path=str(folder), **settings)
-    assert data.expected_drops(spec(micro_batch_size=1)) == [f"{folder}: {line}" for line in lines]
+    assert data.remarks(spec(micro_batch_size=1)) == [f"{folder}: {line}" for line in lines]
 
 
 def test_few_of_many_samples_are_read_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +329,6 @@ def test_few_of_many_samples_are_read_before_training(tmp_path: Path, monkeypatc
     monkeypatch.setattr("energon_data.survey.MOST_BEFORE_TRAINING", 16)
     folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=[(4, 8, 8)] + [(1, 4, 4)] * 3)})
     data = EnergonData(path=str(folder), max_tokens_per_pack=32)
-    assert data.expected_drops(spec(micro_batch_size=1))[0].startswith(f"{folder}, 16 of 48 samples: 4 of 4 clips have")
+    assert data.remarks(spec(micro_batch_size=1))[0].startswith(f"{folder}, 16 of 48 samples: 4 of 4 clips have")
     monkeypatch.setattr("energon_data.survey.SECONDS", 0.0)
-    assert data.expected_drops(spec(micro_batch_size=1))[0].startswith(f"{folder}, 2 of 48 samples: 2 of 2 clips")
+    assert data.remarks(spec(micro_batch_size=1))[0].startswith(f"{folder}, 2 of 48 samples: 2 of 2 clips")
