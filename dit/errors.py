@@ -46,7 +46,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Data is missing, unreadable, refused, or lost beyond the budget."""
+    """Data is missing, unreadable, refused, or damaged beyond the budget."""
 
     exit_code = EXIT_DATA
 

@@ -27,6 +27,7 @@ from dit.ranges import (
     Range,
     check_choice,
     check_ranges,
+    check_unused,
 )
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
 from energon_data.changes import ChangesOfPixels, check_changes
@@ -34,6 +35,7 @@ from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
+from energon_data.samples import CAPTIONS
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
 
@@ -86,7 +88,7 @@ class EnergonData(DataConfig):
         corrupt_low_resolution: blur, resize and noise the small pictures that are made for a super-resolution model;
             not those that are stored, and never in held-out data.
         vary_captions: draw one of a sample's captions each time it is read; else, and in held-out data, the first.
-        max_lost_samples: damaged samples the streams of one data-parallel rank may lose before the run ends.
+        max_lost_samples: damaged samples that the streams of one data-parallel rank may drop before the run ends.
         require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Existing
             checksums are always verified.
         online_vae: an autoencoder (`--vae` of `energon_data.prepare`) that encodes the stored pixels on the training
@@ -232,10 +234,17 @@ class EnergonData(DataConfig):
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
         self._members()
+        packs = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
+        encoders = self.online_vae, self.online_text_encoder
+        groups = (
+            (self.max_tokens_per_pack is None, packs, "max_tokens_per_pack"),
+            (self.crop_size is None, ["random_crop"], "crop_size"),
+            (encoders == (None, None), ["online_precision"], "online_vae or online_text_encoder"),
+        )
+        for is_unused, settings, needed in groups:
+            if is_unused:
+                check_unused("data", self, settings, f"without data.{needed}", f"set data.{needed}")
         if self.max_tokens_per_pack is None:
-            for name in ("pad_packs", "pack_cost_tokens"):
-                if getattr(self, name):
-                    raise ConfigError(f"data.{name} needs data.max_tokens_per_pack")
             return
         if spec.micro_batch_size != 1:
             raise ConfigError(
@@ -354,7 +363,7 @@ class EnergonData(DataConfig):
         log_dir: Optional[str],
         micro_batches_per_step: int = 1,
     ) -> StreamGroup:
-        """Build this rank's streams; skipped samples are appended to `log_dir/data_skipped.jsonl`.
+        """Build this rank's streams; dropped samples are appended to `log_dir/data_skipped.jsonl`.
 
         Raises:
             ConfigError: the stream count does not fit the data-parallel size.
@@ -417,7 +426,7 @@ class EnergonData(DataConfig):
         `share_validation`.
 
         Raises:
-            DataError: the split is missing or damaged, or a sample is lost beyond the budget.
+            DataError: the split is missing, or more of it is damaged than the budget allows.
         """
         from energon_data.energon_source import validation_pass
 
@@ -433,6 +442,31 @@ class EnergonData(DataConfig):
                 packing_buffer_size=self.packing_buffer_size,
             )
         return share_validation(deliveries, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
+
+    def remarks(self, spec: BatchSpec) -> list[str]:
+        """Return which samples the settings will drop and which settings have no effect, one line each; reads a few."""
+        return [*self._expected_drops(spec), *self._unused_captions()]
+
+    def _unused_captions(self) -> list[str]:
+        stored = None if self.vary_captions else stored_names(self.folders(self.train_split))
+        if stored is None or CAPTIONS in stored:
+            return []
+        return [
+            f"data.vary_captions=False has no effect: no sample of {self.origin} that was read has several captions"
+        ]
+
+    def _expected_drops(self, spec: BatchSpec) -> list[str]:
+        from energon_data.survey import expected_drops
+
+        options = self._options(spec)
+        if not options.filters.limits and options.filters.max_tokens is None:
+            return []
+        names = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
+        limits = [
+            f"data.{name}={limit}" for name in names if (limit := getattr(self, name)) == options.filters.max_tokens
+        ]
+        infos = self.folders(self.train_split)
+        return [line for info in infos for line in expected_drops(info, spec, options, limits[0])]
 
     def stored_conditions(self) -> Optional[set[str]]:
         """Return the names of parts and metadata in the first samples, and of what is made of them online.

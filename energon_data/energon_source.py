@@ -47,7 +47,7 @@ class _Deliveries(BaseWrapperDataset):
                 yield Delivery(batch, self.ledger.drain())
             return
         except GiveUp:
-            failure, is_bug = "too many samples were skipped", False
+            failure, is_bug = "too many samples were dropped", False
         except _DATA_ERRORS as error:
             failure, is_bug = f"{type(error).__name__}: {error}", False
         except Exception:
@@ -101,7 +101,7 @@ class EnergonSource:
         split: split of the data.
         stream: global number of the stream.
         num_streams: global streams of the run.
-        budget: number of lost samples that ends the stream.
+        budget: number of damaged samples that ends the stream.
         shuffle_buffer: samples shuffled before batching.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle those; None for
             complete shards.

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from energon_data.samples import Clip, SampleError, finite_number
 
+TOO_LONG = "too_long"
+"""Reason under which samples of too many tokens are counted."""
+
 
 class FilteredOutError(Exception):
     """A valid sample that the settings exclude.
@@ -158,4 +161,4 @@ class Filters:
             FilteredOutError: the sample is too long.
         """
         if self.max_tokens is not None and padded_tokens > self.max_tokens:
-            raise FilteredOutError("too_long", f"{padded_tokens} tokens with padding, at most {self.max_tokens} fit")
+            raise FilteredOutError(TOO_LONG, f"{padded_tokens} tokens with padding, at most {self.max_tokens} fit")

@@ -181,7 +181,7 @@ def token_lines(
     yield from bars(histogram(known))
     if pack is not None:
         packing = expected_packing(known, pack, buffer=buffer, multiple_of=multiple_of)
-        longer = f"; {packing.too_long:.1%} of the samples are longer and left out" if packing.too_long else ""
+        longer = f"; {packing.too_long:.1%} of the samples are longer and dropped" if packing.too_long else ""
         yield (
             f"packs       of {pack:,} tokens: {packing.real:.2%} real, {packing.samples / packing.packs:.1f} samples "
             f"each, from a buffer of {buffer:,}{longer}"

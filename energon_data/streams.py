@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Optional, Protocol
 import torch
 
 from dit.batch import PackedBatch
+from dit.data_api import SampleCounts
 from dit.errors import ConfigError, DataError
 from energon_data.skip_log import Skip, SkipLog
 
@@ -109,7 +110,7 @@ class StreamGroup:
     Args:
         sources: the rank's streams by global number, see `streams_of`.
         num_streams: global streams of the run.
-        log: counts skipped samples.
+        log: counts dropped samples.
         origin: name of the data, for messages.
     """
 
@@ -126,7 +127,7 @@ class StreamGroup:
         self._sources = dict(sorted(sources.items()))
         self._num_streams, self._dp_rank, self._dp_size = num_streams, dp_rank, dp_size
         self._log, self._origin = log, origin
-        # Ranks that share a stream count its skipped samples alike; the first of them reports them.
+        # Ranks that share a stream count its samples alike; the first of them reports them.
         self._reports = dp_rank == min(self._sources)
         self._consumed = 0  # micro-batches that all ranks have consumed, without complete rounds
         self._read = dict.fromkeys(self._sources, 0)  # deliveries by stream
@@ -155,13 +156,13 @@ class StreamGroup:
                 delivery = source.next()
         waited = time.perf_counter() - began
         self._late += delivery.late
-        self._log.record(stream, delivery.skips)
+        self._log.record(stream, delivery.skips, delivery.batch)
         if delivery.is_bug:
             raise RuntimeError(f"reading stream {stream} of {self._origin} failed:\n{delivery.failure}")
         if delivery.batch is None:
             raise DataError(
                 f"stream {stream} of {self._origin} ended: {delivery.failure or 'there is no more data'}; "
-                f"skipped so far: {self._log.counts() or 'nothing'}"
+                f"dropped so far: {self._log.counts().by_reason() or 'nothing'}"
             )
         count = delivery.batch.layout.num_samples
         draws_S = (torch.arange(count) + self._drawn[stream]) * self._num_streams + stream
@@ -240,9 +241,9 @@ class StreamGroup:
         late, self._late = self._late, 0
         return late
 
-    def skipped(self) -> dict[str, int]:
-        """Return how many samples were lost or dropped so far, by reason; empty where another rank reports them."""
-        return self._log.counts() if self._reports else {}
+    def sample_counts(self) -> SampleCounts:
+        """Return how many samples were used and dropped so far; none if another rank reports them."""
+        return self._log.counts() if self._reports else SampleCounts()
 
     def close(self) -> None:
         """Stop all workers."""

@@ -96,7 +96,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     Args:
         spec: the properties of micro-batches that the model and the layout require.
         options: filters and packing.
-        ledger: records skipped samples.
+        ledger: records dropped samples.
     """
 
     cookers = COOKERS
@@ -134,10 +134,36 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Decode, augment, cook, filter and encode one sample.
 
         Raises:
-            SkipSample: the sample is not used; the ledger has the reason.
+            SkipSample: the sample is dropped; the ledger has the reason.
         """
         sample = raw.data[0]
+        # Energon restores the number of a sample with the sample, so a resumed run draws alike.
+        number = worker_config.active_worker_sample_index
+        visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(sample["__key__"]))
+        clip = self.clip_of(sample, visit, cook=cook)
+        if clip is None:
+            raise SkipSample
+        return clip
+
+    def clip_of(self, sample: dict[str, Any], visit: Visit, *, cook: Callable[..., Clip]) -> Optional[Clip]:
+        """Decode, augment, cook, filter and encode one sample.
+
+        Args:
+            sample: as `RawSample.data`.
+
+        Returns:
+            None if the sample is dropped; the ledger has the reason.
+        """
         key, shard = sample["__key__"], sample["__shard__"]
+        clip: Optional[Clip] = None
+
+        def drop(reason: str, detail: str, *, damaged: bool) -> None:
+            kind, tokens = "", 0
+            if clip is not None:
+                kind = "clip" if clip.latent.shape[1] > self.spec.patch_temporal else "image"
+                tokens = clip.num_tokens
+            self.ledger.skip(Skip(reason, key, shard, detail, lost=damaged, kind=kind, tokens=tokens))
+
         try:
             if READ_ERROR in sample:
                 raise SampleError("unreadable", sample[READ_ERROR])
@@ -145,9 +171,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded = decode_sample(key, parts, require_checksums=self.options.require_checksums)
             for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
                 decoded[name] = sample[name]
-            # Energon restores the number of a sample with the sample, so a resumed run draws alike.
-            number = worker_config.active_worker_sample_index
-            visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(key))
             augmentation = self.options.augmentation
             change = None if augmentation is None else partial(augmentation, visit=visit)
             clip = cook(decoded, vae=self.options.vae, change=change)
@@ -157,17 +180,17 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             if self.options.corruption is not None:
                 clip.corrupt = partial(self.options.corruption, random=visit.generator("/corruption"))
             self.options.filters.check(clip)
-            clip = self.encode_sample(clip)
+            encoded = self.encode_sample(clip)
         except SampleError as error:
-            self.ledger.skip(Skip(error.reason, key, shard, error.detail, lost=True))
+            drop(error.reason, error.detail, damaged=True)
         except FilteredOutError as error:
-            self.ledger.skip(Skip(error.reason, key, shard, error.detail, lost=False))
+            drop(error.reason, error.detail, damaged=False)
         except Exception as error:
-            self.ledger.skip(Skip("error", key, shard, f"{type(error).__name__}: {error}", lost=True))
+            drop("error", f"{type(error).__name__}: {error}", damaged=True)
         else:
             self.ledger.used()
-            return clip
-        raise SkipSample
+            return encoded
+        return None
 
     @stateless
     def encode_sample(self, clip: Clip) -> Clip:

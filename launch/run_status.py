@@ -249,10 +249,10 @@ def _data(status: RunStatus) -> str:
     waits = status.recent("data_wait_share")
     if not waits:
         return "unknown yet"
-    (lost,) = status.recent("skipped_samples")[-1:] or [0.0]
+    (dropped,) = status.recent("dropped_samples")[-1:] or [0.0]
     made = status.recent("loader_samples_per_s")
     rate = f"{median(made):,.0f} samples/s" if made else "an unknown number"
-    return f"waits {_mean(waits):.1%} of the time, the loaders make {rate}, {lost:.0f} samples lost"
+    return f"waits {_mean(waits):.1%} of the time, the loaders make {rate}, {dropped:,.0f} samples dropped"
 
 
 def _ranks(status: RunStatus) -> str:

@@ -138,6 +138,8 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         ConfigError: the layout cannot run, for the reasons for which training would refuse it.
     """
     from dit.parallel.dims import ParallelConfig
+    from dit.run_config import RunConfig
+    from dit.settings import CheckpointConfig, TrainingConfig
     from dit.verify.report import axis_sizes
     from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids
     from dit.verify.trial import SEED, Trial
@@ -159,17 +161,17 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         pack_multiple_of=multiple,
         num_streams=micro_batches,
     )
-    training = replace(
-        config.training,
-        micro_batch_size=1,
-        global_batch_size=micro_batches,
-        precision="fp32",
-        attention="auto",
-        linears="auto",
-        kernels="auto",
-        recompute_layers=None,
-    )
-    dims, spec = replace(config, data=data, training=training).check(world_size)
+    recompute = config.training.recompute
+    dims, spec = RunConfig(
+        model=model,
+        data=data,
+        objective=config.objective,
+        parallel=parallel,
+        training=TrainingConfig(
+            global_batch_size=micro_batches, precision="fp32", recompute=recompute, compile=config.training.compile
+        ),
+        checkpoint=CheckpointConfig(start_from=config.checkpoint.start_from),
+    ).check(world_size)
     stream = MockStream(data, spec, SEED)
     many = Trial(
         model=model,
@@ -177,7 +179,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         stream=stream,
         objective=config.objective,
         micro_batches=micro_batches,
-        recompute={"recompute": training.recompute},
+        recompute={"recompute": recompute},
         by_rank=True,
     )
     one = replace(many, parallel=ParallelConfig(data_parallel="ddp"), by_rank=False)

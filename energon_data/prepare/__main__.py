@@ -82,9 +82,9 @@ def _media(args: argparse.Namespace) -> None:
             echo(f"  without a caption: {total.without_caption:,} of {count:,}")
         if 0 < total.labelled < count:
             echo(f"  without a class: {count - total.labelled:,} of {count:,}")
-    if preparation.left_out and Ranks().is_first:
-        other = "pictures" if args.command == "videos" else "videos"
-        echo(f"  left out: {preparation.left_out:,} {other} in {args.source}; `prepare folder` takes both")
+    if Ranks().is_first:
+        for line in preparation.not_read:
+            echo(f"  {line}")
 
 
 def _pictograms(args: argparse.Namespace) -> None:

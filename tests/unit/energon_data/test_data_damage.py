@@ -31,7 +31,7 @@ def run(
     data = EnergonData(**({"path": str(folder), "shuffle_buffer": 0} | settings))
     stream = data.build_train(spec(), dp_rank=0, dp_size=1, seed=0, log_dir=str(log_dir) if log_dir else None)
     try:
-        return [key for _ in range(batches) for key in next(stream).keys], stream.skipped()
+        return [key for _ in range(batches) for key in next(stream).keys], stream.sample_counts().by_reason()
     finally:
         stream.close()
 
@@ -74,7 +74,7 @@ def test_a_flipped_bit_ends_the_run_and_names_the_sample(mixed_folder: Path, cop
     with pytest.raises(DataError) as caught:
         run(folder, background=background)
     message = str(caught.value)
-    for words in (KEY, shard.name, "checksum", "latent.npy", "Samples lost: 1, allowed: 0", "max_lost_samples"):
+    for words in (KEY, shard.name, "checksum", "latent.npy", "Damaged samples: 1, allowed: 0", "max_lost_samples"):
         assert words in message
     assert "Traceback" not in message
     assert exit_code(caught.value) == 3
@@ -111,7 +111,7 @@ def test_budget_counts_each_lost_sample_once_with_key_shard_and_reason(
         assert line["shard"] == find(folder, line["key"]).name
         assert line["lost"]
         assert line["reason"] in skipped
-    with pytest.raises(DataError, match="Samples lost: 3, allowed: 2"):
+    with pytest.raises(DataError, match="Damaged samples: 3, allowed: 2"):
         run(folder, 18, max_lost_samples=2)
 
 
@@ -135,20 +135,20 @@ def test_counts_are_exact_in_the_background_and_after_a_resume(
     counts = []
     for _ in range(30):
         next(stream)
-        counts.append(stream.skipped().get("checksum", 0))
+        counts.append(stream.sample_counts().by_reason().get("checksum", 0))
     assert counts[-1] >= 3
     worker = build(True)
     try:
         for count in counts[:9]:
             next(worker)
-            assert worker.skipped().get("checksum", 0) == count
+            assert worker.sample_counts().by_reason().get("checksum", 0) == count
         resumed = build(False)
         resumed.load_state_dict(worker.state_dict())
     finally:
         worker.close()
     for count in counts[9:]:
         next(resumed)
-        assert resumed.skipped().get("checksum", 0) == count
+        assert resumed.sample_counts().by_reason().get("checksum", 0) == count
 
 
 class _Touch:
@@ -325,7 +325,7 @@ def test_metadata_and_types_out_of_range_are_damage_of_their_own_reason(tmp_path
     }
     assert {key: line["reason"] for key, line in lines.items()} == {key: reason for key, (reason, _) in wrong.items()}
     assert [key for key, (_, name) in wrong.items() if not lines[key]["lost"] or name not in lines[key]["detail"]] == []
-    with pytest.raises(DataError, match=f"Samples lost: {len(wrong)}, allowed: {len(wrong) - 1}"):
+    with pytest.raises(DataError, match=f"Damaged samples: {len(wrong)}, allowed: {len(wrong) - 1}"):
         run(folder, 2, max_lost_samples=len(wrong) - 1, min_aesthetic_score=1.0)
 
 
@@ -391,7 +391,7 @@ def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> 
 
 def test_dropping_everything_ends_instead_of_looping(mixed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("energon_data.skip_log.GIVE_UP_AFTER", 150)
-    with pytest.raises(DataError, match=r"too many samples were skipped.*'aesthetic_score': 150"):
+    with pytest.raises(DataError, match=r"too many samples were dropped.*'aesthetic_score': 150"):
         run(mixed_folder, min_aesthetic_score=2.0)
 
 
@@ -549,3 +549,19 @@ def test_two_samples_of_one_name_are_refused(tmp_path: Path) -> None:
     other.close()
     with pytest.raises(DataError, match=r"duplicate key.*\"same\".*no two samples may have one name"):
         write_energon_metadata(tmp_path, {**writer.shards, **other.shards}, ["train", "val"])
+
+
+def test_samples_are_counted_by_kind_and_after_a_resume(tmp_path: Path) -> None:
+    """Clips of more tokens than a pack are dropped, so no clip is used."""
+    folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=[(1, 4, 4), (4, 8, 8), (1, 4, 4)])})
+    data = EnergonData(path=str(folder), shuffle_buffer=0, max_tokens_per_pack=32, packing_buffer_size=8)
+    s = spec(micro_batch_size=1)
+    stream = data.build_train(s, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    batches = [next(stream) for _ in range(6)]
+    counts = stream.sample_counts()
+    assert counts.used == {"image": sum(batch.layout.num_samples for batch in batches)}
+    assert set(counts.dropped) == {("too_long", "clip")}
+    assert "64 tokens" in counts.examples["too_long"]
+    resumed = data.build_train(s, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    resumed.load_state_dict(stream.state_dict())
+    assert (resumed.sample_counts().used, resumed.sample_counts().dropped) == (counts.used, counts.dropped)

@@ -23,7 +23,7 @@ def optimizer_of(one_rank_world, **training):
     ("settings", "says"),
     [
         ({"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "min_loss_scale=2 is above training.initial_loss_scale=1"),
-        ({"loss_scale": 8.0, "precision": "bf16"}, "loss_scale=8 scales the loss of fp16 training"),
+        ({"loss_scale": 8.0, "precision": "bf16"}, "loss_scale=8.0 has no effect with training.precision=bf16"),
         ({"initial_loss_scale": 2.0**40}, "initial_loss_scale"),
         ({"min_loss_scale": 0.0}, "min_loss_scale"),
         ({"loss_scale_window": 0}, "loss_scale_window"),
