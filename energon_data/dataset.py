@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
@@ -40,6 +40,7 @@ from energon_data.skip_log import SkipLog
 from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
 
 if TYPE_CHECKING:
+    from energon_data.energon_source import EnergonSource
     from energon_data.task_encoder import EncoderOptions
 
 logger = logging.getLogger(__name__)
@@ -253,7 +254,7 @@ class EnergonData(DataConfig):
             )
         if self.bucket_by_shape:
             raise ConfigError("data.bucket_by_shape and data.max_tokens_per_pack exclude each other; choose one")
-        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of)
+        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of, self.pack_cost_tokens)
 
     @property
     def origin(self) -> str:
@@ -385,9 +386,7 @@ class EnergonData(DataConfig):
         for stream in streams:
             opens = partial(self._open, spec, stream, num_streams, seed, micro_batches_per_step)
             sources[stream] = read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
-        # Of the ranks that share streams, the first writes the file.
-        file = Path(log_dir) / SKIP_FILE if log_dir is not None and dp_rank == streams.start else None
-        log = SkipLog(self.max_lost_samples, file)
+        log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
         return StreamGroup(
             sources, num_streams=num_streams, dp_rank=dp_rank, dp_size=dp_size, log=log, origin=self.origin
         )
@@ -396,14 +395,18 @@ class EnergonData(DataConfig):
         """Open one global stream, with a stage for each set of weights."""
         steps = self.blend_steps or []
 
-        def open_stage(stage: int) -> Source:
+        def open_stage(stage: int, spec: BatchSpec = spec, pack_multiple_of: Optional[int] = None) -> "EnergonSource":
             from energon_data.energon_source import EnergonSource
 
+            options = self._options(spec)
+            if pack_multiple_of is not None:
+                options = replace(options, pack_multiple_of=pack_multiple_of)
             with self._read_as(self.train_split, stage) as path:
                 return EnergonSource(
                     path,
                     spec,
-                    self._options(spec),
+                    options,
+                    reopen=partial(open_stage, stage),
                     split=self.train_split,
                     stream=stream,
                     num_streams=num_streams,

@@ -10,7 +10,7 @@ workers, and after every resume; and the run ends at the same step in all of the
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -97,26 +97,35 @@ class SkipLog:
     def __init__(self, budget: int, file: Optional[Path] = None) -> None:
         self.budget, self.file = budget, file
         self._by_stream: dict[int, SampleCounts] = {}
+        self._reported = SampleCounts()
         self._lost: Counter[int] = Counter()
 
-    def record(self, stream: int, skips: Iterable[Skip], batch: Optional[PackedBatch]) -> None:
+    def record(
+        self, stream: int, skips: Sequence[Skip], batch: Optional[PackedBatch], *, is_reported: bool = True
+    ) -> None:
         """Add a micro-batch and the entries that came with it.
+
+        Args:
+            is_reported: whether this rank reports them; False for a micro-batch of a rank that shares the stream.
 
         Raises:
             DataError: more samples are damaged than the budget allows.
         """
-        counts = self._by_stream.setdefault(stream, SampleCounts())
-        counts.used.update("clip" if grid[0] > 1 else "image" for grid in (() if batch is None else batch.grids))
+        all_counts = self._by_stream.setdefault(stream, SampleCounts())
+        kinds = ["clip" if grid[0] > 1 else "image" for grid in (() if batch is None else batch.grids)]
+        for counts in (all_counts, self._reported) if is_reported else (all_counts,):
+            counts.used.update(kinds)
+            counts.dropped.update((skip.reason, skip.kind) for skip in skips)
+            for skip in skips:
+                counts.examples.setdefault(skip.reason, f"the first {skip}")
         over = None
         lines = []
         for skip in skips:
-            counts.dropped[skip.reason, skip.kind] += 1
-            counts.examples.setdefault(skip.reason, f"the first {skip}")
             self._lost[stream] += skip.lost
             lines.append(json.dumps({"stream": stream, **asdict(skip)}) + "\n")
             if over is None and skip.lost and self._lost.total() > self.budget:
                 over = skip
-        if lines and self.file is not None:
+        if lines and self.file is not None and is_reported:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with open_to_append(self.file) as file:
                 file.write("".join(lines).encode())
@@ -128,8 +137,8 @@ class SkipLog:
             )
 
     def counts(self) -> SampleCounts:
-        """Return the counts over all streams."""
-        return sum(self._by_stream.values(), SampleCounts())
+        """Return the counts that this rank reports, over all streams."""
+        return self._reported
 
     def state(self, stream: int) -> dict[str, Any]:
         """Return the counts of one stream in plain containers."""
@@ -137,10 +146,12 @@ class SkipLog:
         dropped = [[reason, kind, n] for (reason, kind), n in counts.dropped.items()]
         return {"dropped": dropped, "used": dict(counts.used), "lost": self._lost[stream]}
 
-    def load(self, stream: int, state: dict[str, Any]) -> None:
-        """Continue the counts of one stream."""
+    def load(self, stream: int, state: dict[str, Any], *, is_reported: bool = True) -> None:
+        """Continue the counts of one stream, which one of the ranks that share it reports."""
         # Older states have the dropped samples by reason only.
         dropped = state.get("dropped") or [[reason, "", n] for reason, n in state.get("reasons", {}).items()]
         by_reason_and_kind = {(reason, kind): n for reason, kind, n in dropped}
         self._by_stream[stream] = SampleCounts(Counter(state.get("used", {})), Counter(by_reason_and_kind))
+        if is_reported:
+            self._reported += self._by_stream[stream]
         self._lost[stream] = int(state["lost"])

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Optional, Protocol
 
 from megatron.energon import (
@@ -88,6 +89,13 @@ class _Packing(PackingDataset):
 
     def _fill_reading_buffer(self, source_iter: Iterator[object], log_progress: bool = False) -> bool:
         return super()._fill_reading_buffer(source_iter, log_progress=False)
+
+
+class _First(LimitDataset):
+    """The first samples of a pass; Energon's own limit reads one more, which may be damaged."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.dataset, self.length)
 
 
 class DiffusionTaskEncoder(DefaultTaskEncoder):
@@ -215,7 +223,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             )
         clip.grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
         filters = self.options.filters
-        filters.check_length(self._selection_length(clip))
+        filters.check_length(clip.num_tokens)
         filters.check_values(clip.latent, "latent values")
         for condition in spec.conditions:
             value = read_condition(condition, clip)
@@ -244,7 +252,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     ) -> SavableDataset:
         """Pack, bucket, or batch."""
         if self.options.max_samples is not None:
-            dataset = LimitDataset(dataset, self.options.max_samples, worker_config=worker_config)
+            dataset = _First(dataset, self.options.max_samples, worker_config=worker_config)
         if packing_buffer_size is not None:
             return _Packing(
                 dataset,
@@ -266,7 +274,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Fill packs from a full buffer; no pack exceeds the limit, every sample is in exactly one."""
         capacity, limit = self.options.max_tokens_per_pack, self.options.cost_limit
         assert capacity is not None
-        lengths = [self._selection_length(c) for c in samples]
+        lengths = [padded_length(c.num_tokens, self.options.pack_multiple_of) for c in samples]
         bins = greedy_knapsack(lengths, capacity) if limit is None else balanced_packs(lengths, capacity, limit)
         packs = [[samples[i] for i in items] for items in bins]
         # Packs of long samples come first; an order by sample id removes this trend from the stream. A large buffer of
@@ -279,11 +287,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             order.append((sample_id(f"{pack_id}/{seen[members]}") if seen[members] else pack_id, members[0], i))
             seen[members] += 1
         return [packs[i] for _, _, i in sorted(order)]
-
-    def _selection_length(self, clip: Clip) -> int:
-        """Return the tokens that a sample occupies in a pack; they do not depend on the layout."""
-        packed = self.options.max_tokens_per_pack is not None
-        return padded_length(clip.num_tokens, self.options.pack_multiple_of if packed else 1)
 
     @stateless
     def pack_selected_samples(self, samples: list[Clip]) -> PackedBatch:
