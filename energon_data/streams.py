@@ -75,7 +75,7 @@ class Source(Protocol):
 
 
 def automatic_streams(micro_batches_per_step: int) -> int:
-    """Return the largest divisor of a step's micro-batches up to `MAX_DEFAULT_STREAMS`, the default number of streams."""
+    """Return the default number of streams: the largest divisor of a step's micro-batches up to a limit."""
     return max(n for n in range(1, MAX_DEFAULT_STREAMS + 1) if micro_batches_per_step % n == 0)
 
 
