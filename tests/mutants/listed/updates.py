@@ -324,8 +324,8 @@ MUTANTS = (
     Mutant(
         "lock: a holder whose launcher is dead is like any other",
         "dit/monitoring/run_lock.py",
-        "whose launcher is dead; it saves and will stop\", True",
-        "whose launcher is dead; it saves and will stop\", False",
+        'whose launcher is dead; it saves and will stop", True',
+        'whose launcher is dead; it saves and will stop", False',
         (LOCK,),
     ),
     Mutant(

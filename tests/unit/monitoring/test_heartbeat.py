@@ -21,9 +21,7 @@ from dit.monitoring.heartbeat import Beat, Heartbeat, machine, read_beats, verdi
 def beats(*phases: tuple[int, str]) -> dict[int, Beat]:
     """Return what ranks of other machines wrote, given their steps and phases."""
     now = time.time()
-    return {
-        rank: Beat(rank, f"node{rank}", 1, step, phase, now, now, "") for rank, (step, phase) in enumerate(phases)
-    }
+    return {rank: Beat(rank, f"node{rank}", 1, step, phase, now, now, "") for rank, (step, phase) in enumerate(phases)}
 
 
 def judge(found: dict[int, Beat], world_size: int, silent_s: float = 50, silent: int = -1) -> tuple:
