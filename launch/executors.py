@@ -67,7 +67,8 @@ def slurm(
 ) -> run.Config[run.SlurmExecutor]:
     """Jobs of Slurm, submitted from a login node.
 
-    `job_dir` is the folder of nemo-run's scripts and logs: absolute, on a disk that all nodes see. A failed job is requeued three times, 75 or not; launch/train.sh tells them apart.
+    `job_dir` is the absolute path of the folder of nemo-run's scripts and logs, on a disk that all nodes see. A failed
+    job is requeued three times, 75 or not; launch/train.sh tells them apart.
     """
     return run.Config(
         run.SlurmExecutor,

@@ -1,4 +1,4 @@
-"""`sbatch launch/train.sh` and nemo-run's Slurm executor, on a real Slurm of this machine: two nodes of one rank each."""
+"""`sbatch launch/train.sh` and nemo-run's Slurm executor, on a real Slurm of two nodes of one rank each."""
 
 import os
 import subprocess

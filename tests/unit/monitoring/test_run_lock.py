@@ -130,7 +130,7 @@ def test_a_holder_whose_launcher_is_dead_is_waited_for(tmp_path, no_wait, orphan
 
 def test_a_holder_whose_launcher_is_dead_is_a_reason_to_try_again(tmp_path, monkeypatch, orphaned):
     monkeypatch.setattr(run_lock, "ENDING_WAIT_S", 0.0)
-    with pytest.raises(BusyError, match="whose launcher is dead; .* give the same command again after") as raised:
+    with pytest.raises(BusyError, match=r"whose launcher is dead; .* give the same command again after") as raised:
         take(tmp_path)
     assert exit_code(raised.value) == 70
 
