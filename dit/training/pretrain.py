@@ -339,8 +339,6 @@ class Run:
         self.batches.begin_step()
         self.bad_steps.begin_step()
         self.timer.start()
-        if state.loss_scale is not None and state.loss_scale.tokens is None:
-            state.loss_scale.start(self.batches.peek().layout.valid_tokens)
         forward_step = training_forward_step(config.objective, config.model, config.training.seed, state.step, self.mix)
         outputs = self.gradients.compute(forward_step, self.batches, self.log)
         length, schedule, beta1 = config.training.num_steps, config.schedule, config.optimizer.beta1
