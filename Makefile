@@ -6,6 +6,8 @@ VENV ?= .venv
 TORCH_PIP ?=
 DEMO ?= runs/letters_dit
 STEPS ?= 2100
+# Share of letters that must be read correctly.
+MINIMUM ?= 0.9
 DEMO_TEXT ?= runs/letters_text
 DEMO_VIDEO ?= runs/moving_letters_dit
 DEMO_LATENT ?= runs/pictograms_latent
@@ -48,7 +50,7 @@ demo: $(VENV)/.installed data/letters/dataset.json ## train letters on two ranks
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_dit \
 	  training.run_dir=$(DEMO) training.num_steps=$(STEPS)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO) --out samples.png
-	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum 0.9
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum $(MINIMUM)
 
 data/letters_text/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare letters --text-encoder all-minilm-l6-v2 --out data/letters_text

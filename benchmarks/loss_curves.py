@@ -21,7 +21,6 @@ from dit.errors import EXIT_OK, EXIT_UNEXPECTED, DataError
 from dit.monitoring.sinks import LOSS, METRICS_FILE, read_records, scalars_by_step
 from dit.safe_files import read_json
 from dit.terminal import echo
-from dit.verify.ranks import ROOT
 
 RECIPES = (
     "tiny_dit_pack",
@@ -52,7 +51,7 @@ def losses(recipe: str, ranks: int, settings: Sequence[str], run_dir: Path) -> l
     words = [f"training.run_dir={run_dir}", f"training.num_steps={STEPS}", "training.log_interval=1", *quiet]
     command = [sys.executable, "-m", *torchrun, "--yes", "--factory", recipe, *words, "checkpoint.interval=0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu"}
-    done = subprocess.run([*command, *settings], env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, *settings], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{recipe} on {ranks} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
     by_step = scalars_by_step(read_records(run_dir / METRICS_FILE))

@@ -24,10 +24,10 @@ from benchmarks.parallel_world import run_world
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
 from dit.terminal import echo
 from dit.verify.compare import BOUNDS, Comparison, compare_training, largest_error
-from dit.verify.ranks import FORKS, ROOT
+from dit.verify.ranks import FORKS
 
 STEPS = 3
-PAGE = ROOT / "docs" / "parallelism.md"
+PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
 ERROR_COLUMNS = {
     "gradients": "largest gradient error",
     "grad_norms": "gradient norms",

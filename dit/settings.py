@@ -75,11 +75,11 @@ class TrainingConfig:
             is no multiple of it, the largest smaller divisor is used. Results do not depend on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
-        loss_scale: fp16 only: a constant factor of the loss, taken out of the fp32 gradients; None for a dynamic one.
-        initial_loss_scale: fp16 only: the dynamic factor of step 1. Where a gradient overflows, the step makes no
-            update and the factor is halved.
-        min_loss_scale: fp16 only: an overflow with this factor stops the run. The factor multiplies the sum of the
-            loss over the tokens of a micro-batch, so it can be below 1.
+        loss_scale: fp16 only: a constant factor of a micro-batch's mean loss, taken out of the fp32 gradients; None for
+            a dynamic one.
+        initial_loss_scale: fp16 only: the dynamic factor at step 1. If a gradient overflows, the step makes no update
+            and the factor is halved.
+        min_loss_scale: fp16 only: an overflow with this factor stops the run.
         loss_scale_window: fp16 only: after this many steps without an overflow the dynamic factor is doubled.
         attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
             scaled-dot-product attention elsewhere. `megatron-dit kernels` says which can run here.
@@ -138,7 +138,7 @@ class TrainingConfig:
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     loss_scale: Optional[float] = None
     initial_loss_scale: float = 2.0**16
-    min_loss_scale: float = 2.0**-10
+    min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"

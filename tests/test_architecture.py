@@ -399,7 +399,7 @@ def test_importing_defines_names_and_does_nothing_else():
 def test_importing_a_package_imports_nothing_heavy(module: str):
     heavy = {"torch", "megatron", "numpy", "nemo_run", "wandb"}
     program = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 

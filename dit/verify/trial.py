@@ -3,6 +3,7 @@
 `dit.verify.compare` compares what two layouts report.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,7 +217,11 @@ def train(
     report = report or Report()
     it = build(trial)
     groups, optimizer = it.groups, it.optimizer
-    packs = trial.stream(groups.dp_rank, groups.dp_size, it.dims.token_multiple)
+    packs, scale = trial.stream(groups.dp_rank, groups.dp_size, it.dims.token_multiple), loss_scale_of(optimizer)
+    if scale is not None:
+        first = next(packs)
+        scale.start(first.layout.valid_tokens)
+        packs = itertools.chain([first], packs)
     batches = (shard(pack, groups.cp.rank(), groups.cp.size(), trial.parallel.context_split) for pack in packs)
     result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": []}
     for step in range(trial.steps):
@@ -231,7 +236,6 @@ def train(
         dist.all_reduce(sums, group=groups.pp)
         result["losses"].append((sums[: len(trial.objective.terms)].sum() / sums[-1]).item())
         result["grad_norms"].append(optim.gradient_norm(optimizer))
-        scale = loss_scale_of(optimizer)
         result["loss_scales"].append(1.0 if scale is None else scale.value)
         overflowed = scale is not None and scale.settle()
         if step == 0:
