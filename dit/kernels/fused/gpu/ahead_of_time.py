@@ -131,7 +131,7 @@ class Launch:
 
     def compiled(self, capability: int) -> Compiled:
         """Compile the kernel for what it was called with."""
-        options = {"num_warps": self.num_warps, "maxnreg": self.maxnreg}
+        options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": self.maxnreg}
         return compiled(self.kernel, self.types, self.flags, capability=capability, **options)
 
 
