@@ -43,8 +43,8 @@ HEAD = """# Settings
 
 `key.path=value` on the command line, an attribute of the recipe in Python, a key of `config.yaml`. A part is swapped by
 name or with its fields (`objective=edm`, `objective=ddpm(prediction='v')`); `--dryrun` prints what a run resolves to. A
-value out of its range is refused before anything is built, with the range. So is a value other than the default that has
-no effect because of other settings. Intervals above `training.num_steps` are reported by the dry run and at the start.
+value out of its range is refused before anything is built, with the range. So is a value other than the default that
+other settings leave without effect. Intervals above `training.num_steps` are reported by the dry run and at the start.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 

@@ -161,7 +161,7 @@ def test_a_shortened_run_says_what_it_does_not_reach(settings, line):
 def test_an_autoencoder_that_is_no_folder_is_refused(tmp_path):
     """A name on a hub is not looked up, and a relative path may be made later."""
     for missing in (tmp_path / "vae", "~/no such folder"):
-        with pytest.raises(ConfigError, match="sampling.vae='.*' is no folder"):
+        with pytest.raises(ConfigError, match=r"sampling\.vae='.*' is no folder"):
             changed(RUN, {"sampling.vae": str(missing)}).check()
     for name in (str(tmp_path), "models/vae", "stabilityai/sd-vae-ft-ema"):
         changed(RUN, {"sampling.vae": name}).check()
