@@ -16,19 +16,6 @@ from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid
-from dit.ranges import (
-    COUNT,
-    COUNT_OR_NONE,
-    FINITE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    RANKS,
-    SHARE,
-    Range,
-    check_choice,
-    check_ranges,
-    check_unused,
-)
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
 from energon_data.changes import ChangesOfPixels, check_changes
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
@@ -38,6 +25,7 @@ from energon_data.packing import CostLimit, check_pack_multiple
 from energon_data.samples import CAPTIONS
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
+from energon_data.values import check_values
 
 if TYPE_CHECKING:
     from energon_data.energon_source import EnergonSource
@@ -207,44 +195,12 @@ class EnergonData(DataConfig):
         Raises:
             ConfigError: settings are outside their ranges, or do not fit each other or the layout.
         """
-        counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
-        more = ("packing_buffer_size", "max_text_tokens", "max_tokens_per_sample", "validation_samples")
-        check_ranges(
-            "data",
-            self,
-            {
-                **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_NONE),
-                **dict.fromkeys((*counts, *more), COUNT),
-                "num_streams": RANKS,
-                "max_abs_latent": POSITIVE,
-                "min_aesthetic_score": FINITE,
-                **dict.fromkeys(("blend_steps", "min_side", "max_side", "resize_side", "crop_size"), COUNT),
-                **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_NONE),
-                **dict.fromkeys(("min_seconds", "max_seconds"), NOT_NEGATIVE),
-                "max_aspect_ratio": Range(1, math.inf, open_high=True),
-                "flip": SHARE,
-            },
-        )
-        for what in ("side", "seconds", "caption_length"):
-            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
-            if low is not None and high is not None and low > high:
-                raise ConfigError(f"data.min_{what}={low} is above data.max_{what}={high}, so no sample is left")
+        check_values(self)
         self._check_changes(spec, spec.patch_spatial)
-        check_choice("data.online_precision", self.online_precision, Literal["fp32", "bf16"])
         check_streams(self.num_streams, micro_batches_per_step)
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
         self._members()
-        packs = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
-        encoders = self.online_vae, self.online_text_encoder
-        groups = (
-            (self.max_tokens_per_pack is None, packs, "max_tokens_per_pack"),
-            (self.crop_size is None, ["random_crop"], "crop_size"),
-            (encoders == (None, None), ["online_precision"], "online_vae or online_text_encoder"),
-        )
-        for is_unused, settings, needed in groups:
-            if is_unused:
-                check_unused("data", self, settings, f"without data.{needed}", f"set data.{needed}")
         if self.max_tokens_per_pack is None:
             return
         if spec.micro_batch_size != 1:

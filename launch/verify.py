@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     from dit.backends.sharding import AxisSizes
     from dit.batch import PackedBatch
     from dit.data_api import BatchSpec, DataConfig
+    from dit.models.base import ModelConfig
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
+    from dit.verify.laws import Check
     from dit.verify.report import Verdict
     from dit.verify.trial import Trial
+    from energon_data.samples import Clip
 
 DESCRIPTION = "Train two steps of a recipe's tiny form on one rank and under its parallel layout, and compare."
 EXAMPLES = """\
@@ -88,6 +92,40 @@ class MockStream:
         stream = self.data.build_train(spec, dp_rank=dp_rank, dp_size=dp_size, seed=self.seed, log_dir=None)
         while True:
             yield next(stream)
+
+
+@dataclass(frozen=True)
+class MockPacks:
+    """Synthetic packs of numbered samples, whose shapes differ if the model allows it; picklable, for the ranks."""
+
+    model: "ModelConfig"
+    text_tokens: int = 5
+
+    def sample(self, number: int, spec: "BatchSpec") -> "Clip":
+        """Return the sample of a number."""
+        from dit.verify.tiny import tiny_grids
+        from energon_data.mock import MockData, MockSource
+
+        t, s = self.model.patch_temporal, self.model.patch_spatial
+        shapes = [f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(self.model)]
+        data = MockData(shapes=shapes, text_tokens=self.text_tokens)
+        return MockSource(data, spec, seed=0, split="train", stream=0, num_streams=1).sample(number)
+
+    def __call__(self, numbers: Sequence[int], *, multiple_of: int = 1, tail: int = 0) -> "PackedBatch":
+        """Lay samples side by side, each padded to a multiple, with more padding after the last one."""
+        from energon_data.packing import collate, padded_length
+
+        spec = self.model.batch_spec(multiple_of=multiple_of)
+        clips = [self.sample(number, spec) for number in numbers]
+        padded = sum(padded_length(clip.num_tokens, multiple_of) for clip in clips)
+        return collate(clips, spec, total_tokens=padded + tail)
+
+    def square(self) -> int:
+        """Return the number of a sample of the first shape, a square picture."""
+        from dit.verify.tiny import tiny_grids
+
+        spec = self.model.batch_spec()
+        return next(number for number in count() if self.sample(number, spec).grid == tiny_grids(self.model)[0])
 
 
 @dataclass(frozen=True)
@@ -218,6 +256,23 @@ def verify(pair: Pair, folder: Path) -> "Verdict":
     return compare(pair, one, many)
 
 
+def check_case(trial: "Trial") -> dict[str, Any]:
+    """Return the case of `run_world` that runs the absolute checks of a model."""
+    packs = MockPacks(trial.model)
+    return {"task": "dit.verify.laws:run_case", "trial": trial, "packs": packs, "square": packs.square()}
+
+
+def check_one_rank(trial: "Trial", folder: Path) -> "dict[str, Check]":
+    """Run the absolute checks of `dit.verify.laws` on one rank of this machine.
+
+    Raises:
+        RuntimeError: the rank failed; the message holds the end of its output.
+    """
+    from dit.verify.ranks import run_world
+
+    return run_world(1, [check_case(trial)], folder)[0]
+
+
 def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional["Verdict"]:
     """Compare the full-size model on the ranks that torchrun started; every rank calls this, rank 0 gets the verdict.
 
@@ -281,6 +336,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         cli.check_factory(args.factory)
     environment.prepare()
     environment.quiet_libraries()
+    from dit.verify.laws import text
     from launch.config_file import built
     from launch.train import resolve
 
@@ -300,9 +356,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     pair = tiny_pair(config, world_size_of(config.parallel, args.world_size))
     echo(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        checks = check_one_rank(pair.one, Path(folder) / "checks")
+        echo(text(checks), flush=True)
         verdict = verify(pair, Path(folder))
     echo(verdict.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
-    return EXIT_OK if verdict.is_equal else EXIT_UNEXPECTED
+    is_right = verdict.is_equal and not any(check.wrong for check in checks.values())
+    return EXIT_OK if is_right else EXIT_UNEXPECTED
 
 
 if __name__ == "__main__":

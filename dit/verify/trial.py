@@ -150,19 +150,30 @@ def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> Non
             parameter.add_(values)
 
 
-def build(trial: Trial) -> Built:
-    """Build the groups, the model and the optimizer of a trial on this rank."""
-    model, parallel = trial.model, trial.parallel
-    world_size = dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment()
-    training = TrainingConfig(
+def training_of(trial: Trial) -> TrainingConfig:
+    """Return the training settings of a trial."""
+    return TrainingConfig(
         global_batch_size=trial.micro_batches, precision=trial.precision, seed=SEED, **trial.recompute
     )
-    dims = check_parallel(model, parallel, training, world_size)
+
+
+def build_chunks(trial: Trial) -> tuple[ProcessGroups, list[Backbone]]:
+    """Build the groups and the model of a trial on this rank, in which nothing is zero."""
+    model, parallel, training = trial.model, trial.parallel, training_of(trial)
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, training, groups, uncertainty=trial.objective.learns_uncertainty)
     disturb_constants(chunks, groups)
     if trial.alter is not None:
         trial.alter(chunks)
+    return groups, chunks
+
+
+def build(trial: Trial) -> Built:
+    """Build the groups, the model and the optimizer of a trial on this rank."""
+    model, parallel, training = trial.model, trial.parallel, training_of(trial)
+    world_size = dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment()
+    dims = check_parallel(model, parallel, training, world_size)
+    groups, chunks = build_chunks(trial)
     wrapped = wrap(chunks, parallel, groups)
     optimizer = build_optimizer(wrapped, OPTIMIZER, parallel, training, groups)
     shards, target = master_shards(optimizer, chunks), target_of(model, trial.precision)

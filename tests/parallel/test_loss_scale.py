@@ -36,7 +36,9 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loss_scale")
 
     def case(parallel, steps=STEPS, run_dir="none", **options):
-        training = {**TRAINING, **options.pop("training", {})}
+        changes = options.pop("training", {})
+        dynamic = () if "loss_scale" not in changes else SETTINGS  # they do not apply to a constant scale
+        training = {name: value for name, value in {**TRAINING, **changes}.items() if name not in dynamic}
         task = "tests.parallel.loss_scale_worker:train"
         shared = {"task": task, "parallel": parallel, "precision": "fp16", "run_dir": folder / run_dir}
         return {**shared, "training": training, "steps": steps, **options}

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from dit.verify.ranks import ROOT
 from tests.integration.runs import environment, loss_values, outcome, overrides, steps_logged
 from tests.slurm.cluster import Cluster, lacks, running
+from tests.support.repository import REPOSITORY
 
 pytestmark = [pytest.mark.matrix, pytest.mark.skipif(bool(lacks()), reason=lacks())]
 
@@ -38,7 +38,7 @@ def words(run_dir: Path, **settings: Any) -> list[str]:
 
 def sbatch(cluster: Cluster, folder: Path, *arguments: str) -> str:
     """Submit the script from a folder, and return the job's number."""
-    script = str(ROOT / "launch" / "train.sh")
+    script = str(REPOSITORY / "launch" / "train.sh")
     return cluster.command("sbatch", "--parsable", *FLAGS, script, *arguments, cwd=folder, **environ(cluster)).strip()
 
 

@@ -12,10 +12,10 @@ from PIL import Image
 
 from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo, log_to_stderr, printable
-from dit.verify.ranks import ROOT
 from energon_data.inspect import main as inspect
 from energon_data.prepare.__main__ import main as prepare
 from launch.train import main as train
+from tests.support.repository import REPOSITORY
 
 ATTACK = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e"
 """Set the title, clear the screen, change the colour, reverse the direction of writing."""
@@ -50,7 +50,7 @@ def test_the_log_is_printed_without_orders_to_the_terminal() -> None:
         "try: raise ValueError('\\x1b[2J')\n"
         "except ValueError: logging.getLogger('any').exception('b')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stderr.startswith("a ?[2J\nb\nTraceback")
     assert done.stderr.endswith("ValueError: ?[2J\n")
 
