@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -160,17 +161,15 @@ def test_the_clock_of_another_machine_does_not_matter(tmp_path, skew_s):
     assert "rank 1 (node1, process 1) computes after step 3 () has been silent for " in heart.explain()
 
 
-@pytest.mark.parametrize("skew_s", [-3600, 3600])
-def test_a_rank_of_another_machine_that_fell_silent_ends_the_start(tmp_path, skew_s):
-    """Only silence ends a rank that starts: not before its limit, and at the first look after it."""
-    write_beat(tmp_path, time.time() + skew_s)
+def test_a_rank_of_another_machine_that_fell_silent_ends_the_start(tmp_path):
+    """Only silence ends a rank that starts: not before its limit of 6 s, and not another 3 s of silence after it."""
+    write_beat(tmp_path, time.time() + 3600)
     ended = threading.Event()
-    with Heartbeat(tmp_path, 0, 2, 3.0, end=lambda code: ended.set()):
-        assert not ended.wait(2.0)
-        assert ended.wait(20)
+    with Heartbeat(tmp_path, 0, 2, 6.0, end=lambda code: ended.set()):
+        assert ended.wait(30)
     error = read_outcome(tmp_path).error
-    assert "rank 0 starts for 3s" in error
     assert "has been silent for " in error
+    assert 6 <= int(re.search(r"rank 0 starts for (\d+)s", error)[1]) < 9
 
 
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
