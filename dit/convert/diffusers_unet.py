@@ -2,9 +2,9 @@
 
 All differences of their model: q, k and v (in cross-attention k and v) as separate matrices; the projections around a
 transformer as convolutions of 1 x 1, where all resolutions have as many heads; other names. Times are steps 0 to 999,
-and our network gets a thousandth of them. Our learned null token for a dropped text has no counterpart: Stable
-Diffusion takes the embedding of the empty text (XL: zeros), and attends to the padding of all texts (`:padded` of
-`--text-encoder` stores it). What their input has more channels of than their output is our control picture, behind the
+and our network gets a thousandth of them. Stable Diffusion replaces a dropped text by the embedding of the empty text
+(XL: zeros), which is `null_text` of ours; a learned null token has no counterpart. It attends to the padding of all
+texts (`:padded` of `--text-encoder` stores it). What their input has more channels of than their output is our control picture, behind the
 latent.
 
 Models with other blocks, with conditions besides time, text, and SDXL's pooled text and lengths, or with heads of
@@ -159,6 +159,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             head_size=head_size,
             pooled_size=pooled,
             norm_num_groups=published["norm_num_groups"],
+            null_text="empty" if pooled is None else "zeros",
         )
         size = published["sample_size"]
         objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
@@ -201,10 +202,10 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return settings, []
 
     def rules(self, model: LDMUNetConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-        why = "they embed the empty text where ours has a learned token for no text"
         linear = model.head_size is not None
         rules = [_rule(name, shapes[name], linear=linear) for name in shapes if name != NULL]
-        return RuleBook(shapes, rules, only_ours={NULL: why})
+        why = "their pipelines embed the empty text for no text; train with model.null_text=empty for the same samples"
+        return RuleBook(shapes, rules, only_ours={NULL: why} if NULL in shapes else {})
 
 
 def _plain(value: object) -> object:
