@@ -70,6 +70,7 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
         "axes_dims_rope": (16, 56, 56),
     }
     fixed: Mapping[str, Any] = {"patch_size": 1}
+    pipeline = "FluxPipeline"
     comfyui = (
         (r"transformer_blocks\.(\d+)\.attn\.to_[qkv]", r"double_blocks.\1.img_attn.qkv"),
         (r"transformer_blocks\.(\d+)\.attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),

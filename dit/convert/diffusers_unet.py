@@ -4,8 +4,8 @@ All differences of their model: q, k and v (in cross-attention k and v) as separ
 transformer as convolutions of 1 x 1, where all resolutions have as many heads; other names. Times are steps 0 to 999,
 and our network gets a thousandth of them. Stable Diffusion replaces a dropped text by the embedding of the empty text
 (XL: zeros), which is `null_text` of ours; a learned null token has no counterpart. It attends to the padding of all
-texts (`:padded` of `--text-encoder` stores it). What their input has more channels of than their output is our control picture, behind the
-latent.
+texts (`:padded` of `--text-encoder` stores it). What their input has more channels of than their output is our control
+picture, behind the latent.
 
 Models with other blocks, with conditions besides time, text, and SDXL's pooled text and lengths, or with heads of
 different sizes are refused.
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
-from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require
+from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, require
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
@@ -109,6 +109,12 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     config_class = LDMUNetConfig
     defaults = DEFAULTS
     fixed: Mapping[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in FOLLOWED}
+    part = "unet"
+    pipeline = "StableDiffusionPipeline"
+
+    def comfyui_name(self, layer: str) -> str:
+        """Return the name of kohya-ss, which ComfyUI reads for this model."""
+        return f"lora_unet_{layer.replace('.', '_')}"
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, down = list(published["block_out_channels"]), list(published["down_block_types"])
@@ -224,5 +230,5 @@ def _rule(name: str, shape: Shape, *, linear: bool) -> Rule:
             ByHead(1, (shape[0] // len(parts),) * len(parts)),  # part after part, all heads in each
         )
     if not linear and re.search(r"\.proj_(in|out)\.weight", theirs):
-        return Rule(name, (theirs,), Axes("d c 1 1 -> d c"))
+        return Rule(name, (theirs,), Pointwise())
     return Rule(name, (theirs,))

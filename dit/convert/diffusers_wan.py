@@ -70,6 +70,7 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         "added_kv_proj_dim": None,
         "pos_embed_seq_len": None,
     }
+    pipeline = "WanPipeline"
     comfyui = (
         (r"blocks\.(\d+)\.attn1\.to_([qkv])", r"blocks.\1.self_attn.\2"),
         (r"blocks\.(\d+)\.attn1\.to_out\.0", r"blocks.\1.self_attn.o"),

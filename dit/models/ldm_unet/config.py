@@ -1,12 +1,13 @@
 """Sizes of the latent-diffusion UNet."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Optional
+from typing import ClassVar, Literal, Optional, Self
 
 from dit.condition_table import CONTEXT, CONTROL, POOLED, SIZE_AND_CROP
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.models.lora_config import LoRAConfig
 from dit.models.transformer_config import check_numbers
 from dit.ranges import check_choice
 
@@ -43,6 +44,8 @@ class LDMUNetConfig(ModelConfig):
         null_text: replaces a dropped text, and is what guidance leads away from: a `learned` token, the embedding of
             the `empty` text (Stable Diffusion v1 and v2), which needs texts of one length (`:padded` encoders), or
             `zeros` (Stable Diffusion XL).
+        lora: train low-rank adapters beside linear layers of a model that `checkpoint.start_from` names, and nothing
+            else; None trains all parameters.
 
     Source of the control picture: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis); of the
     pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.
@@ -64,6 +67,14 @@ class LDMUNetConfig(ModelConfig):
     pooled_size: Optional[int] = None
     control_channels: Optional[int] = None
     null_text: NullText = "learned"
+    lora: Optional[LoRAConfig] = None
+
+    @property
+    def adapters(self) -> Optional[LoRAConfig]:
+        return self.lora
+
+    def without_adapters(self) -> Self:
+        return replace(self, lora=None)
 
     @property
     def input_features(self) -> int:
@@ -104,6 +115,8 @@ class LDMUNetConfig(ModelConfig):
             raise ConfigError("model.context_size=None: this UNet attends to texts; give the width of their embeddings")
         check_numbers(self)
         check_choice("model.null_text", self.null_text, NullText)
+        if self.lora is not None:
+            self.lora.validate()
         channels, groups, heads = self.block_out_channels, self.norm_num_groups, self.num_attention_heads
         if len(self.transformer_layers) != len(channels) or not channels:
             raise ConfigError(
