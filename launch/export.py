@@ -134,7 +134,7 @@ def write_adapters(
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     layers = to_their_layers(rules, read_full_weights(folder, slot), config.model.adapters.scale)
     if form_name == "diffusers-lora":
-        write_adapter_folder(layers, form, out)
+        write_adapter_folder(layers, form, trained.model, out)
     elif out.suffix != ".safetensors":
         raise ConfigError(f"--out {out} must end in .safetensors")
     else:

@@ -70,7 +70,6 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
         "axes_dims_rope": (16, 56, 56),
     }
     fixed: Mapping[str, Any] = {"patch_size": 1}
-    pipeline = "FluxPipeline"
     comfyui = (
         (r"transformer_blocks\.(\d+)\.attn\.to_[qkv]", r"double_blocks.\1.img_attn.qkv"),
         (r"transformer_blocks\.(\d+)\.attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
@@ -86,6 +85,9 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
         (r"single_transformer_blocks\.(\d+)\.proj_out", r"single_blocks.\1.linear2"),
         (r"single_transformer_blocks\.(\d+)\.norm\.linear", r"single_blocks.\1.modulation.lin"),
     )
+
+    def lora_pipeline(self, model: FluxConfig) -> str:
+        return "FluxPipeline"
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, out_channels = published["in_channels"], published["out_channels"]

@@ -57,7 +57,6 @@ class DiffusersFormat(ABC, Generic[Model]):
         samples_by_class: the model takes noise, time and class alone.
         comfyui: ComfyUI's names of the linear layers, those of the original code, by patterns of diffusers' names.
         part: the model in diffusers' pipelines, and the prefix of its adapters there.
-        pipeline: a class whose `load_lora_weights` reads adapters of the model; None if only peft reads them.
     """
 
     class_name: str
@@ -68,7 +67,6 @@ class DiffusersFormat(ABC, Generic[Model]):
     samples_by_class: bool = False
     comfyui: Sequence[tuple[str, str]] = ()
     part: str = "transformer"
-    pipeline: Optional[str] = None
 
     @abstractmethod
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
@@ -96,6 +94,10 @@ class DiffusersFormat(ABC, Generic[Model]):
             f"--pipeline: diffusers' pipeline of {self.class_name} also holds text encoders, which a run does not; "
             "leave the flag out and build the pipeline of the exported transformer and scheduler"
         )
+
+    def lora_pipeline(self, model: Model) -> Optional[str]:
+        """Return the pipeline whose `load_lora_weights` reads adapters of the model; None if only peft reads them."""
+        return None
 
     def comfyui_name(self, layer: str) -> Optional[str]:
         """Return ComfyUI's name of a linear layer of diffusers; None if it is not known."""

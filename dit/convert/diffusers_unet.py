@@ -110,7 +110,9 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     defaults = DEFAULTS
     fixed: Mapping[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in FOLLOWED}
     part = "unet"
-    pipeline = "StableDiffusionPipeline"
+
+    def lora_pipeline(self, model: LDMUNetConfig) -> str:
+        return "StableDiffusionPipeline" if model.pooled_size is None else "StableDiffusionXLPipeline"
 
     def comfyui_name(self, layer: str) -> str:
         """Return the name of kohya-ss, which ComfyUI reads for this model."""

@@ -70,7 +70,6 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         "added_kv_proj_dim": None,
         "pos_embed_seq_len": None,
     }
-    pipeline = "WanPipeline"
     comfyui = (
         (r"blocks\.(\d+)\.attn1\.to_([qkv])", r"blocks.\1.self_attn.\2"),
         (r"blocks\.(\d+)\.attn1\.to_out\.0", r"blocks.\1.self_attn.o"),
@@ -79,6 +78,9 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         (r"blocks\.(\d+)\.ffn\.net\.0\.proj", r"blocks.\1.ffn.0"),
         (r"blocks\.(\d+)\.ffn\.net\.2", r"blocks.\1.ffn.2"),
     )
+
+    def lora_pipeline(self, model: WanConfig) -> str:
+        return "WanPipeline"
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         patch_temporal, *patch = published["patch_size"]

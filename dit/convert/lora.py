@@ -105,7 +105,9 @@ def adapter_config(layers: Mapping[str, Adapter]) -> dict[str, Any]:
     return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(layers)}
 
 
-def write_adapter_folder(layers: Mapping[str, Adapter], form: DiffusersFormat[ModelConfig], out: Path) -> None:
+def write_adapter_folder(
+    layers: Mapping[str, Adapter], form: DiffusersFormat[ModelConfig], model: ModelConfig, out: Path
+) -> None:
     """Write the files that diffusers and peft read, and a page that says how to load them, to a new folder.
 
     Raises:
@@ -113,7 +115,7 @@ def write_adapter_folder(layers: Mapping[str, Adapter], form: DiffusersFormat[Mo
     """
     prefixes = {DIFFUSERS_FILE: form.part, PEFT_FILE: PEFT_PREFIX}
     tensors = {name: diffusers_tensors(layers, prefix) for name, prefix in prefixes.items()}
-    write_tensor_folder(tensors, out, {PEFT_CONFIG: to_json(adapter_config(layers)), PAGE: adapter_page(form)})
+    write_tensor_folder(tensors, out, {PEFT_CONFIG: to_json(adapter_config(layers)), PAGE: adapter_page(form, model)})
 
 
 def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Optional[str]]) -> dict[str, Tensor]:
@@ -141,14 +143,14 @@ def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Opti
     return tensors
 
 
-def adapter_page(form: DiffusersFormat[ModelConfig]) -> str:
+def adapter_page(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> str:
     """Return the README page of a folder with adapters, in Markdown: how to load them."""
     lines = [f"# Adapters (LoRA) of {form.class_name}, exported by megatron-dit", "", "```python"]
-    if form.pipeline is not None:
+    if (pipeline := form.lora_pipeline(model)) is not None:
         lines += [
-            f"from diffusers import {form.pipeline}",
+            f"from diffusers import {pipeline}",
             "",
-            f'pipeline = {form.pipeline}.from_pretrained("BASE")',
+            f'pipeline = {pipeline}.from_pretrained("BASE")',
             'pipeline.load_lora_weights("THIS_FOLDER")',
             "```",
             "",

@@ -7,7 +7,7 @@ from dit.errors import ConfigError
 from dit.ranges import POSITIVE, WIDTH, check_ranges
 
 BLOCK_LINEARS = "layers.*.linear_*"
-"""The linear layers of attention and MLP (experts included) in every block of every transformer, without modulations."""
+"""The linear layers of attention and MLP, experts included, in every block of every transformer, no modulations."""
 UNET_LINEARS = "*.transformer_blocks.*"
 """The linear layers of attention and MLP in every transformer of a latent-diffusion UNet."""
 
