@@ -128,6 +128,7 @@ IMAGEN_OTHER: dict[str, Any] = {
     "scale_shift_norm": False,
     "stable_attention": True,
     "low_resolution_factor": 4,
+    "low_resolution_kernel": "pil",
     "noise_augmentation": False,
     "channels_last": False,
 }
