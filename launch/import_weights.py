@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> list[str]:
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
         write_imported(Path(args.out), weights, trained, sampling, f"{args.format}: {source.resolve()}")
-    return [*trained.notes, *notes]
+    zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.only_ours.items()]
+    return [*trained.notes, *zeros, *notes]
 
 
 @dataclass(frozen=True)

@@ -294,11 +294,7 @@ def _network(unet_type: UNetType) -> list[Rule]:
     return [
         *rules,
         *([] if condition else [only(f"{unet}.low_res_cond", True, why="this network always has a small picture")]),
-        Rule(
-            (*sides, *condition),
-            _low_resolution,
-            "the small picture is made from the large one, bicubically, and enlarged with NeMo's kernel",
-        ),
+        Rule((*sides, *condition), _low_resolution, "made from the large picture, bicubically, with NeMo's kernel"),
         maps("model.noise_cond_aug", "model.noise_augmentation", default=False),
     ]
 
