@@ -44,8 +44,8 @@ class Condition:
             allows every shape.
         dtype: of the entry; None for that of the stored values.
         num_classes: the values are classes in `[0, num_classes)`; None for real numbers.
-        null: replaces a dropped value: a number, `no class` (the class index `num_classes`), or `learned`: a
-            parameter of the model, which reads `Entry.dropped_S`.
+        null: replaces a dropped value: a number, `no class` (the class index `num_classes`), `learned` (a parameter of
+            the model, which reads `Entry.dropped_S`), or `empty text` (the embedding of "", see `Entry.null`).
         dropout: share of samples trained without it, for guidance away from its null; None: it is never dropped,
             also not by guidance.
         group: conditions of one group are dropped by one draw per sample: the samples of the smallest share lose them
@@ -66,7 +66,7 @@ class Condition:
     shape: Optional[tuple[int, ...]] = ()
     dtype: Optional[torch.dtype] = torch.float32
     num_classes: Optional[int] = None
-    null: float | Literal["learned", "no class"] = "learned"
+    null: float | Literal["learned", "no class", "empty text"] = "learned"
     dropout: Optional[float] = None
     group: str = "conditions"
     beside: Optional[str] = None
@@ -84,8 +84,8 @@ class Condition:
 
     @property
     def null_value(self) -> Optional[float]:
-        """The number that replaces a dropped value; None if the model learns it."""
-        if self.null == "learned":
+        """The number that replaces a dropped value; None if that is a parameter or an embedding."""
+        if self.null in ("learned", "empty text"):
             return None
         return self.num_classes if self.null == "no class" else float(self.null)
 
@@ -137,7 +137,7 @@ class Condition:
         return Entry(self.axis, layout.insert_padding(patchify_all(tensors, *patch)))
 
     def absent(self, layout: SequenceLayout, patch: tuple[int, int]) -> Optional["Entry"]:
-        """Return the entry of samples without the condition: the default or the null; None if the model learns it."""
+        """Return the entry of samples without the condition: the default or the null; None if the null is no number."""
         value = self.null_value if self.default is None else self.default
         if value is None or self.shape is None:
             return None
@@ -171,12 +171,15 @@ class Entry:
         values: `[S, ...]`, `[K, D]` or `[T, C]`.
         layout: of the text tokens; None for the other axes.
         dropped_S: True where the model's learned null replaces the value; None for nowhere.
+        null: `[k, D]`, the embedding of the empty text, which replaces a dropped text of k tokens; one token replaces
+            every token of a text. None for zeros, as in synthetic data, which have no text encoder.
     """
 
     axis: Axis
     values: Tensor
     layout: Optional[SequenceLayout] = None
     dropped_S: Optional[Tensor] = None
+    null: Optional[Tensor] = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Entry":
         """Move every tensor to `device`."""
@@ -185,6 +188,7 @@ class Entry:
             moved(self.values, device, non_blocking),
             None if self.layout is None else self.layout.to(device),
             None if self.dropped_S is None else moved(self.dropped_S, device, non_blocking),
+            None if self.null is None else moved(self.null, device, non_blocking),
         )
 
     def select(self, indices_T: Tensor) -> "Entry":
@@ -198,14 +202,16 @@ class Entry:
             dropped_S: True for these samples.
             layout: of the local latents.
         """
-        null = condition.null_value
-        if null is None:
+        if condition.null == "learned":
             return replace(self, dropped_S=dropped_S if self.dropped_S is None else self.dropped_S | dropped_S)
         if self.axis == "sample":
             mask = dropped_S.view(-1, *[1] * (self.values.dim() - 1))
         else:
             mask = (layout if self.layout is None else self.layout).per_token(dropped_S)
-        return replace(self, values=self.values.masked_fill(mask, null))
+        if self.null is not None:
+            null_KD = self.null.repeat(len(self.values) // len(self.null), 1).to(self.values.dtype)
+            return replace(self, values=torch.where(mask, null_KD, self.values))
+        return replace(self, values=self.values.masked_fill(mask, condition.null_value or 0))
 
     def followed_by(self, other: "Entry") -> "Entry":
         """Concatenate the entry of another pack with as many samples."""
@@ -215,7 +221,7 @@ class Entry:
         if (known_S := other.dropped_S if self.dropped_S is None else self.dropped_S) is not None:
             nowhere_S = torch.zeros_like(known_S)
             dropped_S = torch.cat([nowhere_S if x.dropped_S is None else x.dropped_S for x in (self, other)])
-        return Entry(self.axis, torch.cat([self.values, other.values]), layout, dropped_S)
+        return Entry(self.axis, torch.cat([self.values, other.values]), layout, dropped_S, self.null)
 
 
 def per_sample(values: Tensor, dropped_S: Optional[Tensor] = None) -> Entry:
@@ -267,6 +273,10 @@ class Conditions(Mapping[str, Entry]):
     def without(self, *names: str) -> "Conditions":
         """Return the conditions without some of them."""
         return Conditions({name: entry for name, entry in self.items() if name not in names})
+
+    def with_nulls(self, nulls: Mapping[str, Tensor]) -> "Conditions":
+        """Set the embeddings of the empty text, `[k, D]` by name, which replace dropped texts."""
+        return self | {name: replace(self[name], null=null) for name, null in nulls.items() if name in self}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Conditions":
         """Move every tensor to `device`."""
@@ -366,6 +376,12 @@ def _wrong_values(condition: Condition, entry: Entry, keys: Sequence[str], patch
     if shape is not None and have != tuple(volume * side for side in shape):
         need = [volume * side for side in shape]
         yield f"condition {condition.name!r} has values of shape {list(have)}, the model takes {need}"
+    elif entry.null is not None and entry.layout is not None and len(entry.null) > 1:
+        if others := sorted(set(entry.layout.padded_lengths) - {len(entry.null)}):
+            yield (
+                f"condition {condition.name!r} has texts of {others[0]} to {others[-1]} tokens, the empty text that "
+                f"replaces dropped ones has {len(entry.null)}; prepare the data with an encoder that pads (NAME:padded)"
+            )
     elif condition.num_classes is not None:
         for value, key in zip(entry.values.tolist(), keys):
             if fault := condition.out_of_range(value):

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, Optional, Protocol
 
+from torch import Tensor
+
 from dit.batch import PackedBatch
 from dit.conditions import Condition
 from dit.errors import ConfigError, DataError
@@ -181,6 +183,10 @@ class DataConfig(ABC):
 
     def text_encoder(self) -> Optional[str]:
         """Return the encoders of the texts, see `dit.encoders.text_config`, or None if they are not known."""
+        return None
+
+    def empty_text(self, condition: Condition) -> Optional[Tensor]:
+        """Return the embedding of the empty text, `[k, D]`; None if the encoders of `text_encoder` make it."""
         return None
 
     def online_encoding(self) -> Optional[OnlineEncoding]:

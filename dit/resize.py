@@ -2,15 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Optional
+from typing import Literal, Optional
 
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+Kernel = Literal["pil", "opencv"]
+"""Bicubic kernels by libraries that have them: their coefficients a are -0.5 and -0.75."""
 
-def enlarged(pictures: Tensor, factor: int) -> Tensor:
+
+def enlarged(pictures: Tensor, factor: int, kernel: Kernel = "pil") -> Tensor:
     """Return pictures `[..., h, w]` enlarged by bicubic interpolation, `[..., factor h, factor w]`, float32."""
-    return _resized(pictures, (pictures.shape[-2] * factor, pictures.shape[-1] * factor))
+    size = (pictures.shape[-2] * factor, pictures.shape[-1] * factor)
+    # torch has a = -0.5 where it antialiases, which changes nothing else in a picture that is enlarged.
+    return _resized(pictures, size, antialias=kernel == "pil")
 
 
 def reduced(pictures: Tensor, factor: int) -> Tensor:
@@ -18,12 +23,12 @@ def reduced(pictures: Tensor, factor: int) -> Tensor:
 
     Sides that are no multiples of the factor are rounded up; float32.
     """
-    return _resized(pictures, (-(-pictures.shape[-2] // factor), -(-pictures.shape[-1] // factor)))
+    return _resized(pictures, (-(-pictures.shape[-2] // factor), -(-pictures.shape[-1] // factor)), antialias=True)
 
 
-def _resized(pictures: Tensor, size: tuple[int, int]) -> Tensor:
+def _resized(pictures: Tensor, size: tuple[int, int], *, antialias: bool) -> Tensor:
     flat = pictures.float().reshape(-1, 1, *pictures.shape[-2:])
-    return interpolate(flat, size, mode="bicubic", antialias=True).view(*pictures.shape[:-2], *size)
+    return interpolate(flat, size, mode="bicubic", antialias=antialias).view(*pictures.shape[:-2], *size)
 
 
 @dataclass(frozen=True)
@@ -32,9 +37,15 @@ class LowResolution:
 
     Args:
         factor: between the two sizes.
+        kernel: that enlarges the small picture.
     """
 
     factor: int
+    kernel: Kernel = "pil"
+
+    def enlarge(self, small: Tensor) -> Tensor:
+        """Return small pictures `[..., h, w]` at the size of the latent."""
+        return enlarged(small, self.factor, self.kernel)
 
     def __call__(self, latent: Tensor, change: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
         """Return the picture for a latent `[C, T, H, W]`, of its shape, float32.
@@ -44,4 +55,4 @@ class LowResolution:
         """
         height, width = latent.shape[-2:]
         small = reduced(latent, self.factor)
-        return enlarged(small if change is None else change(small), self.factor)[..., :height, :width]
+        return self.enlarge(small if change is None else change(small))[..., :height, :width]

@@ -158,6 +158,10 @@ class MockData(DataConfig):
         )
         return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(0), "mock data")
 
+    def empty_text(self, condition: Condition) -> Tensor:
+        """Return one token of zeros."""
+        return torch.zeros(1, *(condition.shape or ()))
+
     def class_names(self) -> Optional[list[str]]:
         """Return None: mock classes have no names."""
         return None

@@ -123,8 +123,8 @@ def write_adapters(
     """
     from dit.checkpoint.full_weights import read_full_weights
     from dit.convert.diffusers_format import format_of_model
-    from dit.convert.lora import DIFFUSERS_FILE, comfyui_tensors, diffusers_tensors, to_their_layers
-    from dit.convert.state_files import write_tensor_folder, write_tensors
+    from dit.convert.lora import comfyui_tensors, to_their_layers, write_adapter_folder
+    from dit.convert.state_files import write_tensors
     from dit.parallel.build import parameter_shapes
 
     if config.model.adapters is None:
@@ -135,11 +135,11 @@ def write_adapters(
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     layers = to_their_layers(rules, read_full_weights(folder, slot), config.model.adapters.scale)
     if form_name == "diffusers-lora":
-        write_tensor_folder(diffusers_tensors(layers), out, DIFFUSERS_FILE)
+        write_adapter_folder(layers, form, trained.model, out)
     elif out.suffix != ".safetensors":
         raise ConfigError(f"--out {out} must end in .safetensors")
     else:
-        write_tensors(comfyui_tensors(layers, form.comfyui), out)
+        write_tensors(comfyui_tensors(layers, form.comfyui_name), out)
     return [f"{len(layers)} layers of {form.class_name}; alpha is their rank, so that their scale is 1"]
 
 

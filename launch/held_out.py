@@ -39,7 +39,7 @@ def held_out_batches(args: argparse.Namespace, generator: "Generator") -> Iterat
     config = generator.config
     spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
     data = data_of(args, config.data)
-    encode = batch_encoder(data.online_encoding(), spec, local_device(), None)
+    encode = batch_encoder(data.online_encoding(), spec, local_device(), None, {})
     batches = data.build_validation(spec, dp_rank=0, dp_size=1)
     return map(encode, islice(batches, environment.rank(), None, environment.world_size()))
 

@@ -107,11 +107,14 @@ def run(args: argparse.Namespace) -> list[str]:
     trained, notes = settle(found, objective)
     if args.text_encoder is not None:
         trained = replace(trained, text_encoder=check_text_encoder(args.text_encoder).recorded)
+    elif trained.text_encoder is None and any(c.null == "empty text" for c in trained.model.conditions()):
+        notes.append("guidance leads away from the embedding of the empty text: give --text-encoder, or sample without")
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
         write_imported(Path(args.out), weights, trained, sampling, f"{args.format}: {source.resolve()}")
-    return [*trained.notes, *notes]
+    zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.only_ours.items()]
+    return [*trained.notes, *zeros, *notes]
 
 
 @dataclass(frozen=True)

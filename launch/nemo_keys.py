@@ -153,7 +153,7 @@ def _low_resolution(
     small, large = _resolutions(target_resolution if target_resolutions is None else target_resolutions)
     if small < 1 or large % small:
         raise ConfigError(f"the large side {large} is no multiple of the small one, {small}")
-    return {"model.low_resolution_factor": large // small}
+    return {"model.low_resolution_factor": large // small, "model.low_resolution_kernel": "opencv"}
 
 
 def _no_low_resolution(low_res_cond: object = False, noise_cond_aug: object = False) -> Settings:
@@ -294,7 +294,7 @@ def _network(unet_type: UNetType) -> list[Rule]:
     return [
         *rules,
         *([] if condition else [only(f"{unet}.low_res_cond", True, why="this network always has a small picture")]),
-        Rule((*sides, *condition), _low_resolution, "the small picture is made from the large one, bicubically"),
+        Rule((*sides, *condition), _low_resolution, "made from the large picture, bicubically, with NeMo's kernel"),
         maps("model.noise_cond_aug", "model.noise_augmentation", default=False),
     ]
 

@@ -78,10 +78,9 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     import torch.distributed as dist
 
     from dit.backends.device import local_device
-    from dit.inference.cascade import factor_of
-    from dit.resize import LowResolution
+    from dit.inference.cascade import low_resolution_of
 
-    bicubic = LowResolution(factor_of(generator.spec))
+    bicubic = low_resolution_of(generator.spec)
     tiles = tile_settings(args)
     settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
     sampling, sums = generator.sampling(**settings), torch.zeros(7, dtype=torch.float64)

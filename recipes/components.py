@@ -227,13 +227,13 @@ def lora() -> run.Config[LoRAConfig]:
 @run.cli.factory(target=ModelConfig)
 def ldm_unet() -> run.Config[LDMUNetConfig]:
     """Latent-diffusion UNet (860 M), that of Stable Diffusion v1: 4 latent channels, text of 768, width 320 to 1280."""
-    return run.Config(LDMUNetConfig)
+    return run.Config(LDMUNetConfig, null_text="empty")
 
 
 @run.cli.factory(target=ModelConfig)
 def ldm_unet_small() -> run.Config[LDMUNetConfig]:
     """Latent-diffusion UNet of 128 to 512 channels (142 M); otherwise as ldm_unet."""
-    return run.Config(LDMUNetConfig, block_out_channels=[128, 256, 512, 512])
+    return run.Config(LDMUNetConfig, block_out_channels=[128, 256, 512, 512], null_text="empty")
 
 
 @run.cli.factory(target=ModelConfig)
@@ -247,6 +247,7 @@ def sdxl_unet() -> run.Config[LDMUNetConfig]:
         mid_transformer_layers=10,
         head_size=64,
         pooled_size=1280,
+        null_text="zeros",
     )
 
 

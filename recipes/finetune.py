@@ -52,7 +52,14 @@ def _on_base(name: str, base: Optional[str]) -> run.Partial:
 
 
 def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
-    """Train adapters alone, at the learning rate that they take."""
+    """Train only adapters, at the learning rate that they take.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    model = recipe.model.__fn_or_cls__
+    if "lora" not in {field.name for field in fields(model)}:
+        raise ConfigError(f"{model.__name__} has no adapters (LoRA); train all its weights with the recipe finetune")
     recipe.model.lora = run.Config(LoRAConfig, rank=rank)
     recipe.optimizer.lr = 1e-4
     return recipe

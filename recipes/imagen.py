@@ -51,6 +51,7 @@ def imagen_sr_400m() -> run.Config[UNetConfig]:
         num_res_blocks=[2, 2, 3, 4, 3],
         attention_levels=[3, 4],
         low_resolution_factor=4,
+        low_resolution_kernel="opencv",
         noise_augmentation=True,
     )
 
@@ -58,7 +59,7 @@ def imagen_sr_400m() -> run.Config[UNetConfig]:
 @run.cli.factory(target=ModelConfig)
 def imagen_sr_600m() -> run.Config[EfficientUNetConfig]:
     """Imagen's Efficient UNet, four times larger pictures (646,023,428): 128 to 1024 channels, fused attention."""
-    return run.Config(EfficientUNetConfig, noise_augmentation=True)
+    return run.Config(EfficientUNetConfig, noise_augmentation=True, low_resolution_kernel="opencv")
 
 
 def _imagen(name: str, model: run.Config[ModelConfig], pixels: int, micro_batch: int, batch: int) -> run.Partial:

@@ -39,7 +39,7 @@ def ldm_cc3m_256() -> run.Partial:
     """
     return run.Partial(
         pretrain,
-        model=run.Config(LDMUNetConfig),
+        model=run.Config(LDMUNetConfig, null_text="empty"),
         data=run.Config(
             EnergonData,
             path="data/cc3m_latents_256",
@@ -148,5 +148,6 @@ def tiny_sdxl_unet() -> run.Partial:
     recipe.model.mid_transformer_layers = 2
     recipe.model.head_size = 8
     recipe.model.pooled_size = 24
+    recipe.model.null_text = "zeros"
     recipe.training.run_dir = "runs/tiny_sdxl_unet"
     return recipe

@@ -86,6 +86,9 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
         (r"single_transformer_blocks\.(\d+)\.norm\.linear", r"single_blocks.\1.modulation.lin"),
     )
 
+    def lora_pipeline(self, model: FluxConfig) -> str:
+        return "FluxPipeline"
+
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, out_channels = published["in_channels"], published["out_channels"]
         width = published["num_attention_heads"] * published["attention_head_dim"]

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ class DiffusersFormat(ABC, Generic[Model]):
         fixed: those whose other values our backbone cannot follow.
         samples_by_class: the model takes noise, time and class alone.
         comfyui: ComfyUI's names of the linear layers, those of the original code, by patterns of diffusers' names.
+        part: the model in diffusers' pipelines, and the prefix of its adapters there.
     """
 
     class_name: str
@@ -73,6 +75,7 @@ class DiffusersFormat(ABC, Generic[Model]):
     fixed: Mapping[str, Any]
     samples_by_class: bool = False
     comfyui: Sequence[tuple[str, str]] = ()
+    part: str = "transformer"
 
     @abstractmethod
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
@@ -100,6 +103,15 @@ class DiffusersFormat(ABC, Generic[Model]):
             f"--pipeline: diffusers' pipeline of {self.class_name} also holds text encoders, which a run does not; "
             "leave the flag out and build the pipeline of the exported transformer and scheduler"
         )
+
+    def lora_pipeline(self, model: Model) -> Optional[str]:
+        """Return the pipeline whose `load_lora_weights` reads adapters of the model; None if only peft reads them."""
+        return None
+
+    def comfyui_name(self, layer: str) -> Optional[str]:
+        """Return ComfyUI's name of a linear layer of diffusers; None if it is not known."""
+        matches = ((re.fullmatch(pattern, layer), name) for pattern, name in self.comfyui)
+        return next((f"diffusion_model.{match.expand(name)}" for match, name in matches if match), None)
 
     def reads(self, settings: Mapping[str, Any]) -> bool:
         """Tell whether a `config.json` is of this class."""

@@ -2,10 +2,10 @@
 
 All differences of their model: q, k and v (in cross-attention k and v) as separate matrices; the projections around a
 transformer as convolutions of 1 x 1, where all resolutions have as many heads; other names. Times are steps 0 to 999,
-and our network gets a thousandth of them. Our learned null token for a dropped text has no counterpart: Stable
-Diffusion takes the embedding of the empty text (XL: zeros), and attends to the padding of all texts (`:padded` of
-`--text-encoder` stores it). What their input has more channels of than their output is our control picture, behind the
-latent.
+and our network gets a thousandth of them. Stable Diffusion replaces a dropped text by the embedding of the empty text
+(XL: zeros), which is `null_text` of ours; a learned null token has no counterpart. It attends to the padding of all
+texts (`:padded` of `--text-encoder` stores it). What their input has more channels of than their output is our control
+picture, behind the latent.
 
 Models with other blocks, with conditions besides time, text, and SDXL's pooled text and lengths, or with heads of
 different sizes are refused.
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
-from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require
+from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, require
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
@@ -109,6 +109,14 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     config_class = LDMUNetConfig
     defaults = DEFAULTS
     fixed: Mapping[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in FOLLOWED}
+    part = "unet"
+
+    def lora_pipeline(self, model: LDMUNetConfig) -> str:
+        return "StableDiffusionPipeline" if model.pooled_size is None else "StableDiffusionXLPipeline"
+
+    def comfyui_name(self, layer: str) -> str:
+        """Return the name of kohya-ss, which ComfyUI reads for this model."""
+        return f"lora_unet_{layer.replace('.', '_')}"
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, down = list(published["block_out_channels"]), list(published["down_block_types"])
@@ -159,6 +167,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             head_size=head_size,
             pooled_size=pooled,
             norm_num_groups=published["norm_num_groups"],
+            null_text="empty" if pooled is None else "zeros",
         )
         size = published["sample_size"]
         objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
@@ -201,10 +210,10 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return settings, []
 
     def rules(self, model: LDMUNetConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-        why = "they embed the empty text where ours has a learned token for no text"
         linear = model.head_size is not None
         rules = [_rule(name, shapes[name], linear=linear) for name in shapes if name != NULL]
-        return RuleBook(shapes, rules, only_ours={NULL: why})
+        why = "their pipelines embed the empty text for no text; train with model.null_text=empty for the same samples"
+        return RuleBook(shapes, rules, only_ours={NULL: why} if NULL in shapes else {})
 
 
 def _plain(value: object) -> object:
@@ -223,5 +232,5 @@ def _rule(name: str, shape: Shape, *, linear: bool) -> Rule:
             ByHead(1, (shape[0] // len(parts),) * len(parts)),  # part after part, all heads in each
         )
     if not linear and re.search(r"\.proj_(in|out)\.weight", theirs):
-        return Rule(name, (theirs,), Axes("d c 1 1 -> d c"))
+        return Rule(name, (theirs,), Pointwise())
     return Rule(name, (theirs,))

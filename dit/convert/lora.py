@@ -11,23 +11,34 @@ rearranges outputs is applied to B, one that rearranges inputs to A, so that eve
 
 alpha / rank is multiplied into B, so that the scale is 1 (alpha = rank) in every loader.
 
-Source: huggingface/peft, names `lora_A` and `lora_B`; diffusers 0.38, `pytorch_lora_weights.safetensors` with the
-prefix `transformer.`; ComfyUI, `comfy/lora.py` (`diffusion_model.` and the name of the model's own layer) and
-`comfy/weight_adapter/lora.py` (`lora_down`, `lora_up`, `alpha`).
+Source: huggingface/peft 0.21, names `lora_A` and `lora_B`, `adapter_config.json`; diffusers 0.38,
+`pytorch_lora_weights.safetensors` with the prefix `transformer.` or `unet.`; ComfyUI, `comfy/lora.py`
+(`diffusion_model.` and the name of the model's own layer; of UNets `lora_unet_` and diffusers' name with underscores,
+as in kohya-ss/sd-scripts) and `comfy/weight_adapter/lora.py` (`lora_down`, `lora_up`, `alpha`).
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from dit.convert.rules import Rule, RuleBook
+from dit.convert.diffusers_format import DiffusersFormat
+from dit.convert.diffusers_sampling import PAGE
+from dit.convert.rules import Pointwise, Rule, RuleBook
+from dit.convert.state_files import to_json, write_tensor_folder
 from dit.errors import ConfigError
+from dit.models.base import ModelConfig
 from dit.models.lora import adapter_pairs
 
-DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+DIFFUSERS_FILE, PEFT_FILE, PEFT_CONFIG = (
+    "pytorch_lora_weights.safetensors",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+)
+PEFT_PREFIX = "base_model.model"
 WEIGHT = ".weight"
 
 
@@ -67,41 +78,94 @@ def _split(layer: str, rule: Rule, a: Tensor, b: Tensor) -> dict[str, Adapter]:
             "otherwise; train without it (model.lora.targets)"
         )
     names = [name.removesuffix(WEIGHT) for name in rule.theirs]
+    if isinstance(rule.form, Pointwise):
+        return {names[0]: Adapter(*(rule.form.to_theirs(x)[0] for x in (a, b)))}
     if rule.form.axis == 0:
         return {name: Adapter(a, part) for name, part in zip(names, rule.form.to_theirs(b), strict=True)}
     return {name: Adapter(part, b) for name, part in zip(names, rule.form.to_theirs(a), strict=True)}
 
 
-def diffusers_tensors(layers: Mapping[str, Adapter]) -> dict[str, Tensor]:
-    """Return the tensors of diffusers' file."""
+def diffusers_tensors(layers: Mapping[str, Adapter], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of a file for diffusers or peft.
+
+    Args:
+        layers: by diffusers' names.
+        prefix: of every name: the part of diffusers' pipeline, or `PEFT_PREFIX`.
+    """
     tensors = {}
     for name, adapter in layers.items():
-        tensors[f"transformer.{name}.lora_A.weight"] = adapter.a.clone()
-        tensors[f"transformer.{name}.lora_B.weight"] = adapter.b.contiguous().clone()
+        tensors[f"{prefix}.{name}.lora_A.weight"] = adapter.a.contiguous().clone()
+        tensors[f"{prefix}.{name}.lora_B.weight"] = adapter.b.contiguous().clone()
     return tensors
 
 
-def comfyui_tensors(layers: Mapping[str, Adapter], names: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+def adapter_config(layers: Mapping[str, Adapter]) -> dict[str, Any]:
+    """Return peft's `adapter_config.json`."""
+    rank = len(next(iter(layers.values())).a)
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(layers)}
+
+
+def write_adapter_folder(
+    layers: Mapping[str, Adapter], form: DiffusersFormat[ModelConfig], model: ModelConfig, out: Path
+) -> None:
+    """Write the files that diffusers and peft read, and a page that says how to load them, to a new folder.
+
+    Raises:
+        ConfigError: `out` exists, or the disk refused.
+    """
+    prefixes = {DIFFUSERS_FILE: form.part, PEFT_FILE: PEFT_PREFIX}
+    tensors = {name: diffusers_tensors(layers, prefix) for name, prefix in prefixes.items()}
+    write_tensor_folder(tensors, out, {PEFT_CONFIG: to_json(adapter_config(layers)), PAGE: adapter_page(form, model)})
+
+
+def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Optional[str]]) -> dict[str, Tensor]:
     """Return the tensors of a file for ComfyUI.
 
     Args:
         layers: by diffusers' names.
-        names: patterns of diffusers' names, and the names of the model's own layers; those of one name are stacked.
+        name_of: returns the name of a layer there, None if it is not known; layers of one name are stacked.
 
     Raises:
         ConfigError: a layer has no name there.
     """
     joined: dict[str, list[Adapter]] = {}
     for layer, adapter in layers.items():
-        matches = ((re.fullmatch(pattern, layer), own) for pattern, own in names)
-        own = next((match.expand(own) for match, own in matches if match), None)
-        if own is None:
+        name = name_of(layer)
+        if name is None:
             raise ConfigError(f"ComfyUI's name of {layer} is not known here; train without it (model.lora.targets)")
-        joined.setdefault(own, []).append(adapter)
+        joined.setdefault(name, []).append(adapter)
     tensors = {}
-    for own, adapters in joined.items():
+    for name, adapters in joined.items():
         a, b = adapters[0].a, torch.cat([adapter.b for adapter in adapters])
-        tensors[f"diffusion_model.{own}.lora_down.weight"] = a.clone()
-        tensors[f"diffusion_model.{own}.lora_up.weight"] = b
-        tensors[f"diffusion_model.{own}.alpha"] = torch.tensor(float(len(a)))
+        tensors[f"{name}.lora_down.weight"] = a.contiguous().clone()
+        tensors[f"{name}.lora_up.weight"] = b
+        tensors[f"{name}.alpha"] = torch.tensor(float(len(a)))
     return tensors
+
+
+def adapter_page(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> str:
+    """Return the README page of a folder with adapters, in Markdown: how to load them."""
+    lines = [f"# Adapters (LoRA) of {form.class_name}, exported by megatron-dit", "", "```python"]
+    if (pipeline := form.lora_pipeline(model)) is not None:
+        lines += [
+            f"from diffusers import {pipeline}",
+            "",
+            f'pipeline = {pipeline}.from_pretrained("BASE")',
+            'pipeline.load_lora_weights("THIS_FOLDER")',
+            "```",
+            "",
+            "or",
+            "",
+            "```python",
+        ]
+    lines += [
+        f"from diffusers import {form.class_name}",
+        "from peft import PeftModel",
+        "",
+        f'{form.part} = {form.class_name}.from_pretrained("BASE", subfolder="{form.part}")',
+        f'{form.part} = PeftModel.from_pretrained({form.part}, "THIS_FOLDER").merge_and_unload()',
+        "```",
+        "",
+        "BASE is the model that the adapters were trained beside. Their scale is 1. peft must be installed.",
+    ]
+    return "\n".join(lines) + "\n"

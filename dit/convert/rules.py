@@ -87,6 +87,19 @@ class Axes:
 
 
 @dataclass(frozen=True)
+class Pointwise:
+    """A linear layer on our side, a convolution of 1 x 1 on theirs; also for the two matrices of an adapter."""
+
+    axis: ClassVar[Optional[int]] = 0
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        return theirs[0].flatten(1)
+
+    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
+        return (ours[:, :, None, None],)
+
+
+@dataclass(frozen=True)
 class ByHead:
     """A fused projection: ours has, for each head in turn, its share of every part; theirs has part after part.
 

@@ -185,15 +185,18 @@ def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[st
             save_file(dict(tensors), part, metadata={"format": "pt", **metadata})
 
 
-def write_tensor_folder(tensors: Mapping[str, Tensor], out: Path, name: str) -> None:
-    """Write tensors to one safetensors file in a new folder.
+def write_tensor_folder(tensors: Mapping[str, Mapping[str, Tensor]], out: Path, texts: Mapping[str, str]) -> None:
+    """Write safetensors files and texts, by their names, to a new folder.
 
     Raises:
         ConfigError: `out` exists, or the disk refused.
     """
     with written_atomically(out) as part:
         part.mkdir(parents=True, exist_ok=True)
-        save_file(dict(tensors), part / name, metadata={"format": "pt"})
+        for name, content in tensors.items():
+            save_file(dict(content), part / name, metadata={"format": "pt"})
+        for name, text in texts.items():
+            (part / name).write_text(text, encoding="utf-8")
 
 
 def write_diffusers(

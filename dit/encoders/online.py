@@ -9,7 +9,7 @@ devices need not give. Stages encode for themselves, because in a schedule they 
 Nothing is drawn: a latent is the mean of the VAE's posterior, as in preparation, so that online equals cached.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Optional
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dit.batch import PackedBatch, pixel_values
-from dit.conditions import Conditions, moved, pack_conditions
-from dit.data_api import BatchSpec, OnlineEncoding
+from dit.conditions import Condition, Conditions, moved, pack_conditions
+from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
 from dit.encoders.batching import in_batches
-from dit.encoders.text import TextEncoder
+from dit.encoders.text import TextEncoder, empty_texts
 from dit.encoders.text_config import as_conditions, check_text_encoder
 from dit.encoders.vae import VAE
 from dit.patchify import patchify_all
@@ -33,11 +33,43 @@ MAX_BATCH_PIXELS = 1 << 20
 Encode = Callable[[PackedBatch], PackedBatch]
 
 
+def null_texts(data: DataConfig, wanted: Sequence[Condition], device: torch.device) -> dict[str, Tensor]:
+    """Return the embeddings of the empty text for the conditions whose null it is, `[k, D]` by name.
+
+    Args:
+        data: states them, or their encoders.
+        wanted: conditions of the model.
+
+    Raises:
+        ConfigError: the data name no encoder, or one that makes no such text.
+    """
+    stated = {c.name: text for c in wanted if c.null == "empty text" and (text := data.empty_text(c)) is not None}
+    others = [condition for condition in wanted if condition.name not in stated]
+    return {
+        **{name: text.to(device) for name, text in stated.items()},
+        **empty_texts(data.text_encoder(), others, device),
+    }
+
+
 def batch_encoder(
-    encoding: Optional[OnlineEncoding], spec: BatchSpec, device: torch.device, peers: Optional[dist.ProcessGroup]
+    encoding: Optional[OnlineEncoding],
+    spec: BatchSpec,
+    device: torch.device,
+    peers: Optional[dist.ProcessGroup],
+    nulls: Mapping[str, Tensor],
 ) -> Encode:
-    """Return what encodes the micro-batches of a data source; the identity if its samples are encoded already."""
-    return (lambda batch: batch) if encoding is None else OnlineEncoders(encoding, spec, device, peers)
+    """Return the function that encodes the micro-batches of a data source, unless its samples are encoded already.
+
+    Args:
+        nulls: embeddings of the empty text, added to the texts of every pack; see `Conditions.with_nulls`.
+    """
+    encode: Encode = (lambda batch: batch) if encoding is None else OnlineEncoders(encoding, spec, device, peers)
+
+    def with_nulls(batch: PackedBatch) -> PackedBatch:
+        encoded = encode(batch)
+        return replace(encoded, conditions=encoded.conditions.with_nulls(nulls))
+
+    return with_nulls if nulls else encode
 
 
 class OnlineEncoders:

@@ -9,7 +9,7 @@ weights have one; that of a sentence encoder is the mean of its tokens, of lengt
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional
@@ -17,9 +17,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from dit.conditions import Condition
 from dit.encoders.batching import in_batches
 from dit.encoders.pretrained import load_network, load_without_code
-from dit.encoders.text_config import ENCODERS, TextEncoderConfig, check_text_encoder, source_of
+from dit.encoders.text_config import ENCODERS, TextEncoderConfig, as_conditions, check_text_encoder, source_of
 from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
@@ -177,6 +178,11 @@ class TextEncoders:
         configs = check_text_encoder(line).encoders
         self.encoders = [TextEncoder(config, device=device, precision=precision) for config in configs]
 
+    @classmethod
+    def on(cls, line: str, device: str) -> "TextEncoders":
+        """Load the encoders of a line on a device."""
+        return cls(line, device=device)
+
     def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
         """Embed texts by every encoder, as `TextEncoder.encode`."""
         return {entry: rows for encoder in self.encoders for entry, rows in encoder.encode(texts).items()}
@@ -186,3 +192,36 @@ class TextEncoders:
 def load_text_encoders(line: str, device: str = "cpu", precision: Precision = "fp32") -> TextEncoders:
     """Return encoders that stay in memory, for commands that encode more than once."""
     return TextEncoders(line, device=device, precision=precision)
+
+
+def empty_texts(
+    line: Optional[str],
+    wanted: Sequence[Condition],
+    device: torch.device,
+    load: Callable[[str, str], TextEncoders] = TextEncoders.on,
+) -> dict[str, Tensor]:
+    """Embed the empty text for the conditions whose null it is.
+
+    Args:
+        line: the encoders that the model is trained on; None if they are not known.
+        wanted: conditions of the model.
+        load: returns the encoders of a line on a device; `load_text_encoders` keeps them in memory.
+
+    Returns:
+        `[k, D]` by name of the condition.
+
+    Raises:
+        ConfigError: the encoders are not known, or make no such text.
+    """
+    names = [condition.name for condition in wanted if condition.null == "empty text"]
+    if not names:
+        return {}
+    if line is None:
+        raise ConfigError(
+            "the model replaces a dropped text by the embedding of the empty text, and the encoder is not known; "
+            "prepare the data, or import the weights, with --text-encoder"
+        )
+    made = as_conditions(load(line, str(device)).encode([""]), wanted)
+    if missing := sorted(set(names) - set(made)):
+        raise ConfigError(f"text encoder {line!r} makes no {', '.join(missing)}, which the model reads")
+    return {name: made[name][0] for name in names}

@@ -10,7 +10,7 @@ from dit.conditions import Value
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.inference.generator import Generator
-from dit.resize import LowResolution, enlarged
+from dit.resize import LowResolution
 
 PASSED_ON = ("count", "conditions", "negative", "seed", "seeds", "numbers")
 """Arguments of `Generator.generate` that every model of a cascade gets."""
@@ -33,7 +33,7 @@ class Cascade(Generator):
         self, own: Generator, before: Generator, settings: Mapping[str, Any], *, level: Optional[float] = None
     ) -> None:
         super().__init__(own.config, own.metadata, own.network, own.step)
-        factor_of(self.spec)
+        low_resolution_of(self.spec)
         if own.text_encoder != before.text_encoder:
             raise ConfigError(
                 f"a model of this cascade reads texts through {own.text_encoder}, the one before it through "
@@ -53,8 +53,8 @@ class Cascade(Generator):
         return super().generate(labels, **given | {"conditions": conditions} | size)
 
 
-def factor_of(spec: BatchSpec) -> int:
-    """Return how many times larger a model makes a low-resolution picture.
+def low_resolution_of(spec: BatchSpec) -> LowResolution:
+    """Return how the low-resolution picture of a model is made.
 
     Raises:
         ConfigError: it takes none.
@@ -65,7 +65,7 @@ def factor_of(spec: BatchSpec) -> int:
             "this model takes no low-resolution picture (model.low_resolution_factor is None): it draws from noise "
             "alone, and can only be the first stage of a cascade"
         )
-    return condition.derive.factor
+    return condition.derive
 
 
 def enlarging(
@@ -80,9 +80,9 @@ def enlarging(
     Raises:
         ConfigError: the model takes none.
     """
-    factor = factor_of(spec)
-    conditions: dict[str, list[Value]] = {LOW_RESOLUTION.name: [enlarged(picture, factor) for picture in pictures]}
+    made_by = low_resolution_of(spec)
+    conditions: dict[str, list[Value]] = {LOW_RESOLUTION.name: [made_by.enlarge(picture) for picture in pictures]}
     if level is not None:
         conditions[AUGMENTATION.name] = [level] * len(pictures)
     height, width = pictures[0].shape[-2:]
-    return conditions, {"frames": 1, "size": (height * factor, width * factor)}
+    return conditions, {"frames": 1, "size": (height * made_by.factor, width * made_by.factor)}

@@ -1,6 +1,6 @@
 """A trained model for sampling: from a checkpoint folder alone to pictures."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from dit.checkpoint.records import METADATA_FILE, usable
 from dit.checkpoint.verify_together import on_first_rank
 from dit.condition_table import DEFAULT_FPS, FPS, LABEL
 from dit.conditions import Value
+from dit.encoders.text import empty_texts, load_text_encoders
 from dit.errors import CheckpointError, ConfigError
 from dit.inference.sizes import check_size
 from dit.parallel.build import build_model
@@ -27,6 +28,7 @@ from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch, patchify
 from dit.run_config import RunConfig
 from dit.sampling.generate import ConditionalNetwork, empty_pack, generate_each
+from dit.sampling.guidance import needs_unconditional
 from dit.sampling.tiles import TiledNetwork
 from dit.settings import SamplingConfig, TrainingConfig
 
@@ -127,8 +129,8 @@ class Generator:
         drawn = frames_to_patch(frames, self.spec.patch_temporal)
         given = dict(conditions or {}) if labels is None else {LABEL.name: labels, **(conditions or {})}
         count = len(next(iter(given.values()))) if given else count or 1
-        rate = {FPS.name: [self.fps if fps is None else fps] * count}
-        batch = empty_pack(self.spec, (drawn, height, width), count, local_device(), {**rate, **given}, numbers)
+        given = {FPS.name: [self.fps if fps is None else fps] * count, **self._empty_texts(given, count), **given}
+        batch = empty_pack(self.spec, (drawn, height, width), count, local_device(), given, numbers)
         if initial is not None:
             tokens_TC, _ = patchify(initial.repeat(1, drawn // initial.shape[1], 1, 1), *self.spec.patch)
             batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
@@ -182,7 +184,11 @@ class Generator:
         Returns:
             The latent of each sample `[C, T, H, W]`, float32.
         """
-        seed = torch.tensor([sampling.seed] * batch.layout.num_samples if seeds is None else seeds)
+        count = batch.layout.num_samples
+        seed = torch.tensor([sampling.seed] * count if seeds is None else seeds)
+        negative = negative or {}
+        if needs_unconditional(sampling.guidance_scale):
+            negative = {**self._empty_texts(negative, count), **negative}
         return generate_each(
             self._in_tiles(tile, tile_overlap),
             self.config.objective,
@@ -199,6 +205,12 @@ class Generator:
             strength=strength,
             on_step=on_step,
         )
+
+    def _empty_texts(self, given: Collection[str], count: int) -> dict[str, list[Tensor]]:
+        """Embed the empty text `count` times for the conditions whose null it is and that are not given."""
+        missing = [condition for condition in self.spec.conditions if condition.name not in given]
+        nulls = empty_texts(self.text_encoder, missing, local_device(), load_text_encoders)
+        return {name: [null] * count for name, null in nulls.items()}
 
     def _in_tiles(self, tile: Optional[int], overlap: Optional[int]) -> ConditionalNetwork:
         """Return the network, in tiles if they are asked for."""

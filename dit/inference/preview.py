@@ -1,6 +1,6 @@
 """Sample grids while training: one sample per class or prompt from the current weights, always from the same noise."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -35,6 +35,7 @@ class PictureWriter:
         text_encoder: what embedded the texts that the run trains on, and embeds `sampling.prompts`; see
             `dit.encoders.text_config`.
         autoencoder: whose latents the run trains on; it decodes the samples, unless `sampling.vae` names another.
+        nulls: embeddings of the empty text by condition, for a model that reads them in place of dropped texts.
 
     Attributes:
         note: a line for the user where latents are drawn without their autoencoder; else None.
@@ -53,9 +54,11 @@ class PictureWriter:
         class_names: Optional[list[str]],
         text_encoder: Optional[str] = None,
         autoencoder: Optional[str] = None,
+        nulls: Optional[Mapping[str, Tensor]] = None,
     ) -> None:
         self.model, self.objective, self.spec, self.sampling = model, objective, spec, sampling
         self.class_names, self.text_encoder = class_names, text_encoder
+        self.nulls = nulls or {}
         self._texts: Optional[dict[str, list[Tensor]]] = None
         found, self.note = find_autoencoder(model.in_channels, sampling.vae, autoencoder, "sampling.vae=PATH")
         self._decoder = Decoder(found, local_device())
@@ -116,8 +119,8 @@ class PictureWriter:
             given[LABEL.name] = labels = shown * self.sampling.samples_per_class
             count = len(labels)
             captions = [str(label) if self.class_names is None else self.class_names[label] for label in labels]
-        given |= self._encoded_prompts()
-        given[FPS.name] = [fps] * count
+        empty: dict[str, Sequence[Value]] = {name: [null] * count for name, null in self.nulls.items()}
+        given = {FPS.name: [fps] * count, **empty, **given, **self._encoded_prompts()}
         batch = empty_pack(self.spec, latent_size, count, device, given)
         latents = generate(
             network,
@@ -131,6 +134,7 @@ class PictureWriter:
             guidance_channels=self.sampling.guidance_channels,
             thresholding=self.sampling.thresholding,
             seed=self.sampling.seed,
+            negative=empty,
         )
         return clip_grid(self._decoder(latents), captions, columns) if lay_out else []
 

@@ -3,6 +3,8 @@
 Shape suffixes: K text tokens of the pack, D width.
 """
 
+from typing import Optional
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ def text_layout(batch: PackedBatch, condition: str = CONTEXT.name) -> SequenceLa
 
 
 class TextTokens(nn.Module):
-    """Text embeddings, with a learned null token in place of dropped or missing texts.
+    """Text embeddings, with a learned null token in place of dropped or missing texts, if there is one.
 
     Every token of a dropped text is replaced by the null token. Attention over equal tokens returns that token's value,
     so the result is that of a one-token null text. Lengths and shapes do not depend on which texts were dropped, so
@@ -34,13 +36,23 @@ class TextTokens(nn.Module):
         condition: name of the text, for a model that reads several.
         stream: the text goes through the layers as the image does: its tokens are split under sequence parallelism, and
             only the first pipeline stage reads them from here. Otherwise every layer reads these tokens.
+        learned_null: False for a condition with another null: dropped texts come with it, and none is missing.
     """
 
     def __init__(
-        self, context_size: int, provider: LayerProvider, *, condition: str = CONTEXT.name, stream: bool = False
+        self,
+        context_size: int,
+        provider: LayerProvider,
+        *,
+        condition: str = CONTEXT.name,
+        stream: bool = False,
+        learned_null: bool = True,
     ) -> None:
         super().__init__()
-        self.condition = condition
+        self.condition, self.dtype = condition, provider.config.params_dtype
+        self.null: Optional[nn.Parameter] = None
+        if not learned_null:
+            return
         # The text is replicated over tensor-parallel ranks; the key and value projections sum its gradient over them.
         covers: GradientCovers = "sequence_shard" if stream else "all_tokens"
         self.null = provider.parameter((context_size,), normal(0.02), gradient_covers=covers)
@@ -51,12 +63,13 @@ class TextTokens(nn.Module):
         """Return the text tokens `[K, context_size]` and their layout."""
         text, layout = batch.conditions.get(self.condition), text_layout(batch, self.condition)
         if text is None:
+            assert self.null is not None  # without one, every pack has the text
             return self.null.expand(layout.num_samples, -1), layout
-        context_KD = text.values.to(self.null.dtype)
+        context_KD = text.values.to(self.dtype)
         if layout.valid_tokens < layout.total_tokens:
             # The gradient of padding is 0, but a NaN in padding would reach the weights' gradients as 0 * NaN.
             context_KD = context_KD.masked_fill(~layout.valid_T[:, None], 0.0)
-        if text.dropped_S is not None:
+        if text.dropped_S is not None and self.null is not None:
             context_KD = torch.where(layout.per_token(text.dropped_S), self.null, context_KD)
         return context_KD, layout
 

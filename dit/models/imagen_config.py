@@ -8,7 +8,7 @@ from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Supports, TransformerSizes
 from dit.ranges import COUNT, LAYERS, SHARE, WIDTH, check_choice, check_ranges, whole
-from dit.resize import LowResolution
+from dit.resize import Kernel, LowResolution
 
 SAMPLING_AUGMENTATION = 0.002
 """Noise level of a low-resolution picture that is given to sample from it, as in NeMo's Imagen."""
@@ -41,6 +41,7 @@ class ImagenConfig(ModelConfig):
             place of `training.attention`.
         low_resolution_factor: condition on a picture this many times smaller, enlarged bicubically; None for none. It
             is made from the data where they store no `low_resolution`.
+        low_resolution_kernel: bicubic kernel that enlarges it: `pil` (a = -0.5), or `opencv` (a = -0.75), as in NeMo.
         noise_augmentation: noise the low-resolution picture, in training at a level of its own for each sample, and
             condition on the level.
         channels_last: pictures are channels-last in memory, as tokens are, without a copy; else they are copied.
@@ -69,6 +70,7 @@ class ImagenConfig(ModelConfig):
     scale_shift_norm: bool = True
     stable_attention: bool = False
     low_resolution_factor: Optional[int] = None
+    low_resolution_kernel: Kernel = "pil"
     noise_augmentation: bool = False
     channels_last: bool = True
 
@@ -104,7 +106,7 @@ class ImagenConfig(ModelConfig):
     def conditions(self) -> tuple[Condition, ...]:
         wanted = [replace(c, null=0.0) if c.name == "context" else c for c in super().conditions()]
         if self.low_resolution_factor is not None:
-            derive = LowResolution(self.low_resolution_factor)
+            derive = LowResolution(self.low_resolution_factor, self.low_resolution_kernel)
             wanted.append(replace(LOW_RESOLUTION, shape=(self.in_channels,), derive=derive))
         if self.noise_augmentation:
             wanted.append(replace(AUGMENTATION, default=SAMPLING_AUGMENTATION, limits=(1e-4, 80.0)))
@@ -129,6 +131,7 @@ class ImagenConfig(ModelConfig):
             },
         )
         check_choice("model.attention_type", self.attention_type, AttentionType)
+        check_choice("model.low_resolution_kernel", self.low_resolution_kernel, Kernel)
         check_choice("model.text_pooling", self.text_pooling, Literal["attention", "mean"])
         if self.patch_temporal != 1:
             raise ConfigError(f"model.patch_temporal={self.patch_temporal}: this UNet takes pictures; set it to 1")

@@ -7,7 +7,9 @@ from dit.errors import ConfigError
 from dit.ranges import POSITIVE, WIDTH, check_ranges
 
 BLOCK_LINEARS = "layers.*.linear_*"
-"""The linear layers of attention and MLP (experts included) in every block of every backbone, without modulations."""
+"""The linear layers of attention and MLP, experts included, in every block of every transformer, no modulations."""
+UNET_LINEARS = "*.transformer_blocks.*"
+"""The linear layers of attention and MLP in every transformer of a latent-diffusion UNet."""
 
 
 @dataclass(kw_only=True)
@@ -18,14 +20,15 @@ class LoRAConfig:
         rank: rows of A and columns of B.
         alpha: sets the scale alpha / rank of the adapters' output; the rank if None, so that the scale is 1.
         targets: patterns of the names of the linear layers that get an adapter; `*` stands for any text. The default is
-            attention and MLP of every block; `layers.*` adds the modulations.
+            attention and MLP of every block; `layers.*` adds the modulations, and in a UNet `*.attentions.*` the
+            projections around its transformers.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """
 
     rank: int = 16
     alpha: Optional[float] = None
-    targets: list[str] = field(default_factory=lambda: [BLOCK_LINEARS])
+    targets: list[str] = field(default_factory=lambda: [BLOCK_LINEARS, UNET_LINEARS])
 
     @property
     def scale(self) -> float:

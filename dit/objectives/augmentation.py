@@ -22,7 +22,7 @@ from dit.conditions import Condition, per_latent_token, per_sample
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.patchify import patchify_all
-from dit.resize import LowResolution, enlarged
+from dit.resize import LowResolution
 
 
 def noised_low_resolution(
@@ -51,7 +51,7 @@ def noised_low_resolution(
     else:
         sigma_S = levels(noise.uniform_S("augmentation"))
     patch = math.isqrt(values_TC.shape[1] // low.shape[0])
-    eps_TC = batch.layout.insert_padding(_enlarged_noise(batch, noise, low.shape[0], patch, made_by.factor))
+    eps_TC = batch.layout.insert_padding(_enlarged_noise(batch, noise, low.shape[0], patch, made_by))
     sigma_T1 = batch.layout.per_token(sigma_S)
     noised = {
         low.name: per_latent_token(scale(sigma_T1) * (values_TC + sigma_T1 * eps_TC)),
@@ -60,12 +60,14 @@ def noised_low_resolution(
     return replace(batch, conditions=batch.conditions | noised)
 
 
-def _enlarged_noise(batch: PackedBatch, noise: AddressedNoise, channels: int, patch: int, factor: int) -> Tensor:
+def _enlarged_noise(
+    batch: PackedBatch, noise: AddressedNoise, channels: int, patch: int, made_by: LowResolution
+) -> Tensor:
     """Draw noise of the small pictures, enlarge it, and return it as tokens without padding `[R, channels patch^2]`."""
     t, h, w = batch.grids[0]
-    sides = [-(-n * patch // factor) for n in (h, w)]
+    sides = [-(-n * patch // made_by.factor) for n in (h, w)]
     small = SequenceLayout.from_lengths([t * sides[0] * sides[1]] * len(batch.grids), device=batch.layout.device)
     drawn = AddressedNoise(noise.seed, noise.step, noise.ids_S, small).normal_TC("low resolution", channels)
     pictures_SCTHW = drawn.view(len(batch.grids), t, *sides, channels).permute(0, 4, 1, 2, 3)
-    large_SCTHW = enlarged(pictures_SCTHW, factor)[..., : h * patch, : w * patch]
+    large_SCTHW = made_by.enlarge(pictures_SCTHW)[..., : h * patch, : w * patch]
     return patchify_all(list(torch.unbind(large_SCTHW)), 1, patch)

@@ -1,6 +1,6 @@
 """Generate latents with a trained network: a dense pack of samples, guidance, a solver."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -52,6 +52,7 @@ def empty_pack(
     for start in layout.starts:
         positions[start : start + tokens] = grid_positions(grid)
     conditions = pack_conditions(spec.conditions, given, layout, spec.patch)
+    _check_empty_texts(spec, given)
     for condition in spec.conditions:
         if condition.name not in given and (entry := condition.absent(layout, spec.patch)) is not None:
             conditions |= {condition.name: entry}
@@ -99,8 +100,17 @@ def without_conditions(
         raise ConfigError(
             f"negatives of {absent} are given, but the samples have no such condition; give both, or neither"
         )
+    _check_empty_texts(spec, given)
     instead = pack_conditions(spec.conditions, given, batch.layout, spec.patch).to(batch.layout.device)
     return replace(batch, conditions=batch.conditions.unconditional(spec.conditions, batch.layout) | instead)
+
+
+def _check_empty_texts(spec: BatchSpec, given: Collection[str]) -> None:
+    if missing := [c.name for c in spec.conditions if c.null == "empty text" and c.name not in given]:
+        raise ConfigError(
+            f"the null of {', '.join(missing)} is the embedding of the empty text, which only a text encoder makes; "
+            "give it as the condition of samples without text and of the unconditional branch"
+        )
 
 
 def generate(

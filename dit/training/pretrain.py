@@ -29,7 +29,7 @@ from dit.checkpoint.warm_start import start_from
 from dit.condition_table import CONTEXT
 from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
-from dit.encoders.online import batch_encoder
+from dit.encoders.online import batch_encoder, null_texts
 from dit.errors import EXIT_PREEMPTED, NotFiniteError
 from dit.inference.preview import PictureWriter
 from dit.models.base import ModelConfig
@@ -270,7 +270,8 @@ class Run:
         if not resumed and config.checkpoint.start_from is not None and self.state.base is None:
             start_from(config.checkpoint.start_from, self.state)
         flops = PackFlops(config.model)
-        self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp)
+        nulls = null_texts(config.data, spec.conditions, self.device)
+        self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.batches = DeviceBatches(
             self.state.stream,
             self.device,
@@ -290,14 +291,10 @@ class Run:
         self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
         self.attributions = config.data.attributions()
+        model, objective, sampling = config.model, config.objective, config.sampling
+        decoder = self.autoencoder if config.training.sample_interval else None
         self.pictures = PictureWriter(
-            config.model,
-            config.objective,
-            spec,
-            config.sampling,
-            self.class_names,
-            self.text_encoder,
-            self.autoencoder if config.training.sample_interval else None,
+            model, objective, spec, sampling, self.class_names, self.text_encoder, decoder, nulls
         )
         reports = groups.rank == 0 and not quiet
         if reports and config.training.sample_interval and self.pictures.note:

@@ -23,7 +23,8 @@ SHORT = {
 """What a command gets besides: later words win."""
 MADE = (
     *("runs/pixart", "data/mine", "runs/finetune_lora", "runs/finetune", "lora.png", "lora.safetensors"),
-    *("lora/pytorch_lora_weights.safetensors", "merged/config.json", "data/subject", "class", "data/class"),
+    *("lora/pytorch_lora_weights.safetensors", "lora/adapter_config.json", "lora/adapter_model.safetensors"),
+    *("lora/README.md", "merged/config.json", "data/subject", "class", "data/class"),
     *("runs/dreambooth", "dog.png"),
 )
 

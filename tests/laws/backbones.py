@@ -127,6 +127,7 @@ IMAGEN_OTHER: dict[str, Any] = {
     "scale_shift_norm": False,
     "stable_attention": True,
     "low_resolution_factor": 4,
+    "low_resolution_kernel": "pil",
     "noise_augmentation": False,
     "channels_last": False,
 }
@@ -182,6 +183,7 @@ BACKBONES = {
             "head_size": 4,
             "control_channels": 3,
             "norm_num_groups": 2,
+            "null_text": "empty",
         },
         refused=("num_classes",),
         given={"class_dropout": {}},
@@ -198,6 +200,7 @@ BACKBONES = {
             "head_size": 4,
             "control_channels": 3,
             "norm_num_groups": 2,
+            "null_text": "learned",
         },
         refused=("num_classes",),
         given={"class_dropout": {}},

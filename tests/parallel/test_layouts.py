@@ -46,7 +46,12 @@ ADAPTERS = {
     "blocks": {"lora": LoRAConfig(rank=3)},
     "all": {"lora": ALL},
     "text": {"backbone": "dit_cross", "lora": ALL},
+    "unet": {
+        **{"backbone": "ldm_unet", "in_channels": 16, "block_out_channels": [8, 16], "transformer_layers": [1, 0]},
+        **{"layers_per_block": 1, "norm_num_groups": 4, "lora": ALL},
+    },
 }
+UNPACKED = ("unet",)  # its pictures have one size
 ADAPTED = {
     2: {
         "dp2": {"data_parallel": "ddp"},
@@ -58,18 +63,23 @@ ADAPTED = {
     },
     4: {"tp2_sp_fsdp2": {"data_parallel": "fsdp", **TP2SP}},
 }
+DATA_PARALLEL = ("dp2", "distributed_optimizer2_overlap", "fsdp2")
 ADAPTED_CASES = [
     (world, name, kind)
     for world, named in ADAPTED.items()
     for name in named
     for kind in ADAPTERS
-    if kind != "text" or name == "tp2_sp"
+    if {"text": name == "tp2_sp", "unet": name in DATA_PARALLEL}.get(kind, True)
 ]
 ADAPTED_ROW = ("world", "name", "kind")
-ADAPTED_QUICK = {(2, "tp2_sp", "text"), (2, "pp2", "blocks"), (2, "fsdp2", "all"), (4, "tp2_sp_fsdp2", "blocks")}
+ADAPTED_QUICK = {
+    *((2, "tp2_sp", "text"), (2, "pp2", "blocks"), (2, "fsdp2", "all"), (2, "fsdp2", "unet")),
+    (4, "tp2_sp_fsdp2", "blocks"),
+}
 # In bf16 the sums over tensor-parallel ranks are of rounded parts; without these, only sums in fp32 have another order.
 BF16_ADAPTED = {2: ("distributed_optimizer2_overlap", "tp2_sp", "fsdp2"), 4: ("tp2_sp_fsdp2",)}
-BF16_CASES = [(world, name, kind) for world, named in BF16_ADAPTED.items() for name in named for kind in ADAPTERS]
+BF16_KINDS = ("blocks", "all", "text")
+BF16_CASES = [(world, name, kind) for world, named in BF16_ADAPTED.items() for name in named for kind in BF16_KINDS]
 BF16_ROW = ("bf16_world", "bf16_name", "bf16_kind")
 BF16_QUICK = {(2, "tp2_sp", "text"), (2, "fsdp2", "all"), (4, "tp2_sp_fsdp2", "blocks")}
 BF16_TP_RTOL = 3e-2  # four units of bf16, 2^-7 each, for one gradient; seen 1.7e-2
@@ -95,7 +105,7 @@ def results(request, tmp_path_factory):
     kinds = {False: {"packed": False}, True: {"packed": True}, "uncertainty": learns}
     one = [{"parallel": {"data_parallel": "ddp"}, **kind} for kind in kinds.values()]
     for name, model in ADAPTERS.items():
-        kinds[name] = {"packed": True, "model": model}
+        kinds[name] = {"packed": name not in UNPACKED, "model": model}
         one.append({"parallel": {"data_parallel": "ddp"}, **kinds[name]})
     for name in {kind for _, _, kind in wanted_bf16}:
         kinds["bf16", name] = {**kinds[name], "precision": "bf16"}

@@ -138,8 +138,8 @@ class UNetReference(ImagenReference):
         pooled = lambda x, name: F.avg_pool2d(x, 2)  # noqa: E731
         if self.config.resample_blocks:
             return self.block(x, name, pooled if way == "down" else self.twice)
-        if not self.config.resample_with_conv:
-            return pooled(x, name) if way == "down" else x.repeat_interleave(2, 2).repeat_interleave(2, 3)
+        if way == "down" and not self.config.resample_with_conv:
+            return pooled(x, name)
         if way == "down":
             return self.conv(x, f"{name}.convolution", stride=2, padding=1)
         return self.twice(x, f"{name}.convolution")

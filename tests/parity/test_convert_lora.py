@@ -6,23 +6,35 @@ up down to the layers of the model's original code, whose names and fused matric
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dit.convert.diffusers_flux import DiffusersFlux
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_pixart import DiffusersPixArt
+from dit.convert.diffusers_unet import DiffusersUNet
 from dit.convert.diffusers_wan import DiffusersWan
-from dit.convert.lora import comfyui_tensors, diffusers_tensors, to_their_layers
+from dit.convert.lora import (
+    PEFT_PREFIX,
+    Adapter,
+    adapter_config,
+    comfyui_tensors,
+    diffusers_tensors,
+    to_their_layers,
+    write_adapter_folder,
+)
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.models.lora_config import LoRAConfig
 from dit.parallel.build import parameter_shapes
 from tests.conftest import BuildModel
-from tests.parity import test_convert_flux, test_convert_pixart, test_convert_wan
+from tests.parity import test_convert_flux, test_convert_pixart, test_convert_unet, test_convert_wan
 from tests.parity.convert_cases import load, random_weights, relative_error, run
 
 RTOL = 4e-5  # float32: W + B A and B (A x) round at other places; equal models differ by 1e-5
@@ -49,6 +61,16 @@ def pixart(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tenso
 def wan(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
     clips, texts, steps = drawn(2, 4, 4, 8, 6), drawn(2, 5, 20), test_convert_wan.STEPS
     return run(network, model, clips, steps / 1000, texts=list(texts)), theirs(clips, steps, texts).sample
+
+
+def unet(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    images, texts, steps = drawn(2, 4, 8, 8), drawn(2, 5, 10), torch.tensor([20.0, 700.0])
+    here = run(network, model, images[:, :, None], steps / 1000, texts=list(texts))[:, :, 0]
+    return here, theirs(images, steps, texts).sample
+
+
+def unet_model() -> nn.Module:
+    return test_convert_unet.diffusers_model(test_convert_unet.SIZES["v1"])
 
 
 def fused(block: str, theirs: str, parts: list[str]) -> tuple[str, list[str]]:
@@ -107,6 +129,17 @@ WAN = dict(
         ]
     ]
 )
+UNET_ATTENTIONS = [f"down_blocks.{i}.attentions.{j}" for i in range(2) for j in range(2)]
+UNET_ATTENTIONS += ["mid_block.attentions.0", *(f"up_blocks.{i}.attentions.{j}" for i in (1, 2) for j in range(3))]
+IN_LAYER = [f"attn{i}.to_{part}" for i in (1, 2) for part in ("q", "k", "v", "out.0")] + ["ff.net.0.proj", "ff.net.2"]
+UNET = {  # kohya-ss/sd-scripts: the name of diffusers with underscores
+    f"lora_unet_{layer.replace('.', '_')}": [layer]
+    for block in UNET_ATTENTIONS
+    for layer in [
+        *(f"{block}.proj_{kind}" for kind in ("in", "out")),
+        *(f"{block}.transformer_blocks.0.{name}" for name in IN_LAYER),
+    ]
+}
 
 
 @dataclass(frozen=True)
@@ -117,41 +150,54 @@ class Case:
         module: builds it, small.
         predict: returns our prediction and theirs.
         native: layers of the original code that have adapters, and those of diffusers that they fuse.
+        prefix: of ComfyUI's names of these.
+        targets: the layers that get an adapter.
     """
 
     form: DiffusersFormat
     module: Callable[[], nn.Module]
     predict: Callable[[Any, Any, ModelConfig], tuple[Tensor, Tensor]]
     native: dict[str, list[str]]
+    prefix: str = "diffusion_model."
+    targets: tuple[str, ...] = ("layers.*.linear_*",)
 
 
 CASES = {
-    "flux": Case(DiffusersFlux(), test_convert_flux.diffusers_model, flux, FLUX),
+    "flux": Case(DiffusersFlux(), test_convert_flux.diffusers_model, flux, FLUX, targets=("layers.*",)),
     "pixart": Case(DiffusersPixArt(), test_convert_pixart.diffusers_model, pixart, PIXART),
+    "unet": Case(DiffusersUNet(), unet_model, unet, UNET, prefix="", targets=("*.attentions.*",)),
     "wan": Case(DiffusersWan(), test_convert_wan.diffusers_model, wan, WAN),
 }
 
 
-def as_peft(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def product(b: Tensor, a: Tensor, weight: Tensor) -> Tensor:
+    """Return B A in the form of a weight, which may be a convolution of 1 x 1, as then are A and B."""
+    assert a.dim() == b.dim() == weight.dim()
+    return (b.flatten(1) @ a.flatten(1)).view_as(weight)
+
+
+def as_peft(state: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Add B A to the weights of the layers that the names give; every tensor is used."""
     found, used = dict(state), 0
     for name in state:
-        layer = f"transformer.{name.removesuffix('.weight')}"
+        layer = f"{prefix}.{name.removesuffix('.weight')}"
         if f"{layer}.lora_A.weight" in tensors:
-            found[name] = state[name] + tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"]
+            b, a = (tensors[f"{layer}.lora_{kind}.weight"] for kind in "BA")
+            found[name] = state[name] + product(b, a, state[name])
             used += 2
     assert used == len(tensors) > 0
     return found
 
 
-def as_comfyui(state: dict[str, Tensor], tensors: dict[str, Tensor], native: dict[str, list[str]]) -> dict[str, Tensor]:
+def as_comfyui(state: dict[str, Tensor], tensors: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     """Add alpha / rank times up down to the fused matrices of the original code, and split them again."""
     found, used = dict(state), 0
-    for layer, parts in native.items():
-        key = f"diffusion_model.{layer}"
+    for layer, parts in case.native.items():
+        key = f"{case.prefix}{layer}"
         up, down, alpha = (tensors[f"{key}.{name}"] for name in ("lora_up.weight", "lora_down.weight", "alpha"))
         weights = [state[f"{part}.weight"] for part in parts]
-        matrix = torch.cat(weights) + alpha.item() / down.shape[0] * (up @ down)
+        matrix = torch.cat(weights)
+        matrix = matrix + alpha.item() / down.shape[0] * product(up, down, matrix)
         pieces = matrix.split([len(weight) for weight in weights])
         found |= {f"{part}.weight": piece for part, piece in zip(parts, pieces)}
         used += 3
@@ -159,26 +205,39 @@ def as_comfyui(state: dict[str, Tensor], tensors: dict[str, Tensor], native: dic
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_exported_adapters_are_ours(build_model: BuildModel, name: str) -> None:
-    case = CASES[name]
+def adapted(build_model: BuildModel, case: Case) -> tuple[nn.Module, ModelConfig, nn.Module, dict[str, Adapter]]:
+    """Return our model with adapters and its settings, their base, and the exported adapters."""
     theirs = case.module()
     imported = case.form.read_settings(theirs.config)
-    model, lora = imported.model, LORA if name == "flux" else replace(LORA, targets=["layers.*.linear_*"])
+    model, lora = imported.model, replace(LORA, targets=list(case.targets))
     rules = case.form.rules(model, parameter_shapes(model), imported.latent_size)
     base = random_weights(rules.shapes) | {n: torch.zeros(rules.shapes[n]) for n in rules.only_ours}
     shapes = parameter_shapes(replace(model, lora=lora))
     adapters = random_weights({n: shape for n, shape in shapes.items() if "lora_" in n}, seed=1, scale=0.2)
-    layers = to_their_layers(rules, adapters, lora.scale)
     network = load(build_model(replace(model, lora=lora)), {**base, **adapters})
-    state = rules.to_theirs(base)
+    theirs.load_state_dict(rules.to_theirs(base))
+    return network, model, theirs, to_their_layers(rules, adapters, lora.scale)
 
-    exported = diffusers_tensors(layers), comfyui_tensors(layers, case.form.comfyui)
-    for changed in (as_peft(state, exported[0]), as_comfyui(state, exported[1], case.native)):
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported_adapters_are_ours(build_model: BuildModel, name: str) -> None:
+    case = CASES[name]
+    network, model, theirs, layers = adapted(build_model, case)
+    state = {name: x.clone() for name, x in theirs.state_dict().items()}
+
+    prefix = case.form.part
+    for changed in (
+        as_peft(state, diffusers_tensors(layers, prefix), prefix),
+        as_peft(state, diffusers_tensors(layers, PEFT_PREFIX), "base_model.model"),
+        as_comfyui(state, comfyui_tensors(layers, case.form.comfyui_name), case),
+    ):
         theirs.load_state_dict(changed)
         with torch.no_grad():
             here, there = case.predict(network, theirs, model)
         assert relative_error(here, there) <= RTOL
+    config = adapter_config(layers)
+    assert (config["r"], config["lora_alpha"]) == (LORA.rank, LORA.rank)
+    assert set(config["target_modules"]) <= {name for name, _ in theirs.named_modules()}
     theirs.load_state_dict(state)
     with torch.no_grad():
         here, there = case.predict(network, theirs, model)
@@ -194,9 +253,45 @@ def test_a_layer_without_a_counterpart_is_named() -> None:
     def exported(target: str) -> dict[str, Tensor]:
         shapes = parameter_shapes(replace(imported.model, lora=replace(LORA, targets=[target])))
         adapters = random_weights({n: shape for n, shape in shapes.items() if "lora_" in n})
-        return comfyui_tensors(to_their_layers(rules, adapters, LORA.scale), case.form.comfyui)
+        return comfyui_tensors(to_their_layers(rules, adapters, LORA.scale), case.form.comfyui_name)
 
     with pytest.raises(ConfigError, match=r"adapter of embed\.linear cannot be one of pos_embed\.proj"):
         exported("embed.linear")
     with pytest.raises(ConfigError, match=r"ComfyUI's name of caption_projection\.linear_1 is not known"):
         exported("text_projection.linear_1")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_reads_the_folder(build_model: BuildModel, tmp_path: Path, name: str) -> None:
+    """`PeftModel.from_pretrained` of the exported folder, as its page says, gives our adapted prediction."""
+    peft = pytest.importorskip("peft")
+    case = CASES[name]
+    network, model, theirs, layers = adapted(build_model, case)
+    write_adapter_folder(layers, case.form, model, tmp_path / "lora")
+    assert "PeftModel.from_pretrained" in (tmp_path / "lora" / "README.md").read_text()
+    merged = peft.PeftModel.from_pretrained(theirs, tmp_path / "lora").merge_and_unload()
+    with torch.no_grad():
+        here, there = case.predict(network, merged, model)
+    assert relative_error(here, there) <= RTOL
+
+
+@pytest.mark.parametrize("name", ["flux", "unet", "wan"])
+def test_diffusers_reads_the_folder(build_model: BuildModel, tmp_path: Path, name: str) -> None:
+    """`lora_state_dict` and `load_lora_adapter`: `load_lora_weights` of the pipeline that the page names."""
+    pytest.importorskip("peft")
+    case = CASES[name]
+    network, model, theirs, layers = adapted(build_model, case)
+    write_adapter_folder(layers, case.form, model, tmp_path / "lora")
+    pipeline = case.form.lora_pipeline(model) or ""
+    assert f"{pipeline}.from_pretrained" in (tmp_path / "lora" / "README.md").read_text()
+    sources = [tmp_path / "lora"]
+    if name == "unet":  # the file for ComfyUI has the names of kohya-ss, which diffusers reads, too
+        save_file(comfyui_tensors(layers, case.form.comfyui_name), tmp_path / "comfyui.safetensors")
+        sources.append(tmp_path / "comfyui.safetensors")
+    for source in sources:
+        state = getattr(diffusers, pipeline).lora_state_dict(str(source))
+        theirs.load_lora_adapter(state[0] if isinstance(state, tuple) else state, prefix=case.form.part)
+        with torch.no_grad():
+            here, there = case.predict(network, theirs, model)
+        assert relative_error(here, there) <= RTOL
+        theirs.unload_lora()

@@ -26,6 +26,7 @@ SIZES = {
         num_attention_heads=2,
         norm_num_groups=4,
         context_size=10,
+        null_text="empty",
     ),
     "deep": LDMUNetConfig(
         block_out_channels=[16, 8],
@@ -36,6 +37,7 @@ SIZES = {
         norm_num_groups=2,
         context_size=6,
         in_channels=3,
+        null_text="empty",
     ),
 }
 SIZES["xl"] = LDMUNetConfig(
@@ -47,6 +49,7 @@ SIZES["xl"] = LDMUNetConfig(
     norm_num_groups=4,
     context_size=10,
     pooled_size=6,
+    null_text="zeros",
 )
 SIZES["control"] = replace(SIZES["deep"], control_channels=2, transformer_layers=[1, 0])
 LATENT_SIZE = (1, 8, 8)
@@ -95,7 +98,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
         ours.backward(cotangent)
         exact.backward(cotangent)
         ours_by_name = {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
-        found = rules.to_theirs({"text.null": network.text.null, **ours_by_name})
+        found = rules.to_theirs(ours_by_name)
         wanted = {n: p.grad for n, p in theirs.named_parameters()}
         assert found.keys() == wanted.keys()
         errors = {n: relative_error(found[n], gradient) for n, gradient in wanted.items() if gradient.norm() > 0}
@@ -134,8 +137,8 @@ def _plain(value: object) -> object:
 
 
 def test_the_defaults_are_stable_diffusion_v1():
-    """Names and shapes of the 859,520,964 parameters; our null token is one more vector."""
-    form, model = DiffusersUNet(), LDMUNetConfig()
+    """Names and shapes of the 859,520,964 parameters; a learned null token is one more, and not exported."""
+    form, model = DiffusersUNet(), LDMUNetConfig(null_text="empty")
     model.validate()
     settings, _ = form.write_settings(model, (1, 64, 64))
     ours = parameter_shapes(model)
@@ -143,7 +146,11 @@ def test_the_defaults_are_stable_diffusion_v1():
         theirs = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(settings).named_parameters()}
     assert form.rules(model, ours, (1, 64, 64)).their_shapes() == theirs
     assert sum(math.prod(shape) for shape in theirs.values()) == 859_520_964
-    assert sum(math.prod(shape) for shape in ours.values()) == 859_520_964 + 768
+    learned = replace(model, null_text="learned")
+    [note] = form.rules(learned, parameter_shapes(learned), (1, 64, 64)).left_behind()
+    assert note.startswith("text.null is not exported")
+    assert "model.null_text=empty" in note
+    assert parameter_shapes(learned) == {**ours, "text.null": (768,)}
     published = {  # unet/config.json of runwayml/stable-diffusion-v1-5
         **{"_class_name": "UNet2DConditionModel", "act_fn": "silu", "attention_head_dim": 8, "sample_size": 64},
         **{"block_out_channels": [320, 640, 1280, 1280], "center_input_sample": False, "cross_attention_dim": 768},
@@ -156,7 +163,7 @@ def test_the_defaults_are_stable_diffusion_v1():
 
 
 def test_stable_diffusion_xl():
-    """Names and shapes of the 2,567,463,684 parameters; our null token is one more vector."""
+    """Names and shapes of the 2,567,463,684 parameters."""
     form, model = DiffusersUNet(), fiddle.build(sdxl_unet())
     model.validate()
     published = {  # unet/config.json of stabilityai/stable-diffusion-xl-base-1.0
@@ -178,7 +185,6 @@ def test_stable_diffusion_xl():
             theirs = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(config).named_parameters()}
         assert form.rules(model, ours, (1, 128, 128)).their_shapes() == theirs
     assert sum(math.prod(shape) for shape in theirs.values()) == 2_567_463_684
-    assert sum(math.prod(shape) for shape in ours.values()) == 2_567_463_684 + 2048
 
 
 def test_lengths_that_are_not_given_are_those_of_the_latent(build_model: BuildModel):

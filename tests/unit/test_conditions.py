@@ -11,11 +11,12 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, FPS, LABEL, POOLED, TABLE, match_conditions
-from dit.conditions import Condition, Conditions, per_latent_token
+from dit.conditions import Condition, Conditions, per_latent_token, per_text_token
 from dit.context_parallel.partition import context_partition
 from dit.context_parallel.shard_batch import shard
 from dit.data_api import BatchSpec
 from dit.errors import BatchError, ConfigError
+from dit.layout import SequenceLayout
 from dit.patchify import patchify
 from dit.sampling.generate import empty_pack, join, without_conditions
 from energon_data.dataset import EnergonData
@@ -310,3 +311,40 @@ def test_texts_of_two_encoders_lie_side_by_side() -> None:
     found = batch.conditions.drop(WANTED, lambda purpose: half, batch.layout)
     flags = [found[name].dropped_S.tolist() for name in ("context", "context_2", "pooled")]
     assert flags == [[True, False] * 3] * 3
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_dropped_text_becomes_the_embedding_of_the_empty_text(tokens: int) -> None:
+    """Token by token where the texts have its length; one token stands for each of a text of any length."""
+    wanted = replace(CONTEXT, shape=(3,), null="empty text", dropout=0.5)
+    lengths = [4, 4, 4] if tokens == 4 else [2, 5, 1]
+    texts, empty = [torch.randn(length, 3) for length in lengths], torch.randn(tokens, 3)
+    texts_layout = SequenceLayout.from_lengths(lengths)
+    conditions = Conditions(context=per_text_token(torch.cat(texts), texts_layout)).with_nulls({"context": empty})
+    layout = SequenceLayout.from_lengths([1] * 3)
+    dropped = conditions.to("cpu").drop([wanted], lambda _: torch.tensor([0.1, 0.9, 0.2]), layout)["context"]
+    filled = [empty.expand(length, 3) if tokens == 1 else empty for length in lengths]
+    assert dropped.dropped_S is None
+    assert torch.equal(dropped.values, torch.cat([filled[0], texts[1], filled[2]]))
+    assert conditions.problems([wanted], layout, ["a", "b", "c"], 1) == []
+
+
+def test_texts_of_another_length_than_the_empty_text_are_refused_with_both() -> None:
+    wanted = replace(CONTEXT, shape=(3,), null="empty text", dropout=0.5)
+    entry = per_text_token(torch.ones(7, 3), SequenceLayout.from_lengths([2, 5]))
+    conditions = Conditions(context=entry).with_nulls({"context": torch.ones(4, 3), "context_2": torch.ones(1, 3)})
+    [fault] = conditions.problems([wanted], SequenceLayout.from_lengths([1, 1]), ["a", "b"], 1)
+    assert "texts of 2 to 5 tokens" in fault
+    assert "replaces dropped ones has 4" in fault
+    assert ":padded" in fault
+
+
+def test_samples_and_guidance_ask_for_the_embedding_of_the_empty_text() -> None:
+    spec = replace(SPEC, conditions=(replace(CONTEXT, shape=(3,), null="empty text", dropout=0.5),))
+    with pytest.raises(ConfigError, match="null of context is the embedding of the empty text"):
+        empty_pack(spec, (1, 4, 4), 1, torch.device("cpu"))
+    batch = empty_pack(spec, (1, 4, 4), 1, torch.device("cpu"), {"context": [torch.ones(2, 3)]})
+    with pytest.raises(ConfigError, match="null of context is the embedding of the empty text"):
+        without_conditions(batch, spec)
+    away = without_conditions(batch, spec, {"context": [torch.zeros(4, 3)]}).conditions["context"]
+    assert torch.equal(away.values, torch.zeros(4, 3))

@@ -1,21 +1,31 @@
 """Sizes of the latent-diffusion UNet."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Optional
+from typing import ClassVar, Literal, Optional, Self
 
-from dit.condition_table import CONTROL, POOLED, SIZE_AND_CROP
+from dit.condition_table import CONTEXT, CONTROL, POOLED, SIZE_AND_CROP
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.models.lora_config import LoRAConfig
 from dit.models.transformer_config import check_numbers
+from dit.ranges import check_choice
+
+NullText = Literal["learned", "empty", "zeros"]
+NULLS: dict[NullText, float | Literal["learned", "empty text"]] = {
+    "learned": "learned",
+    "empty": "empty text",
+    "zeros": 0.0,
+}
+"""The null of the text by the setting."""
 
 
 @dataclass(kw_only=True)
 class LDMUNetConfig(ModelConfig):
     """The UNet of latent diffusion, conditioned on time and text; each frame of a clip is a picture of its own.
 
-    The defaults are those of Stable Diffusion v1: 859,520,964 parameters, and a learned null token for dropped texts.
-    Those of Stable Diffusion XL, 2,567,463,684 parameters and that token, are `model=sdxl_unet` of recipes.
+    The default sizes are those of Stable Diffusion v1: 859,520,964 parameters, and a learned null token unless
+    `null_text` is another. Those of Stable Diffusion XL, 2,567,463,684 parameters, are `model=sdxl_unet` of recipes.
 
     Attributes:
         block_out_channels: channels at each resolution, the full one first; the conditioning vector is four times as
@@ -31,6 +41,11 @@ class LDMUNetConfig(ModelConfig):
         norm_num_groups: groups of the group norms.
         control_channels: channels of a control picture of the latent's size, such as a semantic map with a channel for
             each class; it stands behind the latent in the input. None for none.
+        null_text: replaces a dropped text, and is what guidance leads away from: a `learned` token, the embedding of
+            the `empty` text (Stable Diffusion v1 and v2), which needs texts of one length (`:padded` encoders), or
+            `zeros` (Stable Diffusion XL).
+        lora: train low-rank adapters beside linear layers of a model that `checkpoint.start_from` names, and nothing
+            else; None trains all parameters.
 
     Source of the control picture: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis); of the
     pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.
@@ -51,6 +66,15 @@ class LDMUNetConfig(ModelConfig):
     norm_num_groups: int = 32
     pooled_size: Optional[int] = None
     control_channels: Optional[int] = None
+    null_text: NullText = "learned"
+    lora: Optional[LoRAConfig] = None
+
+    @property
+    def adapters(self) -> Optional[LoRAConfig]:
+        return self.lora
+
+    def without_adapters(self) -> Self:
+        return replace(self, lora=None)
 
     @property
     def input_features(self) -> int:
@@ -58,7 +82,8 @@ class LDMUNetConfig(ModelConfig):
         return (self.in_channels + (self.control_channels or 0)) * self.patch_temporal * self.patch_spatial**2
 
     def conditions(self) -> tuple[Condition, ...]:
-        wanted = super().conditions()
+        null = NULLS[self.null_text]
+        wanted = tuple(replace(c, null=null) if c.name == CONTEXT.name else c for c in super().conditions())
         if self.pooled_size is not None:
             # SDXL's empty text is zeros.
             pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=0.0)
@@ -89,6 +114,9 @@ class LDMUNetConfig(ModelConfig):
         if self.context_size is None:
             raise ConfigError("model.context_size=None: this UNet attends to texts; give the width of their embeddings")
         check_numbers(self)
+        check_choice("model.null_text", self.null_text, NullText)
+        if self.lora is not None:
+            self.lora.validate()
         channels, groups, heads = self.block_out_channels, self.norm_num_groups, self.num_attention_heads
         if len(self.transformer_layers) != len(channels) or not channels:
             raise ConfigError(

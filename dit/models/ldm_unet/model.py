@@ -86,8 +86,8 @@ class LDMUNet(Backbone):
                  '--------------------------------------------------------------'
 
     Source: Rombach et al. 2022, arXiv:2112.10752, in the sizes of github.com/CompVis/stable-diffusion
-    (`v1-inference.yaml`). Deviations: a learned null token replaces dropped texts, where that code embeds the empty
-    text; a text has its own length unless its padding is stored; biases of linear layers start at zero.
+    (`v1-inference.yaml`). Deviations: a learned null token replaces dropped texts, unless `null_text=empty`, as in that
+    code; a text has its own length unless its padding is stored; biases of linear layers start at zero.
     """
 
     fsdp_units = (ResidualBlock, SpatialTransformer)
@@ -99,7 +99,7 @@ class LDMUNet(Backbone):
         channels, levels = config.block_out_channels, range(len(config.block_out_channels))
         first, last, layers = channels[0], channels[-1], config.layers_per_block
         self.time = TimestepEmbedder(config.condition_size, provider, time_scale=TIME_SCALE, features=first)
-        self.text = TextTokens(config.context_size, provider)
+        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
         self.added: Optional[AddedEmbedding] = None
         if config.pooled_size is not None:
             self.added = AddedEmbedding(config.pooled_size, config.condition_size, provider)

@@ -14,7 +14,8 @@ class UNetConfig(ImagenConfig):
     Attributes:
         condition_size: width of the projected text tokens that attention reads.
         dropout: share of activations that are dropped in residual blocks in training; counter-based.
-        resample_with_conv: a convolution where the size changes; else average pooling and repetition alone.
+        resample_with_conv: halve the size by a convolution, else by average pooling; it is doubled by a transposed
+            convolution in both cases.
         resample_blocks: the size changes in residual blocks, by average pooling and transposed convolutions on both of
             their branches, in place of `resample_with_conv`.
     """

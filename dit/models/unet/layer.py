@@ -3,7 +3,7 @@
 from typing import Literal, Optional
 
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d, interpolate
+from torch.nn.functional import avg_pool2d
 
 from dit.backends.provider import LayerProvider
 from dit.layers.convolution import Convolution, TransposedConvolution
@@ -78,13 +78,11 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice the size: a transposed convolution of 4 x 4 with stride 2, or every position repeated."""
+    """Twice the size: a transposed convolution of 4 x 4 with stride 2."""
 
-    def __init__(self, channels: int, config: UNetConfig, provider: LayerProvider) -> None:
+    def __init__(self, channels: int, provider: LayerProvider) -> None:
         super().__init__()
-        self.convolution = TransposedConvolution(channels, channels, provider) if config.resample_with_conv else None
+        self.convolution = TransposedConvolution(channels, channels, provider)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        if self.convolution is None:
-            return interpolate(x_NCHW, scale_factor=2.0, mode="nearest")
         return self.convolution(x_NCHW)

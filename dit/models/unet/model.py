@@ -65,7 +65,7 @@ class UNet(ImagenNetwork):
         def resample(kind: Resample, channels: int) -> nn.Module:
             if config.resample_blocks:
                 return block(channels, channels, kind)
-            return (Downsample if kind == "down" else Upsample)(channels, config, provider)
+            return Downsample(channels, config, provider) if kind == "down" else Upsample(channels, provider)
 
         channels = config.channels
         x, skips = channels[0], [channels[0]]

@@ -160,8 +160,8 @@ MUTANTS = (
     Mutant(
         "packing: selected by the padding of the layout",
         "energon_data/task_encoder.py",
-        "self.options.pack_multiple_of if packed else 1",
-        "self.spec.multiple_of",
+        "padded_length(c.num_tokens, self.options.pack_multiple_of)",
+        "padded_length(c.num_tokens, self.spec.multiple_of)",
         (STREAMS,),
     ),
     Mutant(
@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         "streams: a rank that is not the last one of a stream saves its position",
         "energon_data/streams.py",
-        "if self._read[s] == self._deliveries(s)",
+        "if self._read[s] == self._consumed_of(s)",
         "if True",
         (STREAMS,),
     ),
@@ -202,8 +202,8 @@ MUTANTS = (
     Mutant(
         "held-out pass: the limit counts samples that follow it",
         "energon_data/task_encoder.py",
-        "LimitDataset(dataset, self.options.max_samples,",
-        "LimitDataset(dataset, self.options.max_samples + 1,",
+        "_First(dataset, self.options.max_samples,",
+        "_First(dataset, self.options.max_samples + 1,",
         (STREAMS,),
     ),
     Mutant(

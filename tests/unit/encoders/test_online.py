@@ -6,9 +6,12 @@ from itertools import islice
 import pytest
 import torch
 
-from dit.encoders.online import OnlineEncoders, batch_encoder
+from dit.encoders.online import OnlineEncoders, batch_encoder, null_texts
+from dit.encoders.text import TextEncoders
+from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
 from energon_data.dataset import EnergonData
+from energon_data.mock import MockData
 from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, prepare_twice
 
 HALF = {"rtol": 2e-3, "atol": 2e-3}  # stored as float16
@@ -36,7 +39,7 @@ def packs(folder, kind, spec=SPEC, **settings):
 
 def encoded(folder, group, spec=SPEC, **settings):
     raw, encoding = packs(folder, "pixels", spec, **settings)
-    encode = batch_encoder(encoding, spec, CPU, group)
+    encode = batch_encoder(encoding, spec, CPU, group, {})
     return [encode(pack).validate(spec.conditions, patch_volume=spec.patch_volume) for pack in raw]
 
 
@@ -87,3 +90,27 @@ def test_an_encoder_of_what_the_model_does_not_take_is_not_loaded(folder, one_ra
     assert [encoder.config.makes for encoder in OnlineEncoders(encoding, spec, CPU, one_rank_world.tp_cp).texts] == [
         ("text",)
     ]
+
+
+@pytest.mark.parametrize("kind", ["pixels", "latents"])
+def test_every_pack_comes_with_the_empty_text_by_the_encoder_of_the_data(folder, one_rank_world, kind):
+    conditions = tuple(replace(c, null="empty text") if c.name == "context" else c for c in SPEC.conditions)
+    spec, line = replace(SPEC, conditions=conditions), f"text={folder}/t5"
+    settings = {"online_text_encoder": line} if kind == "pixels" else {}
+    nulls = null_texts(EnergonData(path=str(folder / kind), **settings), conditions, CPU)
+    [expected] = TextEncoders(line).encode([""])["text"]
+    raw, encoding = packs(folder, kind, spec)
+    for pack in raw:
+        found = batch_encoder(encoding, spec, CPU, one_rank_world.tp_cp, nulls)(pack)
+        assert torch.equal(found.conditions["context"].null, expected)
+        assert found.conditions["pooled"].null is None
+    assert torch.equal(null_texts(MockData(), conditions, CPU)["context"], torch.zeros(1, T5_WIDTH))
+    assert null_texts(MockData(), SPEC.conditions, CPU) == {}
+
+
+def test_data_without_an_encoder_cannot_train_a_model_that_reads_the_empty_text(folder):
+    conditions = (replace(SPEC.condition("context"), null="empty text"),)
+    with pytest.raises(ConfigError, match="the encoder is not known; prepare the data"):
+        null_texts(EnergonData(path=str(folder / "pixels")), conditions, CPU)
+    with pytest.raises(ConfigError, match="makes no context"):
+        null_texts(EnergonData(path="", online_text_encoder=f"pooled={folder}/clip"), conditions, CPU)

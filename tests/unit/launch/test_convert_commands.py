@@ -18,11 +18,13 @@ from dit.data_api import NoData
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.objectives import OBJECTIVES
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.build import parameter_shapes
 from dit.run_config import RunConfig, check_outputs, check_sampling
 from dit.settings import SamplingConfig
 from launch import export, import_weights
@@ -394,3 +396,26 @@ def test_a_model_without_a_class_in_diffusers_says_what_the_nearest_do_otherwise
     table = {"num_attention_heads": 1, "attention_head_dim": 8, "cross_attention_dim": 8, "num_layers": 1}
     pixart = pixart_transformer_2d.PixArtTransformer2DModel(**table, sample_size=8, caption_channels=4)
     assert pixart.transformer_blocks[0].scale_shift_table.shape == (6, 8)
+
+
+@pytest.mark.parametrize(
+    ("null_text", "notes"),
+    [
+        ("empty", ["embedding of the empty text: give --text-encoder"]),
+        ("learned", ["text.null is imported as zeros: their pipelines embed the empty text"]),
+        ("zeros", []),
+    ],
+)
+def test_an_import_says_what_guidance_leads_away_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture, null_text: Any, notes: list[str]
+) -> None:
+    sizes = {"block_out_channels": [8], "transformer_layers": [1], "layers_per_block": 1, "num_attention_heads": 2}
+    model = LDMUNetConfig(**sizes, norm_num_groups=4, context_size=6, null_text=null_text)
+    weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(model).items()}
+    trained = TrainedModel(model, DDPM(discrete_steps=1000), (1, 8, 8), {})
+    export.write_diffusers_folder(trained, lambda: weights, tmp_path / "unet", pipeline=False)
+    arguments = ["--from", str(tmp_path / "unet"), "--format", "diffusers", "--out", str(tmp_path / "run")]
+    assert import_weights.main(arguments) == 0
+    printed = capsys.readouterr().err
+    assert [note for note in notes if note not in printed] == []
+    assert ("empty text" in printed) == bool(notes)

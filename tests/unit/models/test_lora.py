@@ -12,6 +12,8 @@ from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.models.lora import adapter_pairs, merge_adapters
 from dit.models.lora_config import LoRAConfig
+from recipes.ddpm import tiny_ddpm_unet
+from recipes.finetune import finetune_lora
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import relative_error
 
@@ -92,6 +94,12 @@ def test_names_that_nothing_has_are_refused(build_model: BuildModel) -> None:
 def test_impossible_adapters_are_refused(wrong: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.lora\.{named}"):
         tiny_model(lora=LoRAConfig(**wrong)).validate()
+
+
+def test_a_recipe_of_a_model_without_adapters_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.finetune._on_base", lambda name, base: tiny_ddpm_unet())
+    with pytest.raises(ConfigError, match=r"^DDPMUNetConfig has no adapters \(LoRA\); train all .* finetune$"):
+        finetune_lora()
 
 
 def test_the_router_of_experts_has_none(build_model: BuildModel) -> None:

@@ -16,7 +16,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.patchify import unpatchify
-from dit.resize import LowResolution, enlarged, reduced
+from dit.resize import Kernel, LowResolution, enlarged, reduced
 from dit.run_config import check_outputs
 from energon_data.mock import MockData, MockSource
 from energon_data.packing import collate
@@ -49,6 +49,19 @@ def test_enlarging_is_linear() -> None:
     torch.testing.assert_close(
         enlarged(x + 0.3 * eps, 4), enlarged(x, 4) + 0.3 * enlarged(eps, 4), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(("kernel", "a"), [("pil", -0.5), ("opencv", -0.75)])
+def test_the_kernel_has_its_coefficient(kernel: Kernel, a: float) -> None:
+    """A bright line enlarged is the kernel of Keys 1981, equation 4, at distances from 1.75 to 0.25."""
+
+    def keys(x: float) -> float:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1 if x <= 1 else a * (x**3 - 5 * x**2 + 8 * x - 4)
+
+    line = torch.zeros(9, 9)
+    line[:, 4] = 1.0
+    for made in (enlarged(line, 2, kernel), LowResolution(2, kernel).enlarge(line)):
+        assert made[9, 5:9].tolist() == pytest.approx([keys(x) for x in (1.75, 1.25, 0.75, 0.25)], abs=1e-6)
 
 
 def test_a_low_resolution_picture_shows_no_more_than_the_small_one() -> None:
