@@ -77,7 +77,7 @@ MAY_IMPORT = {
     "dit.optimizer": {"dit.errors", "dit.ranges", "dit.settings", "dit.kernels", "dit.backends", "dit.parallel"},
     "dit.run_config": {
         *("dit.errors", "dit.settings", "dit.config_record", "dit.condition_table", "dit.data_api", "dit.objectives"),
-        *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
+        *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.ranges"),
     },
     "dit.encoders": {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
@@ -100,7 +100,7 @@ MAY_IMPORT = {
     "dit.monitoring": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.layout", "dit.kernels", "dit.backends"),
         *("dit.layers", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.patchify"),
-        *("dit.tracing", "dit.ranges"),
+        *("dit.tracing", "dit.ranges", "dit.data_api"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -117,7 +117,7 @@ MAY_IMPORT = {
     "dit.verify": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.data_api", "dit.objectives", "dit.context_parallel"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.training"),
-        "dit.patchify",
+        *("dit.patchify", "dit.layout", "dit.conditions", "dit.convert"),
     },
     # Above training: it traces the step that training makes.
     "dit.planner": {

@@ -129,8 +129,8 @@ def _gradients(rules: RuleBook, ours: Mapping[str, Tensor], theirs: Mapping[str,
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for rule in rules.rules:
         parts = rule.form.to_theirs(ours[rule.ours])
-        grads = [theirs[name].grad for name in rule.theirs]
-        grads = [torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, grads, strict=True)]
+        found = [theirs[name].grad for name in rule.theirs]
+        grads = [torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, found, strict=True)]
         if isinstance(rule.form, Copies):
             pairs[rule.ours] = torch.stack(grads).sum(0), parts[0]
         else:
