@@ -179,6 +179,10 @@ class RunConfig:
         """
         return match_conditions(self.model.conditions(), self.data.stored_conditions())
 
+    def remarks(self, dims: ParallelDims, spec: BatchSpec) -> list[str]:
+        """Return what a user may not expect of the run, one line each; reads some samples."""
+        return [*self.adaptations(dims), *self.unused_conditions(), *self.data.remarks(spec)]
+
     def adaptations(self, dims: ParallelDims) -> list[str]:
         """Return which settings were adapted to the run's size or length, or are not reached, one line each."""
         training, lines = self.training, list[str]()

@@ -22,7 +22,6 @@ from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
-from energon_data.samples import CAPTIONS
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
 from energon_data.values import check_values
@@ -404,28 +403,11 @@ class EnergonData(DataConfig):
 
     def remarks(self, spec: BatchSpec) -> list[str]:
         """Return which samples the settings will drop and which settings have no effect, one line each; reads a few."""
-        return [*self._expected_drops(spec), *self._unused_captions()]
+        from energon_data.survey import expected_drops, unused_choice_of_captions
 
-    def _unused_captions(self) -> list[str]:
-        stored = None if self.vary_captions else stored_names(self.folders(self.train_split))
-        if stored is None or CAPTIONS in stored:
-            return []
-        return [
-            f"data.vary_captions=False has no effect: no sample of {self.origin} that was read has several captions"
-        ]
-
-    def _expected_drops(self, spec: BatchSpec) -> list[str]:
-        from energon_data.survey import expected_drops
-
-        options = self._options(spec)
-        if not options.filters.limits and options.filters.max_tokens is None:
-            return []
-        names = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
-        limits = [
-            f"data.{name}={limit}" for name in names if (limit := getattr(self, name)) == options.filters.max_tokens
-        ]
-        infos = self.folders(self.train_split)
-        return [line for info in infos for line in expected_drops(info, spec, options, limits[0])]
+        infos, options = self.folders(self.train_split), self._options(spec)
+        lines = [line for info in infos for line in expected_drops(info, spec, options, vars(self))]
+        return lines if self.vary_captions else lines + unused_choice_of_captions(infos)
 
     def stored_conditions(self) -> Optional[set[str]]:
         """Return the names of parts and metadata in the first samples, and of what is made of them online.

@@ -4,7 +4,7 @@ import io
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,9 @@ from dit.sampling.grid import spread
 from energon_data.decoder import decode_sample
 from energon_data.false_colours import middle_frame
 from energon_data.filters import TOO_LONG
-from energon_data.folder import SplitInfo
+from energon_data.folder import SplitInfo, stored_names
 from energon_data.packing import greedy_knapsack, padded_length
+from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
 from energon_data.samples import META_PART, Clip, SampleError
 from energon_data.skip_log import Ledger, Skip
 from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar
@@ -200,12 +201,22 @@ MOST_BEFORE_TRAINING, ROUNDS, SECONDS = 256, 8, 10.0
 """Samples that are read before step 1, in rounds that are distributed evenly over the data, and the time for them."""
 
 
-def expected_drops(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions", limit: str) -> list[str]:
+LENGTH_SETTINGS = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
+"""Settings that limit the tokens of a sample."""
+
+
+def expected_drops(
+    info: SplitInfo, spec: BatchSpec, options: "EncoderOptions", settings: Mapping[str, Any]
+) -> list[str]:
     """Return which samples the settings will drop, one line for each reason and kind; reads some of them.
 
     Args:
-        limit: name and value of the setting that limits the tokens of a sample, such as `data.max_tokens_per_pack=64`.
+        options: made of the settings.
+        settings: of `EnergonData`, by name.
     """
+    most = options.filters.max_tokens
+    if not options.filters.limits and most is None:
+        return []
     from energon_data.augment import Visit
     from energon_data.cookers import cook_clip
     from energon_data.task_encoder import DiffusionTaskEncoder
@@ -238,13 +249,23 @@ def expected_drops(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions", 
         which = f"{info.path}{looked_at}: {len(dropped):,} of {read[kind]:,} {kind or 'sample'}s"
         if reason == TOO_LONG:
             longest = max(skip.tokens for skip in dropped)
-            cure = f"{limit.partition('=')[0]} to {padded_length(longest, multiple)}"
+            limit = next(f"data.{name}" for name in LENGTH_SETTINGS if settings[name] == most)
             lines.append(
-                f"{which} have more than {limit} tokens (the longest {longest:,}) and are dropped; raise {cure}"
+                f"{which} have more than {limit}={most} tokens (the longest {longest:,}) and are dropped; raise "
+                f"{limit} to {padded_length(longest, multiple)}"
             )
         else:
             lines.append(f"{which} are dropped ({reason}), the first: {dropped[0].detail}")
     return lines
+
+
+def unused_choice_of_captions(infos: Sequence[SplitInfo]) -> list[str]:
+    """Return a line if `data.vary_captions=False` has no effect, because no sample has several captions."""
+    stored = stored_names(infos)
+    if stored is None or SEVERAL_CAPTIONS in stored:
+        return []
+    folders = ", ".join(str(info.path) for info in infos)
+    return [f"data.vary_captions=False has no effect: no sample of {folders} that was read has several captions"]
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,11 @@ examples
   python -m launch.verify --explain --factory flux_12b parallel.pipeline_model_parallel_size=4
 
 The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
-samples differ in length if the backbone takes such. Every gradient (with LoRA those of the adapters, of the same kinds
-of layers), the losses, the weights after the steps and the copies of each parameter are compared. The first wrong
-gradient is named with what is stated of its parameter. Exit code 0 says equal, 70 different (1 under torchrun, as for
-every failure).
+samples differ in length if the backbone takes such. First, one rank is checked by itself: padding, packs against their
+samples, their order, accumulation, and the class of diffusers that computes the same. Then every gradient (with LoRA
+those of the adapters, of the same kinds of layers), the losses, the weights after the steps and the copies of each
+parameter are compared with the layout's. The first wrong gradient is named with what is stated of its parameter. Exit
+code 0 says equal, 70 different (1 under torchrun, as for every failure).
 """
 
 

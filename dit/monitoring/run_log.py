@@ -11,6 +11,7 @@ from dit.checkpoint.records import CONFIG_FILE
 from dit.checkpoint.run_identity import RUN_FILE
 from dit.checkpoint.train_state import TrainState
 from dit.durable_files import write_record
+from dit.monitoring.dropped import DropReport
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
 from dit.monitoring.headline import headline
 from dit.monitoring.progress import ConsoleProgress
@@ -27,10 +28,14 @@ class RunLog:
     Args:
         sinks: for scalars, pictures and checkpoints.
         progress: the console.
+
+    Attributes:
+        drops: what was reported of dropped samples.
     """
 
     def __init__(self, sinks: Optional[Sink] = None, progress: Optional[ConsoleProgress] = None) -> None:
         self._sinks, self._progress = sinks, progress
+        self.drops = DropReport()
 
     @property
     def is_silent(self) -> bool:

@@ -22,7 +22,7 @@ class Consumed:
     Attributes:
         valid_tokens, padded_tokens: real tokens, and all with padding.
         flops: of each micro-batch.
-        waited_s: seconds from asking for micro-batches until they were in this process.
+        waited_s: seconds from asking for micro-batches until they were in this process, except for `peek`.
     """
 
     samples: int = 0
@@ -85,15 +85,15 @@ class DeviceBatches(Iterator[PackedBatch]):
     def peek(self) -> PackedBatch:
         """Return the next full pack as the source made it; it stays the next one."""
         if self._peeked is None:
-            began = time.perf_counter()
             self._phase.enter("reads data")
             self._peeked = next(self._stream)
             self._phase.enter("computes")
-            self.consumed.waited_s += time.perf_counter() - began
         return self._peeked
 
     def __next__(self) -> PackedBatch:
+        began = time.perf_counter()
         read, self._peeked = self.peek(), None
+        self.consumed.waited_s += time.perf_counter() - began
         batch = self._encode(read)
         batch.validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
         self.consumed.samples += batch.layout.num_samples

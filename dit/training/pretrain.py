@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -33,7 +33,6 @@ from dit.encoders.online import batch_encoder, null_texts
 from dit.errors import EXIT_PREEMPTED, NotFiniteError
 from dit.inference.preview import PictureWriter
 from dit.models.base import ModelConfig
-from dit.monitoring.dropped import DropReport
 from dit.monitoring.exit_record import ExitRecord
 from dit.monitoring.expert_load import expert_load
 from dit.monitoring.flops import PackFlops
@@ -115,9 +114,8 @@ def pretrain(
             process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
             dims, spec = config.check_here()
-            if rank == 0:
-                for line in chain(config.adaptations(dims), config.unused_conditions(), data.remarks(spec)):
-                    logger.info(line)
+            for line in config.remarks(dims, spec) if rank == 0 else ():
+                logger.info(line)
         with (
             StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog,
             Heartbeat(training.run_dir, rank, dist.get_world_size(), training.hang_timeout_s, lock.is_ours) as heart,
@@ -233,7 +231,6 @@ class Run:
         last_action: what the newest `step` did with its gradients: `update`, `skip`, `rewind`, or
             `overflow`: nothing, but that the loss scale of an fp16 run is lower now.
         grad_norm: of the newest update.
-        drops: what was reported of dropped samples.
         first_steps: the checks of the first steps, if there are any.
     """
 
@@ -256,7 +253,6 @@ class Run:
         self.config, self.dims, self.spec, self.groups = config, dims, spec, groups
         self.hooks = load_hooks(config.training.hooks)
         self.began = time.monotonic()
-        self.drops = DropReport()
         self.device = local_device()
         self.mix = noise_kernel(config.model, config.training)
         # The members of a blend need to agree only on conditions of the model.
@@ -307,7 +303,6 @@ class Run:
         if self.state.step < self.config.training.num_steps:
             self.first_steps = FirstSteps(self.state.shards, self.groups)
             self.first_steps.check_inputs(self.batches.peek(), self.state.step + 1, self.log)
-            self.batches.consumed.waited_s = 0.0  # the clock of the first step has not started
 
     def shard(self, batch: PackedBatch) -> PackedBatch:
         """Return the local part of a full pack on this context-parallel rank."""
@@ -408,7 +403,7 @@ class Run:
             **rank_times(self.timer.take(), self.groups, self.device),
             **expert_load(state.chunks, self.device),
         }
-        report_drops(state, int(counted["dropped_samples"]), self.drops, self.groups, self.log)
+        report_drops(state, int(counted["dropped_samples"]), self.groups, self.log)
         state.training_loss = values.get("loss", state.training_loss)
         self.log.scalars(state, values)
 

@@ -10,7 +10,6 @@ from dit.backends.device import StepTimer
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.train_state import TrainState
 from dit.data_api import DataStream, SampleCounts
-from dit.monitoring.dropped import DropReport
 from dit.monitoring.heartbeat import Phase
 from dit.monitoring.run_log import RunLog
 from dit.objectives.base import Objective
@@ -101,21 +100,20 @@ def counters(state: TrainState, skipped_updates: int) -> dict[str, float]:
     return values
 
 
-def report_drops(state: TrainState, total: int, drops: DropReport, groups: ProcessGroups, log: RunLog) -> None:
+def report_drops(state: TrainState, total: int, groups: ProcessGroups, log: RunLog) -> None:
     """Record an incident and print lines if samples were dropped since the last report; every rank calls this.
 
     Args:
         total: samples dropped so far, the same on all ranks.
-        drops: of earlier reports of this process.
     """
-    if total == drops.total:
+    known, log.drops.total = log.drops.total, total
+    if total == known:
         return
     gathered = [SampleCounts() for _ in range(groups.dp_size)]
     dist.all_gather_object(gathered, state.stream.sample_counts(), group=groups.dp)
     counts = sum(gathered, SampleCounts())
-    log.incident("samples_dropped", state.step, samples=total - drops.total, total=total, by_reason=counts.by_reason())
-    drops.total = total
-    for line in drops.lines(counts):
+    log.incident("samples_dropped", state.step, samples=total - known, total=total, by_reason=counts.by_reason())
+    for line in log.drops.lines(counts):
         log.message(f"step {state.step}: {line}")
 
 

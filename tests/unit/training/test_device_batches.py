@@ -41,3 +41,21 @@ def test_waiting_for_the_loader_is_counted_and_other_work_is_not() -> None:
     assert 0.06 <= counted.waited_s < 1.0
     assert (counted.samples, counted.flops) == (12, [7, 7, 7])
     assert batches.reset().waited_s == 0
+
+
+def test_a_batch_that_was_read_before_the_clock_started_is_no_wait() -> None:
+    """The first one: a loader takes seconds to start, and the share of the time that steps wait is at most 1."""
+    stream: Any = MockData().build_train(SPEC, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+
+    class Slow:
+        def __next__(self) -> PackedBatch:
+            time.sleep(0.2)
+            return next(stream)
+
+    slow: Any = Slow()
+    batches = DeviceBatches(slow, torch.device("cpu"), SPEC, lambda batch: 7)
+    batches.peek()
+    next(batches)
+    assert batches.reset().waited_s < 0.1
+    next(batches)
+    assert batches.reset().waited_s >= 0.2
