@@ -51,6 +51,7 @@ class Sample:
         origin: name of the file that it is from; all samples of a file go to one split.
         parts: bytes by part name.
         shape: of its pixels or latent.
+        turned: its file states an orientation or pixels that are not square, which were applied.
     """
 
     key: str
@@ -58,6 +59,7 @@ class Sample:
     metadata: dict[str, Any]
     parts: dict[str, bytes]
     shape: tuple[int, ...]
+    turned: bool = False
 
 
 Raw = Source | tuple[str, SampleError]
@@ -79,6 +81,7 @@ class UnitRecord:
         num_classes: one more than the largest label; 0 without labels.
         labelled: samples with a label.
         without_caption: samples without a caption.
+        turned: samples with `Sample.turned`.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -89,6 +92,7 @@ class UnitRecord:
     num_classes: int = 0
     labelled: int = 0
     without_caption: int = 0
+    turned: int = 0
 
     def made(self, sample: Sample) -> None:
         """Count a sample that is written."""
@@ -98,6 +102,7 @@ class UnitRecord:
         else:
             self.without_caption += 1
         self.labelled += "label" in sample.metadata
+        self.turned += sample.turned
         self.num_classes = max(self.num_classes, sample.metadata.get("label", -1) + 1)
 
     def _take(self, captions: Iterable[str]) -> None:
@@ -124,6 +129,7 @@ class UnitRecord:
         self.num_classes = max(self.num_classes, other.num_classes)
         self.labelled += other.labelled
         self.without_caption += other.without_caption
+        self.turned += other.turned
         for reason, named in other.examples.items():
             self.examples[reason] = [*self.examples.get(reason, []), *named][:EXAMPLES]
 

@@ -84,6 +84,7 @@ class _Decoded:
     frames: list[Image.Image]
     fps: Optional[float]
     file: Optional[tuple[str, bytes]]
+    turned: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,15 +128,17 @@ class MakeSamples:
             opened = open_picture(data)
             fitted = fit.apply(opened)
             original = opened.info["original"] if fitted is opened else None
-            yield _Decoded(source.key, source, [fitted], None, None if original is None else (original, data))
+            file = None if original is None else (original, data)
+            yield _Decoded(source.key, source, [fitted], None, file, opened.info["turned"])
             return
         cut = self.options.cut
         for number, (frames, fps) in enumerate(clips_of(data, cut)):
             fitted_frames = [fit.apply(frame) for frame in frames]
             check_same_size(fitted_frames)
-            untouched = cut == Cut() and all(a is b for a, b in zip(frames, fitted_frames))
+            turned = frames[0].info["turned"]
+            untouched = cut == Cut() and not turned and all(a is b for a, b in zip(frames, fitted_frames))
             file = ("mp4", data) if untouched and source.extension in ("mp4", "m4v") else None
-            yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file)
+            yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file, turned)
 
     def _samples(self, clips: list[_Decoded]) -> Iterator[Sample]:
         if not clips:
@@ -143,7 +146,8 @@ class MakeSamples:
         media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
         texts = self._texts(clips)
         for clip, (shape, parts), text in zip(clips, media, texts, strict=True):
-            yield Sample(clip.key, clip.source.key, _metadata(clip), {**parts, **text}, shape)
+            parts = {**parts, **text}
+            yield Sample(clip.key, clip.source.key, _metadata(clip), parts, shape, turned=clip.turned)
 
     def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes]]:
         if clip.file is not None:

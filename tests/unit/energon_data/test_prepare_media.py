@@ -11,12 +11,14 @@ import sys
 import tarfile
 import time
 import zlib
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 import torch
+from awkward_media import EXIF_ORIENTATION, MATRICES, jpeg, marked, marked_corner, mp4, turned_mp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -411,6 +413,36 @@ def test_videos_become_clips_that_training_reads(tmp_path):
     red = found[1][2].latent[0].mean((1, 2))
     expected = torch.tensor([10.0 * i for i in range(8, 16)]) / 127.5 - 1
     assert torch.allclose(red, expected, atol=0.02)  # of lossy colours
+
+
+@pytest.mark.parametrize("how", MATRICES)
+def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path, how):
+    """A mark in one corner is where players show it, and the picture of the same orientation agrees."""
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "clip.mp4").write_bytes(turned_mp4(mp4(marked()), MATRICES[how]))
+    (source / "photo.jpg").write_bytes(jpeg(marked(), EXIF_ORIENTATION[how]))
+    total = prepare(source, tmp_path / "out", command="folder", validation=0)
+    clip, photo = (((c.latent + 1) * 127.5).round() for _, _, c, _ in samples(tmp_path / "out"))
+    assert clip.shape[2:] == photo.shape[2:] == ((96, 64) if how in ("90", "270", "transposed") else (64, 96))
+    corner = {"90": "top right", "180": "bottom right", "270": "bottom left", "mirrored": "top right"}
+    for sample in (clip, photo):
+        assert marked_corner(sample[:, 0].permute(1, 2, 0).numpy()) == corner.get(how, "top left")
+    assert total.turned == (0 if how == "as stored" else 2)
+
+
+def test_a_clip_that_is_turned_by_another_angle_is_refused():
+    slanted = turned_mp4(mp4(marked()), (0.7071, 0.7071, -0.7071, 0.7071))
+    with pytest.raises(SampleError, match="right angle"):
+        list(clips_of(slanted, Cut()))
+
+
+def test_pixels_of_a_clip_that_are_not_square_are_made_square():
+    for aspect, width in ((Fraction(2), 128), (Fraction(1, 2), 32)):
+        [(frames, _)] = clips_of(mp4(marked(64, 64), aspect=aspect), Cut())
+        assert {frame.size for frame in frames} == {(width, 64)}
+        [(frames, _)] = clips_of(turned_mp4(mp4(marked(64, 64), aspect=aspect), MATRICES["90"]), Cut())
+        assert {frame.size for frame in frames} == {(64, width)}
 
 
 # Damage, restarts, repetition.
