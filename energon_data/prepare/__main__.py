@@ -81,9 +81,9 @@ def _media(args: argparse.Namespace) -> None:
             print(f"  without a caption: {total.without_caption:,} of {count:,}")
         if 0 < total.labelled < count:
             print(f"  without a class: {count - total.labelled:,} of {count:,}")
-    if preparation.left_out and Ranks().is_first:
-        other = "pictures" if args.command == "videos" else "videos"
-        print(f"  left out: {preparation.left_out:,} {other} in {args.source}; `prepare folder` takes both")
+    if Ranks().is_first:
+        for line in preparation.not_read:
+            print(f"  {line}")
 
 
 def _pictograms(args: argparse.Namespace) -> None:

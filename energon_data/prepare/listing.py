@@ -22,10 +22,12 @@ from typing import Any, Optional, Protocol, TypeVar
 
 from dit.durable_files import read_regular
 from dit.errors import ConfigError, DataError
+from energon_data.media_files import PICTURES, VIDEOS
 from energon_data.samples import SampleError
 
 CAPTION_NAMES = ("caption", "text", "prompt")
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+KINDS = {"pictures": PICTURES, "videos": VIDEOS}
 COMPANIONS = ("json", "txt")
 """Extensions of what lies beside a file of the same name, in either case."""
 MAX_FILE_BYTES = 8 << 30
@@ -235,11 +237,16 @@ def list_folder(folder: Path, extensions: frozenset[str], *, labels: bool = Fals
     return [replace(entry, label=number[entry.name.partition("/")[0]]) for entry in found], classes
 
 
-def num_other_files(folder: Path, extensions: frozenset[str]) -> int:
-    """Count files of other kinds than those a command takes, in a folder without a list of files."""
-    if not folder.is_dir() or any((folder / name).is_file() for name in LISTS):
-        return 0
-    return len(_walk(folder, extensions))
+def files_not_read(folder: Path, extensions: frozenset[str]) -> list[str]:
+    """Return how many pictures and videos of a folder a command does not read and why, one line each."""
+    rows = _rows(folder)
+    if rows is not None:
+        read = {kind: of_kind & extensions for kind, of_kind in KINDS.items()}
+        counts = {kind: sum(entry.name not in rows for entry in _walk(folder, read[kind])) for kind in KINDS}
+        listed = next(name for name in LISTS if (folder / name).is_file())
+        return [f"{n:,} {kind} are not in {listed}" for kind, n in counts.items() if n]
+    others = {kind: len(_walk(folder, of_kind - extensions)) for kind, of_kind in KINDS.items()}
+    return [f"left out: {n:,} {kind} in {folder}; `prepare folder` takes both" for kind, n in others.items() if n]
 
 
 def list_stamp(folder: Path) -> Optional[list[str]]:

@@ -28,10 +28,10 @@ from energon_data.prepare.build import Job, Raw, Sample, UnitRecord, build, fini
 from energon_data.prepare.listing import (
     Entry,
     Source,
+    files_not_read,
     list_folder,
     list_stamp,
     list_tars,
-    num_other_files,
     read_tar,
     tar_stamp,
 )
@@ -211,7 +211,7 @@ class Preparation:
         classes: names of the classes; empty without labels.
         plan: what the result depends on.
         about: further entries of `dataset.json`.
-        left_out: pictures beside the videos that are read, or videos beside the pictures.
+        not_read: lines about pictures and videos of the input that are not read.
     """
 
     job: Job
@@ -221,7 +221,7 @@ class Preparation:
     plan: dict[str, Any]
     options: Options
     about: dict[str, Any] = field(default_factory=dict)
-    left_out: int = 0
+    not_read: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -251,14 +251,14 @@ class Preparation:
         extensions = EXTENSIONS[command]
         classes: list[str] = []
         units: list[Any]
-        left_out = 0
+        not_read: Sequence[str] = ()
         if command == "webdataset":
             tars = list_tars(source)
             units, listed = list(tars), [tar_stamp(path) for path in tars]
             job = Job(out, partial(_sources_of_tar, extensions, source), MakeSamples(options), validation)
         else:
             entries, classes = list_folder(source, extensions, labels=labels)
-            left_out = num_other_files(source, EXTENSIONS["folder"] - extensions)
+            not_read = files_not_read(source, extensions)
             units = [entries[i : i + samples_per_shard] for i in range(0, len(entries), samples_per_shard)]
             listed = [entry.stamp for entry in entries]
             job = Job(out, partial(_sources_of_folder, source), MakeSamples(options), validation)
@@ -271,7 +271,7 @@ class Preparation:
             "validation": validation,
             "files": {"list": None if command == "webdataset" else list_stamp(source), "each": listed},
         }
-        return cls(job, units, len(listed), classes, plan, options, left_out=left_out)
+        return cls(job, units, len(listed), classes, plan, options, not_read=not_read)
 
     @classmethod
     def generated(

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -49,11 +50,20 @@ def test_what_a_command_leaves_out_is_said(tmp_path, capsys, command, line):
     assert f"left out: {line} in {tmp_path / 'in'}; `prepare folder` takes both" in capsys.readouterr().out
 
 
-def test_a_list_of_files_leaves_nothing_out(tmp_path, capsys):
+@pytest.mark.parametrize(("command", "kinds"), [("images", ["pictures"]), ("folder", ["pictures", "videos"])])
+def test_files_that_a_list_does_not_name_are_counted(tmp_path, capsys, command, kinds):
+    """Those that the command would read; a complete list says nothing."""
     source = mixed(tmp_path / "in")
     (source / "metadata.jsonl").write_text('{"file_name": "p00.png"}\n')
-    described(source, tmp_path / "out", "images")
-    assert "left out" not in capsys.readouterr().out
+    described(source, tmp_path / "out", command)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "not in" in line]
+    assert lines == [f"{ {'pictures': 5, 'videos': 4}[kind] } {kind} are not in metadata.jsonl" for kind in kinds]
+    for path in source.glob("*.mp4"):
+        path.unlink()
+    rows = [json.dumps({"file_name": path.name}) for path in sorted(source.glob("*.png"))]
+    (source / "metadata.jsonl").write_text("\n".join(rows))
+    described(source, tmp_path / "all", command)
+    assert not re.search("left out|not in", capsys.readouterr().out)
 
 
 def test_the_examples_are_the_captions_with_the_smallest_hashes(tmp_path):
