@@ -12,10 +12,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from dit.errors import ConfigError
-from dit.media import IMAGE_FORMATS, mp4_bytes, open_image, open_video
+from dit.media import HEIC_IS_MISSING, IMAGE_FORMATS, mp4_bytes, open_image, open_video, reads_heic
 from energon_data.samples import SampleError
 
-PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif"})
+HEIC = frozenset({"heic", "heif"})
+PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif", "avif"}) | HEIC
 VIDEOS = frozenset({"mp4", "webm", "mov", "mkv", "avi", "m4v"})
 """Extensions of files that are read."""
 
@@ -91,6 +92,8 @@ def open_picture(data: bytes) -> Image.Image:
     except SampleError:
         raise
     except UnidentifiedImageError as error:  # its own text has an address in memory, other in every run
+        if data[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1") and not reads_heic():
+            raise SampleError("bad_image", HEIC_IS_MISSING) from error
         raise SampleError(
             "bad_image", f"{len(data)} bytes in none of the formats {', '.join(IMAGE_FORMATS)}"
         ) from error
@@ -98,6 +101,15 @@ def open_picture(data: bytes) -> Image.Image:
         raise SampleError("bad_image", f"unreadable picture: {error}") from error
     picture.info = {"original": original, "turned": turned}
     return picture
+
+
+def is_animated(data: bytes) -> bool:
+    """Return whether a picture file holds several frames; False if it is damaged."""
+    try:
+        with open_image(_TimedFile(data)) as picture:
+            return bool(getattr(picture, "is_animated", False))
+    except Exception:  # as in `open_picture`, which reports the damage
+        return False
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
@@ -177,7 +189,10 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
         frame: of PyAV, maybe with a display matrix [[a, b], [c, d]]: x' = a x + c y, y' = b x + d y.
         aspect: width of a pixel by its height.
     """
-    picture: Image.Image = frame.to_image()
+    if any(component.is_alpha for component in frame.format.components):
+        picture = _rgb(Image.fromarray(frame.to_ndarray(format="rgba")))
+    else:
+        picture = frame.to_image()
     if aspect != 1:
         width = max(1, round(picture.width * aspect))
         _check_size(width, picture.height)

@@ -64,7 +64,7 @@ def list_archives(path: Path) -> list[Path]:
         DataError: there is none, or the list cannot be read.
     """
     if not (path.is_file() and path.suffix in (".pkl", ".pickle")):
-        return list_tars(path)
+        return list_tars(path)[0]
     try:
         listed = read_pickle(path.read_bytes())
     except SampleError as error:

@@ -356,7 +356,7 @@ MUTANTS = (
     Mutant(
         "media: a picture is opened in any format of Pillow",
         "dit/media.py",
-        "Image.open(file, formats=IMAGE_FORMATS)",
+        "Image.open(file, formats=formats)",
         "Image.open(file)",
         (MEDIA,),
     ),

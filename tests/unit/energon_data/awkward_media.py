@@ -3,6 +3,7 @@
 import io
 import struct
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
@@ -63,3 +64,85 @@ def jpeg(picture: Image.Image, orientation: int = 1) -> bytes:
     exif[0x0112] = orientation
     picture.save(buffer, "JPEG", exif=exif, quality=95, subsampling=0)
     return buffer.getvalue()
+
+
+def animated_gif(count: int = 4) -> bytes:
+    """Return a GIF of 0.1 s per frame, in which a dark square moves on a transparent ground."""
+    frames = []
+    for i in range(count):
+        frame = Image.new("RGBA", (WIDTH, HEIGHT), (0, 0, 0, 0))
+        frame.paste((*GREY, 255), (16 * i, 0, 16 * i + 16, 16))
+        frames.append(frame)
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=100, disposal=2)
+    return buffer.getvalue()
+
+
+def encoded(picture: Image.Image, kind: str) -> bytes:
+    """Return a picture as a file of a format."""
+    buffer = io.BytesIO()
+    picture.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def awkward_folder(root: Path) -> Path:
+    """Make `root/in`, a folder with links to files and folders in `root/elsewhere`; `AWKWARD` says what becomes of it.
+
+    Returns:
+        The folder.
+    """
+    folder, elsewhere = root / "in", root / "elsewhere"
+    files = {
+        "upright.png": encoded(marked(), "PNG"),
+        "turned.jpg": jpeg(marked(), 6),
+        "turned.mp4": turned_mp4(mp4(marked()), MATRICES["90"]),
+        "wide_pixels.mp4": mp4(marked(64, 64), aspect=Fraction(2)),
+        "moving.gif": animated_gif(),
+        "still.gif": encoded(marked(), "GIF"),
+        "phone.avif": encoded(marked(), "AVIF"),
+        "drawing.svg": b"<svg/>",
+        "no_extension": encoded(marked(), "PNG"),
+        "empty.png": b"",
+        "sliver.png": encoded(marked(1, 5000), "PNG"),
+        "bar.png": encoded(marked(2000, 20), "PNG"),
+        "tiny.png": encoded(marked(8, 8), "PNG"),
+        "lonely.txt": b"a caption without its picture",
+        ".hidden.png": encoded(marked(), "PNG"),
+        "upright.txt": b"a red mark",
+    }
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    (elsewhere / "more").mkdir(parents=True)
+    for name in ("linked.png", "more/one.png", "more/two.png"):
+        (elsewhere / name).write_bytes(encoded(marked(), "PNG"))
+    (folder / "linked.png").symlink_to(elsewhere / "linked.png")
+    (folder / "broken.png").symlink_to(elsewhere / "nothing.png")
+    (folder / "more").symlink_to(elsewhere / "more")
+    (elsewhere / "more" / "loop").symlink_to(folder)
+    return folder
+
+
+TAKEN = ""
+AWKWARD = {
+    "upright.png": TAKEN,
+    "turned.jpg": TAKEN,
+    "turned.mp4": TAKEN,
+    "wide_pixels.mp4": TAKEN,
+    "moving.gif": TAKEN,
+    "still.gif": TAKEN,
+    "phone.avif": TAKEN,
+    "drawing.svg": "other_format",
+    "no_extension": "other_format",
+    "empty.png": "bad_image",
+    "sliver.png": "too_small",
+    "bar.png": "cut_too_much",
+    "tiny.png": "too_small",
+    "lonely.txt": "no_picture",
+    "linked.png": "path_escape",
+    "broken.png": "not_a_file",
+    "more": "linked_folder",
+}
+"""The reason for which `prepare folder --size 64` skips a file of `awkward_folder`, or `TAKEN`."""
+FOLLOWED = {"linked.png": TAKEN, "more/one.png": TAKEN, "more/two.png": TAKEN, "more/loop": "linked_folder"}
+"""What changes with `--follow-links`, which reads the folder `more`."""
