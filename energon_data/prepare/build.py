@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Optional
 from dit.data_api import sample_id
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
+from energon_data.latent_scale import Moments
 from energon_data.prepare.listing import Skipped, Source, reasons
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
@@ -67,6 +68,7 @@ class Sample:
         parts: bytes by part name.
         shape: of its pixels or latent.
         changes: what was done to its pixels.
+        latent: moments of its latent; of no values for pixels.
     """
 
     key: str
@@ -74,7 +76,8 @@ class Sample:
     metadata: dict[str, Any]
     parts: dict[str, bytes]
     shape: tuple[int, ...]
-    changes: Changes = Changes()
+    changes: Changes = field(default_factory=Changes)
+    latent: Moments = field(default_factory=Moments)
 
 
 Raw = Source | tuple[str, SampleError]
@@ -98,6 +101,7 @@ class UnitRecord:
         without_caption: samples without a caption.
         turned, enlarged: samples with these `Changes`.
         largest_cut: share of a picture, and the name of its file.
+        latents: moments of all latents.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -111,6 +115,7 @@ class UnitRecord:
     turned: int = 0
     enlarged: int = 0
     largest_cut: tuple[float, str] = (0.0, "")
+    latents: Moments = field(default_factory=Moments)
 
     def made(self, sample: Sample) -> None:
         """Count a sample that is written."""
@@ -122,6 +127,7 @@ class UnitRecord:
         self.labelled += "label" in sample.metadata
         self.turned += sample.changes.turned
         self.enlarged += sample.changes.enlarged
+        self.latents = self.latents.plus(sample.latent)
         self._cut(sample.changes.cut, sample.metadata.get("source", sample.key))
         self.num_classes = max(self.num_classes, sample.metadata.get("label", -1) + 1)
 
@@ -168,6 +174,7 @@ class UnitRecord:
         self.turned += other.turned
         self.enlarged += other.enlarged
         self._cut(*other.largest_cut)
+        self.latents = self.latents.plus(other.latents)
 
 
 def is_held_out(origin: str, share: float) -> bool:
@@ -228,8 +235,12 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
     """Return the record of a finished unit whose shards are there in full."""
     try:
         body = json.loads(_record_file(job, number).read_text())
-        special = {"shapes": Counter(body["shapes"]), "skips": [Skipped(*skip) for skip in body["skips"]]}
-        record = UnitRecord(**{field.name: body[field.name] for field in fields(UnitRecord)} | special)
+        typed = {
+            "shapes": Counter(body["shapes"]),
+            "skips": [Skipped(*skip) for skip in body["skips"]],
+            "latents": Moments(*body["latents"]),
+        }
+        record = UnitRecord(**{field.name: body[field.name] for field in fields(UnitRecord)} | typed)
         complete = all((job.data / name).stat().st_size == facts["bytes"] for name, facts in record.shards.items())
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -395,6 +406,7 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "turned": total.turned,
             "enlarged": total.enlarged,
             "largest_cut": total.largest_cut[0],
+            **({"latent_mean": total.latents.mean, "latent_std": total.latents.std} if total.latents.count else {}),
             "skipped": dict(total.skipped),
             "skipped_examples": total.examples,
             "shards": shards,

@@ -15,6 +15,7 @@ from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry, Precision, encode_together, load_vae
 from dit.errors import ConfigError
 from dit.media import HEIC_IS_MISSING, reads_heic
+from energon_data.latent_scale import Moments
 from energon_data.media_files import (
     HEIC,
     PICTURES,
@@ -167,11 +168,11 @@ class MakeSamples:
             return
         media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
         texts = self._texts(clips)
-        for clip, (shape, parts), text in zip(clips, media, texts, strict=True):
+        for clip, (shape, parts, moments), text in zip(clips, media, texts, strict=True):
             parts = {**parts, **text}
-            yield Sample(clip.key, clip.source.key, _metadata(clip), parts, shape, clip.changes)
+            yield Sample(clip.key, clip.source.key, _metadata(clip), parts, shape, clip.changes, moments)
 
-    def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes]]:
+    def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes], Moments]:
         if clip.file is not None:
             extension, data = clip.file
         elif clip.fps is not None:
@@ -179,14 +180,15 @@ class MakeSamples:
         else:
             extension = self.options.image_format
             data = picture_bytes(clip.frames[0], self.options.image_format, self.options.quality)
-        return clip.shape, {f"pixels.{extension}": data}
+        return clip.shape, {f"pixels.{extension}": data}, Moments()
 
-    def _latents(self, clips: list[_Decoded]) -> list[tuple[tuple[int, ...], dict[str, bytes]]]:
+    def _latents(self, clips: list[_Decoded]) -> list[tuple[tuple[int, ...], dict[str, bytes], Moments]]:
         options = self.options
         assert options.vae is not None
         pixels = [pixel_values(pixels_of(clip.frames)) for clip in clips]
-        latents = encode_together(load_vae(options.vae, options.device, options.precision), pixels, options.batch)
-        return [(tuple(z.shape), {"latent.npy": npy_bytes(z.numpy().astype(np.float16))}) for z in latents]
+        encoded = encode_together(load_vae(options.vae, options.device, options.precision), pixels, options.batch)
+        latents = [latent.numpy().astype(np.float16) for latent in encoded]
+        return [(latent.shape, {"latent.npy": npy_bytes(latent)}, Moments.of(latent)) for latent in latents]
 
     def _texts(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
         if self.options.text_encoder is None:

@@ -1,6 +1,8 @@
 """Every file of a folder becomes a sample, or is named with the reason why it does not."""
 
+import errno
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -10,9 +12,10 @@ from awkward_media import AWKWARD, FOLLOWED, GREY, TAKEN, animated_gif, awkward_
 from PIL import Image
 
 from dit import media
-from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
+from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_OK
 from energon_data import media_files
 from energon_data.media_files import open_picture
+from energon_data.prepare import build
 from energon_data.prepare import media as prepare_media
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
@@ -108,3 +111,53 @@ def test_heic_without_its_reader_is_refused_with_the_command_that_installs_it(tm
     assert said.count("\n") == 1
     with pytest.raises(SampleError, match="needs pillow-heif"):
         open_picture(data)
+
+
+# Failures and restarts.
+
+
+def pictures(folder: Path, count: int = 6) -> Path:
+    folder.mkdir()
+    for i in range(count):
+        Image.new("RGB", (32, 32), (i, 0, 0)).save(folder / f"{i}.png")
+    return folder
+
+
+def fail_at(monkeypatch, number: int, error: BaseException) -> None:
+    """Let the unit of this number raise an error instead of writing its shards."""
+    make_unit = build._make_unit
+
+    def make(job, unit, sources):
+        if unit == number:
+            raise error
+        return make_unit(job, unit, sources)
+
+    monkeypatch.setattr(build, "_make_unit", make)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
+def test_a_preparation_that_fails_goes_on_from_where_it_was_and_says_so(tmp_path, capsys, monkeypatch, error):
+    source, out, partial = pictures(tmp_path / "in"), tmp_path / "out", tmp_path / ".out.partial"
+    with monkeypatch.context() as patch:
+        fail_at(patch, 2, error)
+        code = EXIT_CONFIG if isinstance(error, OSError) else EXIT_INTERRUPTED
+        assert prepare(source, out, "--samples-per-shard", "2") == code
+    said = capsys.readouterr().err
+    assert f"the same command goes on from {partial}" in said
+    assert "Traceback" not in said
+    if isinstance(error, OSError):
+        assert f"error: {partial}: No space left on device" in said
+    assert prepare(source, out, "--samples-per-shard", "2") == EXIT_OK
+    assert f"{out}: goes on after 2 of 3 parts, which are in {partial}" in capsys.readouterr().err
+    assert not partial.exists()
+
+
+def test_a_preparation_that_fails_before_its_first_shard_leaves_nothing(tmp_path, capsys, monkeypatch):
+    source = pictures(tmp_path / "in")
+    with monkeypatch.context() as patch:
+        fail_at(patch, 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        assert prepare(source, tmp_path / "out") == EXIT_CONFIG
+    (source / "0.png").write_bytes(b"")
+    assert prepare(source, tmp_path / "none", "--size", "64", "--aspect", "square") == EXIT_DATA
+    assert "goes on" not in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
