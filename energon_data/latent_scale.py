@@ -10,9 +10,9 @@ LOW, HIGH = 0.5, 2.0
 
 
 class Moments(NamedTuple):
-    """Count, sum and sum of squares of values."""
+    """Number, sum and sum of squares of values."""
 
-    count: int = 0
+    number: int = 0
     total: float = 0.0
     squares: float = 0.0
 
@@ -24,17 +24,17 @@ class Moments(NamedTuple):
 
     def plus(self, other: "Moments") -> "Moments":
         """Return the moments of both sets of values."""
-        return Moments(*map(sum, zip(self, other, strict=True)))
+        return Moments(self.number + other.number, self.total + other.total, self.squares + other.squares)
 
     @property
     def mean(self) -> float:
         """Mean of the values."""
-        return self.total / self.count
+        return self.total / self.number
 
     @property
     def std(self) -> float:
         """Standard deviation of the values."""
-        return math.sqrt(max(0.0, self.squares / self.count - self.mean**2))
+        return math.sqrt(max(0.0, self.squares / self.number - self.mean**2))
 
     def line(self) -> str:
         """Return mean and standard deviation as text, with a warning where the latter is far from 1."""

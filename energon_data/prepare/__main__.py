@@ -176,7 +176,7 @@ def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
         lines.append(f"  {split}: {_counted(count, 'sample')}{hint}")
     shapes = ", ".join(f"{count:,} of {shape}" for shape, count in total.shapes.most_common(5))
     lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
-    if total.latents.count:
+    if total.latents.number:
         lines.append(f"  latents: {total.latents.line()}")
     if total.files:
         lines.append(f"  taken: {total.files:,} of {_counted(total.files + len(total.skips), 'file')}")

@@ -26,7 +26,7 @@ from dit.data_api import sample_id
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
 from energon_data.latent_scale import Moments
-from energon_data.prepare.listing import Skipped, Source, reasons
+from energon_data.prepare.listing import Source
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
     ShardWriter,
@@ -35,6 +35,7 @@ from energon_data.prepare.shards import (
     write_dataset_file,
     write_energon_metadata,
 )
+from energon_data.prepare.walk import Skipped, reasons
 from energon_data.samples import SampleError
 
 TRAIN, VALIDATION = "train", "val"
@@ -141,7 +142,7 @@ class UnitRecord:
 
     def skip(self, name: str, error: SampleError) -> None:
         """Count a sample that cannot be used."""
-        self.skips.append(Skipped(name, error.reason, error.detail))
+        self.skips.append(Skipped.of(name, error))
 
     @property
     def skipped(self) -> Counter[str]:
@@ -406,7 +407,7 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "turned": total.turned,
             "enlarged": total.enlarged,
             "largest_cut": total.largest_cut[0],
-            **({"latent_mean": total.latents.mean, "latent_std": total.latents.std} if total.latents.count else {}),
+            **({"latent_mean": total.latents.mean, "latent_std": total.latents.std} if total.latents.number else {}),
             "skipped": dict(total.skipped),
             "skipped_examples": total.examples,
             "shards": shards,

@@ -13,10 +13,8 @@ import hashlib
 import json
 import os
 import re
-import stat
 import tarfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Optional, Protocol, TypeVar
@@ -24,14 +22,13 @@ from typing import Any, NamedTuple, Optional, Protocol, TypeVar
 from dit.durable_files import read_regular
 from dit.errors import ConfigError, DataError
 from energon_data.media_files import PICTURES, VIDEOS
+from energon_data.prepare import walk
+from energon_data.prepare.walk import COMPANIONS, FOLLOW, Skipped
 from energon_data.samples import SampleError
 
 CAPTION_NAMES = ("caption", "text", "prompt")
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-COMPANIONS = ("json", "txt")
-"""Extensions of what lies beside a file of the same name, in either case."""
 MAX_FILE_BYTES = 8 << 30
-_FOLLOW = "--follow-links reads it"
 _TEXTS = frozenset({"file_name", *CAPTION_NAMES})  # also where they spell a number
 _RESERVED = frozenset({"crc32", "file_name", "label", *CAPTION_NAMES})
 
@@ -150,7 +147,7 @@ def _read(path: Path, root: Optional[Path]) -> bytes:
     """Return the bytes of a file, which links may not lead out of `root`."""
     try:
         if root is not None and _leaves(path, root):
-            raise SampleError("path_escape", f"{path.name} is a link to a file outside of {root}; {_FOLLOW}")
+            raise SampleError("path_escape", f"{path.name} is a link to a file outside of {root}; {FOLLOW}")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SampleError("too_large", f"{path.stat().st_size} bytes, at most {MAX_FILE_BYTES}")
         return read_regular(path)
@@ -202,21 +199,6 @@ def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-class Skipped(NamedTuple):
-    """A file or sample that is not used."""
-
-    name: str
-    reason: str
-    detail: str
-
-
-def reasons(skipped: Sequence[Skipped], most: int = 3) -> str:
-    """Return the most frequent reasons with their counts, and the first file of each."""
-    counts = Counter(skip.reason for skip in skipped).most_common(most)
-    first = {skip.reason: f"{skip.name}: {skip.detail}" for skip in reversed(skipped)}
-    return "; ".join(f"{count:,} {reason} ({first[reason]})" for reason, count in counts)
-
-
 class Listing(NamedTuple):
     """The files of a folder.
 
@@ -253,7 +235,8 @@ def list_folder(
         known = {entry.name: entry for entry in entries}
         listed = next(name for name in LISTS if (folder / name).is_file())
         skipped = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
-        skipped += [Skipped(name, "not_listed", f"not in {listed}") for name in known if name not in rows]
+        unlisted = SampleError("not_listed", f"not in {listed}")
+        skipped += [Skipped.of(name, unlisted) for name in known if name not in rows]
         # What the list names and the folder lacks stays in: it is counted as a sample that cannot be read.
         entries = [
             replace(known.get(name, Entry(name=name, size=-1)), row=row, beside=())
@@ -261,10 +244,9 @@ def list_folder(
         ]
     skipped.sort()
     if not entries:
-        raise DataError(
-            f"{folder} holds no file that ends in {', '.join(sorted(extensions))}, also not in the folders below it"
-            f"{'; ' if skipped else ''}{reasons(skipped)}"
-        )
+        why = f"; {walk.reasons(skipped)}" if skipped else ""
+        endings = ", ".join(sorted(extensions))
+        raise DataError(f"{folder} holds no file that ends in {endings}, also not in the folders below it{why}")
     if not labels:
         return Listing(entries, [], skipped)
     classes = sorted({entry.name.partition("/")[0] for entry in entries if "/" in entry.name})
@@ -285,85 +267,31 @@ def list_stamp(folder: Path) -> Optional[list[str]]:
     return None
 
 
-def _folders(folder: Path, follow_links: bool, skipped: list[Skipped]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and those below it, each with the names of its files; hidden folders and files are left out.
-
-    Args:
-        skipped: links to folders that are not read are appended to it.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"cannot list {error.filename}: {error.strerror}; make the folder readable, or move it away")
-
-    for place, below, names in os.walk(folder, onerror=refuse, followlinks=follow_links):
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        above = [Path(place), *Path(place).parents][: len(Path(place).relative_to(folder).parts) + 1]
-        for path in [Path(place, name) for name in below if Path(place, name).is_symlink()]:
-            target = path.resolve()
-            is_loop = any(parent.resolve().is_relative_to(target) for parent in above)
-            if is_loop or not follow_links:
-                below.remove(path.name)
-                detail = "a link to a folder that contains it" if is_loop else f"a link to a folder; {_FOLLOW}"
-                skipped.append(Skipped(path.relative_to(folder).as_posix(), "linked_folder", detail))
-        yield Path(place), sorted(name for name in names if not name.startswith("."))
-
-
 def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple[list[Entry], list[Skipped]]:
     """Return every file of these kinds by name, and what else lies in the folder."""
     entries: list[Entry] = []
     skipped: list[Skipped] = []
-    for place, names in _folders(folder, follow_links, skipped):
+    for place, names in walk.folders_below(folder, follow_links, skipped):
         companions: dict[tuple[str, str], str] = {}
         for name in reversed(names):  # of cat.txt and cat.TXT the first
-            if (extension := _extension(name)) in COMPANIONS:
-                companions.setdefault((_stem(name), extension), name)
-        media = {_stem(name) for name in names if _extension(name) in PICTURES | VIDEOS}
+            if (extension := walk.extension_of(name)) in COMPANIONS:
+                companions.setdefault((walk.stem_of(name), extension), name)
+        media = {walk.stem_of(name) for name in names if walk.extension_of(name) in PICTURES | VIDEOS}
         for name in names:
             path = place / name
             full_name = path.relative_to(folder).as_posix()
-            if full_name in LISTS or (_extension(name) in COMPANIONS and _stem(name) in media):
+            if full_name in LISTS or (walk.extension_of(name) in COMPANIONS and walk.stem_of(name) in media):
                 continue
-            if (why := _not_read(path, extensions)) is not None:
-                skipped.append(Skipped(full_name, *why))
+            if (why := walk.not_read(path, extensions)) is not None:
+                skipped.append(Skipped.of(full_name, why))
                 continue
-            names_beside = [companions.get((_stem(name), extension)) for extension in COMPANIONS]
-            beside = tuple(seen for other in names_beside if other is not None and (seen := _seen(place / other)))
+            names_beside = [companions.get((walk.stem_of(name), extension)) for extension in COMPANIONS]
+            beside = tuple(
+                seen for other in names_beside if other is not None and (seen := walk.seen_file(place / other))
+            )
             about = path.stat()
             entries.append(Entry(name=full_name, size=about.st_size, mtime_ns=about.st_mtime_ns, beside=beside))
     return sorted(entries, key=lambda entry: entry.name), skipped
-
-
-def _stem(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _extension(name: str) -> str:
-    """Return the last extension in lower case, without the dot; empty if there is none."""
-    return name.rpartition(".")[2].lower() if "." in name else ""
-
-
-def _not_read(path: Path, extensions: frozenset[str]) -> Optional[tuple[str, str]]:
-    """Return reason and detail if a command that takes `extensions` does not read a file, else None."""
-    extension = _extension(path.name)
-    if extension in COMPANIONS:
-        return "no_picture", "no picture or video has its name"
-    if extension not in PICTURES | VIDEOS:
-        ending = f"names that end in .{extension} are" if extension else "a name without an extension is"
-        return "other_format", f"{ending} not read"
-    if extension not in extensions:
-        return "other_kind", "`prepare folder` takes pictures and videos"
-    if not path.is_file():
-        return "not_a_file", "a broken link, or not a regular file"
-    return None
-
-
-def _seen(path: Path) -> Optional[tuple[str, int, int]]:
-    """Return name, size and time of a file, None if it is none."""
-    try:
-        about = path.stat()
-    except OSError:
-        return None
-    return (path.name, about.st_size, about.st_mtime_ns) if stat.S_ISREG(about.st_mode) else None
 
 
 def _rows(folder: Path, follow_links: bool) -> Optional[dict[str, dict[str, Any]]]:
@@ -372,7 +300,7 @@ def _rows(folder: Path, follow_links: bool) -> Optional[dict[str, dict[str, Any]
     if not present:
         return None
     if not follow_links and _leaves(present[0], folder):
-        raise DataError(f"{present[0]} is a link to a file outside of {folder}; {_FOLLOW}")
+        raise DataError(f"{present[0]} is a link to a file outside of {folder}; {FOLLOW}")
     rows: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(_parsed(present[0]), 1):
         name = row.get("file_name")
@@ -444,10 +372,10 @@ def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is neither a folder nor a file; --in names a folder of .tar files, or one of them")
     skipped: list[Skipped] = []
-    paths = [place / name for place, names in _folders(folder, follow_links, skipped) for name in names]
+    paths = [place / name for place, names in walk.folders_below(folder, follow_links, skipped) for name in names]
     tars = sorted(path for path in paths if path.suffix == ".tar" and path.is_file())
     if not tars:
-        links = f" ({reasons(skipped)})" if skipped else ""
+        links = f" ({walk.reasons(skipped)})" if skipped else ""
         raise DataError(f"{folder} holds no .tar file{links}; for single pictures use `prepare images`")
     return tars, skipped
 

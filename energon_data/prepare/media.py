@@ -31,7 +31,6 @@ from energon_data.media_files import (
 from energon_data.prepare.build import Changes, Job, Raw, Sample, UnitRecord, build, finish
 from energon_data.prepare.listing import (
     Entry,
-    Skipped,
     Source,
     list_folder,
     list_stamp,
@@ -44,6 +43,7 @@ from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import npy_bytes
 from energon_data.prepare.texts import caption_parts, text_record
 from energon_data.prepare.videos import Cut, clips_of
+from energon_data.prepare.walk import Skipped
 from energon_data.samples import SampleError
 
 Command = Literal["images", "videos", "folder", "webdataset"]

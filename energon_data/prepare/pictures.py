@@ -35,12 +35,13 @@ class Fit:
     """Which size a picture is brought to.
 
     With `size`, it is scaled to cover one of the sizes that `aspect` allows, and its middle is cut out. Of these sizes
-    the one is selected in which the whole picture would be largest, and of equal ones the smallest.
+    the one with the largest area * (share of the picture that is left)**4 is selected: near in ratio, and not small.
 
     Attributes:
         size: side of a square, in pixels, whose area is the largest that a picture may have; None for native sizes,
             which are cut only.
-        aspect: `keep` allows all sizes, `square` only `size` x `size`, `buckets` those of `buckets(size, multiple_of)`.
+        aspect: `keep` allows the sizes of which a side cannot be longer, `square` only `size` x `size`, `buckets` those
+            of `buckets(size, multiple_of)`.
         multiple_of: both sides become multiples of it (VAE compression times patch).
         enlarge: scale small pictures up; otherwise a size that is larger than the picture on a side is not allowed.
         max_cut: largest share of a picture that may be cut off.
@@ -79,7 +80,12 @@ class Fit:
             cure = "; --enlarge scales it up" if self.size is not None else ""
             least = f"the least is {side} x {side}" if self.aspect != "buckets" else "no bucket is as small"
             raise SampleError("too_small", f"{width} x {height} pixels; {least}{cure}")
-        wide, high = max(sizes, key=lambda c: (min(c[0] / width, c[1] / height), -c[0] * c[1]))
+
+        def score(size: tuple[int, int]) -> float:
+            ratio = size[0] / size[1] * height / width
+            return size[0] * size[1] * min(ratio, 1 / ratio) ** 4
+
+        wide, high = max(sizes, key=score)
         scale = 1.0 if self.size is None else max(wide / width, high / height)
         target = Target(max(wide, round(width * scale)), max(high, round(height * scale)), wide, high)
         if target.cut > self.max_cut:
@@ -91,7 +97,7 @@ class Fit:
         return target
 
     def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """Return width and height of the sizes that `aspect` allows, largest of each width."""
+        """Return width and height of the sizes that `aspect` allows."""
         m = self.multiple_of
         if self.size is None:
             return [(width // m * m, height // m * m)] if min(width, height) >= m else []
@@ -100,9 +106,11 @@ class Fit:
         if self.aspect == "buckets":
             return buckets(self.size, m)
         area = self.size**2
-        widths = range(m, (area // m if self.enlarge else min(width, area // m)) + 1, m)
-        heights = [(w, area // w if self.enlarge else min(height, area // w)) for w in widths]
-        return [(w, h // m * m) for w, h in heights if h >= m]
+        most_wide, most_high = (area // m, area // m) if self.enlarge else (width, height)
+        # The highest of each width and the widest of each height.
+        highest = [(w, min(most_high, area // w) // m * m) for w in range(m, min(most_wide, area // m) + 1, m)]
+        widest = [(min(most_wide, area // h) // m * m, h) for h in range(m, min(most_high, area // m) + 1, m)]
+        return [size for size in (*highest, *widest) if 0 not in size]
 
     def apply(self, picture: Image.Image) -> Image.Image:
         """Scale and cut a picture around its middle; the very same object if it fits already.

@@ -377,7 +377,7 @@ MUTANTS = (
     Mutant(
         "prepare: a caption is read through a link",
         "energon_data/prepare/listing.py",
-        "if _leaves(path, root):",
+        "if root is not None and _leaves(path, root):",
         "if False:",
         (PREPARE,),
     ),

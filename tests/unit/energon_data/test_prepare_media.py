@@ -114,11 +114,18 @@ def test_sizes_are_multiples_within_the_area_and_cover_without_enlarging(width, 
     assert abs(wide - width * scale) <= 1
     assert abs(high - height * scale) <= 1
     assert enlarge or (wide <= width and high <= height)
-    if aspect == "keep":  # in no other size would the whole picture be larger
-        largest = min(cut_wide / width, cut_high / height)
-        for w in range(m, (size * size // m if enlarge else min(width, size * size // m)) + 1, m):
-            h = (size * size // w if enlarge else min(height, size * size // w)) // m * m
-            assert min(w / width, h / height) <= largest + 1e-9
+    if aspect == "keep":  # of sizes with a side that cannot be longer, it has the largest area * kept**4
+
+        def is_allowed(w: int, h: int) -> bool:
+            return w * h <= size * size and (enlarge or (w <= width and h <= height))
+
+        def score(w: int, h: int) -> float:
+            return w * h * min(w / h * height / width, h / w * width / height) ** 4
+
+        for w in range(m, size * size // m + 1, m):
+            for h in range(m, size * size // w + 1, m):
+                if is_allowed(w, h) and not (is_allowed(w + m, h) and is_allowed(w, h + m)):
+                    assert score(cut_wide, cut_high) >= score(w, h) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
