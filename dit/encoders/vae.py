@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dit.encoders.batching import in_batches
-from dit.encoders.pretrained import load_network
+from dit.encoders.pretrained import check_hub, load_network
 from dit.errors import ConfigError
 
 Precision = Literal["fp32", "bf16"]
@@ -68,7 +68,8 @@ class Geometry:
         """
         kind = config.get("_class_name")
         if kind not in KINDS:
-            raise ConfigError(f"{name} is a {kind}; autoencoders of the classes {', '.join(KINDS)} are read")
+            what = "has no _class_name in its config.json" if kind is None else f"is a {kind}"
+            raise ConfigError(f"{name} {what}; autoencoders of the classes {', '.join(KINDS)} are read")
         entry = {**_defaults(str(kind)), **config}
         if kind == "AutoencoderKL":
             channels, time, space = entry["latent_channels"], 1, 2 ** (len(entry["block_out_channels"]) - 1)
@@ -123,9 +124,12 @@ def config_of(name: str) -> dict[str, Any]:
             return dict(json.loads((folder / "config.json").read_text()))
         from diffusers import AutoencoderKL
 
+        check_hub(name)
         return dict(AutoencoderKL.load_config(name))
     except ImportError as error:
         raise _not_installed(name) from error
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"no autoencoder at {name!r}: {error}; name a folder in diffusers' layout (config.json and "
